@@ -1,0 +1,42 @@
+"""Every name of TRL that is not public API, imported in this one file, and the versions for which that holds."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+SUPPORTED_TRL = SpecifierSet(">=1.15,<1.17")
+
+if version("trl") not in SUPPORTED_TRL:
+    raise ImportError(
+        f"trl_ext works with trl{SUPPORTED_TRL}, found trl {version('trl')}. Run `pip install 'trl{SUPPORTED_TRL}'`."
+    )
+
+from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx  # noqa: E402
+
+__all__ = ["FusedCausalLMOutput", "head_attached_by", "maybe_gather_lm_head_ctx"]
+
+
+@contextmanager
+def head_attached_by(attach: Callable[..., None], trainer_class: type) -> Iterator[None]:
+    """Within, `trainer_class.__init__` attaches its models' scoring head with `attach(model, **options)`.
+
+    TRL's trainers call the `add_fused_lm_head` of their module on the policy and on the reference model, after both
+    exist and before reference log-probs are precomputed; there is no method to override at that point. The name is put
+    back on the way out, so stock trainers keep TRL's head.
+    """
+    module = sys.modules[trainer_class.__module__]
+    original = module.add_fused_lm_head
+    module.add_fused_lm_head = attach
+    try:
+        yield
+    finally:
+        module.add_fused_lm_head = original
+
+
+def add_precompute_key(trainer: Any, *key: object) -> None:
+    """Make `key` a part of what TRL's cache of precomputed reference log-probs is found by."""
+    trainer._precompute_model_hash = (trainer._precompute_model_hash, *key)

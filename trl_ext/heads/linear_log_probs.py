@@ -1,0 +1,194 @@
+"""The public function of the head: checks its input, settles the operands' dtype and calls a head by name."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dense import dense_log_probs
+from .logits import LogitTransform
+from .outputs import OUTPUTS, LinearLogProbs
+from .tiled import tiled_log_probs
+
+HEADS = {"tiled": tiled_log_probs, "dense": dense_log_probs}
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    outputs: tuple[str, ...] = ("log_probs",),
+    entropy_requires_grad: bool = False,
+    chunk_size: int | None = None,
+) -> LinearLogProbs:
+    """Per-token log-probabilities of `targets` under `softmax(z)`, straight from hidden states, without the logits.
+
+    The logits are `z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature`. They are made
+    in tiles, accumulated in fp32 and never rounded; beside inputs, outputs and gradients, memory is that of a tile, in
+    the forward and in the backward.
+
+    Args:
+        hidden (`torch.Tensor` of shape `(..., H)`):
+            Hidden states, bf16, fp16, fp32 or float64.
+        weight (`torch.Tensor` of shape `(V, H)`):
+            Weight of the head, V at least 2. Of hidden and weight, the wider dtype is that of the operands; under
+            autocast both are cast to autocast's dtype (unless float64) and the head's own arithmetic runs with
+            autocast and TF32 off.
+        targets (`torch.Tensor` of shape `(...)`):
+            Class ids in `[0, V)`, integer. Out of range they raise on the CPU and give NaN on other devices.
+        bias (`torch.Tensor` of shape `(V,)`, *optional*):
+            Bias of the head.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            What the logits are divided by, last.
+        logit_scale (`float`, *optional*, defaults to `1.0`):
+            What the product is multiplied by, before the softcap.
+        softcap (`float`, *optional*):
+            Bound of the logits before the temperature (Gemma 2, arXiv 2408.00118).
+        outputs (`tuple[str, ...]`, *optional*, defaults to `("log_probs",)`):
+            What to compute, among `"log_probs"`, `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`.
+        entropy_requires_grad (`bool`, *optional*, defaults to `False`):
+            Whether the entropy carries a gradient. Without it the gradient to a frozen weight's hidden states is formed
+            in the forward (two matrix products in all); with it, or with a trained weight, tiles are recomputed.
+        chunk_size (`int`, *optional*):
+            Tokens in a tile. None chooses it.
+
+    Returns:
+        [`LinearLogProbs`]: tensors of shape `(...)`, fp32 (float64 for float64 operands; `is_top1` bool), None where
+        not asked for. Gradients flow through `log_probs` to `hidden`, `weight` and `bias`, and through `entropy` where
+        `entropy_requires_grad`.
+
+    Raises:
+        `TypeError`: hidden or weight is not floating point, targets are not integers.
+        `ValueError`: shapes or devices do not fit, a target on the CPU is out of range, an unknown output, an option
+        out of its range.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_ext import linear_log_probs
+    >>> hidden, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
+    >>> linear_log_probs(hidden, weight, torch.randint(100, (2, 5))).log_probs.shape
+    torch.Size([2, 5])
+    ```
+    """
+    _check_tensors(hidden, weight, targets, bias)
+    _check_options(temperature, logit_scale, softcap, outputs, chunk_size)
+    return run_head(
+        "tiled",
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        transform=LogitTransform(float(temperature), float(logit_scale), softcap),
+        outputs=outputs,
+        entropy_requires_grad=entropy_requires_grad,
+        chunk_size=chunk_size,
+    )
+
+
+def run_head(
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    outputs: tuple[str, ...],
+    entropy_requires_grad: bool = False,
+    chunk_size: int | None = None,
+    readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> LinearLogProbs:
+    """Call the head `name` of `HEADS` on checked input; shapes, dtypes and results as [`linear_log_probs`].
+
+    Args:
+        readable (`Callable`, *optional*):
+            Makes a context in which weight and bias can be read, for engines that shard parameters. Entered in the
+            forward and, where the weight is read there, in the backward.
+    """
+    shape = targets.shape
+    results = HEADS[name](
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        targets.reshape(-1).long(),
+        transform,
+        outputs,
+        operand_dtype=operand_dtype(hidden, weight),
+        entropy_requires_grad=entropy_requires_grad,
+        chunk_size=chunk_size,
+        readable=readable,
+    )
+    return LinearLogProbs(*(None if x is None else x.view(shape) for x in results))
+
+
+def operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype in which hidden and weight are multiplied."""
+    wider = torch.promote_types(hidden.dtype, weight.dtype)
+    device_type = hidden.device.type
+    # Autocast leaves float64 alone
+    if wider != torch.float64 and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return wider
+
+
+def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    named = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in (named | {"targets": targets}).items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}.")
+    for name, tensor in named.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"`{name}` must be floating point (bf16, fp16, fp32 or float64), got {tensor.dtype}.")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise TypeError(f"`targets` must hold integer class ids, got {targets.dtype}.")
+    if weight.ndim != 2 or weight.shape[0] < 2:
+        raise ValueError(f"`weight` must have shape (V, H) with V at least 2, got {tuple(weight.shape)}.")
+    vocabulary, width = weight.shape
+    if hidden.ndim < 1 or hidden.shape[-1] != width:
+        raise ValueError(
+            f"`hidden` must have shape (..., {width}) to fit `weight` of shape {tuple(weight.shape)}, got "
+            f"{tuple(hidden.shape)}."
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"`targets` must have the shape of `hidden` without its last dimension, {tuple(hidden.shape[:-1])}, got "
+            f"{tuple(targets.shape)}."
+        )
+    if bias is not None and bias.shape != (vocabulary,):
+        raise ValueError(f"`bias` must have shape ({vocabulary},), got {tuple(bias.shape)}.")
+    for name, tensor in (named | {"targets": targets}).items():
+        if tensor.device != hidden.device:
+            raise ValueError(f"`{name}` must be on the device of `hidden`, {hidden.device}, got {tensor.device}.")
+    # Elsewhere than on the CPU the look at the values would wait for the device
+    if targets.device.type == "cpu" and targets.numel():
+        lowest, highest = int(targets.min()), int(targets.max())
+        if lowest < 0 or highest >= vocabulary:
+            raise ValueError(
+                f"`targets` must lie in [0, {vocabulary}), got values from {lowest} to {highest}. Leave out the "
+                "positions that are not to be scored: -100 is no class id."
+            )
+
+
+def _check_options(
+    temperature: float, logit_scale: float, softcap: float | None, outputs: tuple[str, ...], chunk_size: int | None
+) -> None:
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"`temperature` must be a finite number above 0, got {temperature}.")
+    if not math.isfinite(logit_scale):
+        raise ValueError(f"`logit_scale` must be a finite number, got {logit_scale}.")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"`softcap` must be None or a finite number above 0, got {softcap}.")
+    if isinstance(outputs, str) or not outputs or not set(outputs) <= set(OUTPUTS):
+        raise ValueError(f"`outputs` must be a non-empty tuple of names among {list(OUTPUTS)}, got {outputs!r}.")
+    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"`chunk_size` must be None or an integer of at least 1, got {chunk_size!r}.")

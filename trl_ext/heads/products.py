@@ -1,0 +1,118 @@
+"""Matrix products whose result is never rounded below fp32, for operands of every dtype.
+
+Every product of the tiled and of the dense head is made here, so that the exactness of both rests on these few lines.
+Dimensions: N tokens, H hidden size, V vocabulary (or one tile of its columns).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def statistics_dtype(operands: torch.dtype) -> torch.dtype:
+    """The dtype in which products of such operands accumulate: float64 for float64, fp32 for all others."""
+    return torch.float64 if operands == torch.float64 else torch.float32
+
+
+@contextmanager
+def exact_arithmetic(device: torch.device) -> Iterator[None]:
+    """Turn off what would round inside the head: autocast, TF32 (or bf16) in fp32 products, fp16 accumulation.
+
+    The switches are global to the process; they are put back as they were found, also after an exception.
+    """
+    backends: Any = torch.backends
+    matmuls = (backends.cuda.matmul, backends.mkldnn.matmul)
+    precisions = [matmul.fp32_precision for matmul in matmuls]
+    fp16_accumulation = torch.backends.cuda.matmul.allow_fp16_accumulation
+    try:
+        for matmul, precision in zip(matmuls, precisions, strict=True):
+            if precision not in ("none", "ieee"):
+                matmul.fp32_precision = "ieee"
+        if fp16_accumulation:
+            torch.backends.cuda.matmul.allow_fp16_accumulation = False
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for matmul, precision in zip(matmuls, precisions, strict=True):
+            if precision not in ("none", "ieee"):
+                matmul.fp32_precision = precision
+        if fp16_accumulation:
+            torch.backends.cuda.matmul.allow_fp16_accumulation = True
+
+
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
+    """`out = a @ b`, or `out += a @ b`, accumulated and left in `out`'s dtype (fp32 or float64).
+
+    Half-precision operands go to the tensor cores as they are on CUDA. Elsewhere they are upcast first, which gives
+    the same sums: a product of two bf16 or fp16 numbers is exact in fp32.
+    """
+    if a.device.type == "cuda" and a.dtype in _HALF:
+        # `beta=0` does not read `out`, which may be uninitialised
+        torch.addmm(out, a, b, beta=int(accumulate), out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(accumulate), out=out)
+
+
+def as_operand(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
+    """Coefficients of a gradient product, in fp32, as that product wants them beside operands of `dtype`.
+
+    Tensor cores need both operands in the same half precision. Elsewhere the other operand is upcast anyway, so the
+    coefficients keep their fp32.
+    """
+    return coefficients.to(dtype) if coefficients.device.type == "cuda" else coefficients
+
+
+class ExactLinear(torch.autograd.Function):
+    """`hidden_NH @ weight_VH.T + bias_V` with fp32 (float64) logits, differentiable: the product of the dense head.
+
+    The gradient of the logits is not rounded either, on any device. The weight is read in slices, so that no cast copy
+    of it stands beside the logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        readable: Callable[[], AbstractContextManager[Any]],
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.dtype, ctx.readable = dtype, readable
+        with readable(), exact_arithmetic(hidden.device):
+            operand_NH = hidden.to(dtype)
+            logits_NV = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=statistics_dtype(dtype))
+            for columns in _slices(weight.shape[0]):
+                matmul_into(logits_NV[:, columns], operand_NH, weight[columns].to(dtype).t(), accumulate=False)
+            if bias is not None:
+                logits_NV += bias.to(dtype)
+        return logits_NV
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        with ctx.readable(), exact_arithmetic(hidden.device):
+            operand_NH = hidden.to(ctx.dtype).to(grad_NV.dtype)
+            grad_hidden = torch.zeros_like(operand_NH) if needs_hidden else None
+            grad_weight = torch.empty_like(weight) if needs_weight else None
+            for columns in _slices(weight.shape[0]):
+                grad_tile = grad_NV[:, columns]
+                if grad_hidden is not None:
+                    grad_hidden.addmm_(grad_tile, weight[columns].to(ctx.dtype).to(grad_NV.dtype))
+                if grad_weight is not None:
+                    grad_weight[columns] = (grad_tile.t() @ operand_NH).to(weight.dtype)
+            grad_bias = grad_NV.sum(0).to(bias.dtype) if needs_bias else None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
+
+
+def _slices(rows: int, step: int = 8192) -> Iterator[slice]:
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

@@ -1,0 +1,110 @@
+"""Online statistics of each token's logits over vocabulary tiles, with the target kept apart from the others.
+
+With m and s the running max and sum of exponentials over the *other* tokens of the vocabulary, the target's log-odds
+are d = z_target - m - log s, and everything follows without cancellation:
+
+- log p = logsigmoid(d), which is -log1p(exp(-d)) where the target dominates, so that a nearly certain token keeps its
+  relative precision; it is finite wherever the logits are.
+- 1 - p = sigmoid(-d), which weighs the gradient.
+- entropy = H(p, 1 - p) + (1 - p) * (entropy among the others), the chain rule of entropy; no term is negative.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .outputs import LinearLogProbs
+
+# Stands in the target's column once the target is taken out: finite, so that 0 times it is 0, and far below any logit
+_ABSENT = -1e30
+
+
+class RunningStatistics:
+    """Statistics of N tokens that grow with every tile of logits folded in.
+
+    Args:
+        targets (`Tensor` of shape `(N,)`): class ids.
+        vocabulary (`int`): V, at least 2.
+        outputs: names of `LinearLogProbs` that will be asked for.
+        dtype (`torch.dtype`): fp32 or float64.
+    """
+
+    def __init__(self, targets: Tensor, vocabulary: int, outputs: tuple[str, ...], dtype: torch.dtype) -> None:
+        def full(value: float) -> Tensor:
+            return torch.full(targets.shape, value, dtype=dtype, device=targets.device)
+
+        self.targets = targets
+        self.vocabulary = vocabulary
+        self.max = full(torch.finfo(dtype).min)
+        self.sum_exp = full(0.0)
+        # NaN until its tile comes: a target outside the vocabulary, which CUDA inputs are not checked for, stays loud
+        self.target_logit = full(torch.nan)
+        self.sum_shifted_exp = full(0.0) if "entropy" in outputs else None
+        self.sum_sq_exp = full(0.0) if "log_sum_sq_probs" in outputs else None
+        self.sum_logits = full(0.0) if "mean_logits" in outputs else None
+        self.max_before_target = full(-torch.inf) if "is_top1" in outputs else None
+
+    def take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
+        """Read the target's logit where it lies in this tile, and put it out of the tile.
+
+        `logits` (n, v) are the columns from `start` on of the tokens `rows`; `scratch`, of the same shape, is
+        overwritten.
+        """
+        local = (self.targets[rows] - start)[:, None]
+        inside = (local >= 0) & (local < logits.shape[1])
+        column = local.clamp(0, logits.shape[1] - 1)
+        if self.sum_logits is not None:
+            self.sum_logits[rows] += logits.sum(-1)
+        if self.max_before_target is not None:
+            before = torch.arange(logits.shape[1], device=logits.device) < local
+            scratch.copy_(logits).masked_fill_(~before, -torch.inf)
+            self.max_before_target[rows] = torch.maximum(self.max_before_target[rows], scratch.amax(-1))
+        target = logits.gather(1, column)
+        self.target_logit[rows] = torch.where(inside, target, self.target_logit[rows, None])[:, 0]
+        logits.scatter_(1, column, torch.where(inside, _ABSENT, target))
+
+    def fold_(self, rows: slice, logits: Tensor, exponentials: Tensor) -> Tensor:
+        """Fold in a tile whose target was taken out; returns what earlier sums were rescaled by, of shape (n, 1).
+
+        On return `exponentials` holds exp(z - max), 0 for the target, and `logits` is overwritten.
+        """
+        old_max = self.max[rows]
+        new_max = torch.maximum(old_max, logits.amax(-1))
+        rescale = torch.exp(old_max - new_max)
+        shifted = logits.sub_(new_max[:, None])
+        torch.exp(shifted, out=exponentials)
+        if self.sum_shifted_exp is not None:
+            # sum (z - max) exp(z - max): when the max moves, every earlier term moves with it
+            moved = self.sum_shifted_exp[rows] + (old_max - new_max) * self.sum_exp[rows]
+            self.sum_shifted_exp[rows] = moved * rescale + shifted.mul_(exponentials).sum(-1)
+        if self.sum_sq_exp is not None:
+            squares = torch.mul(exponentials, exponentials, out=shifted)
+            self.sum_sq_exp[rows] = self.sum_sq_exp[rows] * rescale.square() + squares.sum(-1)
+        self.sum_exp[rows] = self.sum_exp[rows] * rescale + exponentials.sum(-1)
+        self.max[rows] = new_max
+        return rescale[:, None]
+
+    @property
+    def log_odds(self) -> Tensor:
+        """log(p / (1 - p)) of the target."""
+        return self.target_logit - self.max - self.sum_exp.log()
+
+    def results(self, outputs: tuple[str, ...]) -> LinearLogProbs:
+        """What was asked for, once every tile has been folded in."""
+        log_odds = self.log_odds
+        log_p, log_q = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
+        results: dict[str, Tensor] = {}
+        if "log_probs" in outputs:
+            results["log_probs"] = log_p
+        if self.sum_shifted_exp is not None:
+            among_others = self.sum_exp.log() - self.sum_shifted_exp / self.sum_exp
+            results["entropy"] = log_q.exp() * (among_others - log_q) - log_p.exp() * log_p
+        if self.sum_sq_exp is not None:
+            others = 2 * log_q + self.sum_sq_exp.log() - 2 * self.sum_exp.log()
+            results["log_sum_sq_probs"] = torch.logaddexp(2 * log_p, others)
+        if self.sum_logits is not None:
+            results["mean_logits"] = self.sum_logits / self.vocabulary
+        if self.max_before_target is not None:
+            first = self.target_logit > self.max_before_target
+            results["is_top1"] = first & (self.target_logit >= self.max)
+        return LinearLogProbs(**results)

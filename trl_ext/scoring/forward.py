@@ -1,0 +1,158 @@
+"""The model's scoring forward: a padded batch in, per-token log-probs out, inside whatever wraps the model.
+
+It stands where TRL's own fused head does: `model(**inputs, labels=labels, fused_lm_head=True)` returns a
+`FusedCausalLMOutput`. A call without `fused_lm_head` is the model's own forward, so generation is untouched.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..compat import FusedCausalLMOutput, maybe_gather_lm_head_ctx
+from ..heads import LinearLogProbs, LogitTransform, run_head
+from .families import logit_transform
+from .head_check import check_against_dense
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """How a model's tokens are scored.
+
+    Args:
+        temperature (`float`): what the logits are divided by.
+        cast_lm_head_to_fp32 (`bool`): whether the head's product runs on fp32 operands, outside autocast.
+        outputs (`tuple[str, ...]`): per-token fields of `FusedCausalLMOutput` to compute.
+        head (`str`): a name in `trl_ext.heads.HEADS`.
+        chunk_size (`int`, *optional*): tokens in a tile of the head.
+        entropy_requires_grad (`bool`): whether a loss term needs the entropy's gradient.
+    """
+
+    temperature: float = 1.0
+    cast_lm_head_to_fp32: bool = False
+    outputs: tuple[str, ...] = ("log_probs",)
+    head: str = "tiled"
+    chunk_size: int | None = None
+    entropy_requires_grad: bool = False
+
+
+class ScoringForward:
+    """The scoring forward of one model.
+
+    Attributes:
+        used (`bool`): set on every call, for a caller to reset and look at.
+    """
+
+    def __init__(self, model: nn.Module, options: ScoringOptions) -> None:
+        self.options = options
+        self.transform: LogitTransform = logit_transform(model.config, options.temperature)
+        self.used = False
+        self._checked = options.head == "dense"
+
+    def __call__(
+        self,
+        model: Any,
+        *args: Any,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> FusedCausalLMOutput:
+        """Score the positions whose next-token label is not -100.
+
+        Args:
+            labels (`Tensor` of shape `(B, S)`): shifted here; fields are `(B, S - 1)`.
+            shift_labels (`Tensor` of shape `(B, S)`): shifted by the caller, as under context parallelism; fields are
+                `(B, S)`.
+        """
+        self.used = True
+        kwargs["use_cache"] = False
+        text_config = model.config.get_text_config()
+        if getattr(text_config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        # Backbone and head are looked up on each call: FSDP and PEFT replace them after the forward was attached
+        backbone_outputs = model.base_model(*args, **kwargs)
+        hidden_BSH = backbone_outputs.last_hidden_state
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`, got neither.")
+            hidden_BSH, shift_labels = hidden_BSH[:, :-1], labels[:, 1:]
+        lm_head = model.get_output_embeddings()
+        # A model split over devices (`device_map`) can end its backbone on another device than its head's
+        device = lm_head.weight.device
+        shift_labels = shift_labels.to(device)
+        mask_BS = shift_labels != -100
+        # A batch without labels stays in the graph this way: a zero that can be backpropagated
+        scored = self._score(hidden_BSH.to(device)[mask_BS], lm_head, shift_labels[mask_BS])
+        fields = {
+            name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x)
+            for name, x in scored._asdict().items()
+        }
+        items = mask_BS.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        log_probs = fields["log_probs"]
+        assert log_probs is not None
+        loss = -log_probs.sum() / items
+        aux_loss = None
+        if kwargs.get("output_router_logits"):
+            aux_loss = _router_loss(backbone_outputs.router_logits, text_config, kwargs.get("attention_mask"))
+            loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
+        return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
+
+    def _score(self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor) -> LinearLogProbs:
+        weight, bias = lm_head.weight, lm_head.bias
+        # FSDP2 leaves sharded parameters as DTensors
+        weight, bias = (x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias))
+        # Under ZeRO-3 weight and bias are gathered while they are read
+        readable = functools.partial(maybe_gather_lm_head_ctx, weight, bias)
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self.options.cast_lm_head_to_fp32:
+            hidden_NH = hidden_NH.float()
+            autocast = torch.autocast(hidden_NH.device.type, enabled=False)
+        with autocast:
+            score: Callable[..., LinearLogProbs] = functools.partial(
+                run_head,
+                bias=bias,
+                transform=self.transform,
+                outputs=self.options.outputs,
+                chunk_size=self.options.chunk_size,
+                readable=readable,
+            )
+            if not self._checked and targets_N.numel():
+                check_against_dense(score, hidden_NH, weight, targets_N)
+                self._checked = True
+            return score(
+                self.options.head,
+                hidden_NH,
+                weight,
+                targets_N,
+                entropy_requires_grad=self.options.entropy_requires_grad,
+            )
+
+
+def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForward:
+    """Make `model(..., fused_lm_head=True)` our scoring forward, on the model inside what wraps it."""
+    scoring = ScoringForward(model, options)
+    own_forward = model.forward
+
+    # The signature stays the model's own: `generate` validates its arguments against it
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        return scoring(self, *args, **kwargs) if fused_lm_head else own_forward(*args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+    return scoring
+
+
+def _router_loss(router_logits: tuple[Tensor, ...], text_config: Any, attention_mask: Tensor | None) -> Tensor:
+    """The load-balancing loss of transformers' MoE families, from one router-logits tensor a layer."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    return load_balancing_loss_func(
+        router_logits, text_config.num_experts, text_config.num_experts_per_tok, attention_mask
+    )

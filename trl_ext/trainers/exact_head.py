@@ -1,0 +1,69 @@
+"""What both trainers share: our scoring forward in the place of TRL's fused head, from their `__init__` on."""
+
+from typing import Any
+
+import torch
+
+from ..compat import head_attached_by
+from ..scoring import ScoringForward, ScoringOptions, attach_scoring_forward
+from .head_arguments import HeadArguments
+
+
+class ExactHeadMixin:
+    """Mixed in before a TRL trainer: its models are scored by our forward, and its loss is TRL's own.
+
+    Attributes:
+        head_arguments (`HeadArguments`): the fields of the config that choose the head.
+        scoring_forwards (`list[ScoringForward]`): the policy's, then the reference model's where there is one.
+    """
+
+    _trl_trainer: type
+
+    def __init__(self, model: Any, *positional: Any, **keywords: Any) -> None:
+        self.head_arguments = HeadArguments.of(self._config_among(positional, keywords))
+        self.scoring_forwards: list[ScoringForward] = []
+        with head_attached_by(self._attach, self._trl_trainer):
+            super().__init__(model, *positional, **keywords)  # type: ignore[call-arg]
+
+    @staticmethod
+    def _config_among(positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """The trainer's `args`, wherever in the call they stand: DPO's and GRPO's positions differ."""
+        return next((x for x in (*positional, *keywords.values()) if isinstance(x, HeadArguments)), None)
+
+    def _entropy_requires_grad(self) -> bool:
+        """Whether a term of the loss sends a gradient through the policy's entropy."""
+        return False
+
+    def _attach(self, model: Any, **options: Any) -> None:
+        """Stands for `add_fused_lm_head`, with its options, while TRL's `__init__` runs."""
+        entropy_requires_grad = not self.scoring_forwards and self._entropy_requires_grad()
+        scoring = attach_scoring_forward(
+            model,
+            ScoringOptions(
+                head=self.head_arguments.head,
+                chunk_size=self.head_arguments.head_chunk_size,
+                entropy_requires_grad=entropy_requires_grad,
+                **options,
+            ),
+        )
+        self.scoring_forwards.append(scoring)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """TRL's own loss, on log-probs from our scoring forward.
+
+        Raises:
+            `RuntimeError`: the policy was scored by something else, because its forward was replaced after the trainer
+            was built.
+        """
+        policy = self.scoring_forwards[0]
+        policy.used = False
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        if not policy.used:
+            raise RuntimeError(
+                "The policy was not scored by the exact head: something replaced `model.forward` after the trainer "
+                "was built (another trainer on the same model object, or a library that patches models). Build this "
+                "trainer last, or give each trainer a model of its own."
+            )
+        return loss

@@ -1,0 +1,37 @@
+"""GRPO: TRL's trainer and config, with our scoring forward."""
+
+from dataclasses import dataclass
+
+import trl
+
+from .exact_head import ExactHeadMixin
+from .head_arguments import HeadArguments
+
+
+@dataclass
+class GRPOConfig(HeadArguments, trl.GRPOConfig):
+    # docstyle-ignore
+    """
+    TRL's [`~trl.GRPOConfig`], with every argument and default of it, and the fields below.
+
+    Args:
+        head (`str`, *optional*, defaults to `"tiled"`):
+            How log-probs are computed from hidden states: `"tiled"` never builds the logits, `"dense"` is the plain
+            definition.
+        head_chunk_size (`int`, *optional*):
+            Tokens in a tile of the head. `None` chooses it.
+    """
+
+
+class GRPOTrainer(ExactHeadMixin, trl.GRPOTrainer):
+    """
+    TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact: same arguments, losses and metrics.
+
+    Takes [`GRPOConfig`], or TRL's own config (then the added fields have their defaults).
+    """
+
+    _trl_trainer = trl.GRPOTrainer
+
+    def _entropy_requires_grad(self) -> bool:
+        # The entropy bonus alone: the quantile of top entropies only compares them
+        return bool(self._entropy_bonus_enabled)

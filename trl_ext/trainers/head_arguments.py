@@ -1,0 +1,38 @@
+"""The config fields of the head, which both trainers' configs have."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..heads import HEADS
+
+
+@dataclass
+class HeadArguments:
+    """Fields that choose the head; every default trains as TRL does, more exactly."""
+
+    head: str = field(
+        default="tiled",
+        metadata={
+            "help": "How log-probs are computed from hidden states. `'tiled'` never builds the logits; `'dense'` is "
+            "the plain definition, which holds all logits of a batch in memory.",
+            "choices": list(HEADS),
+        },
+    )
+    head_chunk_size: int | None = field(
+        default=None,
+        metadata={"help": "Tokens in a tile of the head. `None` chooses it. It changes memory and speed, not results."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.head not in HEADS:
+            raise ValueError(f"`head` must be one of {list(HEADS)}, got {self.head!r}.")
+        if self.head_chunk_size is not None and self.head_chunk_size < 1:
+            raise ValueError(f"`head_chunk_size` must be None or at least 1, got {self.head_chunk_size}.")
+        inherited = getattr(super(), "__post_init__", None)
+        if inherited is not None:
+            inherited()
+
+    @classmethod
+    def of(cls, args: Any) -> "HeadArguments":
+        """The fields of a trainer's arguments; the defaults where those are TRL's own config, or None."""
+        return args if isinstance(args, cls) else cls()
