@@ -28,7 +28,7 @@ def head_attached_by(attach: Callable[..., None], trainer_class: type) -> Iterat
     exist and before reference log-probs are precomputed; there is no method to override at that point. The name is put
     back on the way out, so stock trainers keep TRL's head.
     """
-    module = sys.modules[trainer_class.__module__]
+    module: Any = sys.modules[trainer_class.__module__]
     original = module.add_fused_lm_head
     module.add_fused_lm_head = attach
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .logits import LogitTransform
 from .outputs import LinearLogProbs
-from .products import as_operand, exact_arithmetic, matmul_into, statistics_dtype
+from .products import as_operand, exact_arithmetic, matmul_into, project_into, statistics_dtype
 from .statistics import RunningStatistics
 from .tiles import columns_per_tile, rows_per_tile
 
@@ -58,22 +58,22 @@ class Head:
                 shape = (rows.stop - rows.start, width)
                 logits, scratch = (buffer[: shape[0] * width].view(shape) for buffer in buffers)
                 hidden_nH = hidden[rows].to(self.dtype)
-                matmul_into(logits, hidden_nH, weight_vH.t(), accumulate=False)
+                project_into(logits, hidden_nH, weight_vH)
                 if bias is not None:
                     logits.add_(bias[columns].to(self.dtype))
                 self.transform.apply_(logits)
                 yield rows, columns, logits, scratch, hidden_nH, weight_vH
 
-    def row_chunks(self, hidden: Tensor) -> Iterator[slice]:
-        """Slices of tokens as long as a tile's."""
-        n = rows_per_tile(hidden.shape[0], hidden.device, self.chunk_size)
-        for first in range(0, hidden.shape[0], n):
-            yield slice(first, min(first + n, hidden.shape[0]))
+    def add_targets_(self, sums_NH: Tensor, coefficient_N: Tensor, weight: Tensor, targets: Tensor) -> None:
+        """Add each target's row of the weight, times its coefficient.
 
-    def slope_at_target(self, target_logit: Tensor) -> Tensor:
-        """dz/dx of the target, of shape (n, 1)."""
-        slope = self.transform.derivative(target_logit)
-        return slope[:, None] if isinstance(slope, Tensor) else torch.full_like(target_logit, slope)[:, None]
+        In fp32: it stays out of the product in half precision, whose rounding would not cancel against 1 - p.
+        """
+        n = rows_per_tile(sums_NH.shape[0], sums_NH.device, self.chunk_size)
+        for first in range(0, sums_NH.shape[0], n):
+            rows = slice(first, first + n)
+            target_nH = weight[targets[rows]].to(self.dtype).to(sums_NH.dtype)
+            sums_NH[rows].addcmul_(target_nH, coefficient_N[rows, None])
 
 
 def scan(
@@ -114,11 +114,8 @@ class FrozenHead(torch.autograd.Function):
             statistics = scan(head, hidden, weight, bias, targets, others_NH=gradient_NH)
             others_share = torch.sigmoid(-statistics.log_odds)[:, None]
             gradient_NH.mul_(-others_share / statistics.sum_exp[:, None])
-            for rows in head.row_chunks(hidden):
-                # The target's row stays out of the half-precision product, else 1 - p cancels
-                target_nH = weight[targets[rows]].to(head.dtype).to(gradient_NH.dtype)
-                coefficient = head.slope_at_target(statistics.target_logit[rows]) * others_share[rows]
-                gradient_NH[rows].addcmul_(target_nH, coefficient)
+            slope = head.transform.derivative(statistics.target_logit)
+            head.add_targets_(gradient_NH, others_share[:, 0] * slope, weight, targets)
         ctx.save_for_backward(gradient_NH)
         ctx.hidden_dtype = hidden.dtype
         results = statistics.results(head.outputs)
@@ -167,49 +164,48 @@ class TrainedHead(torch.autograd.Function):
         coefficients = _Coefficients(
             maximum, sum_exp, target_logit, entropy, grad_log_probs, grad_entropy, head.transform
         )
-        accumulate = maximum.dtype
         _, needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         with head.readable(), exact_arithmetic(hidden.device):
-            grad_hidden = torch.empty(hidden.shape, dtype=accumulate, device=hidden.device) if needs_hidden else None
+            sums = {"dtype": maximum.dtype, "device": hidden.device}
+            grad_hidden = torch.empty(hidden.shape, **sums) if needs_hidden else None
             # Zeros: with no token at all no tile is written
             grad_weight = torch.zeros_like(weight) if needs_weight else None
-            grad_bias = torch.zeros(bias.shape, dtype=accumulate, device=bias.device) if needs_bias else None
-            weight_tile: Tensor | None = None
+            grad_bias = torch.zeros(bias.shape, **sums) if needs_bias else None
+            unit = coefficients.unit()
             for rows, columns, logits, scratch, hidden_nH, weight_vH in head.tiles(hidden, weight, bias):
-                first_rows, last_rows = rows.start == 0, rows.stop == hidden.shape[0]
                 local = targets[rows] - columns.start
-                grad_nv = coefficients.of_others_(rows, local, logits, scratch)
+                tile = coefficients.of_others_(rows, local, logits, scratch)
                 if grad_hidden is not None:
-                    operand = as_operand(grad_nv, head.dtype)
+                    operand = as_operand(tile, head.dtype)
                     matmul_into(grad_hidden[rows], operand, weight_vH, accumulate=columns.start > 0)
                 if grad_weight is None and grad_bias is None:
                     continue
-                coefficients.put_target_(rows, local, grad_nv)
-                if grad_weight is not None:
-                    if first_rows:
-                        weight_tile = torch.empty(weight_vH.shape, dtype=accumulate, device=hidden.device)
-                    assert weight_tile is not None
-                    operand = as_operand(grad_nv, head.dtype)
-                    matmul_into(weight_tile, operand.t(), hidden_nH, accumulate=not first_rows)
-                    if last_rows:
-                        grad_weight[columns] = weight_tile.mul_(coefficients.unit)
+                tile = coefficients.with_target_(rows, local, tile, unit)
                 if grad_bias is not None:
-                    grad_bias[columns] += grad_nv.sum(0)
+                    grad_bias[columns] += tile.sum(0)
+                if grad_weight is not None:
+                    if rows.start == 0:
+                        grad_weight_vH = torch.empty(weight_vH.shape, **sums)
+                    operand = as_operand(tile, head.dtype)
+                    matmul_into(grad_weight_vH, operand.t(), hidden_nH, accumulate=rows.start > 0)
+                    if rows.stop == hidden.shape[0]:
+                        grad_weight[columns] = grad_weight_vH.mul_(unit)
             if grad_hidden is not None:
-                for rows in head.row_chunks(hidden):
-                    target_nH = weight[targets[rows]].to(head.dtype).to(accumulate)
-                    grad_hidden[rows].addcmul_(target_nH, coefficients.target[rows, None])
-                grad_hidden = grad_hidden.mul_(coefficients.unit).to(hidden.dtype)
+                grad_hidden.mul_(coefficients.row_factor[:, None])
+                head.add_targets_(grad_hidden, coefficients.target, weight, targets)
+                grad_hidden = grad_hidden.to(hidden.dtype)
             if grad_bias is not None:
-                grad_bias = grad_bias.mul_(coefficients.unit).to(bias.dtype)
+                grad_bias = grad_bias.mul_(unit).to(bias.dtype)
         return None, grad_hidden, grad_weight, grad_bias, None, None
 
 
 class _Coefficients:
-    """The gradient of each product x_nv, in units of a power of two so that fp16 operands do not lose small ones.
+    """The gradient of each product x_v of a token, as a row factor times a tile that half precision holds well.
 
-    With g and e the gradients of log p and of the entropy E, and c = dz/dx:
-    c_v p_v (-g - e (log p_v + E)) for v != t, and c_t ((1 - p_t) g - e p_t (log p_t + E)) for the target.
+    With g and e the gradients of log p and of the entropy E, and c = dz/dx, it is c_v p_v (-g - e (log p_v + E)) for
+    v != t. With p_v = exp(z_v - max) * share that is share * s * [c_v exp(z_v - max) (a + b (z_v - max))]: s is the
+    larger of what stands at the largest logit and of e, so that the bracket is near 1 there, and exactly 1 without an
+    entropy. The target's is c_t ((1 - p_t) g - e p_t (log p_t + E)), of shape (N,), and kept in fp32.
     """
 
     def __init__(
@@ -222,44 +218,48 @@ class _Coefficients:
         grad_entropy: Tensor | None,
         transform: LogitTransform,
     ) -> None:
-        zero = torch.zeros_like(maximum)
-        grads = torch.stack([zero if grad is None else grad for grad in (grad_log_probs, grad_entropy)])
-        largest = grads.abs().amax() if grads.numel() else grads.new_zeros(())
-        exponent = torch.frexp(largest).exponent
-        self.unit = torch.ldexp(torch.ones_like(largest), exponent)
-        self.g, self.e = grads / self.unit
-        self.with_entropy = grad_entropy is not None
         self.maximum, self.transform = maximum, transform
         log_odds = target_logit - maximum - sum_exp.log()
-        self.log_q, log_p = F.logsigmoid(-log_odds), F.logsigmoid(log_odds)
-        self.log_others = self.log_q - sum_exp.log()  # log p_v = z_v - max + log_others
-        self.others = self.log_q.exp() / sum_exp  # p_v = exp(z_v - max) * others
-        self.entropy = zero if entropy is None else entropy
-        target = self.g * self.log_q.exp() - self.e * log_p.exp() * (log_p + self.entropy)
+        log_p, log_q = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
+        share = log_q.exp() / sum_exp
+        g = torch.zeros_like(maximum) if grad_log_probs is None else grad_log_probs
+        target = g * log_q.exp()
+        self.slope_of_surprise: Tensor | None = None
+        if grad_entropy is None or entropy is None:
+            row_factor = -g
+        else:
+            at_maximum = -g - grad_entropy * (log_q - sum_exp.log() + entropy)
+            row_factor = torch.where(at_maximum.abs() >= grad_entropy.abs(), at_maximum, -grad_entropy)
+            nonzero = torch.where(row_factor == 0, 1.0, row_factor)
+            self.offset, self.slope_of_surprise = at_maximum / nonzero, -grad_entropy / nonzero
+            target = target - grad_entropy * log_p.exp() * (log_p + entropy)
+        self.row_factor = row_factor * share
         self.target = target * transform.derivative(target_logit)
 
     def of_others_(self, rows: slice, local: Tensor, logits: Tensor, scratch: Tensor) -> Tensor:
-        """The gradient of this tile, 0 in the target's column; both buffers are overwritten."""
+        """The bracket for this tile, 0 in the target's column; both buffers are overwritten."""
         slope = self.transform.derivative(logits)
         shifted = logits.sub_(self.maximum[rows, None])
-        p = torch.exp(shifted, out=scratch).mul_(self.others[rows, None])
-        if self.with_entropy:
-            surprise = shifted.add_((self.log_others + self.entropy)[rows, None])
-            p.mul_(surprise.mul_(-self.e[rows, None]).sub_(self.g[rows, None]))
-        else:
-            p.mul_(-self.g[rows, None])
-        p.mul_(slope)
-        return self._put(local, p, torch.zeros_like(self.target[rows]))
+        bracket = torch.exp(shifted, out=scratch).mul_(slope)
+        if self.slope_of_surprise is not None:
+            bracket.mul_(shifted.mul_(self.slope_of_surprise[rows, None]).add_(self.offset[rows, None]))
+        return _put(bracket, local, torch.zeros_like(self.maximum[rows]))
 
-    def put_target_(self, rows: slice, local: Tensor, grad_nv: Tensor) -> Tensor:
-        """Put the target's gradient into its column, where it lies in this tile."""
-        return self._put(local, grad_nv, self.target[rows])
+    def with_target_(self, rows: slice, local: Tensor, bracket: Tensor, unit: Tensor) -> Tensor:
+        """The whole gradient of this tile's products in units of `unit`, in the place of the bracket."""
+        return _put(bracket.mul_((self.row_factor / unit)[rows, None]), local, (self.target / unit)[rows])
 
-    @staticmethod
-    def _put(local: Tensor, grad_nv: Tensor, value: Tensor) -> Tensor:
-        inside = ((local >= 0) & (local < grad_nv.shape[1]))[:, None]
-        column = local[:, None].clamp(0, grad_nv.shape[1] - 1)
-        return grad_nv.scatter_(1, column, torch.where(inside, value[:, None], grad_nv.gather(1, column)))
+    def unit(self) -> Tensor:
+        """A power of two near the largest coefficient, so that fp16 does not lose them where the loss is small."""
+        largest = torch.cat([self.row_factor, self.target, self.target.new_zeros(1)]).abs().amax()
+        return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+
+
+def _put(tile: Tensor, local: Tensor, value: Tensor) -> Tensor:
+    """Write `value` (n,) into the columns `local` of the tile (n, v), where they lie in it."""
+    inside = ((local >= 0) & (local < tile.shape[1]))[:, None]
+    column = local[:, None].clamp(0, tile.shape[1] - 1)
+    return tile.scatter_(1, column, torch.where(inside, value[:, None], tile.gather(1, column)))
 
 
 def tiled_log_probs(

@@ -1,0 +1,66 @@
+"""The head's definition in float64, written out plainly: what the tests of the head compare with."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+class Defined(NamedTuple):
+    """Every output of the head, and the logits."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    log_sum_sq_probs: Tensor
+    mean_logits: Tensor
+    is_top1: Tensor
+    logits: Tensor
+
+
+def defined(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Defined:
+    """From operands of any dtype, upcast to float64; differentiable where they are."""
+    logits = hidden.double() @ weight.double().t()
+    if bias is not None:
+        logits = logits + bias.double()
+    logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature
+    log_p = logits - logits.logsumexp(-1, keepdim=True)
+    p = log_p.exp()
+    return Defined(
+        log_p.gather(-1, targets[..., None])[..., 0],
+        -(p * log_p).sum(-1),
+        p.square().sum(-1).log(),
+        logits.mean(-1),
+        logits.argmax(-1) == targets,
+        logits,
+    )
+
+
+def log_p_where_certain(logits: Tensor, targets: Tensor) -> Tensor:
+    """log p of the target in float64 from its odds, exact also where p rounds to 1."""
+    target = logits.gather(-1, targets[..., None])
+    others = logits.scatter(-1, targets[..., None], -torch.inf).logsumexp(-1, keepdim=True)
+    return -torch.nn.functional.softplus(others - target)[..., 0]
+
+
+def floats_apart(a: Tensor, b: Tensor) -> float:
+    """Largest absolute difference, in float64."""
+    return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b||, in float64."""
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
