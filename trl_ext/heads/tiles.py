@@ -3,8 +3,8 @@
 import torch
 
 # Elements of one fp32 tile. Two such buffers live at a time, beside half a tile for bf16 probabilities on CUDA: 160 MiB
-# there, below the 256 MiB of TRL 1.16's one bf16 tile; on CPU 8 MiB each, so that a tile is not evicted between passes.
-_ELEMENTS = {"cuda": 2**24, "cpu": 2**21}
+# there, below the 256 MiB of TRL 1.16's one bf16 tile; on CPU 4 MiB each, so that a tile is not evicted between passes.
+_ELEMENTS = {"cuda": 2**24, "cpu": 2**20}
 _TOKENS = {"cuda": 4096, "cpu": 1024}
 _FEWEST_COLUMNS = 256
 

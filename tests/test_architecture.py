@@ -1,0 +1,61 @@
+"""The house of docs/architecture.md: which room may import which, and where TRL's internals are named."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "trl_ext"
+
+# Room -> the rooms of trl_ext it may import, and third-party packages it may not
+ROOMS = {"heads": set(), "compat": set(), "scoring": {"heads", "compat"}, "trainers": {"heads", "scoring", "compat"}}
+HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path):
+    """(package, names) of every import of the file, with relative ones resolved to `trl_ext.…`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, ()) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                package = ("trl_ext", *path.relative_to(PACKAGE).parts[:-1])
+                module = ".".join((*package[: len(package) - node.level + 1], *filter(None, [module])))
+            yield module, tuple(alias.name for alias in node.names)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.parent != PACKAGE or f.stem == "compat"], ids=str)
+def test_a_room_knows_only_the_rooms_below_it(path):
+    for module, names in imports(path):
+        if module == "trl_ext":
+            raise AssertionError(f"{path.name} imports the public package: {names}")
+        if module.startswith("trl_ext."):
+            other = module.split(".")[1]
+            assert other == room(path) or other in ROOMS[room(path)], f"{path} imports {module}"
+        elif room(path) == "heads":
+            assert module.split(".")[0] not in HEADS_KNOW_TORCH_ONLY, f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.stem != "compat"], ids=str)
+def test_only_compat_names_trls_internals(path):
+    for module, _ in imports(path):
+        assert not module.startswith("trl."), f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_every_file_says_its_one_job_in_its_first_line(path):
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_every_room_is_in_the_picture():
+    picture = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    for name in {room(f) for f in FILES} - {"__init__"}:
+        assert f"{name}/" in picture or f"{name}.py" in picture

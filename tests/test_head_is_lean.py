@@ -1,0 +1,68 @@
+"""Peak memory of the head, by the allocator's own records: no tensor of tokens times vocabulary, ever."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from trl_ext import linear_log_probs
+from trl_ext.heads import tiles
+
+TOKENS, VOCABULARY, WIDTH = 4096, 32768, 1024
+
+
+def peak_bytes(run):
+    """The most memory that `run` held at a time, beyond what was allocated before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for change in sorted(changes, key=lambda e: e.start_ns()):
+        held += change.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head"),
+    [
+        (torch.float32, "frozen"),
+        (torch.bfloat16, "no_grad"),
+        pytest.param(torch.float32, "no_grad", marks=pytest.mark.slow),
+        pytest.param(torch.float32, "trained", marks=pytest.mark.slow),
+        pytest.param(torch.float32, "entropy", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "frozen", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "trained", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "entropy", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_peak_memory_is_that_of_inputs_outputs_gradients_and_one_tile(dtype, head):
+    hidden = torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_(head != "no_grad")
+    weight = (torch.randn(VOCABULARY, WIDTH) / 32).to(dtype).requires_grad_(head == "trained")
+    targets = torch.randint(VOCABULARY, (TOKENS,))
+    outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
+
+    def run():
+        with torch.set_grad_enabled(head != "no_grad"):
+            out = linear_log_probs(hidden, weight, targets, outputs=outputs, entropy_requires_grad=head == "entropy")
+        if head != "no_grad":
+            loss = out.log_probs.sum() + (out.entropy.sum() if head == "entropy" else 0)
+            loss.backward()
+
+    extra = peak_bytes(run)
+    inputs = sum(x.nbytes for x in (hidden, weight, targets))
+    returned = TOKENS * (3 * 4 + 1)
+    # The gradient of the hidden states is held in fp32 until it is whole, then once in its own dtype
+    gradients = 0 if head == "no_grad" else TOKENS * WIDTH * 4 + hidden.nbytes
+    gradients += weight.nbytes if head == "trained" else 0
+    rows = tiles.rows_per_tile(TOKENS, hidden.device, None)
+    tile = rows * tiles.columns_per_tile(rows, VOCABULARY, hidden.device) * 4
+    allowed = 1.2 * (inputs + returned + tile + gradients)
+    print(f"{dtype} {head}: {inputs + extra} bytes, {(inputs + extra) / allowed * 1.2:.3f} of inputs, outputs, ...")
+    assert inputs + extra <= allowed
+    assert extra < TOKENS * VOCABULARY * 4 / 2  # far from the logits
+
+
+def test_the_measure_sees_the_logits_of_a_plain_head():
+    hidden, weight = torch.randn(256, 64), torch.randn(2048, 64)
+    assert peak_bytes(lambda: (hidden @ weight.t()).log_softmax(-1)) >= 2 * 256 * 2048 * 4

@@ -1,0 +1,252 @@
+"""The scoring forward at the seam: every family's own logits, labels of both kinds, and everything else untouched."""
+
+import pytest
+import torch
+import transformers as t
+from definition import floats_apart
+from tiny import MODELS
+
+from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+
+BASE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+# Families beyond those of tiny.MODELS, one for each way to treat the head's product
+FAMILIES = {
+    "mpt, whose logit_scale is None": lambda: t.MptConfig(
+        vocab_size=97, d_model=32, n_heads=4, n_layers=2, max_seq_len=64
+    ),
+    "gemma3, softcap": lambda: t.Gemma3TextConfig(**BASE, head_dim=8, final_logit_softcapping=3.0),
+    "falcon-h1, lm_head_multiplier": lambda: t.FalconH1Config(
+        **BASE, lm_head_multiplier=0.3, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=16
+    ),
+    "hyperclovax, logits_scaling multiplies": lambda: t.HyperCLOVAXConfig(**BASE, logits_scaling=0.25),
+    "minicpm3, logits_scaling divides": lambda: t.MiniCPM3Config(
+        **BASE | {"num_key_value_heads": 4},
+        dim_model_base=8,  # hidden size 32: its logits_scaling is 4
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    ),
+    "cohere2": lambda: t.Cohere2Config(**BASE, logit_scale=0.125),
+    "granite-moe": lambda: t.GraniteMoeConfig(**BASE, **EXPERTS, logits_scaling=3.0),
+    "mixtral": lambda: t.MixtralConfig(**BASE, **EXPERTS),
+    "gpt-oss": lambda: t.GptOssConfig(**BASE, **EXPERTS, head_dim=8),
+    "gpt2, tied, learned positions": lambda: t.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4),
+    "bloom": lambda: t.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
+    "olmo2": lambda: t.Olmo2Config(**BASE),
+    "phi3": lambda: t.Phi3Config(**BASE),
+}
+
+
+def build(name, seed=0, **changes):
+    config = (FAMILIES.get(name) or MODELS[name])()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    torch.manual_seed(seed)
+    model = t.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    if bias is not None:
+        torch.nn.init.normal_(bias)
+    return model
+
+
+def batch(vocabulary=97, rows=3, length=9):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, vocabulary, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    mask[1, -2:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :4] = -100
+    return {"input_ids": ids, "attention_mask": mask}, labels
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MODELS])
+def test_every_family_is_scored_as_its_own_logits_say(name):
+    model = build(name)
+    inputs, labels = batch()
+    with torch.no_grad():
+        logits = model(**inputs).logits[:, :-1].float() / 0.7
+    attach_scoring_forward(model, ScoringOptions(temperature=0.7, outputs=("log_probs", "entropy", "mean_logits")))
+    with torch.no_grad():
+        scored = model(**inputs, labels=labels, fused_lm_head=True)
+    mask = labels[:, 1:] != -100
+    log_p = logits.log_softmax(-1)
+    targets = labels[:, 1:].clamp(min=0)
+    expected = {
+        "log_probs": log_p.gather(-1, targets[..., None])[..., 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "mean_logits": logits.mean(-1),
+    }
+    for field, value in expected.items():
+        assert floats_apart(getattr(scored, field), value * mask) < 1e-5, field
+    assert torch.equal(scored.label_mask, mask)
+    assert float(scored.loss) == pytest.approx(-float((expected["log_probs"] * mask).sum() / mask.sum()), rel=1e-5)
+
+
+def test_shift_labels_are_scored_without_shifting():
+    model = build("untied")
+    attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy")))
+    inputs, labels = batch()
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    ours = model(**inputs, shift_labels=shifted, fused_lm_head=True)
+    other = model(**inputs, labels=labels, fused_lm_head=True)
+    assert ours.log_probs.shape == labels.shape
+    assert torch.equal(ours.log_probs[:, :-1], other.log_probs)
+    assert torch.equal(ours.label_mask[:, :-1], other.label_mask)
+
+
+def test_num_items_in_batch_divides_the_loss():
+    model = build("untied")
+    attach_scoring_forward(model, ScoringOptions())
+    inputs, labels = batch()
+    out = model(**inputs, labels=labels, fused_lm_head=True, num_items_in_batch=7)
+    assert float(out.loss) == pytest.approx(-float(out.log_probs.sum()) / 7)
+
+
+def test_a_batch_without_labels_gives_a_zero_that_still_has_a_graph():
+    for trained in (False, True):
+        model = build("untied")
+        model.lm_head.requires_grad_(trained)
+        attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy", "is_top1")))
+        inputs, labels = batch()
+        out = model(**inputs, labels=labels.fill_(-100), fused_lm_head=True)
+        assert float(out.loss) == 0
+        assert float(out.log_probs.abs().sum()) == 0
+        out.loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.requires_grad]
+        assert all(g is not None and g.isfinite().all() and float(g.abs().sum()) == 0 for g in gradients)
+
+
+def test_no_labels_at_all_is_refused():
+    model = build("untied")
+    attach_scoring_forward(model, ScoringOptions())
+    with pytest.raises(ValueError, match="`labels` or `shift_labels`"):
+        model(**batch()[0], fused_lm_head=True)
+
+
+def test_generation_and_the_plain_forward_are_untouched():
+    inputs, labels = batch()
+    plain, attached = build("tied"), build("tied")
+    attach_scoring_forward(attached, ScoringOptions())
+    a, b = plain(**inputs, labels=labels), attached(**inputs, labels=labels)
+    assert torch.equal(a.logits, b.logits)
+    assert torch.equal(a.loss, b.loss)
+    settings = {"do_sample": True, "max_new_tokens": 8, "pad_token_id": 0}
+    generated = []
+    for model in (plain, attached):
+        torch.manual_seed(5)
+        generated.append(model.generate(**inputs, **settings))
+    assert torch.equal(*generated)
+    with pytest.raises(ValueError, match="not used by the model"):
+        attached.generate(**inputs, no_such_argument=1)
+
+
+@pytest.mark.parametrize("name", ["experts", "mixtral", "gpt-oss", "granite-moe"])
+def test_router_loss_is_the_models_own(name):
+    model = build(name, router_aux_loss_coef=0.5)
+    inputs, labels = batch()
+    own = model(**inputs, labels=labels, output_router_logits=True)
+    attach_scoring_forward(model, ScoringOptions())
+    ours = model(**inputs, labels=labels, output_router_logits=True, fused_lm_head=True)
+    assert float(ours.aux_loss) == pytest.approx(float(own.aux_loss), rel=1e-6)
+    assert float(ours.aux_loss) > 0
+    assert model(**inputs, labels=labels, fused_lm_head=True).aux_loss is None
+    # By the model's own convention its loss carries the router loss, weighted
+    lone = -ours.log_probs.sum() / ours.label_mask.sum()
+    assert float(ours.loss) == pytest.approx(float(lone + 0.5 * own.aux_loss), rel=1e-5)
+
+
+def test_the_head_in_fp32_is_cast_before_the_product():
+    model = build("untied").bfloat16()
+    model.lm_head.float()
+    attach_scoring_forward(model, ScoringOptions(cast_lm_head_to_fp32=True))
+    inputs, labels = batch()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        scored = model(**inputs, labels=labels, fused_lm_head=True)
+        hidden = model.base_model(**inputs).last_hidden_state[:, :-1]
+    logits = hidden.double() @ model.lm_head.weight.double().t()
+    mask = labels[:, 1:] != -100
+    expected = logits.log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0] * mask
+    assert floats_apart(scored.log_probs, expected) < 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(reentrant):
+    gradients = []
+    for checkpointing in (False, True):
+        model = build("untied").train()
+        attach_scoring_forward(model, ScoringOptions())
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        inputs, labels = batch()
+        model(**inputs, labels=labels, fused_lm_head=True).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        assert floats_apart(a, b) < 1e-6
+
+
+def vision_model():
+    torch.manual_seed(0)
+    text = {**BASE, "vocab_size": 97, "rope_parameters": {"type": "default", "mrope_section": [1, 1, 2]}}
+    config = t.Qwen2VLConfig(
+        text_config={**text, "tie_word_embeddings": False},
+        vision_config={
+            "depth": 1,
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 1,
+            "in_channels": 3,
+            "mlp_ratio": 2,
+        },
+        image_token_id=90,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    )
+    return t.Qwen2VLForConditionalGeneration(config).eval()
+
+
+def test_a_vision_language_models_text_is_scored_after_its_own_vision():
+    model = vision_model()
+    ids = torch.randint(3, 80, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids[:, 2] = 92
+    ids[:, 3:7] = 90  # one image of 4 x 4 patches, merged by 2 x 2
+    ids[:, 7] = 93
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": torch.randn(2 * 16, 3 * 4 * 4, generator=torch.Generator().manual_seed(1)),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]),
+        "mm_token_type_ids": (ids == 90).int(),
+    }
+    labels = ids.masked_fill(torch.arange(12) < 8, -100)
+    with torch.no_grad():
+        log_p = model(**inputs).logits[:, :-1].log_softmax(-1)
+        other = model(**inputs | {"pixel_values": inputs["pixel_values"] + 1}).logits[:, :-1].log_softmax(-1)
+    attach_scoring_forward(model, ScoringOptions())
+    with torch.no_grad():
+        ours = model(**inputs, labels=labels, fused_lm_head=True).log_probs
+    mask = labels[:, 1:] != -100
+    targets = labels[:, 1:].clamp(min=0)[..., None]
+    assert floats_apart(ours, log_p.gather(-1, targets)[..., 0] * mask) < 1e-5
+    assert floats_apart(ours, other.gather(-1, targets)[..., 0] * mask) > 1e-3  # the image was seen
