@@ -14,7 +14,8 @@ PYTEST := $(PYTHON) -m pytest -n 2
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-.venv/bin/python: .venv/installed
+# Another PYTHON is somebody else's environment: it is used as it is
+VENV := $(if $(filter .venv/%,$(PYTHON)),.venv/installed)
 
 # The oldest supported TRL, with the oldest supported transformers
 .venv-trl-1.15/installed: pyproject.toml constraints.txt
@@ -23,39 +24,39 @@ PYTEST := $(PYTHON) -m pytest -n 2
 	$(TRL_1_15) -m pip install --quiet $(TORCH) trl==1.15.0 transformers==5.17.0 --editable '.[dev]'
 	touch $@
 
-demo: $(PYTHON)
+demo: $(VENV)
 	$(PYTHON) examples/demo/run.py --seeds 0
 
-demo-check: $(PYTHON)
+demo-check: $(VENV)
 	$(PYTHON) examples/demo/run.py --seeds 0 1 2
 
-demo-short: $(PYTHON)
+demo-short: $(VENV)
 	$(PYTHON) examples/demo/run.py --short
 
 # The fast tier
-test: $(PYTHON)
+test: $(VENV)
 	$(PYTEST) -m 'not slow'
 
 # Every judged count, and the same losses on the oldest supported TRL
-test-all: $(PYTHON) .venv-trl-1.15/installed
+test-all: $(VENV) .venv-trl-1.15/installed
 	TRL_EXT_OTHER_PYTHON=$(TRL_1_15) $(PYTEST)
 
 # PART=2/8: the third eighth of what `make test` leaves out
-test-part: $(PYTHON)
+test-part: $(VENV)
 	$(PYTEST) -m slow --part $(PART)
 
-lint: $(PYTHON)
+lint: $(VENV)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
-types: $(PYTHON)
+types: $(VENV)
 	$(PYTHON) -m mypy
 
-bench: $(PYTHON)
+bench: $(VENV)
 	$(PYTHON) benchmarks/head.py --device cpu --smoke
 
 # On the GPU's own machine, with what is installed there: make bench-gpu PYTHON=python3
-bench-gpu: $(PYTHON)
+bench-gpu: $(VENV)
 	$(PYTHON) benchmarks/head.py --device cuda
 
 clean:

@@ -17,7 +17,7 @@ if version("trl") not in SUPPORTED_TRL:
 
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx  # noqa: E402
 
-__all__ = ["FusedCausalLMOutput", "head_attached_by", "maybe_gather_lm_head_ctx"]
+__all__ = ["FusedCausalLMOutput", "OwnPrecomputeCache", "head_attached_by", "maybe_gather_lm_head_ctx"]
 
 
 @contextmanager
@@ -37,6 +37,21 @@ def head_attached_by(attach: Callable[..., None], trainer_class: type) -> Iterat
         module.add_fused_lm_head = original
 
 
-def add_precompute_key(trainer: Any, *key: object) -> None:
-    """Make `key` a part of what TRL's cache of precomputed reference log-probs is found by."""
-    trainer._precompute_model_hash = (trainer._precompute_model_hash, *key)
+class OwnPrecomputeCache:
+    """Mixed in before TRL's `DPOTrainer`: `precompute_key()` is a part of what its cache files are found by.
+
+    TRL finds the file of precomputed reference log-probs by the data set's fingerprint and `_precompute_model_hash`,
+    which its `__init__` sets.
+    """
+
+    def precompute_key(self) -> tuple[object, ...]:
+        """What else the precomputed values depend on."""
+        raise NotImplementedError
+
+    @property
+    def _precompute_model_hash(self) -> tuple[object, ...]:
+        return (self.__dict__["_precompute_model_hash"], *self.precompute_key())
+
+    @_precompute_model_hash.setter
+    def _precompute_model_hash(self, model_hash: str | None) -> None:
+        self.__dict__["_precompute_model_hash"] = model_hash

@@ -1,11 +1,10 @@
 """DPO: TRL's trainer and config, with our scoring forward."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import trl
 
-from ..compat import add_precompute_key
+from ..compat import OwnPrecomputeCache
 from .exact_head import ExactHeadMixin
 from .head_arguments import HeadArguments
 
@@ -25,7 +24,7 @@ class DPOConfig(HeadArguments, trl.DPOConfig):
     """
 
 
-class DPOTrainer(ExactHeadMixin, trl.DPOTrainer):
+class DPOTrainer(OwnPrecomputeCache, ExactHeadMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact: same arguments, losses and metrics.
 
@@ -34,16 +33,8 @@ class DPOTrainer(ExactHeadMixin, trl.DPOTrainer):
 
     _trl_trainer = trl.DPOTrainer
 
-    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        if not self._precompute_key_is_ours:
-            # Never TRL's cache file, whose values carry its rounding, nor one made with other sequences or precision
-            args = self.args
-            add_precompute_key(
-                self,
-                *("trl_ext", self.head_arguments.head, args.bf16, args.fp16),
-                *(args.max_length, args.truncation_mode, args.ld_alpha),
-            )
-            self._precompute_key_is_ours = True
-        return super()._precompute_ref_logps(dataset, name, batch_size)
-
-    _precompute_key_is_ours = False
+    def precompute_key(self) -> tuple[object, ...]:
+        """Never TRL's files, whose values carry its rounding, nor those of other sequences or another precision."""
+        args = self.args
+        precision = (self.head_arguments.head, args.bf16, args.fp16)
+        return ("trl_ext", *precision, args.max_length, args.truncation_mode, args.ld_alpha)

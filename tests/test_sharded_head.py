@@ -1,0 +1,44 @@
+"""A head whose weight lies on several ranks: gathered for the product, on two real processes over gloo."""
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from test_scoring_forward import batch, build
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+
+
+def scored(model):
+    attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy")))
+    inputs, labels = batch()
+    out = model(**inputs, labels=labels, fused_lm_head=True)
+    (out.log_probs * torch.arange(1, labels.shape[1])).sum().backward()
+    return out, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def on_each_rank(rank, address):
+    dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=2)
+    try:
+        whole, sharded = build("head_bias"), build("head_bias")
+        mesh = init_device_mesh("cpu", (2,))
+        for model in (whole, sharded):
+            model.lm_head.requires_grad_(False)
+        for name in ("weight", "bias"):
+            tensor = distribute_tensor(getattr(sharded.lm_head, name).data, mesh, [Shard(0)])
+            setattr(sharded.lm_head, name, torch.nn.Parameter(tensor, requires_grad=False))
+        assert isinstance(sharded.lm_head.weight, DTensor)
+        assert sharded.lm_head.weight.to_local().shape[0] < sharded.lm_head.weight.shape[0] == 97
+        (a, grads_a), (b, grads_b) = scored(whole), scored(sharded)
+        torch.testing.assert_close(a.log_probs, b.log_probs, rtol=0, atol=0)
+        torch.testing.assert_close(a.entropy, b.entropy, rtol=0, atol=0)
+        assert grads_a.keys() == grads_b.keys()
+        for name, grad in grads_a.items():
+            torch.testing.assert_close(grad, grads_b[name], rtol=0, atol=0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_dtensor_head_is_scored_like_a_whole_one(tmp_path):
+    mp.spawn(on_each_rank, args=(tmp_path / "rendezvous",), nprocs=2)
