@@ -53,7 +53,7 @@ types: $(VENV)
 	$(PYTHON) -m mypy
 
 bench: $(VENV)
-	$(PYTHON) benchmarks/head.py --device cpu --smoke
+	$(PYTHON) benchmarks/head.py --device cpu --smoke --results runs/bench
 
 # On the GPU's own machine, with what is installed there: make bench-gpu PYTHON=python3
 bench-gpu: $(VENV)

@@ -108,13 +108,14 @@ class ScoringForward:
         weight, bias = lm_head.weight, lm_head.bias
         # FSDP2 leaves sharded parameters as DTensors
         weight, bias = (x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias))
-        # Under ZeRO-3 weight and bias are gathered while they are read
+        # Under ZeRO-3 weight and bias are gathered while they are read, here and again in the backward
         readable = functools.partial(maybe_gather_lm_head_ctx, weight, bias)
         autocast: AbstractContextManager[Any] = nullcontext()
         if self.options.cast_lm_head_to_fp32:
             hidden_NH = hidden_NH.float()
             autocast = torch.autocast(hidden_NH.device.type, enabled=False)
-        with autocast:
+        # Entered once by every rank, also one without a token to check
+        with autocast, readable():
             score: Callable[..., LinearLogProbs] = functools.partial(
                 run_head,
                 bias=bias,
