@@ -51,6 +51,7 @@ def test_the_cache_is_ours_and_is_found_again(passes):
     assert passes(trl_ext) == 0
 
 
+@pytest.mark.filterwarnings("ignore:The `'keep_end'` truncation mode is deprecated:FutureWarning")
 def test_other_sequences_or_another_precision_are_computed_anew(passes):
     # With keep_end TRL's own key depends on none of these
     assert passes(trl, truncation_mode="keep_end") == 2

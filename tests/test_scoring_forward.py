@@ -96,7 +96,7 @@ def test_every_family_is_scored_as_its_own_logits_say(name):
     for field, value in expected.items():
         assert floats_apart(getattr(scored, field), value * mask) < 1e-5, field
     assert torch.equal(scored.label_mask, mask)
-    assert float(scored.loss) == pytest.approx(-float((expected["log_probs"] * mask).sum() / mask.sum()), rel=1e-5)
+    assert scored.loss.item() == pytest.approx(-float((expected["log_probs"] * mask).sum() / mask.sum()), rel=1e-5)
 
 
 def test_shift_labels_are_scored_without_shifting():
@@ -116,7 +116,7 @@ def test_num_items_in_batch_divides_the_loss():
     attach_scoring_forward(model, ScoringOptions())
     inputs, labels = batch()
     out = model(**inputs, labels=labels, fused_lm_head=True, num_items_in_batch=7)
-    assert float(out.loss) == pytest.approx(-float(out.log_probs.sum()) / 7)
+    assert out.loss.item() == pytest.approx(-out.log_probs.sum().item() / 7)
 
 
 def test_a_batch_without_labels_gives_a_zero_that_still_has_a_graph():
@@ -126,8 +126,8 @@ def test_a_batch_without_labels_gives_a_zero_that_still_has_a_graph():
         attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy", "is_top1")))
         inputs, labels = batch()
         out = model(**inputs, labels=labels.fill_(-100), fused_lm_head=True)
-        assert float(out.loss) == 0
-        assert float(out.log_probs.abs().sum()) == 0
+        assert out.loss.item() == 0
+        assert out.log_probs.abs().sum().item() == 0
         out.loss.backward()
         gradients = [p.grad for p in model.parameters() if p.requires_grad]
         assert all(g is not None and g.isfinite().all() and float(g.abs().sum()) == 0 for g in gradients)
@@ -164,12 +164,12 @@ def test_router_loss_is_the_models_own(name):
     own = model(**inputs, labels=labels, output_router_logits=True)
     attach_scoring_forward(model, ScoringOptions())
     ours = model(**inputs, labels=labels, output_router_logits=True, fused_lm_head=True)
-    assert float(ours.aux_loss) == pytest.approx(float(own.aux_loss), rel=1e-6)
-    assert float(ours.aux_loss) > 0
+    assert ours.aux_loss.item() == pytest.approx(own.aux_loss.item(), rel=1e-6)
+    assert ours.aux_loss.item() > 0
     assert model(**inputs, labels=labels, fused_lm_head=True).aux_loss is None
     # By the model's own convention its loss carries the router loss, weighted
     lone = -ours.log_probs.sum() / ours.label_mask.sum()
-    assert float(ours.loss) == pytest.approx(float(lone + 0.5 * own.aux_loss), rel=1e-5)
+    assert ours.loss.item() == pytest.approx((lone + 0.5 * own.aux_loss).item(), rel=1e-5)
 
 
 def test_the_head_in_fp32_is_cast_before_the_product():
