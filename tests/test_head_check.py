@@ -38,7 +38,9 @@ def trainer(workshop: Workshop, folder: str, **options) -> DPOTrainer:
 def wrong_values(statistics, monkeypatch):
     results = statistics.results
     monkeypatch.setattr(
-        statistics, "results", lambda self, outputs: (r := results(self, outputs))._replace(log_probs=r.log_probs + 0.01)
+        statistics,
+        "results",
+        lambda self, outputs: (r := results(self, outputs))._replace(log_probs=r.log_probs + 0.01),
     )
 
 

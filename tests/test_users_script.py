@@ -1,0 +1,92 @@
+"""TRL's own training scripts run with nothing changed but where the trainer and its config come from."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+from tiny import Workshop, preferences, prompts
+
+REWARD_MODULE = '''
+"""The user's own reward function, named on the command line."""
+
+
+def mean_of_hashes(completion_ids, **kwargs):
+    return [sum(token * 37 % 101 for token in ids) / (101 * len(ids)) for ids in completion_ids]
+'''
+
+ARGUMENTS: dict[str, list[str]] = {
+    "dpo": ["--per_device_train_batch_size", "2"],
+    "grpo": [
+        *("--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "6"),
+        *("--reward_funcs", "my_rewards.mean_of_hashes"),
+    ],
+}
+
+
+def _with_our_trainer(script: str, trainer: str) -> str:
+    """`script` with the trainer and its config imported from trl_ext, and not a character else changed."""
+    names = {f"{trainer.upper()}Trainer", f"{trainer.upper()}Config"}
+    moved: set[str] = set()
+
+    def move(match: re.Match[str]) -> str:
+        indent, imported = match["indent"], [name.strip() for name in match["names"].split(",")]
+        ours = [name for name in imported if name in names]
+        if not ours:
+            return match[0]
+        moved.update(ours)
+        stock = ", ".join(name for name in imported if name not in names)
+        return f"{indent}from trl import {stock}\n{indent}from trl_ext import {', '.join(ours)}\n"
+
+    changed = re.sub(r"^(?P<indent> *)from trl import (?P<names>[\w, ]+)\n", move, script, flags=re.MULTILINE)
+    assert moved == names, f"TRL's script no longer imports {names - moved} as it did"
+    return changed
+
+
+def _data(trainer: str, folder: Path) -> Path:
+    folder.mkdir()
+    rows: Dataset = preferences(8, seed=3) if trainer == "dpo" else prompts(8, seed=3)
+    rows.to_json(folder / "train.jsonl")
+    return folder
+
+
+@pytest.mark.parametrize("use_peft", [False, True], ids=["full", "peft"])
+@pytest.mark.parametrize("trainer", ["dpo", "grpo"])
+def test_trl_script_runs_with_only_the_import_changed(
+    trainer: str, use_peft: bool, workshop: Workshop, tmp_path: Path
+) -> None:
+    spec = importlib.util.find_spec(f"trl.scripts.{trainer}")
+    assert spec is not None
+    assert spec.origin is not None
+    script = tmp_path / f"{trainer}.py"
+    script.write_text(_with_our_trainer(Path(spec.origin).read_text(), trainer))
+    (tmp_path / "my_rewards.py").write_text(REWARD_MODULE)
+    out = tmp_path / "out"
+    command = [
+        *(sys.executable, str(script)),
+        *("--model_name_or_path", workshop.model("tied"), "--dtype", "float32"),
+        *("--dataset_name", str(_data(trainer, tmp_path / "data"))),
+        *("--output_dir", str(out), "--max_steps", "2", "--logging_steps", "1", "--learning_rate", "0.01"),
+        *("--report_to", "none", "--save_strategy", "no", "--use_cpu", "--bf16", "False", "--no_dataloader_pin_memory"),
+        *ARGUMENTS[trainer],
+        *(("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj") if use_peft else ()),
+    ]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hf")}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "Model saved to" in run.stdout
+    loader = AutoPeftModelForCausalLM if use_peft else AutoModelForCausalLM
+    trained = loader.from_pretrained(out).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(workshop.model("tied")).state_dict()
+    if use_peft:
+        assert any(weight.abs().max() > 0 for name, weight in trained.items() if "lora_B" in name)
+    else:
+        assert any(not weight.equal(start[name]) for name, weight in trained.items())
