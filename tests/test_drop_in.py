@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import trl
-import trl_ext
 
+import trl_ext
 from drop_in_cases import CASES, DPO_LOSSES, GRPO_LEVELS, GRPO_LOSSES, SETUPS, Case
 from run_losses import Record, Trainers, assert_same, train
 from tiny import Workshop

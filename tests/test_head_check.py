@@ -4,10 +4,10 @@ import tempfile
 
 import pytest
 import torch
-from tiny import Workshop, lora_config, preferences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext.heads.tiled as tiled
+from tiny import Workshop, lora_config, preferences
 from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 

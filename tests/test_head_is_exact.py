@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trl_ext import linear_log_probs
-from trl_ext.heads import tiled, tiles
 
 from definition import ALL, defined, floats_apart, log_p_where_certain, relative
+from trl_ext import linear_log_probs
+from trl_ext.heads import tiled, tiles
 
 HALF = (torch.bfloat16, torch.float16)
 SMALL = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)

@@ -3,10 +3,10 @@
 import pytest
 import trl
 from datasets import load_from_disk
-from tiny import Workshop, lora_config, preferences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext
+from tiny import Workshop, lora_config, preferences
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import tempfile
 
 import torch
-from tiny import V_WORDS, Workshop, id_reward, lora_config, preferences, prompts, scripted_rollout
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tiny import V_WORDS, Workshop, id_reward, lora_config, preferences, prompts, scripted_rollout
 from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import transformers as t
+
 from definition import floats_apart
 from tiny import MODELS
-
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
 BASE = {

@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_scoring_forward import batch, build
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from test_scoring_forward import batch, build
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
 

@@ -4,11 +4,11 @@ import tempfile
 
 import pytest
 import torch
-from definition import defined, floats_apart
-from tiny import Workshop, id_reward, lora_config, preferences, prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext.scoring.forward as scoring_forward
+from definition import defined, floats_apart
+from tiny import Workshop, id_reward, lora_config, preferences, prompts
 from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 
