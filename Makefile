@@ -27,8 +27,10 @@ VENV := $(if $(filter .venv/%,$(PYTHON)),.venv/installed)
 demo: $(VENV)
 	$(PYTHON) examples/demo/run.py --seeds 0
 
+# Three seeds, then the control: with a learning rate of 0 nothing may be gained
 demo-check: $(VENV)
 	$(PYTHON) examples/demo/run.py --seeds 0 1 2
+	$(PYTHON) examples/demo/run.py --learning-rate 0 --output runs/demo-control
 
 demo-short: $(VENV)
 	$(PYTHON) examples/demo/run.py --short
