@@ -9,10 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import trl_ext.heads.tiled as tiled
 from tiny import Workshop, lora_config, preferences
 from trl_ext import DPOConfig, DPOTrainer
+from trl_ext.heads import LogitTransform
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.head_check import check_against_dense
 
 
-def trainer(workshop: Workshop, folder: str, **options) -> DPOTrainer:
+def trainer(workshop: Workshop, folder: str, setup: str = "lora", **options) -> DPOTrainer:
     path = workshop.model("untied")
     return DPOTrainer(
         AutoModelForCausalLM.from_pretrained(path),
@@ -31,40 +33,64 @@ def trainer(workshop: Workshop, folder: str, **options) -> DPOTrainer:
         ),
         train_dataset=preferences(4, 0),
         processing_class=AutoTokenizer.from_pretrained(path),
-        peft_config=lora_config(),
+        peft_config=lora_config() if setup == "lora" else None,
     )
 
 
-def wrong_values(statistics, monkeypatch):
-    results = statistics.results
-    monkeypatch.setattr(
-        statistics,
-        "results",
-        lambda self, outputs: (r := results(self, outputs))._replace(log_probs=r.log_probs + 0.01),
-    )
+def wrong_values(monkeypatch):
+    results = tiled.RunningStatistics.results
+
+    def wrong(self, outputs):
+        right = results(self, outputs)
+        return right._replace(log_probs=right.log_probs + 0.01)
+
+    monkeypatch.setattr(tiled.RunningStatistics, "results", wrong)
 
 
-def wrong_gradient(statistics, monkeypatch):
-    fold = statistics.fold_
+def wrong_rescaling(monkeypatch):
+    fold = tiled.RunningStatistics.fold_
+    monkeypatch.setattr(tiled.RunningStatistics, "fold_", lambda self, *args: fold(self, *args) * 1.5)
 
-    def folding(self, *args):
-        return fold(self, *args) * 1.5
 
-    monkeypatch.setattr(statistics, "fold_", folding)
-    # Several tiles, so that what the gradient is rescaled by matters
-    monkeypatch.setattr("trl_ext.heads.tiles._FEWEST_COLUMNS", 16)
-    monkeypatch.setitem(tiled.rows_per_tile.__globals__["_ELEMENTS"], "cpu", 1)
+def wrong_recomputation(monkeypatch):
+    of_others = tiled._Coefficients.of_others_
+    monkeypatch.setattr(tiled._Coefficients, "of_others_", lambda self, *args: of_others(self, *args).mul_(1.5))
+
+
+def wrong_weight_gradient(monkeypatch):
+    with_target = tiled._Coefficients.with_target_
+    monkeypatch.setattr(tiled._Coefficients, "with_target_", lambda self, *args: with_target(self, *args).mul_(1.5))
 
 
 @pytest.mark.parametrize(
-    ("break_it", "named"), [(wrong_values, "log_probs"), (wrong_gradient, "gradient of the hidden states")]
+    ("break_it", "setup", "named"),
+    [
+        (wrong_values, "lora", "log_probs"),
+        (wrong_rescaling, "lora", "gradient of the hidden states"),
+        (wrong_recomputation, "full", "gradient of the hidden states"),
+        (wrong_weight_gradient, "full", "gradient of the weight"),
+    ],
 )
-def test_a_head_that_disagrees_with_its_definition_stops_training(workshop, monkeypatch, break_it, named):
-    break_it(tiled.RunningStatistics, monkeypatch)
+def test_a_head_that_disagrees_with_its_definition_stops_training(workshop, monkeypatch, break_it, setup, named):
+    break_it(monkeypatch)
     with tempfile.TemporaryDirectory() as folder:
         with pytest.raises(RuntimeError, match=f"disagrees with the dense definition on the first batch: {named}"):
-            trainer(workshop, folder).train()
-        trainer(workshop, folder, head="dense").train()  # the way out that the error names
+            trainer(workshop, folder, setup).train()
+        trainer(workshop, folder, setup, head="dense").train()  # the way out that the error names
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("certainty", [0.0, 10.0, 100.0])
+def test_a_right_head_passes_however_confident_the_policy_is(workshop, dtype, certainty, trained, entropy):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(301, 64, generator=generator).to(dtype).requires_grad_(trained)
+    targets = torch.randint(301, (40,), generator=generator)
+    hidden = torch.randn(40, 64, generator=generator) / 8
+    hidden = (hidden + certainty / 64 * weight.detach()[targets].float()).to(dtype)
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    check_against_dense(hidden, weight, None, targets, LogitTransform(0.5, 1.0, None), outputs, entropy)
 
 
 def test_the_check_runs_once_and_leaves_no_trace(workshop, monkeypatch):
@@ -72,12 +98,17 @@ def test_the_check_runs_once_and_leaves_no_trace(workshop, monkeypatch):
 
     checks = []
     check = forward.check_against_dense
-    monkeypatch.setattr(forward, "check_against_dense", lambda *args: (checks.append(1), check(*args)))
+    monkeypatch.setattr(
+        forward, "check_against_dense", lambda *args, **kwargs: (checks.append(1), check(*args, **kwargs))
+    )
     model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     attach_scoring_forward(model, ScoringOptions())
     ids = torch.arange(3, 15).view(2, 6)
     for _ in range(3):
         model(input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True)  # nothing to check yet
+    assert not checks
+    with torch.inference_mode():
+        model(input_ids=ids, labels=ids, fused_lm_head=True)  # no gradient can be checked here
     assert not checks
     with torch.no_grad():
         model(input_ids=ids, labels=ids, fused_lm_head=True)
@@ -98,7 +129,11 @@ def test_a_policy_whose_forward_was_replaced_stops_training(workshop):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"head": "fast"}, r"`head` must be one of \['tiled', 'dense'\], got 'fast'"), ({"head_chunk_size": 0}, "got 0")],
+    [
+        ({"head": "fast"}, r"`head` must be one of \['tiled', 'dense'\], got 'fast'"),
+        ({"head_chunk_size": 0}, "`head_chunk_size` must be .* at least 1, got 0"),
+        ({"head_chunk_size": "128"}, "`head_chunk_size` must be .* an integer .* got '128'"),
+    ],
 )
 def test_a_bad_config_field_is_named(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

@@ -50,7 +50,9 @@ def test_values_are_those_of_float64_on_the_same_operands(dtype, width, spread):
     ours = linear_log_probs(hidden, weight, targets, outputs=ALL)
     exact = defined(hidden, weight, targets)
     for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits"):
-        assert floats_apart(getattr(ours, name), getattr(exact, name)) <= allowed(exact.logits), name
+        # fp32 operands fill the accumulator's own precision: twice the bound that half-precision ones are held to
+        bound = allowed(exact.logits) * (1 if dtype in HALF else 2)
+        assert floats_apart(getattr(ours, name), getattr(exact, name)) <= bound, name
     assert torch.equal(ours.is_top1, exact.is_top1)
 
 
@@ -103,7 +105,13 @@ def test_logits_of_ten_thousand_give_finite_values_and_gradients(dtype, head):
             assert floats_apart(getattr(ours, name), getattr(exact, name)) <= allowed(exact.logits), name
         loss = ours.log_probs.sum() + (ours.entropy.sum() if head == "entropy" else 0)
         gradients = torch.autograd.grad(loss, [x for x in (hidden, weight) if x.requires_grad])
-        assert all(gradient.isfinite().all() for gradient in gradients)
+        h, w = (x.detach().double().requires_grad_(x.requires_grad) for x in (hidden, weight))
+        exact = defined(h, w, targets)
+        exact_loss = exact.log_probs.sum() + (exact.entropy.sum() if head == "entropy" else 0)
+        exact_gradients = torch.autograd.grad(exact_loss, [x for x in (h, w) if x.requires_grad])
+        for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
+            assert gradient.isfinite().all()
+            assert floats_apart(gradient, exact_gradient) <= 1e-2 * float(exact_gradient.abs().max())
 
 
 @pytest.mark.parametrize("dtype", HALF + (torch.float32,), ids=str)
@@ -243,10 +251,12 @@ def test_the_result_does_not_depend_on_which_path_ran():
     hidden, weight, targets = operands(50, 64, 1001, torch.float32, 2.0)
     with torch.no_grad():
         plain = linear_log_probs(hidden, weight, targets, outputs=ALL)
+    gradients = []
     for trained in (False, True):
         for entropy_requires_grad in (False, True):
+            h = hidden.clone().requires_grad_()
             other = linear_log_probs(
-                hidden.clone().requires_grad_(),
+                h,
                 weight.clone().requires_grad_(trained),
                 targets,
                 outputs=ALL,
@@ -254,6 +264,42 @@ def test_the_result_does_not_depend_on_which_path_ran():
             )
             for a, b in zip(plain, other, strict=True):
                 assert torch.equal(a, b)
+            gradients.append(torch.autograd.grad(other.log_probs.sum(), h)[0])
+    for gradient in gradients[1:]:
+        assert relative(gradient, gradients[0]) < 1e-6
+
+
+@pytest.mark.parametrize("head", ["frozen", "trained", "dense"])
+def test_a_second_derivative_is_refused_rather_than_taken_for_a_constant(head):
+    from trl_ext.heads import LogitTransform, run_head
+
+    hidden, weight, targets = operands(10, 16, 101, torch.float32, 2.0)
+    hidden.requires_grad_()
+    weight.requires_grad_(head == "trained")
+    name = "dense" if head == "dense" else "tiled"
+    options = {"bias": None, "transform": LogitTransform(), "outputs": ("log_probs",)}
+    log_probs = run_head(name, hidden, weight, targets, **options).log_probs
+    torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True)
+    torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True)  # twice is no second derivative
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(log_probs.sum(), hidden, create_graph=True)
+
+
+# Dynamo looks at the `.grad` of every tensor it meets
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_the_compiler_leaves_the_head_as_it_is():
+    hidden, weight, targets = operands(32, 64, 501, torch.float32, 3.0)
+
+    def step(hidden):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return linear_log_probs(hidden * 2, weight, targets).log_probs + 0
+
+    a, b = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    eager, compiled = step(a), torch.compile(step, backend="aot_eager")(b)
+    assert torch.equal(eager, compiled)
+    eager.sum().backward()
+    compiled.sum().backward()
+    assert torch.equal(a.grad, b.grad)
 
 
 def test_outputs_not_asked_for_are_none_and_those_asked_for_alone_are_right():
@@ -276,6 +322,9 @@ def test_under_autocast_the_operands_are_rounded_once_and_the_arithmetic_is_not(
         assert floats_apart(ours.log_probs, exact.log_probs) <= allowed(exact.logits)
         assert floats_apart(ours.entropy, exact.entropy) <= allowed(exact.logits)
         assert a.grad.dtype == torch.float32
+        rounded = hidden.bfloat16().double().requires_grad_()
+        defined(rounded, weight.bfloat16(), targets).log_probs.sum().backward()
+        assert relative(a.grad, rounded.grad) < 1e-5
         assert torch.is_autocast_enabled("cpu") is False
     with torch.autocast("cpu", dtype=torch.bfloat16):
         doubles = linear_log_probs(hidden.double(), weight.double(), targets).log_probs

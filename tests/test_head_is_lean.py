@@ -66,3 +66,19 @@ def test_peak_memory_is_that_of_inputs_outputs_gradients_and_one_tile(dtype, hea
 def test_the_measure_sees_the_logits_of_a_plain_head():
     hidden, weight = torch.randn(256, 64), torch.randn(2048, 64)
     assert peak_bytes(lambda: (hidden @ weight.t()).log_softmax(-1)) >= 2 * 256 * 2048 * 4
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_few_tokens_do_not_cast_the_whole_weight(trained):
+    vocabulary, width = 60000, 256
+    weight = torch.randn(vocabulary, width).requires_grad_(trained)
+    hidden, targets = torch.randn(4, width, requires_grad=True), torch.randint(vocabulary, (4,))
+
+    def run():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            log_probs = linear_log_probs(hidden, weight, targets).log_probs
+        log_probs.sum().backward()
+
+    gradients = weight.nbytes if trained else 0
+    # Of slices of 8192 rows: the last and the next in bf16, one in fp32, and a trained weight's gradient
+    assert peak_bytes(run) < gradients + 8192 * width * (2 * 2 + 4 + 4 * trained) * 1.2

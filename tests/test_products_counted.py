@@ -3,11 +3,13 @@
 import tempfile
 
 import torch
+import trl
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import trl_ext
 from tiny import V_WORDS, Workshop, id_reward, lora_config, preferences, prompts, scripted_rollout
-from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl_ext import GRPOConfig, GRPOTrainer
 
 
 class CountProducts(TorchDispatchMode):
@@ -53,13 +55,13 @@ def config(kind, folder, **options):
     )
 
 
-def train_dpo(workshop: Workshop, setup: str, **options):
+def train_dpo(workshop: Workshop, setup: str, library=trl_ext, **options):
     path = workshop.model("untied")
     counts: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
-        counting(DPOTrainer, counts)(
+        counting(library.DPOTrainer, counts)(
             model=AutoModelForCausalLM.from_pretrained(path),
-            args=config(DPOConfig, folder, per_device_train_batch_size=2, **options),
+            args=config(library.DPOConfig, folder, per_device_train_batch_size=2, **options),
             train_dataset=preferences(8, 0),
             processing_class=AutoTokenizer.from_pretrained(path),
             peft_config=lora_config() if setup == "lora" else None,
@@ -93,6 +95,10 @@ def train_grpo(workshop: Workshop, **options):
 # The first step also checks the head against the dense definition, so the later ones are looked at
 def test_dpo_lora_takes_two_for_the_policy_and_one_for_the_reference(workshop):
     assert train_dpo(workshop, "lora")[1:] == [3, 3]
+
+
+def test_stock_trl_takes_three_for_the_policy(workshop):
+    assert train_dpo(workshop, "lora", trl)[1:] == [4, 4]
 
 
 def test_dpo_lora_with_a_precomputed_reference_takes_two(workshop):

@@ -1,5 +1,7 @@
 """The scoring forward at the seam: every family's own logits, labels of both kinds, and everything else untouched."""
 
+import copy
+
 import pytest
 import torch
 import transformers as t
@@ -97,6 +99,36 @@ def test_every_family_is_scored_as_its_own_logits_say(name):
         assert floats_apart(getattr(scored, field), value * mask) < 1e-5, field
     assert torch.equal(scored.label_mask, mask)
     assert scored.loss.item() == pytest.approx(-float((expected["log_probs"] * mask).sum() / mask.sum()), rel=1e-5)
+
+
+def test_positions_without_a_label_are_not_scored(monkeypatch):
+    import trl_ext.scoring.forward as forward
+
+    run_head, scored = forward.run_head, []
+
+    def counting(name, hidden, *args, **kwargs):
+        scored.append(len(hidden))
+        return run_head(name, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(forward, "run_head", counting)
+    model = build("untied")
+    attach_scoring_forward(model, ScoringOptions())
+    inputs, labels = batch()
+    model(**inputs, labels=labels, fused_lm_head=True)
+    assert scored == [int((labels[:, 1:] != -100).sum())]
+    assert scored[0] < labels[:, 1:].numel()
+
+
+def test_a_deep_copy_is_a_model_of_its_own():
+    model = build("untied")
+    attach_scoring_forward(model, ScoringOptions())
+    twin = copy.deepcopy(model)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    inputs, labels = batch()
+    assert model(**inputs).logits.abs().sum().item() == 0
+    assert twin(**inputs).logits.abs().sum().item() > 0
+    scored = [m(**inputs, labels=labels, fused_lm_head=True).log_probs for m in (model, twin)]
+    assert not torch.equal(*scored)
 
 
 def test_shift_labels_are_scored_without_shifting():

@@ -1,4 +1,4 @@
-"""In a running bf16 trainer, what the loss gets is float64's log-prob of the very operands the head was given."""
+"""In a running bf16 trainer, log-probs and gradients are float64's on the very operands the head was given."""
 
 import tempfile
 
@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext.scoring.forward as scoring_forward
-from definition import defined, floats_apart
+from definition import defined, floats_apart, relative
 from tiny import Workshop, id_reward, lora_config, preferences, prompts
 from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
@@ -21,7 +21,12 @@ def heads_calls(monkeypatch):
     def recording(name, hidden, weight, targets, **options):
         results = run_head(name, hidden, weight, targets, **options)
         autocast = torch.is_autocast_enabled("cpu")
-        calls.append((name, hidden.detach(), weight.detach().clone(), targets, options["transform"], autocast, results))
+        gradients = {}
+        if results.log_probs.requires_grad:
+            hidden.register_hook(lambda grad: gradients.update(hidden=grad))
+            results.log_probs.register_hook(lambda grad: gradients.update(upstream=grad))
+        operands = (hidden.detach(), weight.detach().clone(), targets, options["transform"], autocast)
+        calls.append((name, *operands, results, gradients))
         return results
 
     monkeypatch.setattr(scoring_forward, "run_head", recording)
@@ -47,7 +52,7 @@ def config(kind, folder, **options):
 def worst_error(calls):
     """Of log-probs and entropy over all calls, in units of 1e-5 max(1, |z| / 32), with operands as multiplied."""
     worst = 0.0
-    for name, hidden, weight, targets, transform, autocast, results in calls:
+    for name, hidden, weight, targets, transform, autocast, results, _ in calls:
         assert name == "tiled"
         if autocast:
             hidden, weight = hidden.bfloat16(), weight.bfloat16()
@@ -58,6 +63,25 @@ def worst_error(calls):
             if value is not None:
                 worst = max(worst, floats_apart(value, getattr(exact, field)) / unit)
     return worst
+
+
+def worst_gradient(calls):
+    """Of the hidden states over all calls with a gradient: relative error over the rounding floor of its dtype."""
+    ratios = []
+    for _, hidden, weight, targets, transform, autocast, _, gradients in calls:
+        if not gradients:
+            continue
+        dtype, temperature = hidden.dtype, transform.temperature
+        if autocast:
+            hidden, weight = hidden.bfloat16(), weight.bfloat16()
+        exact_hidden = hidden.double().requires_grad_()
+        exact = defined(exact_hidden, weight, targets, None, temperature).log_probs
+        exact.backward(gradients["upstream"].double())
+        # Under autocast the hidden states are fp32, whose floor lies below the products' own 1e-6
+        floor = max(relative(exact_hidden.grad.to(dtype), exact_hidden.grad), 1e-6)
+        ratios.append(relative(gradients["hidden"], exact_hidden.grad) / floor)
+    assert ratios
+    return max(ratios)
 
 
 def run(workshop: Workshop, kind: str, dtype: torch.dtype, calls, **options):
@@ -101,17 +125,19 @@ def run(workshop: Workshop, kind: str, dtype: torch.dtype, calls, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "pure bf16"])
 @pytest.mark.parametrize("precompute", [False, True], ids=["reference beside", "precompute"])
-def test_dpo_gets_exact_log_probs(workshop, heads_calls, dtype, precompute):
+def test_dpo_gets_exact_log_probs_and_gradients(workshop, heads_calls, dtype, precompute):
     run(workshop, "dpo", dtype, heads_calls, precompute_ref_log_probs=precompute)
     assert len(heads_calls) >= 4
     assert worst_error(heads_calls) < 1
+    assert worst_gradient(heads_calls) < 1.15
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "pure bf16"])
-def test_grpo_gets_exact_log_probs(workshop, heads_calls, dtype):
+def test_grpo_gets_exact_log_probs_and_gradients(workshop, heads_calls, dtype):
     run(workshop, "grpo", dtype, heads_calls)
     assert len(heads_calls) >= 4
     assert worst_error(heads_calls) < 1
+    assert worst_gradient(heads_calls) < 1.15
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "pure bf16"])
@@ -137,7 +163,7 @@ def test_stock_trls_head_is_off_on_the_same_operands(workshop, heads_calls):
 
     run(workshop, "dpo", torch.bfloat16, heads_calls)
     worst = 0.0
-    for _, hidden, weight, targets, _, _, _ in heads_calls:
+    for _, hidden, weight, targets, _, _, _, _ in heads_calls:
         stock = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32768, None, 1.0, ())[0]
         worst = max(worst, floats_apart(stock, defined(hidden, weight, targets).log_probs))
     assert worst > 1e-3

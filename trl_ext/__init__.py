@@ -1,4 +1,4 @@
-"""trl_ext: TRL's DPO and GRPO trainers, more exact, with less memory, in less time."""
+"""trl_ext: TRL's DPO and GRPO trainers with exact per-token log-probs."""
 
 from .heads import LinearLogProbs, linear_log_probs
 from .trainers import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .logits import LogitTransform
 from .outputs import LinearLogProbs
-from .products import ExactLinear, exact_arithmetic
+from .products import ExactLinear, exact_arithmetic, statistics_dtype
 
 
 def dense_log_probs(
@@ -30,9 +30,30 @@ def dense_log_probs(
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> LinearLogProbs:
     """Per-token results from the whole (N, V) matrix of logits. `chunk_size` has no meaning here."""
+    accumulate = statistics_dtype(operand_dtype)
+    logits_NV = dense_logits(hidden, weight, bias, transform, operand_dtype, accumulate, readable)
+    return log_probs_of(logits_NV, targets, outputs, entropy_requires_grad=entropy_requires_grad)
+
+
+def dense_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    operand_dtype: torch.dtype,
+    accumulate: torch.dtype,
+    readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Tensor:
+    """Logits of shape (N, V), from operands rounded to `operand_dtype`, summed and returned in `accumulate`."""
     with exact_arithmetic(hidden.device):
-        logits_NV: Tensor = ExactLinear.apply(hidden, weight, bias, operand_dtype, readable)
-        logits_NV = transform(logits_NV)
+        return transform(ExactLinear.apply(hidden, weight, bias, operand_dtype, accumulate, readable))
+
+
+def log_probs_of(
+    logits_NV: Tensor, targets: Tensor, outputs: tuple[str, ...], *, entropy_requires_grad: bool = False
+) -> LinearLogProbs:
+    """Every output by its definition."""
+    with exact_arithmetic(logits_NV.device):
         log_p_NV = logits_NV.log_softmax(-1)
         results: dict[str, Tensor] = {}
         if "log_probs" in outputs:

@@ -69,6 +69,7 @@ def linear_log_probs(
         `TypeError`: hidden or weight is not floating point, targets are not integers.
         `ValueError`: shapes or devices do not fit, a target on the CPU is out of range, an unknown output, an option
         out of its range.
+        `RuntimeError`: in the backward, a second derivative is asked for (`create_graph=True`).
 
     Example:
 
@@ -95,6 +96,8 @@ def linear_log_probs(
     )
 
 
+# Compiled, its roundings and its order of sums would be the compiler's: seen to drop the cast to autocast's dtype
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_head(
     name: str,
     hidden: Tensor,
@@ -182,13 +185,19 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
 def _check_options(
     temperature: float, logit_scale: float, softcap: float | None, outputs: tuple[str, ...], chunk_size: int | None
 ) -> None:
+    numbers = {"temperature": temperature, "logit_scale": logit_scale} | (
+        {} if softcap is None else {"softcap": softcap}
+    )
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise TypeError(f"`{name}` must be a number, got {number!r}.")
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"`temperature` must be a finite number above 0, got {temperature}.")
     if not math.isfinite(logit_scale):
         raise ValueError(f"`logit_scale` must be a finite number, got {logit_scale}.")
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"`softcap` must be None or a finite number above 0, got {softcap}.")
-    if isinstance(outputs, str) or not outputs or not set(outputs) <= set(OUTPUTS):
+    if isinstance(outputs, str) or not outputs or not all(name in OUTPUTS for name in outputs):
         raise ValueError(f"`outputs` must be a non-empty tuple of names among {list(OUTPUTS)}, got {outputs!r}.")
     if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"`chunk_size` must be None or an integer of at least 1, got {chunk_size!r}.")

@@ -25,6 +25,7 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
 
     The switches are global to the process; they are put back as they were found, also after an exception.
     """
+    generic = torch.backends.fp32_precision  # type: ignore[attr-defined]
     backends: Any = torch.backends
     matmuls = (backends.cuda.matmul, backends.mkldnn.matmul)
     precisions = [matmul.fp32_precision for matmul in matmuls]
@@ -40,7 +41,8 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
     finally:
         for matmul, precision in zip(matmuls, precisions, strict=True):
             if precision not in ("none", "ieee"):
-                matmul.fp32_precision = precision
+                # What is read is resolved: a switch that only follows the generic one goes on following it
+                matmul.fp32_precision = "none" if precision == generic else precision
         if fp16_accumulation:
             torch.backends.cuda.matmul.allow_fp16_accumulation = True
 
@@ -51,7 +53,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
     Half-precision operands go to the tensor cores as they are on CUDA. Elsewhere they are upcast first, which gives
     the same sums: a product of two bf16 or fp16 numbers is exact in fp32.
     """
-    if a.device.type == "cuda" and a.dtype in _HALF:
+    if a.device.type == "cuda" and a.dtype in _HALF and out.dtype == torch.float32:
         # `beta=0` does not read `out`, which may be uninitialised
         torch.addmm(out, a, b, beta=int(accumulate), out_dtype=out.dtype, out=out)
     else:
@@ -61,15 +63,24 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
 def project_into(out: Tensor, hidden_NH: Tensor, weight_VH: Tensor) -> None:
     """`out_NV = hidden_NH @ weight_VH.T`, the head's product.
 
-    On the CPU fp16 operands, and sums over more than 2048 hidden units, are multiplied in float64: with fp32 partial
+    On the CPU fp16 operands, and sums over more than 1024 hidden units, are multiplied in float64: with fp32 partial
     sums the worst of a million logits was off by 4e-7 of the largest, more than the head's bound of 3e-7. (A bf16
     product has so few bits that most of its partial sums are exact.)
     """
-    long = hidden_NH.dtype == torch.float16 or hidden_NH.shape[1] > 2048
+    long = hidden_NH.dtype == torch.float16 or hidden_NH.shape[1] > 1024
     if out.device.type == "cpu" and long and out.dtype == torch.float32:
         out.copy_(hidden_NH.double() @ weight_VH.double().t())
     else:
         matmul_into(out, hidden_NH, weight_VH.t(), accumulate=False)
+
+
+def refuse_second_derivative() -> None:
+    """Called first in every backward: grad mode is on there only under `create_graph=True`."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "The head has no second derivative, and `create_graph=True` asks for one. Without this error its part "
+            "would be taken for a constant."
+        )
 
 
 def as_operand(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,10 +93,10 @@ def as_operand(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ExactLinear(torch.autograd.Function):
-    """`hidden_NH @ weight_VH.T + bias_V` with fp32 (float64) logits, differentiable: the product of the dense head.
+    """`hidden_NH @ weight_VH.T + bias_V`, differentiable: the product of the dense head.
 
-    The gradient of the logits is not rounded either, on any device. The weight is read in slices, so that no cast copy
-    of it stands beside the logits.
+    Operands are rounded to `dtype`; sums, logits and the gradient of the logits are in `accumulate`, on any device. The
+    weight is read in slices, so that no cast copy of it stands beside the logits.
     """
 
     @staticmethod
@@ -95,13 +106,14 @@ class ExactLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         dtype: torch.dtype,
+        accumulate: torch.dtype,
         readable: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
         ctx.dtype, ctx.readable = dtype, readable
         with readable(), exact_arithmetic(hidden.device):
             operand_NH = hidden.to(dtype)
-            logits_NV = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=statistics_dtype(dtype))
+            logits_NV = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=accumulate)
             for columns in _slices(weight.shape[0]):
                 project_into(logits_NV[:, columns], operand_NH, weight[columns].to(dtype))
             if bias is not None:
@@ -109,8 +121,8 @@ class ExactLinear(torch.autograd.Function):
         return logits_NV
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         hidden, weight, bias = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         with ctx.readable(), exact_arithmetic(hidden.device):
@@ -124,9 +136,10 @@ class ExactLinear(torch.autograd.Function):
                 if grad_weight is not None:
                     grad_weight[columns] = (grad_tile.t() @ operand_NH).to(weight.dtype)
             grad_bias = grad_NV.sum(0).to(bias.dtype) if needs_bias else None
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _slices(rows: int, step: int = 8192) -> Iterator[slice]:
+def _slices(rows: int, step: int = 2048) -> Iterator[slice]:
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from .logits import LogitTransform
 from .outputs import LinearLogProbs
-from .products import as_operand, exact_arithmetic, matmul_into, project_into, statistics_dtype
+from .products import (
+    as_operand,
+    exact_arithmetic,
+    matmul_into,
+    project_into,
+    refuse_second_derivative,
+    statistics_dtype,
+)
 from .statistics import RunningStatistics
 from .tiles import columns_per_tile, rows_per_tile
 
@@ -35,6 +42,7 @@ class Head:
     transform: LogitTransform
     outputs: tuple[str, ...]
     chunk_size: int | None
+    columns: int | None
     readable: Callable[[], AbstractContextManager[Any]]
 
     def tiles(
@@ -47,7 +55,7 @@ class Head:
         accumulate = statistics_dtype(self.dtype)
         N, V = hidden.shape[0], weight.shape[0]
         n = rows_per_tile(N, hidden.device, self.chunk_size)
-        v = columns_per_tile(n, V, hidden.device)
+        v = columns_per_tile(n, V, hidden.device, self.columns)
         buffers = hidden.new_empty(2, n * v, dtype=accumulate)
         for start in range(0, V, v):
             columns = slice(start, min(start + v, V))
@@ -72,7 +80,8 @@ class Head:
         n = rows_per_tile(sums_NH.shape[0], sums_NH.device, self.chunk_size)
         for first in range(0, sums_NH.shape[0], n):
             rows = slice(first, first + n)
-            target_nH = weight[targets[rows]].to(self.dtype).to(sums_NH.dtype)
+            # Clamped for other devices than the CPU: a target out of range has NaN for its coefficient
+            target_nH = weight[targets[rows].clamp(0, weight.shape[0] - 1)].to(self.dtype).to(sums_NH.dtype)
             sums_NH[rows].addcmul_(target_nH, coefficient_N[rows, None])
 
 
@@ -123,8 +132,8 @@ class FrozenHead(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         if grad_log_probs is None:
             return None, None, None, None, None
         (gradient_NH,) = ctx.saved_tensors
@@ -153,10 +162,10 @@ class TrainedHead(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         hidden, weight, bias, targets, maximum, sum_exp, target_logit, entropy = ctx.saved_tensors
         head: Head = ctx.head
         if grad_log_probs is None and grad_entropy is None:
@@ -273,13 +282,16 @@ def tiled_log_probs(
     operand_dtype: torch.dtype,
     entropy_requires_grad: bool = False,
     chunk_size: int | None = None,
+    columns: int | None = None,
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> LinearLogProbs:
     """Per-token results tile by tile; chooses the path by what needs a gradient, which changes no result.
 
+    Tiles are `chunk_size` tokens by `columns` of the vocabulary, each chosen where None.
+
     Whether a gradient is recorded is read here: inside an autograd function grad mode is always off.
     """
-    head = Head(operand_dtype, transform, outputs, chunk_size, readable)
+    head = Head(operand_dtype, transform, outputs, chunk_size, columns, readable)
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     entropy_grad = entropy_requires_grad and "entropy" in outputs
     differentiable = "log_probs" in outputs or entropy_grad

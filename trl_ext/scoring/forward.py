@@ -6,7 +6,6 @@ It stands where TRL's own fused head does: `model(**inputs, labels=labels, fused
 
 import functools
 import types
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -114,37 +113,41 @@ class ScoringForward:
         if self.options.cast_lm_head_to_fp32:
             hidden_NH = hidden_NH.float()
             autocast = torch.autocast(hidden_NH.device.type, enabled=False)
+        options = self.options
         # Entered once by every rank, also one without a token to check
         with autocast, readable():
-            score: Callable[..., LinearLogProbs] = functools.partial(
-                run_head,
+            # In inference mode no gradient can be checked: the first batch outside it will be
+            if not self._checked and targets_N.numel() and not torch.is_inference_mode_enabled():
+                check_against_dense(
+                    *(hidden_NH, weight, bias, targets_N),
+                    transform=self.transform,
+                    outputs=options.outputs,
+                    entropy_requires_grad=options.entropy_requires_grad,
+                )
+                self._checked = True
+            return run_head(
+                *(options.head, hidden_NH, weight, targets_N),
                 bias=bias,
                 transform=self.transform,
-                outputs=self.options.outputs,
-                chunk_size=self.options.chunk_size,
+                outputs=options.outputs,
+                entropy_requires_grad=options.entropy_requires_grad,
+                chunk_size=options.chunk_size,
                 readable=readable,
-            )
-            if not self._checked and targets_N.numel():
-                check_against_dense(score, hidden_NH, weight, targets_N)
-                self._checked = True
-            return score(
-                self.options.head,
-                hidden_NH,
-                weight,
-                targets_N,
-                entropy_requires_grad=self.options.entropy_requires_grad,
             )
 
 
 def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForward:
     """Make `model(..., fused_lm_head=True)` our scoring forward, on the model inside what wraps it."""
     scoring = ScoringForward(model, options)
-    own_forward = model.forward
+    # None where it is the class's: then a deep copy of the model calls it on itself
+    own_forward = model.__dict__.get("forward")
 
     # The signature stays the model's own: `generate` validates its arguments against it
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        return scoring(self, *args, **kwargs) if fused_lm_head else own_forward(*args, **kwargs)
+        if fused_lm_head:
+            return scoring(self, *args, **kwargs)
+        return type(self).forward(self, *args, **kwargs) if own_forward is None else own_forward(*args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
     return scoring

@@ -1,6 +1,8 @@
 """DPO: TRL's trainer and config, with our scoring forward."""
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import trl
 
@@ -33,8 +35,13 @@ class DPOTrainer(OwnPrecomputeCache, ExactHeadMixin, trl.DPOTrainer):
 
     _trl_trainer = trl.DPOTrainer
 
+    # For `help()` and editors: the signature is TRL's
+    @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
+
     def precompute_key(self) -> tuple[object, ...]:
         """Never TRL's files, whose values carry its rounding, nor those of other sequences or another precision."""
         args = self.args
-        precision = (self.head_arguments.head, args.bf16, args.fp16)
+        precision = (self.head_arguments.head, self.accelerator.mixed_precision)
         return ("trl_ext", *precision, args.max_length, args.truncation_mode, args.ld_alpha)

@@ -19,11 +19,11 @@ class ExactHeadMixin:
 
     _trl_trainer: type
 
-    def __init__(self, model: Any, *positional: Any, **keywords: Any) -> None:
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
         self.head_arguments = HeadArguments.of(self._config_among(positional, keywords))
         self.scoring_forwards: list[ScoringForward] = []
         with head_attached_by(self._attach, self._trl_trainer):
-            super().__init__(model, *positional, **keywords)  # type: ignore[call-arg]
+            super().__init__(*positional, **keywords)  # type: ignore[call-arg]
 
     @staticmethod
     def _config_among(positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

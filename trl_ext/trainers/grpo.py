@@ -1,6 +1,8 @@
 """GRPO: TRL's trainer and config, with our scoring forward."""
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import trl
 
@@ -31,6 +33,11 @@ class GRPOTrainer(ExactHeadMixin, trl.GRPOTrainer):
     """
 
     _trl_trainer = trl.GRPOTrainer
+
+    # For `help()` and editors: the signature is TRL's
+    @functools.wraps(trl.GRPOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
 
     def _entropy_requires_grad(self) -> bool:
         # The entropy bonus alone: the quantile of top entropies only compares them

@@ -26,8 +26,9 @@ class HeadArguments:
     def __post_init__(self) -> None:
         if self.head not in HEADS:
             raise ValueError(f"`head` must be one of {list(HEADS)}, got {self.head!r}.")
-        if self.head_chunk_size is not None and self.head_chunk_size < 1:
-            raise ValueError(f"`head_chunk_size` must be None or at least 1, got {self.head_chunk_size}.")
+        size = self.head_chunk_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"`head_chunk_size` must be None or an integer of at least 1, got {size!r}.")
         inherited = getattr(super(), "__post_init__", None)
         if inherited is not None:
             inherited()
