@@ -1,5 +1,8 @@
 """A head whose weight lies on several ranks: gathered for the product, on two real processes over gloo."""
 
+import contextlib
+
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -7,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from test_scoring_forward import batch, build
+from trl_ext.heads import LogitTransform, run_head
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
 
@@ -42,3 +46,30 @@ def on_each_rank(rank, address):
 
 def test_a_dtensor_head_is_scored_like_a_whole_one(tmp_path):
     mp.spawn(on_each_rank, args=(tmp_path / "rendezvous",), nprocs=2)
+
+
+@pytest.mark.parametrize("head", ["tiled", "dense"])
+def test_a_weight_that_is_there_only_while_it_is_read(head):
+    """As under ZeRO-3: gathered in the forward, released, and gathered again in the backward that recomputes."""
+    torch.manual_seed(0)
+    whole, weight = torch.randn(101, 8), torch.nn.Parameter(torch.empty(0, 8), requires_grad=False)
+    entered = []
+
+    @contextlib.contextmanager
+    def gathered():
+        entered.append(1)
+        weight.data = whole
+        yield
+        weight.data = torch.empty(0, 8)
+
+    hidden, targets = torch.randn(6, 8), torch.randint(101, (6,))
+    options = {"bias": None, "transform": LogitTransform(), "outputs": ("log_probs", "entropy")}
+    gradients = []
+    for readable, given in ((contextlib.nullcontext, whole), (gathered, weight)):
+        h = hidden.clone().requires_grad_()
+        out = run_head(head, h, given, targets, entropy_requires_grad=True, readable=readable, **options)
+        assert weight.numel() == 0
+        (out.log_probs + out.entropy.square()).sum().backward()
+        gradients.append(h.grad)
+    assert torch.equal(*gradients)
+    assert len(entered) == 2

@@ -21,6 +21,7 @@ _GRADIENT = 2e-2
 _CERTAIN = 1e-10
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_against_dense(
     hidden_NH: Tensor,
     weight: Tensor,
