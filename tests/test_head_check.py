@@ -79,18 +79,22 @@ def test_a_head_that_disagrees_with_its_definition_stops_training(workshop, monk
         trainer(workshop, folder, setup, head="dense").train()  # the way out that the error names
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [(False, False), (True, True), (False, True)], ids=str)
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("certainty", [0.0, 10.0, 100.0])
-def test_a_right_head_passes_however_confident_the_policy_is(workshop, dtype, certainty, trained, entropy):
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(301, 64, generator=generator).to(dtype).requires_grad_(trained)
-    targets = torch.randint(301, (40,), generator=generator)
-    hidden = torch.randn(40, 64, generator=generator) / 8
-    hidden = (hidden + certainty / 64 * weight.detach()[targets].float()).to(dtype)
+def test_a_right_head_passes_however_confident_the_policy_is(dtype, certainty, trained, entropy):
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    check_against_dense(hidden, weight, None, targets, LogitTransform(0.5, 1.0, None), outputs, entropy)
+    for tokens, vocabulary, softcap in ((40, 301, None), (2, 4, None), (40, 301, 30.0), (40, 301, 3.0), (3, 4, 30.0)):
+        generator = torch.Generator().manual_seed(tokens)
+        weight = torch.randn(vocabulary, 64, generator=generator).to(dtype)
+        bias = torch.randn(vocabulary, generator=generator).to(dtype)
+        targets = torch.randint(vocabulary, (tokens,), generator=generator)
+        hidden = torch.randn(tokens, 64, generator=generator) / 8
+        # With a softcap this drives the logits far into saturation
+        hidden = (hidden + certainty / 64 * weight[targets].float()).to(dtype)
+        transform = LogitTransform(0.5, 1.0, softcap)
+        check_against_dense(hidden, weight, bias, targets, transform, outputs, entropy, trained)
 
 
 def test_the_check_runs_once_and_leaves_no_trace(workshop, monkeypatch):

@@ -105,6 +105,7 @@ class ScoringForward:
 
     def _score(self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor) -> LinearLogProbs:
         weight, bias = lm_head.weight, lm_head.bias
+        trained = (weight.requires_grad, bias is not None and bias.requires_grad)
         # FSDP2 leaves sharded parameters as DTensors
         weight, bias = (x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias))
         # Under ZeRO-3 weight and bias are gathered while they are read, here and again in the backward
@@ -123,6 +124,7 @@ class ScoringForward:
                     transform=self.transform,
                     outputs=options.outputs,
                     entropy_requires_grad=options.entropy_requires_grad,
+                    trained=trained,
                 )
                 self._checked = True
             return run_head(
