@@ -23,3 +23,16 @@ torch.set_num_threads(int(os.environ.get("TRL_EXT_TEST_THREADS", "1")))
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """The session's tiny models, adapters and tokenizers, each made once."""
     return Workshop(tmp_path_factory.mktemp("tiny"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help="I/N: of the selected tests only every Nth, from the Ith on; I counts from 0")
+
+
+@pytest.hookimpl(trylast=True)  # of those that -m leaves
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--part")
+    if part is not None:
+        first, step = map(int, part.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % step != first])
+        items[:] = items[first::step]
