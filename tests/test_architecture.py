@@ -8,7 +8,14 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "trl_ext"
 
 # Room -> the rooms of trl_ext it may import, and third-party packages it may not
-ROOMS = {"heads": set(), "compat": set(), "scoring": {"heads", "compat"}, "trainers": {"heads", "scoring", "compat"}}
+ROOMS = {
+    "heads": set(),
+    "compat": set(),
+    "scoring": {"heads", "compat"},
+    "passes": {"compat"},
+    "reference": {"compat"},
+    "trainers": {"heads", "scoring", "passes", "reference", "compat"},
+}
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
 
 

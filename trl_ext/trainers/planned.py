@@ -1,0 +1,52 @@
+"""What both trainers share of the plan: it is made when training starts, logged once, and shown by `explain()`."""
+
+import logging
+from typing import Any
+
+from ..passes import Plan
+
+logger = logging.getLogger("trl_ext")
+
+
+class PlannedPassesMixin:
+    """Mixed in before a TRL trainer: `_make_plan` decides which log-prob passes run, and `plan` is what was decided."""
+
+    _plan: Plan | None = None
+
+    def _make_plan(self) -> Plan:
+        """The plan, from the arguments as they are now.
+
+        Raises:
+            `ValueError`: the arguments ask for what cannot be.
+        """
+        raise NotImplementedError
+
+    @property
+    def plan(self) -> Any:
+        """What was decided: when training started, else when it was first asked for."""
+        if self._plan is None:
+            self._plan = self._make_plan()
+        return self._plan
+
+    def explain(self) -> Plan:
+        """Which log-prob passes run, are reused or are skipped, and why. `print(trainer.explain())` shows a table.
+
+        Before training it speaks of the arguments as they are now.
+        """
+        return self._plan or self._make_plan()
+
+    def train(self, *positional: Any, **keywords: Any) -> Any:
+        """TRL's own, after the plan was made and logged."""
+        self._plan = self._make_plan()
+        if self.accelerator.is_main_process:  # type: ignore[attr-defined]
+            _show(f"{type(self).__name__}: log-prob passes\n{self._plan}")
+        return super().train(*positional, **keywords)  # type: ignore[misc]
+
+
+def _show(message: str) -> None:
+    """Log at level INFO, to stderr where the program has not set up logging."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    logger.info(message)
