@@ -61,6 +61,7 @@ class ScoringForward:
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        head_outputs: tuple[str, ...] | None = None,
         **kwargs: Any,
     ) -> FusedCausalLMOutput:
         """Score the positions whose next-token label is not -100.
@@ -69,6 +70,8 @@ class ScoringForward:
             labels (`Tensor` of shape `(B, S)`): shifted here; fields are `(B, S - 1)`.
             shift_labels (`Tensor` of shape `(B, S)`): shifted by the caller, as under context parallelism; fields are
                 `(B, S)`.
+            head_outputs (`tuple[str, ...]`, *optional*): per-token fields to compute in this pass; `None` stands for
+                the options' own.
         """
         self.used = True
         kwargs["use_cache"] = False
@@ -88,7 +91,8 @@ class ScoringForward:
         shift_labels = shift_labels.to(device)
         mask_BS = shift_labels != -100
         # A batch without labels stays in the graph this way: a zero that can be backpropagated
-        scored = self._score(hidden_BSH.to(device)[mask_BS], lm_head, shift_labels[mask_BS])
+        outputs = self.options.outputs if head_outputs is None else head_outputs
+        scored = self._score(hidden_BSH.to(device)[mask_BS], lm_head, shift_labels[mask_BS], outputs)
         fields = {
             name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x)
             for name, x in scored._asdict().items()
@@ -103,7 +107,9 @@ class ScoringForward:
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
 
-    def _score(self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor) -> LinearLogProbs:
+    def _score(
+        self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor, outputs: tuple[str, ...]
+    ) -> LinearLogProbs:
         weight, bias = lm_head.weight, lm_head.bias
         trained = (weight.requires_grad, bias is not None and bias.requires_grad)
         # FSDP2 leaves sharded parameters as DTensors
@@ -131,7 +137,7 @@ class ScoringForward:
                 *(options.head, hidden_NH, weight, targets_N),
                 bias=bias,
                 transform=self.transform,
-                outputs=options.outputs,
+                outputs=outputs,
                 entropy_requires_grad=options.entropy_requires_grad,
                 chunk_size=options.chunk_size,
                 readable=readable,
