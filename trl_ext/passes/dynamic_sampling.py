@@ -33,7 +33,7 @@ class FurtherPrompts:
     @staticmethod
     def _endless(dataset: Any, shuffle: bool, seed: int) -> Iterator[Any]:
         for epoch in itertools.count(seed):
-            if not hasattr(dataset, "__getitem__"):
+            if not hasattr(dataset, "__len__"):
                 yield from dataset.shuffle(seed=epoch) if shuffle else dataset
                 continue
             rows = len(dataset)
