@@ -69,7 +69,7 @@ def weights(trainer):
     "options", [{}, {"beta": 0.1}, {"steps_per_generation": 2, "loss_type": "grpo", "max_steps": 4}], ids=str
 )
 def test_training_is_that_of_trl_on_the_prompts_kept(workshop, tmp_path, options):
-    dataset = prompts(80, seed=1)  # many: a prompt drawn twice for one batch would meet another rollout in stock's run
+    dataset = prompts(80, seed=1)  # many: stock would roll out a prompt that is twice in a batch otherwise
     ours, fed = build(trl_ext, workshop, tmp_path, dataset, dynamic_sampling=True, **options)
     start = weights(ours)
     ours.train()
