@@ -90,7 +90,7 @@ class GRPOInternals:
         return batch
 
     def _about_to_visit(self) -> None:
-        """Called in training before each micro-batch, outside autocast."""
+        """Called in training before each micro-batch."""
 
     @contextmanager
     def _answered_by(
