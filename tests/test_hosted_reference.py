@@ -5,15 +5,21 @@ can be told by address.
 """
 
 import gc
+import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
+import trl
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import trl_ext
+from drop_in_cases import CASES
+from run_losses import Trainers, assert_same, train
 from test_scoring_forward import batch
-from tiny import MODELS
+from tiny import MODELS, lora_config, preferences
 from trl_ext.reference import host_reference
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
@@ -105,3 +111,173 @@ def test_computes_on_copies_and_of_the_layers_holds_two_at_most():
 
 def layer_bytes(model, index):
     return sum(param.nbytes for param in model.model.layers[index].parameters())
+
+
+def test_an_exception_leaves_every_weight_on_the_host():
+    model = deep("untied")
+    want = score(model).log_probs
+    hosted = host_reference(model, DEVICE)
+    home = places(model)
+    broken = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        score(model)
+    assert places(model) == home
+    assert hosted._rest_on_device is None
+    broken.remove()
+    # An interrupt is no `Exception`: no hook runs after it, and the next call cleans up
+    broken = model.model.layers[3].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        score(model)
+    broken.remove()
+    assert torch.equal(score(model).log_probs, want)
+    assert places(model) == home
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_layers_that_are_skipped_repeated_or_shared_compute_with_their_own_weights():
+    orders = [[0, 2, 4], [1, 1, 2], [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]]
+    models = deep("untied"), deep("untied")
+    for model in models:
+        layers = list(model.model.layers)
+        layers[3].mlp = layers[1].mlp  # shared by two layers: travels with the rest
+        layers[4] = layers[2]
+        model.model.layers = nn.ModuleList(layers)
+    host_reference(models[1], DEVICE)
+    home, results = places(models[1]), []
+    for order in orders:
+        for model in models:
+            layers = model.model.layers
+            model.model.layers = nn.ModuleList(layers[index] for index in order)
+            model.model.config.num_hidden_layers = len(order)
+            results.append(score(model).log_probs)
+            model.model.layers = layers
+        assert torch.equal(results[-2], results[-1]), order
+    assert len({result.sum().item() for result in results}) == len(orders)
+    assert places(models[1]) == home
+
+
+def test_prepare_model_moves_nothing_and_nothing_else_may():
+    model = deep("tied")
+    device = torch.device("meta")  # where a tensor that moves is lost
+    for buffer_owner in model.modules():
+        buffer_owner._buffers.clear()
+    host_reference(model, device)
+    assert model.to(device) is model
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+    for wrong in (torch.bfloat16, "cpu"):
+        with pytest.raises(RuntimeError, match="kept on the host"):
+            model.to(wrong)
+
+
+def test_a_part_of_the_model_by_itself_is_refused():
+    model = deep("tied")
+    host_reference(model, DEVICE)
+    inputs, _ = batch()
+    with pytest.raises(RuntimeError, match="call the model"):
+        model.model(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: setattr(model, "hf_device_map", {"model": 0, "lm_head": "cpu"}), "'device_map': None"),
+        (lambda model: setattr(model, "is_quantized", True), "quantized"),
+        (lambda model: model.lm_head.to("meta"), "lm_head.weight"),
+        (lambda model: setattr(model.model, "layers", nn.Identity()), "no `nn.ModuleList`"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(change, words):
+    model = deep("untied")
+    change(model)
+    with pytest.raises(ValueError, match=words):
+        host_reference(model, DEVICE)
+
+
+TRAINED = [
+    "dpo-untied",
+    "dpo-sigmoid-full",
+    "dpo-lora-with-ref_model",
+    "dpo-softcap-full",
+    "dpo-experts",
+    "dpo-evaluation",
+    "dpo-checkpointing-reentrant",
+    "dpo-ld_alpha-precompute",
+    "grpo-on_policy-beta",
+    "grpo-cast_lm_head_to_fp32",
+    "grpo-experts-accumulation",
+    "grpo-defaults",  # beta 0: no reference, so nothing to keep
+]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_stock_trls(name, workshop, hosted_models):
+    case = CASES[name]
+    ours = replace(case, config={**case.config, "reference_device": "cpu"})
+    assert_same(ours, train(ours, Trainers.of(trl_ext), workshop), train(case, Trainers.of(trl), workshop))
+    assert len(hosted_models) == (name != "grpo-defaults")
+
+
+@pytest.fixture
+def hosted_models(monkeypatch):
+    """The models that trainers keep on the host, as they are hosted."""
+    models = []
+    module = sys.modules["trl_ext.trainers.hosted_reference"]
+
+    def host(model, device):
+        models.append(model)
+        return host_reference(model, device)
+
+    monkeypatch.setattr(module, "host_reference", host)
+    return models
+
+
+def dpo(workshop, tmp_path, trainer=None, **config):
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1}
+    return trl_ext.DPOTrainer(
+        model=workshop.model("untied"),
+        args=trl_ext.DPOConfig(reference_device="cpu", **options, **config),
+        train_dataset=preferences(4, seed=1),
+        **(trainer or {}),
+    )
+
+
+@pytest.mark.parametrize("name", ["dpo-untied", "grpo-on_policy-beta"])
+def test_mixed_precision_is_that_of_a_reference_on_the_device_bit_for_bit(name, workshop, hosted_models):
+    case = CASES[name]
+    records = [
+        train(replace(case, config={**case.config, "bf16": True, **where}), Trainers.of(trl_ext), workshop)
+        for where in ({}, {"reference_device": "cpu"})
+    ]
+    assert len(hosted_models) == 1
+    plain, hosted = records
+    assert hosted.losses == plain.losses
+    assert hosted.logs == plain.logs
+    assert all(torch.equal(hosted.updates[key], plain.updates[key]) for key in plain.updates)
+
+
+def test_only_the_reference_is_frozen_and_kept(workshop, tmp_path, hosted_models):
+    trainer = dpo(workshop, tmp_path)
+    assert hosted_models == [trainer.ref_model]
+    assert not any(param.requires_grad for param in trainer.ref_model.parameters())
+    assert all(param.requires_grad for param in trainer.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "words"),
+    [
+        ({"sync_ref_model": True}, {}, "sync_ref_model"),
+        ({}, {"peft_config": lora_config()}, "there is none"),
+        ({"torch_compile": True}, {}, "torch_compile"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_before_the_first_step(config, trainer, words, workshop, tmp_path):
+    with pytest.raises(ValueError, match=f"reference_device='cpu'.*{words}"):
+        dpo(workshop, tmp_path, trainer, **config)
+
+
+def test_another_device_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="must be None or one of"):
+        trl_ext.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, reference_device="cuda")
