@@ -69,9 +69,11 @@ def test_log_probs_are_those_of_the_model_on_the_device_bit_for_bit(name, precis
 
 def test_computes_on_copies_and_of_the_layers_holds_two_at_most():
     model = deep("tied")
+    shared = "model.layers.2.input_layernorm.weight"
+    model.model.layers[2].input_layernorm.weight = model.model.norm.weight
     hosted = host_reference(model, DEVICE)
     home = places(model)
-    of_layer = {name: int(name.split("layers.")[1].split(".")[0]) for name in home if "layers." in name}
+    of_layer = {name: int(name.split(".")[2]) for name in home if "layers." in name and name != shared}
     assert set(of_layer.values()) == set(range(LAYERS))
     seen, memory = [], []
 
@@ -129,7 +131,11 @@ def test_an_exception_leaves_every_weight_on_the_host():
     with pytest.raises(KeyboardInterrupt):
         score(model)
     broken.remove()
+    left = [weakref.ref(place.memory) for place in hosted._places]
+    gone = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: gone.extend(ref() is None for ref in left))
     assert torch.equal(score(model).log_probs, want)
+    assert gone == [True, True]
     assert places(model) == home
 
 
@@ -142,7 +148,7 @@ def test_layers_that_are_skipped_repeated_or_shared_compute_with_their_own_weigh
     models = deep("untied"), deep("untied")
     for model in models:
         layers = list(model.model.layers)
-        layers[3].mlp = layers[1].mlp  # shared by two layers: travels with the rest
+        layers[3].mlp = layers[1].mlp
         layers[4] = layers[2]
         model.model.layers = nn.ModuleList(layers)
     host_reference(models[1], DEVICE)

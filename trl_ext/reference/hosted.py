@@ -4,7 +4,6 @@ Accelerate's `cpu_offload` is not used: it neither pins nor overlaps its copies,
 module's own forward only, which a scoring forward never calls.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -52,9 +51,8 @@ class HostedReference:
         layers = _decoder_layers(model)
         self._device = device
         self._streams = _Streams(device)
-        # A parameter that several layers share, or a layer and the rest, travels with the rest
-        owners = Counter(id(param) for layer in layers for param in layer.parameters())
-        inside = {key for key, count in owners.items() if count == 1}
+        # A parameter that a layer shares with the rest stays as long as the rest does
+        inside = {id(param) for layer in layers for param in layer.parameters()}
         inside -= {id(param) for param in _outside(model, layers)}
         pinned = device.type == "cuda"
         model.requires_grad_(False)
@@ -70,7 +68,7 @@ class HostedReference:
         model.register_forward_hook(lambda *_: self._leave(), always_call=True)
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, index=index: self._bring(index), prepend=True)
-            layer.register_forward_hook(lambda *_, index=index: self._drop(index), always_call=True)
+            layer.register_forward_hook(lambda *_, index=index: self._drop(index))
         model.to = self._stay(model)
 
     def _stay(self, model: Any) -> Any:
@@ -133,8 +131,6 @@ class HostedReference:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _drop(self, index: int) -> None:
-        if not self._places:  # it could not be brought in
-            return
         place, group = self._places[index % 2], self._layers[index]
         group.point_at(group.host)
         place.layer, place.computed = None, self._streams.computed()
