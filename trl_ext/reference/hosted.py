@@ -84,9 +84,6 @@ class HostedReference:
 
         return to
 
-    # Weights and places are plain memory, also where the call runs in inference mode
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _enter(self) -> None:
         self._leave()  # a call that an interrupt ended had no time to
         self._rest_on_device = torch.empty(self._rest.size, dtype=torch.uint8, device=self._device)
@@ -97,8 +94,6 @@ class HostedReference:
         self._rest.point_at(self._rest_on_device)
         self._fetch(0)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _leave(self) -> None:
         # A copy that nobody waited for, of a layer that was not called, may still write to its place
         self._streams.compute_waits(self._streams.copied())
@@ -116,8 +111,6 @@ class HostedReference:
             place.memory[: group.size].copy_(group.host, non_blocking=True)
         place.layer, place.copied = index, self._streams.copied()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _bring(self, index: int) -> None:
         if not self._places:
             raise RuntimeError("The reference model is kept on the host: call the model, not a part or its `forward`.")
@@ -128,8 +121,6 @@ class HostedReference:
         if index + 1 < len(self._layers):
             self._fetch(index + 1)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def _drop(self, index: int) -> None:
         place, group = self._places[index % 2], self._layers[index]
         group.point_at(group.host)
