@@ -1,4 +1,4 @@
-"""GRPO: TRL's trainer and config, with our scoring forward."""
+"""GRPO: TRL's trainer and config, with our scoring forward and no pass, row or token that changes nothing."""
 
 import functools
 from dataclasses import dataclass
@@ -6,14 +6,15 @@ from typing import Any
 
 import trl
 
-from .exact_head import ExactHeadMixin
+from .grpo_pass_arguments import GRPOPassArguments
+from .grpo_passes import GRPOPassesMixin
 from .head_arguments import HeadArguments
 from .hosted_reference import HostedReferenceMixin
 from .reference_arguments import ReferenceArguments
 
 
 @dataclass
-class GRPOConfig(HeadArguments, ReferenceArguments, trl.GRPOConfig):
+class GRPOConfig(GRPOPassArguments, HeadArguments, ReferenceArguments, trl.GRPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.GRPOConfig`], with every argument and default of it, and the fields below.
@@ -27,12 +28,24 @@ class GRPOConfig(HeadArguments, ReferenceArguments, trl.GRPOConfig):
         reference_device (`str`, *optional*):
             Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
             device layer by layer for each reference pass. `None`: on the device, as in TRL.
+        force_on_policy_ratio (`bool`, *optional*, defaults to `False`):
+            Demand that the ratio of the policy to the old policy is exactly 1; an error before training where rollout
+            and training batch differ.
+        trust_sampling_log_probs (`bool`, *optional*, defaults to `False`):
+            Take the sampler's log-probs for the old policy's. An approximation.
+        zero_advantages_of_equal_rewards (`bool`, *optional*, defaults to `True`):
+            Set the advantages of a group whose completions were rewarded alike to 0, where TRL leaves rounding noise.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Replace groups without advantage by drawing further prompts, as DAPO does.
+        dynamic_sampling_max_draws (`int`, *optional*, defaults to `10`):
+            The most generation batches to draw for one, the first included.
     """
 
 
-class GRPOTrainer(HostedReferenceMixin, ExactHeadMixin, trl.GRPOTrainer):
+class GRPOTrainer(HostedReferenceMixin, GRPOPassesMixin, trl.GRPOTrainer):
     """
-    TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact: same arguments, losses and metrics.
+    TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact, and without the passes, rows and tokens that
+    change nothing: same arguments, losses and metrics.
 
     Takes [`GRPOConfig`], or TRL's own config (then the added fields have their defaults).
     """
