@@ -4,6 +4,7 @@ import os
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for name, x in weights.items()}
 
 
-def dpo_lora(rank: Rank, trainers: Trainers) -> dict[str, torch.Tensor]:
-    """Two steps of DPO with LoRA; the change of the adapter, whole."""
+def dpo(rank: Rank, trainers: Trainers, lora: bool, **config: Any) -> dict[str, torch.Tensor]:
+    """Two steps of DPO; the change of the trained weights, whole."""
     torch.manual_seed(0)
     trainer = trainers.dpo_trainer(
         model=os.environ["TINY_MODEL"],
@@ -42,14 +43,21 @@ def dpo_lora(rank: Rank, trainers: Trainers) -> dict[str, torch.Tensor]:
             logging_steps=1,
             disable_tqdm=True,
             dataloader_pin_memory=False,
+            **config,
         ),
         train_dataset=preferences(12, seed=1),
-        peft_config=lora_config(),
+        peft_config=lora_config() if lora else None,
     )
     initial = trained(trainer.model)
     trainer.train()
     rank.check(trainer)
     return {name: weight - initial[name] for name, weight in trained(trainer.model).items()}
+
+
+def refused_under_fsdp2(rank: Rank) -> None:
+    with pytest.raises(ValueError, match=r"reference_device='cpu'.* FSDP"):
+        dpo(rank, Trainers.of(trl_ext), lora=False, reference_device="cpu")
+    dpo(rank, Trainers.of(trl_ext), lora=False)  # which checks the engine
 
 
 def fail_on_rank_1(rank: Rank) -> None:
@@ -66,9 +74,12 @@ def hang_on_rank_1(rank: Rank) -> None:
 
 
 CASES = {
-    "dpo-lora-ours": partial(dpo_lora, trainers=Trainers.of(trl_ext)),
-    "dpo-lora-stock": partial(dpo_lora, trainers=Trainers.of(trl)),
-    "dpo-lora-wrong": partial(dpo_lora, trainers=Trainers.of(trl_ext).with_loss_times(1.001)),
+    "dpo-lora-ours": partial(dpo, trainers=Trainers.of(trl_ext), lora=True),
+    "dpo-lora-stock": partial(dpo, trainers=Trainers.of(trl), lora=True),
+    "dpo-lora-wrong": partial(dpo, trainers=Trainers.of(trl_ext).with_loss_times(1.001), lora=True),
+    "dpo-hosted-ours": partial(dpo, trainers=Trainers.of(trl_ext), lora=False, reference_device="cpu"),
+    "dpo-full-stock": partial(dpo, trainers=Trainers.of(trl), lora=False),
+    "hosted-refused": refused_under_fsdp2,
     "fail": fail_on_rank_1,
     "hang": hang_on_rank_1,
     "unchecked": lambda rank: None,
@@ -81,10 +92,16 @@ def test_two_ranks_end_with_stock_trls_weights(
 ):
     monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
     cases = ["dpo-lora-ours", "dpo-lora-stock", "dpo-lora-wrong"]
-    ours, stock, wrong = run_on_ranks(__file__, cases, engine, tmp_path).values()
+    cases += ["dpo-hosted-ours", "dpo-full-stock"] if engine == "ddp" else ["hosted-refused"]
+    results = run_on_ranks(__file__, cases, engine, tmp_path)
+    ours, stock, wrong = (results[case] for case in cases[:3])
     assert far(ours[1], ours[0]) == far(stock[1], stock[0]) == 0
     assert far(ours[0], stock[0]) <= 1e-5
     assert far(wrong[0], stock[0]) > 1e-4
+    if engine == "ddp":
+        hosted, full = results["dpo-hosted-ours"], results["dpo-full-stock"]
+        assert far(hosted[1], hosted[0]) == 0
+        assert far(hosted[0], full[0]) <= 1e-5
 
 
 def far(ours: dict[str, torch.Tensor], stock: dict[str, torch.Tensor]) -> float:
