@@ -138,7 +138,7 @@ class _Group:
             self._starts.append(self.size)
             self.size += -(-param.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._shapes = [(param.nbytes, param.dtype, param.shape) for param in self._params]
-        self.host = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned)
+        self.host = torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         for param, part in zip(self._params, self._parts(self.host), strict=True):
             part.copy_(param.data)
         self.point_at(self.host)
