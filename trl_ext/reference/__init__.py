@@ -1,1 +1,5 @@
 """Where reference log-probs come from: adapter off, a named adapter, a model, a model on the CPU, or the store."""
+
+from .hosted import HostedReference, host_reference
+
+__all__ = ["HostedReference", "host_reference"]

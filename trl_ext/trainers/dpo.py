@@ -10,10 +10,12 @@ import trl
 from ..compat import OwnPrecomputeCache
 from .exact_head import ExactHeadMixin
 from .head_arguments import HeadArguments
+from .hosted_reference import HostedReferenceMixin
+from .reference_arguments import ReferenceArguments
 
 
 @dataclass
-class DPOConfig(HeadArguments, trl.DPOConfig):
+class DPOConfig(HeadArguments, ReferenceArguments, trl.DPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.DPOConfig`], with every argument and default of it, and the fields below.
@@ -24,10 +26,13 @@ class DPOConfig(HeadArguments, trl.DPOConfig):
             definition.
         head_chunk_size (`int`, *optional*):
             Tokens in a tile of the head. `None` chooses it.
+        reference_device (`str`, *optional*):
+            Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
+            device layer by layer for each reference pass. `None`: on the device, as in TRL.
     """
 
 
-class DPOTrainer(OwnPrecomputeCache, ExactHeadMixin, trl.DPOTrainer):
+class DPOTrainer(OwnPrecomputeCache, HostedReferenceMixin, ExactHeadMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact: same arguments, losses and metrics.
 
