@@ -1,4 +1,4 @@
-"""DPO: TRL's trainer and config, with our scoring forward."""
+"""DPO: TRL's trainer and config, with our scoring forward and a store of reference log-probs."""
 
 import functools
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from typing import Any
 
 import trl
 
-from ..compat import OwnPrecomputeCache
-from .exact_head import ExactHeadMixin
 from .head_arguments import HeadArguments
+from .reference_arguments import ReferenceArguments
+from .stored_reference import StoredReferenceMixin
 
 
 @dataclass
-class DPOConfig(HeadArguments, trl.DPOConfig):
+class DPOConfig(HeadArguments, ReferenceArguments, trl.DPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.DPOConfig`], with every argument and default of it, and the fields below.
@@ -23,12 +23,18 @@ class DPOConfig(HeadArguments, trl.DPOConfig):
             definition.
         head_chunk_size (`int`, *optional*):
             Tokens in a tile of the head. `None` chooses it.
+        reference_store (`str`, *optional*, defaults to `"disk"`):
+            Where per-token reference log-probs are kept, so that each sequence is scored once: `"disk"` for later runs
+            too, `"memory"` for this one, `"off"` to run the reference on every micro-batch.
+        reference_store_dir (`str`, *optional*):
+            Folder of the store on disk. `None` is `trl_ext_reference_log_probs` in the cache of `datasets`.
     """
 
 
-class DPOTrainer(OwnPrecomputeCache, ExactHeadMixin, trl.DPOTrainer):
+class DPOTrainer(StoredReferenceMixin, trl.DPOTrainer):
     """
-    TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact: same arguments, losses and metrics.
+    TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact and a reference that scores each sequence once:
+    same arguments, losses and metrics.
 
     Takes [`DPOConfig`], or TRL's own config (then the added fields have their defaults).
     """
@@ -39,9 +45,3 @@ class DPOTrainer(OwnPrecomputeCache, ExactHeadMixin, trl.DPOTrainer):
     @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
-
-    def precompute_key(self) -> tuple[object, ...]:
-        """Never TRL's files, whose values carry its rounding, nor those of other sequences or another precision."""
-        args = self.args
-        precision = (self.head_arguments.head, self.accelerator.mixed_precision)
-        return ("trl_ext", *precision, args.max_length, args.truncation_mode, args.ld_alpha)
