@@ -8,11 +8,12 @@ import trl
 
 from .head_arguments import HeadArguments
 from .reference_arguments import ReferenceArguments
+from .store_arguments import StoreArguments
 from .stored_reference import StoredReferenceMixin
 
 
 @dataclass
-class DPOConfig(HeadArguments, ReferenceArguments, trl.DPOConfig):
+class DPOConfig(HeadArguments, ReferenceArguments, StoreArguments, trl.DPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.DPOConfig`], with every argument and default of it, and the fields below.
@@ -28,6 +29,9 @@ class DPOConfig(HeadArguments, ReferenceArguments, trl.DPOConfig):
             too, `"memory"` for this one, `"off"` to run the reference on every micro-batch.
         reference_store_dir (`str`, *optional*):
             Folder of the store on disk. `None` is `trl_ext_reference_log_probs` in the cache of `datasets`.
+        reference_device (`str`, *optional*):
+            Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
+            device layer by layer for each reference pass. `None`: on the device, as in TRL.
     """
 
 

@@ -8,10 +8,12 @@ import trl
 
 from .exact_head import ExactHeadMixin
 from .head_arguments import HeadArguments
+from .hosted_reference import HostedReferenceMixin
+from .reference_arguments import ReferenceArguments
 
 
 @dataclass
-class GRPOConfig(HeadArguments, trl.GRPOConfig):
+class GRPOConfig(HeadArguments, ReferenceArguments, trl.GRPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.GRPOConfig`], with every argument and default of it, and the fields below.
@@ -22,10 +24,13 @@ class GRPOConfig(HeadArguments, trl.GRPOConfig):
             definition.
         head_chunk_size (`int`, *optional*):
             Tokens in a tile of the head. `None` chooses it.
+        reference_device (`str`, *optional*):
+            Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
+            device layer by layer for each reference pass. `None`: on the device, as in TRL.
     """
 
 
-class GRPOTrainer(ExactHeadMixin, trl.GRPOTrainer):
+class GRPOTrainer(HostedReferenceMixin, ExactHeadMixin, trl.GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact: same arguments, losses and metrics.
 

@@ -31,13 +31,14 @@ from ..reference import (
     write_about,
 )
 from .exact_head import ExactHeadMixin
+from .hosted_reference import HostedReferenceMixin
 from .planned import PlannedPassesMixin
-from .reference_arguments import ReferenceArguments
+from .store_arguments import StoreArguments
 
 _ROWS_CHECKED_TOGETHER = 64
 
 
-class StoredReferenceMixin(PlannedPassesMixin, ExactHeadMixin, OwnReference):
+class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMixin, OwnReference):
     """Mixed in before TRL's `DPOTrainer`.
 
     Attributes:
@@ -115,7 +116,7 @@ class StoredReferenceMixin(PlannedPassesMixin, ExactHeadMixin, OwnReference):
     # The plan
 
     def _make_plan(self) -> DPOPlan:
-        args, arguments = self.args, ReferenceArguments.of(self.args)
+        args, arguments = self.args, StoreArguments.of(self.args)
         not_storable = None
         if args.sync_ref_model or any(
             isinstance(callback, trl.SyncRefModelCallback) for callback in self.callback_handler.callbacks
@@ -187,7 +188,7 @@ class StoredReferenceMixin(PlannedPassesMixin, ExactHeadMixin, OwnReference):
             store, identity = MemoryStore(), ""
             if self.plan.durable and self._identity is not None:
                 identity = self._identity
-                folder = ReferenceArguments.of(self.args).folder / identity
+                folder = StoreArguments.of(self.args).folder / identity
                 store = DiskStore(folder, identity, writes=self._writes_to(folder))
                 if self.accelerator.is_local_main_process:
                     write_about(folder, self._identity_facts)
@@ -288,9 +289,10 @@ class StoredReferenceMixin(PlannedPassesMixin, ExactHeadMixin, OwnReference):
         clear_device_cache(garbage_collection=True)
 
     def _load_reference_again(self, load: Callable[[], Any]) -> None:
-        model = self.loaded_reference(load)
-        super()._attach(model)  # type: ignore[misc]
+        self.ref_model = model = self.loaded_reference(load)
+        super()._attach(model)
         if identity_of(self._identify(model)) != self._identity:
+            self.ref_model = None
             raise ValueError(
                 "The reference model was released from memory when every sequence had been scored, and is needed for "
                 f"others now; but what lies at {model.config._name_or_path!r} is no longer the same model. Put it "
