@@ -1,4 +1,4 @@
-"""DPO's store of reference log-probs: each sequence is scored once, over epochs and runs, and training stays stock's."""
+"""DPO's store of reference log-probs: each sequence is scored once, over epochs and runs; training stays stock's."""
 
 import logging
 from dataclasses import replace
@@ -55,7 +55,8 @@ def test_a_later_run_with_the_same_reference_runs_it_not_at_all(setup, workshop,
     assert len(passes) == 3
     # Another seed is another order, other batches, and another random adapter
     changes = {"learning_rate": 0.02, "beta": 0.3, "seed": 8, "ld_alpha": 0.5, "per_device_train_batch_size": 3}
-    later = case(setup, steps=4, **changes)
+    # The policy is its reference at first, scored in batches of another shape: the sign of a rounding error
+    later = replace(case(setup, steps=4, **changes), accuracy_is_noise_at_first=setup == "full")
     ours, passes = run(ours_in(tmp_path, later), OURS, workshop)
     assert passes == []
     assert_same(later, ours, run(later, STOCK, workshop)[0])
@@ -181,8 +182,9 @@ def test_a_reference_that_is_gone_is_an_error_and_never_the_trained_policy(train
 
 
 def test_streaming_data_cannot_be_precomputed(workshop, tmp_path):
+    data = preferences(8, 1).to_iterable_dataset()
     with pytest.raises(ValueError, match="not supported with IterableDataset"):
-        trainer(workshop, tmp_path, data=preferences(8, 1).to_iterable_dataset(), precompute_ref_log_probs=True)
+        trainer(workshop, tmp_path, data=data, precompute_ref_log_probs=True, max_steps=2)
 
 
 def test_a_loaded_reference_is_released_when_all_is_stored_and_loaded_again_for_new_data(workshop, tmp_path):

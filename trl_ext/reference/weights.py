@@ -106,7 +106,7 @@ class ReferenceWeights:
         for prefix, part in parts:
             for name, value in part.state_dict(keep_vars=True).items():
                 if isinstance(value, Tensor) and self._reads(name):
-                    yield prefix + name.replace(".base_layer.", ".").replace(".original_module.", "."), value
+                    yield prefix + ".".join(x for x in name.split(".") if x not in _OF_WRAPPERS), value
 
     def _reads(self, name: str) -> bool:
         """Whether what is called `name` takes part in the reference pass: base, or the adapter that is on."""
@@ -122,11 +122,14 @@ class ReferenceWeights:
 _NOT_IN_LOGITS = {"_name_or_path", "transformers_version", "use_cache"}
 _NOT_IN_ADAPTER = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
 
+# By which PEFT's wrappers call the module that was there before them
+_OF_WRAPPERS = {"base_layer", "original_module", "token_adapter"}
+
 
 def _base_child(module: nn.Module) -> str | None:
     if isinstance(module, BaseTunerLayer):
         return "base_layer"
-    return "original_module" if hasattr(module, "original_module") else None
+    return next((name for name in ("token_adapter", "original_module") if name in module._modules), None)
 
 
 def _digest(tensor: Tensor) -> str:
