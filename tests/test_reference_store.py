@@ -422,3 +422,31 @@ def test_the_plan_says_what_the_reference_is_and_where_its_values_lie(workshop, 
         subject.train()
     assert caplog.messages == [f"DPOTrainer: log-prob passes\n{subject.explain()}"]
     assert "kept in memory" in str(subject.explain())
+
+
+def test_a_reference_adapter_that_comes_with_a_checkpoint_is_scored_anew(workshop, tmp_path):
+    """Resuming puts the checkpoint's "ref" in the place of the one that the trainer was built with."""
+
+    def policy(scale):
+        base = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
+        model = PeftModel.from_pretrained(base, workshop.adapter("untied"), is_trainable=True)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if ".default." in name:
+                    param.mul_(scale)
+        return model
+
+    config = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 2}
+    for library in (trl, trl_ext):
+        trainer(workshop, tmp_path, library, policy=policy(1.0), max_steps=3, **config).train()
+        logs = []
+        for subject in (trl, trl_ext):
+            resumed = trainer(workshop, tmp_path, subject, policy=policy(3.0), **config)
+            resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+            logs.append(logged(resumed, "rewards/margins")[3:])
+        assert len(logs[0]) == 3
+        assert logs[1] == pytest.approx(logs[0], rel=1e-4, abs=1e-5)
+    with counted() as tokens:
+        subject = trainer(workshop, tmp_path, policy=policy(3.0))
+        subject.train()
+    assert len(tokens.without) == 3  # nothing was stored in the name of this adapter

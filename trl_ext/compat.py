@@ -62,9 +62,13 @@ class Loaded(NamedTuple):
 
 @contextmanager
 def loaded_models_recorded(trainer_class: type) -> Iterator[list[Loaded]]:
-    """Within, what `trainer_class.__init__` loads from a path is appended to the list; afterwards the list is empty."""
+    """Within, what `trainer_class.__init__` loads from a path is appended to the list; afterwards the list is empty.
+
+    TRL's own hash of the reference is not taken: only the cache that [`OwnReference`] leaves out reads it, and it costs
+    as much as loading.
+    """
     module: Any = sys.modules[trainer_class.__module__]
-    original = module.create_model_from_path
+    original, hash_module = module.create_model_from_path, module.hash_module
     loaded: list[Loaded] = []
 
     def create(*positional: Any, **keywords: Any) -> Any:
@@ -72,11 +76,11 @@ def loaded_models_recorded(trainer_class: type) -> Iterator[list[Loaded]]:
         loaded.append(Loaded(model, lambda: original(*positional, **keywords)))
         return model
 
-    module.create_model_from_path = create
+    module.create_model_from_path, module.hash_module = create, lambda _: None
     try:
         yield loaded
     finally:
-        module.create_model_from_path = original
+        module.create_model_from_path, module.hash_module = original, hash_module
         loaded.clear()
 
 

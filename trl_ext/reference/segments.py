@@ -1,5 +1,6 @@
 """One file of the store on disk: written whole or not at all, and read only if every byte of it is what was written."""
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -112,8 +113,10 @@ def _digest(identity: str, arrays: dict[str, NDArray[Any]]) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Make the new name durable, where the file system can; without it a power cut costs the file, not its truth."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

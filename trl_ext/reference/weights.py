@@ -36,14 +36,16 @@ class ReferenceWeights:
     @property
     def config(self) -> dict[str, Any]:
         """Everything of the configuration of model and adapter that can change a logit."""
-        model = {k: v for k, v in self.base.config.to_dict().items() if k not in _NOT_IN_LOGITS}
-        attention = getattr(self.base.config, "_attn_implementation", None)
-        experts = getattr(self.base.config, "_experts_implementation", None)
+        chosen = {
+            "attention": getattr(self.base.config, "_attn_implementation", None),
+            "experts": getattr(self.base.config, "_experts_implementation", None),
+            "kernels": getattr(self.base, "use_kernels", False),
+        }
         adapter: dict[str, Any] = {}
         if self.adapter is not None:
             given = self.model.peft_config[self.adapter].to_dict()
             adapter = {k: v for k, v in given.items() if k not in _NOT_IN_ADAPTER}
-        return {"model": model, "attention": attention, "experts": experts, "adapter": adapter}
+        return {"model": _without_origin(self.base.config.to_dict()), "adapter": adapter, **chosen}
 
     def trained(self) -> str | None:
         """Name of a tensor that training will change, or None."""
@@ -124,6 +126,15 @@ _NOT_IN_ADAPTER = {"base_model_name_or_path", "revision", "inference_mode", "aut
 
 # By which PEFT's wrappers call the module that was there before them
 _OF_WRAPPERS = {"base_layer", "original_module", "token_adapter"}
+
+
+def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration, and those within it, without `_NOT_IN_LOGITS`."""
+    return {
+        key: _without_origin(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _NOT_IN_LOGITS
+    }
 
 
 def _base_child(module: nn.Module) -> str | None:

@@ -82,6 +82,23 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
             self._identity_facts = self._identify(self.ref_model)
             self._identity = identity_of(self._identity_facts)
 
+    def meet_reference_again(self) -> None:
+        """Resuming from a checkpoint loads all of its adapters, and one that is called "ref" becomes the reference."""
+        was, self._kind = self._kind, self.reference_kind()
+        if self._kind != "adapter":
+            return
+        self._plan = self._make_plan()
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self._plan.durable and not sharded:
+            self._identity_facts = self._identify(None)
+            identity = identity_of(self._identity_facts)
+            if was == "adapter" and identity == self._identity:
+                return
+            self._identity = identity
+        else:
+            self._identity = None  # what is sharded already is not hashed, so nothing of it is kept
+        self._stored = None
+
     def _datasets(self) -> Iterator[tuple[str, Any]]:
         yield "train_dataset", self.train_dataset
         if isinstance(self.eval_dataset, dict):
@@ -333,6 +350,10 @@ class _StoreCallback(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > 0:
+            self.trainer.meet_reference_again()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._flush()
