@@ -187,8 +187,9 @@ def test_streaming_data_cannot_be_precomputed(workshop, tmp_path):
         trainer(workshop, tmp_path, data=data, precompute_ref_log_probs=True, max_steps=2)
 
 
-def test_a_loaded_reference_is_released_when_all_is_stored_and_loaded_again_for_new_data(workshop, tmp_path):
-    subject = trainer(workshop, tmp_path, num_train_epochs=3, max_steps=-1)
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_loaded_reference_is_released_when_all_is_stored_and_loaded_again_for_new_data(device, workshop, tmp_path):
+    subject = trainer(workshop, tmp_path, num_train_epochs=3, reference_device=device)
     there = []
     subject.callback_handler.add_callback(OnStep(lambda: there.append(subject.ref_model is not None)))
     subject.train()

@@ -106,7 +106,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _digest(identity: str, arrays: dict[str, NDArray[Any]]) -> str:
-    digest = hashlib.blake2b(identity.encode(), digest_size=16)
+    digest = hashlib.sha256(identity.encode())
     for name in ("keys", "bounds", "values"):
         digest.update(np.ascontiguousarray(arrays[name]).data)
     return digest.hexdigest()

@@ -146,7 +146,8 @@ def _base_child(module: nn.Module) -> str | None:
 def _digest(tensor: Tensor) -> str:
     """Hash of dtype, shape and bytes."""
     tensor = tensor.detach()
-    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    # SHA-256 is the fastest of its kind where the processor has instructions for it
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if hasattr(tensor, "__tensor_flatten__"):  # torchao: several tensors in one
         inner, context = tensor.__tensor_flatten__()
         digest.update("".join([repr(context), *(_digest(getattr(tensor, name)) for name in inner)]).encode())
