@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ranks import Rank, run_on_ranks
 from test_two_ranks import far, trained
 from tiny import lora_config, preferences
 from tokens import counted
+from trl_ext.reference.segments import read_segment
 
 
 def dpo(rank: Rank, library, name: str, data=None, **config):
@@ -50,7 +52,6 @@ def dpo(rank: Rank, library, name: str, data=None, **config):
         "change": {name: weight - initial[name] for name, weight in trained(trainer.model).items()},
         "passes": tokens.without,
         "logs": trainer.state.log_history,
-        "files": sorted(path.name for path in (rank.folder / "store").glob("*/*.safetensors")),
         "has_reference": trainer.ref_model is not None,
     }
 
@@ -58,7 +59,9 @@ def dpo(rank: Rank, library, name: str, data=None, **config):
 def ours(rank: Rank, name: str, **config):
     if config.get("reference_store") != "memory":
         config["reference_store_dir"] = str(rank.folder / config.pop("store", f"store-{name}"))
-    return dpo(rank, trl_ext, name, **config)
+    result = dpo(rank, trl_ext, name, **config)
+    files = Path(config.get("reference_store_dir", rank.folder / "none")).glob("*/*.safetensors")
+    return {**result, "stored": [key for path in files for key in read_segment(path, path.parent.name).keys]}
 
 
 def a_miss_on_one_rank(rank: Rank, **config):
@@ -131,6 +134,9 @@ def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, 
         assert sum(log["skipped/tokens"] for log in skipped) == without - fed
         assert sum(log["skipped/passes"] for log in skipped) == 6
     assert [rank["passes"] for rank in results["again"]] == [[], []]
+    # One rank has written what both have scored
+    stored = results["lora"][0]["stored"]
+    assert len(stored) == len(set(stored)) == 24
     # The same number of passes on both ranks, though one misses what the other has
     for name in results.keys() & {"one-rank", "one-rank-lora"}:
         first, second = (rank["passes"] for rank in results[name])

@@ -34,8 +34,7 @@ def ours_in(folder, case: Case) -> Case:
     return replace(case, config={**case.config, "reference_store_dir": str(folder)})
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("store", ["disk", "memory"])
+@pytest.mark.parametrize(("setup", "store"), [*((setup, "disk") for setup in SETUPS), ("lora", "memory")])
 def test_three_epochs_take_one_epoch_of_reference_passes(setup, store, workshop):
     ours, ours_passes = run(case(setup, reference_store=store), OURS, workshop)
     stock, stock_passes = run(case(setup), STOCK, workshop)

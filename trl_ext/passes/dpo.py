@@ -107,7 +107,7 @@ def _without_columns(facts: DPOFacts) -> DPOPlan:
     when = "before training" if facts.precompute else "the first time it is met"
     return plan(
         "reuse",
-        f"{needed}it is {what} and does not change. Each sequence is scored once, {when}, unless an earlier run with "
+        f"{needed}it is {what}, and does not change. Each sequence is scored once, {when}, unless an earlier run with "
         f"the same reference has done so; per-token values are {place}.",
         source="store",
         durable=durable,
