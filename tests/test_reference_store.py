@@ -261,6 +261,7 @@ def test_the_users_reference_log_probs_are_used(workshop, tmp_path):
         subject.evaluate()  # whose rows have none
         assert len(tokens.without) == 4
     assert "Rows of `train_dataset` bring theirs" in str(subject.explain())
+    assert "kept in memory" in str(trainer(workshop, tmp_path, data=data).explain())  # and no weight is hashed
 
 
 def test_the_users_reference_log_probs_are_used_with_precomputing_and_streaming(workshop, tmp_path):
@@ -343,6 +344,11 @@ def test_active_dropout_in_the_reference_is_drawn_every_time(workshop, tmp_path)
         subject.train()
     assert len(tokens.without) == 6
     assert "other random draws" in subject.explain()["reference"].reason
+    kept_in_training_mode = AutoModelForCausalLM.from_pretrained(workshop.model("untied"), **init).train()
+    assert trainer(workshop, tmp_path, ref_model=kept_in_training_mode).explain()["reference"].action == "run"
+    asked_beforehand = trainer(workshop, tmp_path, precompute_ref_log_probs=True, **config).explain()["reference"]
+    assert asked_beforehand.action == "reuse"
+    assert "kept in memory" in asked_beforehand.reason  # draws are this run's alone
     # Dropout of the adapter is not in the reference, and a reference model is in evaluation mode
     for other in (
         {"peft_config": lora_config(lora_dropout=0.1), "disable_dropout": False},

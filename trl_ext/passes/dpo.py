@@ -1,5 +1,6 @@
 """The plan of a DPO run: whether the reference is run, read from the store, or not needed, and why."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,10 +71,11 @@ def plan_dpo(facts: DPOFacts) -> DPOPlan:
         names = " and ".join(f"`{name}`" for name in facts.with_columns)
         columns = f"Rows of {names} bring theirs in `ref_chosen_logps` and `ref_rejected_logps`. "
         if set(facts.with_columns) == set(facts.datasets):
-            reason = columns + "Other data, given to `evaluate()`, are treated as if there were no such columns."
-            other = _without_columns(facts)
+            # The store may never be needed: nothing is hashed for it
+            other = _without_columns(dataclasses.replace(facts, storage=facts.storage.replace("disk", "memory")))
+            reason = f"{columns}For other data, given to `evaluate()`: {other['reference'].reason}"
             return DPOPlan(
-                (policy, Decision("reference", "reuse", reason)), other.source, other.durable, other.gone_in_training
+                (policy, Decision("reference", "reuse", reason)), other.source, False, other.gone_in_training
             )
     plan = _without_columns(facts)
     decision = plan["reference"]

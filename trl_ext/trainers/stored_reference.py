@@ -49,6 +49,7 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
         self.skipped = Skipped()
         self._with_columns: dict[str, bool] = {}
         self._shared: str | None = None
+        self._random: str | None = None
         self._identity: str | None = None
         self._identity_facts: dict[str, Any] = {}
         self._stored: StoredReference | None = None
@@ -72,7 +73,9 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
         self._kind = self.reference_kind()
         self._load_reference = next((x.load for x in self._loaded if x.model is self.ref_model), None)
         if self._kind == "model":
-            self._shared = ReferenceWeights(self.ref_model).shares_with(self.model)
+            reference = ReferenceWeights(self.ref_model)
+            self._shared = reference.shares_with(self.model)
+            self._random = reference.dropout(in_training=False)
         for name, dataset in self._datasets():
             names = dataset.column_names or next(iter(dataset)).keys()
             self._with_columns[name] = have_columns(names, f"`{name}`")
@@ -141,10 +144,10 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
             not_storable = "it is moved towards the policy during training (`sync_ref_model`)"
         elif self.takes_images:
             not_storable = "the data hold images, by which the store cannot tell two sequences apart"
-        name, random = self._shared, None
+        name, random = self._shared, self._random
         if self._kind != "model":
             weights = self._weights(None)
-            name, random = weights.trained(), weights.dropout(in_training=not args.precompute_ref_log_probs)
+            name, random = weights.trained(), weights.dropout()
         drifts = f"it changes in training, which moves `{name}`, a tensor that it reads" if name else None
         dropout = f"dropout is on in it (`{random}`): same distribution, other random draws" if random else None
         if args.precompute_ref_log_probs and not_storable:
