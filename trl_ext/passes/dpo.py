@@ -105,12 +105,16 @@ def _without_columns(facts: DPOFacts) -> DPOPlan:
         return plan("run", f"{every} {facts.not_storable or facts.drifts or facts.dropout}.", source="pass")
     # Values drawn at random are this run's alone
     durable = facts.storage == "disk" and not facts.dropout
-    place = f"kept in {facts.folder} for later runs" if durable else "kept in memory"
+    place = "and its per-token values are kept in memory"
+    if durable:
+        place = (
+            f"unless an earlier run with the same reference has done so; per-token values are kept in {facts.folder} "
+            "for later runs"
+        )
     when = "before training" if facts.precompute else "the first time it is met"
     return plan(
         "reuse",
-        f"{needed}it is {what}, and does not change. Each sequence is scored once, {when}, unless an earlier run with "
-        f"the same reference has done so; per-token values are {place}.",
+        f"{needed}it is {what}, and does not change. Each sequence is scored once, {when}, {place}.",
         source="store",
         durable=durable,
         gone_in_training=facts.drifts is not None,
