@@ -99,12 +99,22 @@ CASES = {
     "again": partial(ours, name="again", store="store-lora", seed=5, **LORA),
     "memory": partial(ours, name="memory", reference_store="memory", **LORA),
     "precompute": partial(ours, name="precompute", precompute_ref_log_probs=True, **LORA),
+    "precompute-full": partial(ours, name="precompute-full", precompute_ref_log_probs=True),
     "one-rank": a_miss_on_one_rank,
     "one-rank-lora": partial(a_miss_on_one_rank, **LORA),
     "hash": hash_of_shards,
 }
 
 
+OURS = {
+    "full": "full",
+    "lora": "lora",
+    "memory": "lora",
+    "precompute": "lora",
+    "precompute-full": "full",
+    "one-rank": "full",
+    "one-rank-lora": "lora",
+}
 FEW = ["stock-lora", "lora", "again", "one-rank-lora"]
 
 
@@ -119,8 +129,8 @@ FEW = ["stock-lora", "lora", "again", "one-rank-lora"]
 def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, cases, workshop, tmp_path, monkeypatch):
     monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
     results = run_on_ranks(__file__, cases, engine, tmp_path)
-    for name in results.keys() & {"full", "lora", "memory", "precompute", "one-rank", "one-rank-lora"}:
-        stock = results["stock-full" if name in ("full", "one-rank") else "stock-lora"]
+    for name in results.keys() & {*OURS}:
+        stock = results[f"stock-{OURS[name]}"]
         first, second = results[name]
         assert far(first["change"], second["change"]) == 0, name
         assert far(first["change"], stock[0]["change"]) <= 1e-5, name
@@ -146,5 +156,6 @@ def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, 
         assert [len(rank["passes"]) for rank in results["memory"]] == [3, 3]
         # DDP's reference model goes when all is stored, a sharded one stays
         assert [rank["has_reference"] for rank in results["full"]] == [engine == "fsdp2"] * 2
+        assert [rank["has_reference"] for rank in results["precompute-full"]] == [False, False]
         whole, sharded = results["hash"][0]
         assert whole == sharded

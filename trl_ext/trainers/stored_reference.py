@@ -71,7 +71,8 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
 
     def _meet_reference(self) -> None:
         self._kind = self.reference_kind()
-        self._load_reference = next((x.load for x in self._loaded if x.model is self.ref_model), None)
+        if not self._is_sharded:
+            self._load_reference = next((x.load for x in self._loaded if x.model is self.ref_model), None)
         if self._kind == "model":
             reference = ReferenceWeights(self.ref_model)
             self._shared = reference.shares_with(self.model)
@@ -91,8 +92,7 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
         if self._kind != "adapter":
             return
         self._plan = self._make_plan()
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if self._plan.durable and not sharded:
+        if self._plan.durable and not self._is_sharded:
             self._identity_facts = self._identify(None)
             identity = identity_of(self._identity_facts)
             if was == "adapter" and identity == self._identity:
@@ -101,6 +101,10 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
         else:
             self._identity = None  # what is sharded already is not hashed, so nothing of it is kept
         self._stored = None
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def _datasets(self) -> Iterator[tuple[str, Any]]:
         yield "train_dataset", self.train_dataset
@@ -295,8 +299,7 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
 
         A sharded one is left where it is.
         """
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if self.ref_model is None or self._load_reference is None or sharded or not self._store_covers_the_run():
+        if self.ref_model is None or self._load_reference is None or not self._store_covers_the_run():
             return
         if self._identity is None:
             self._identity_facts = self._identify(self.ref_model)
