@@ -61,7 +61,7 @@ def write_segment(folder: Path, identity: str, entries: dict[bytes, NDArray[np.f
         "bounds": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         "values": np.concatenate([*entries.values(), np.empty(0, np.float32)]).astype(np.float32),
     }
-    metadata = {"format": _FORMAT, "identity": identity, "digest": _digest(identity, arrays)}
+    metadata = {"format": _FORMAT, "digest": _digest(identity, arrays)}
     name = f"{time.time_ns():020d}-{uuid.uuid4().hex}"
     path, unfinished = folder / f"{name}{_SUFFIX}", folder / f"{name}{_UNFINISHED}"
     try:
@@ -83,11 +83,11 @@ def read_segment(path: Path, identity: str) -> Segment | None:
     try:
         file: Any = safe_open(path, framework="np")
         metadata = file.metadata() or {}
-        if metadata.get("format") != _FORMAT or metadata.get("identity") != identity:
-            raise ValueError("it is not a file of this store")
+        if metadata.get("format") != _FORMAT:
+            raise ValueError("it is not a file of a store")
         arrays = {name: file.get_tensor(name) for name in ("keys", "bounds", "values")}
         if metadata.get("digest") != _digest(identity, arrays):
-            raise ValueError("its checksum does not fit")
+            raise ValueError("its checksum does not fit what it holds, for this reference")
     except (SafetensorError, OSError, ValueError) as error:
         logger.warning("Ignored %s in the store of reference log-probs: %s. It can be deleted.", path, error)
         return None
