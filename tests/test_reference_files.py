@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -129,6 +130,17 @@ def test_a_folder_that_cannot_be_written_costs_no_value(tmp_path, caplog):
     store.add(entries(*range(5)))
     store.flush()
     assert all(holds(store, i) for i in range(5))
+    assert "`reference_store_dir` names another folder" in caplog.text
+
+
+def test_a_folder_that_goes_away_costs_no_value(tmp_path, caplog):
+    store = DiskStore(tmp_path / "folder", IDENTITY)
+    store.add(entries(*range(5)))
+    store.flush()
+    shutil.rmtree(tmp_path / "folder")
+    store.add(entries(*range(5, 10)))
+    store.flush()
+    assert all(holds(store, i) for i in range(10))
     assert "`reference_store_dir` names another folder" in caplog.text
 
 

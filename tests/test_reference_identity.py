@@ -81,6 +81,12 @@ def test_bytes_and_scalars_and_tied_weights_have_a_hash(base):
     before = identity(model)
     packed[7] = 0
     assert identity(model) != before != identity(base("tied"))
+    # The same bytes as numbers of another kind, or in another shape
+    found = set()
+    for zeros in (torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 2), torch.zeros(8).half()):
+        model.model.layers[0].register_buffer("exponent", zeros)
+        found.add(identity(model))
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize(
@@ -161,3 +167,13 @@ def test_weights_that_are_not_there_are_an_error(base):
         ValueError, match='Load the model before building the trainer, or set `reference_store="memory"`'
     ):
         identity(model)
+
+
+def test_the_virtual_tokens_of_a_reference_adapter_count(base):
+    found = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        policy = get_peft_model(base(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        policy.add_adapter("ref", policy.peft_config["default"])
+        found |= {identity(policy, "ref"), identity(policy)}
+    assert len(found) == 3

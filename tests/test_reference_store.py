@@ -1,12 +1,13 @@
 """DPO's store of reference log-probs: each sequence is scored once, over epochs and runs; training stays stock's."""
 
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 import trl
-from peft import PeftModel
+from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext
@@ -189,11 +190,12 @@ def test_streaming_data_cannot_be_precomputed(workshop, tmp_path):
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_a_loaded_reference_is_released_when_all_is_stored_and_loaded_again_for_new_data(device, workshop, tmp_path):
     subject = trainer(workshop, tmp_path, num_train_epochs=3, reference_device=device)
+    models = [weakref.ref(subject.ref_model)]
     there = []
     subject.callback_handler.add_callback(OnStep(lambda: there.append(subject.ref_model is not None)))
     subject.train()
     assert there == [True] * 3 + [False] * 6
-    assert len(subject.accelerator._models) == 1
+    assert models[0]() is None
     new = preferences(4, seed=9)
     found = subject.evaluate(new)
     assert subject.ref_model is not None
@@ -202,6 +204,9 @@ def test_a_loaded_reference_is_released_when_all_is_stored_and_loaded_again_for_
     wanted = kept.evaluate(new)
     for key in ("eval_loss", "eval_rewards/margins", "eval_logps/chosen"):
         assert found[key] == pytest.approx(wanted[key], rel=1e-5)
+    models.append(weakref.ref(subject.ref_model))
+    subject.release_reference()
+    assert subject.ref_model is models[1]() is None
 
 
 def test_a_reference_that_was_released_and_has_changed_on_disk_is_an_error(workshop, tmp_path):
@@ -457,3 +462,18 @@ def test_a_reference_adapter_that_comes_with_a_checkpoint_is_scored_anew(worksho
         subject = trainer(workshop, tmp_path, policy=policy(3.0))
         subject.train()
     assert len(tokens.without) == 3  # nothing was stored in the name of this adapter
+
+
+def test_a_reference_adapter_of_virtual_tokens_is_scored_as_in_trl(workshop, tmp_path):
+    margins = []
+    for library in (trl, trl_ext):
+        torch.manual_seed(3)
+        base = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
+        policy = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        subject = trainer(workshop, tmp_path, library, policy=policy, num_train_epochs=2, learning_rate=1.0)
+        with counted() as tokens:
+            subject.train()
+        margins.append(logged(subject, "rewards/margins"))
+    assert "adapter" in subject.explain()["reference"].reason
+    assert len(tokens.without) == 3
+    assert margins[1] == pytest.approx(margins[0], rel=1e-4, abs=1e-5)
