@@ -107,9 +107,7 @@ class ScoringForward:
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
 
-    def _score(
-        self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor, outputs: tuple[str, ...]
-    ) -> LinearLogProbs:
+    def _score(self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor, outputs: tuple[str, ...]) -> LinearLogProbs:
         weight, bias = lm_head.weight, lm_head.bias
         trained = (weight.requires_grad, bias is not None and bias.requires_grad)
         # FSDP2 leaves sharded parameters as DTensors
