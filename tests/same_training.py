@@ -66,7 +66,7 @@ def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
             prefix = "eval_" if situation.evaluation else ""
             counted = {"rows": rows_not_fed, "tokens": not_fed["tokens"], "passes": not_fed["forwards"]}
             for what, count in counted.items():
-                got = got_log.get(f"{prefix}skipped/{what}")
+                got = got_log.get(f"{prefix}skipped/{what}", 0)
                 if got != count:
                     wrong.append(f"log {i} {prefix}skipped/{what}: ours {got!r}, counted by hooks {count}")
     return wrong

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from packaging.specifiers import SpecifierSet
 
 SUPPORTED_TRL = SpecifierSet(">=1.15,<1.17")
@@ -15,9 +16,18 @@ if version("trl") not in SUPPORTED_TRL:
         f"trl_ext works with trl{SUPPORTED_TRL}, found trl {version('trl')}. Run `pip install 'trl{SUPPORTED_TRL}'`."
     )
 
-from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx  # noqa: E402
+from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
+from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx, use_adapter  # noqa: E402
 
-__all__ = ["FusedCausalLMOutput", "OwnPrecomputeCache", "head_attached_by", "maybe_gather_lm_head_ctx"]
+__all__ = [
+    "FusedCausalLMOutput",
+    "GRPOInternals",
+    "OwnPrecomputeCache",
+    "disable_gradient_checkpointing",
+    "head_attached_by",
+    "maybe_gather_lm_head_ctx",
+    "use_adapter",
+]
 
 
 @contextmanager
@@ -55,3 +65,118 @@ class OwnPrecomputeCache:
     @_precompute_model_hash.setter
     def _precompute_model_hash(self, model_hash: str | None) -> None:
         self.__dict__["_precompute_model_hash"] = model_hash
+
+
+class GRPOInternals:
+    """Mixed in before TRL's `GRPOTrainer`: its private methods and attributes, under names of ours.
+
+    TRL runs its log-prob passes from two places. Where it generates they are deferred: it finds no old-policy and no
+    reference log-probs, and `generated` may add them. In its loss they are answered by what `answered_by` was given.
+    """
+
+    # Inputs of vision-language models; their rows cannot be told apart here
+    VISION_INPUTS = (
+        *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+        *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+    )
+
+    _answer: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None
+    _rewards_per_function: torch.Tensor
+    vllm_importance_sampling_correction: bool
+
+    def generated(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Called with each batch that was generated and rewarded, before it is shuffled and split."""
+        return batch
+
+    def about_to_visit(self) -> None:
+        """Called in training before each micro-batch, outside autocast."""
+
+    @contextmanager
+    def answered_by(
+        self, log_probs: torch.Tensor | None, entropies: torch.Tensor | None, aux_loss: torch.Tensor | None
+    ) -> Iterator[None]:
+        """Within, TRL's log-prob passes return these."""
+        self._answer = (log_probs, entropies, aux_loss)
+        try:
+            yield
+        finally:
+            self._answer = None
+
+    def completion_log_probs(
+        self, model: Any, batch: dict[str, Any], **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """TRL's own pass over the rows of `batch`: log-probs and entropies `(B, C)`, and the router loss.
+
+        Args:
+            options: TRL's `batch_size`, `compute_entropy` and `compute_aux_loss`.
+        """
+        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+            model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            **options,
+            **{name: batch[name] for name in self.VISION_INPUTS if name in batch},
+        )
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *positional: Any, **options: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        if self._answer is not None:
+            return self._answer
+        return super()._get_per_token_logps_and_entropies(model, *positional, **options)  # type: ignore[misc]
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        # Without the correction TRL forms no ratio, which would need the old policy's log-probs
+        correction = self.vllm_importance_sampling_correction
+        self.vllm_importance_sampling_correction = False
+        try:
+            with self.answered_by(None, None, None):
+                batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        finally:
+            self.vllm_importance_sampling_correction = correction
+        return self.generated(batch)
+
+    def _calculate_rewards(self, *positional: Any, **keywords: Any) -> torch.Tensor:
+        self._rewards_per_function = super()._calculate_rewards(*positional, **keywords)  # type: ignore[misc]
+        return self._rewards_per_function
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        if self.mode == "train":
+            self.about_to_visit()
+        return inputs
+
+    def slices_to_come(self) -> list[dict[str, Any]]:
+        """The slices of the generation buffer, from that of the present micro-batch to the last before generation.
+
+        Each is there once, also where `num_iterations` visits it again, but for the present one, which stands at the
+        end a second time if it will be visited again.
+        """
+        buffer = self._buffered_inputs
+        if buffer is None:
+            return []
+        every = len(buffer) * self.num_iterations  # type: ignore[attr-defined]
+        visits = min(every - self._step % every, len(buffer) + 1)  # type: ignore[attr-defined]
+        return [buffer[(self._step + visit) % len(buffer)] for visit in range(visits)]  # type: ignore[attr-defined]
+
+    def regenerate(self) -> None:
+        """Drop the generation buffer: TRL fills it again at its next micro-batch."""
+        self._buffered_inputs = None
+
+    def takes_images(self) -> bool:
+        """Whether the policy is a vision-language model."""
+        return bool(self._is_vlm)  # type: ignore[attr-defined]
+
+    def has_images(self, batch: dict[str, Any]) -> bool:
+        """Whether a batch holds images."""
+        return any(name in batch for name in self.VISION_INPUTS)
+
+    @property
+    def mode(self) -> str:
+        """`"train"` or `"eval"`."""
+        return "train" if self.model.training else "eval"  # type: ignore[attr-defined]
+
+    def metrics(self) -> dict[str, list[float]]:
+        """The metrics of the present mode, train or eval, since the last log: a value for each micro-batch."""
+        return self._metrics[self.mode]  # type: ignore[attr-defined]

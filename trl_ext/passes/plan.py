@@ -27,15 +27,17 @@ class Decision:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The decisions of one trainer, in the order in which the passes are met.
 
     Args:
         decisions (`tuple[Decision, ...]`): one for each pass.
+        warnings (`tuple[str, ...]`): what the user should know before training.
     """
 
     decisions: tuple[Decision, ...]
+    warnings: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Decision:
         """The decision on the pass called `name`."""

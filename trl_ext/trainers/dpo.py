@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import trl
 
 from ..compat import OwnPrecomputeCache
@@ -39,6 +40,13 @@ class DPOTrainer(OwnPrecomputeCache, ExactHeadMixin, trl.DPOTrainer):
     @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """TRL's own loss, on log-probs from our scoring forward."""
+        with self.policy_scored_here():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def precompute_key(self) -> tuple[object, ...]:
         """Never TRL's files, whose values carry its rounding, nor those of other sequences or another precision."""

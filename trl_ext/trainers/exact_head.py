@@ -1,8 +1,8 @@
 """What both trainers share: our scoring forward in the place of TRL's fused head, from their `__init__` on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from ..compat import head_attached_by
 from ..scoring import ScoringForward, ScoringOptions, attach_scoring_forward
@@ -10,7 +10,7 @@ from .head_arguments import HeadArguments
 
 
 class ExactHeadMixin:
-    """Mixed in before a TRL trainer: its models are scored by our forward, and its loss is TRL's own.
+    """Mixed in before a TRL trainer: its models are scored by our forward.
 
     Attributes:
         head_arguments (`HeadArguments`): the fields of the config that choose the head.
@@ -48,22 +48,20 @@ class ExactHeadMixin:
         )
         self.scoring_forwards.append(scoring)
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """TRL's own loss, on log-probs from our scoring forward.
+    @contextmanager
+    def policy_scored_here(self) -> Iterator[None]:
+        """Within, the policy must be scored by our forward.
 
         Raises:
-            `RuntimeError`: the policy was scored by something else, because its forward was replaced after the trainer
-            was built.
+            `RuntimeError`: it was scored by something else, because its forward was replaced after the trainer was
+            built.
         """
         policy = self.scoring_forwards[0]
         policy.used = False
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        yield
         if not policy.used:
             raise RuntimeError(
                 "The policy was not scored by the exact head: something replaced `model.forward` after the trainer "
                 "was built (another trainer on the same model object, or a library that patches models). Build this "
                 "trainer last, or give each trainer a model of its own."
             )
-        return loss

@@ -1,4 +1,4 @@
-"""GRPO: TRL's trainer and config, with our scoring forward."""
+"""GRPO: TRL's trainer and config, with our scoring forward and no pass, row or token that changes nothing."""
 
 import functools
 from dataclasses import dataclass
@@ -6,12 +6,13 @@ from typing import Any
 
 import trl
 
-from .exact_head import ExactHeadMixin
+from .grpo_pass_arguments import GRPOPassArguments
+from .grpo_passes import GRPOPassesMixin
 from .head_arguments import HeadArguments
 
 
 @dataclass
-class GRPOConfig(HeadArguments, trl.GRPOConfig):
+class GRPOConfig(GRPOPassArguments, HeadArguments, trl.GRPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.GRPOConfig`], with every argument and default of it, and the fields below.
@@ -22,12 +23,20 @@ class GRPOConfig(HeadArguments, trl.GRPOConfig):
             definition.
         head_chunk_size (`int`, *optional*):
             Tokens in a tile of the head. `None` chooses it.
+        force_on_policy_ratio (`bool`, *optional*, defaults to `False`):
+            Demand that the ratio of the policy to the old policy is exactly 1; an error before training where rollout
+            and training batch differ.
+        trust_sampling_log_probs (`bool`, *optional*, defaults to `False`):
+            Take the sampler's log-probs for the old policy's. An approximation.
+        zero_advantages_of_equal_rewards (`bool`, *optional*, defaults to `True`):
+            Set the advantages of a group whose completions were rewarded alike to 0, where TRL leaves rounding noise.
     """
 
 
-class GRPOTrainer(ExactHeadMixin, trl.GRPOTrainer):
+class GRPOTrainer(GRPOPassesMixin, trl.GRPOTrainer):
     """
-    TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact: same arguments, losses and metrics.
+    TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact, and without the passes, rows and tokens that
+    change nothing: same arguments, losses and metrics.
 
     Takes [`GRPOConfig`], or TRL's own config (then the added fields have their defaults).
     """

@@ -40,6 +40,8 @@ class PlannedPassesMixin:
         self._plan = self._make_plan()
         if self.accelerator.is_main_process:  # type: ignore[attr-defined]
             _show(f"{type(self).__name__}: log-prob passes\n{self._plan}")
+            for warning in self._plan.warnings:
+                logger.warning(warning)
         return super().train(*positional, **keywords)  # type: ignore[misc]
 
 

@@ -1,0 +1,186 @@
+"""GRPO's plan: which of its log-prob passes run, on which rows, and why."""
+
+from dataclasses import dataclass
+
+from .plan import Decision, Plan
+from .sampler_ratio import RatioRule
+
+_DROPOUT = " Dropout is active: same distribution as a pass of its own, other random draws."
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOFacts:
+    """What the plan is made from.
+
+    Args:
+        per_device_batch_size, processes, gradient_accumulation_steps, steps_per_generation, num_iterations (`int`):
+            the schedule.
+        beta (`float`): coefficient of the KL term.
+        has_images (`bool`): whether batches can hold images, whose rows are not told apart.
+        has_entropy_bonus, has_router_loss (`bool`): terms of the loss in which every row takes part.
+        top_entropy_quantile (`float`): below 1, only tokens of high entropy are trained.
+        active_dropout (`bool`): whether two passes over the same tokens differ.
+        sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
+        sampler_gives_log_probs (`bool`): whether completions can come with the log-probs of their sampler.
+        truncated_sampling (`tuple[str, ...]`): the sampling arguments that cut the sampler's distribution.
+        force_on_policy_ratio, trust_sampling_log_probs, zero_advantages_of_equal_rewards (`bool`): the options.
+    """
+
+    per_device_batch_size: int
+    processes: int
+    gradient_accumulation_steps: int
+    steps_per_generation: int
+    num_iterations: int
+    beta: float
+    has_images: bool
+    has_entropy_bonus: bool
+    has_router_loss: bool
+    top_entropy_quantile: float
+    active_dropout: bool
+    sampler_ratio: RatioRule | None
+    sampler_gives_log_probs: bool
+    truncated_sampling: tuple[str, ...]
+    force_on_policy_ratio: bool
+    trust_sampling_log_probs: bool
+    zero_advantages_of_equal_rewards: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOPlan(Plan):
+    """The decisions, and what follows from them for each batch.
+
+    Args:
+        leave_zero_advantages (`bool`): rows whose advantage is exactly 0 are not fed in training.
+        leave_masked (`bool`): rows without a token in the loss are not fed.
+        zero_equal_rewards (`bool`): the advantages of groups rewarded alike are set to 0.
+        trust_sampler (`bool`): the sampler's log-probs are the old policy's.
+        sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
+        trl_scores_old_policy (`bool`): whether stock TRL scores every generation batch.
+    """
+
+    leave_zero_advantages: bool
+    leave_masked: bool
+    zero_equal_rewards: bool
+    trust_sampler: bool
+    sampler_ratio: RatioRule | None
+    trl_scores_old_policy: bool
+
+
+def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
+    """The plan of a GRPO trainer.
+
+    Raises:
+        `ValueError`: an option asks for what the schedule or the sampler cannot give.
+    """
+    _check_options(facts)
+    leave_zero_advantages = _why_zero_advantages_stay(facts) is None
+    warnings = []
+    if facts.sampler_ratio is not None and facts.truncated_sampling:
+        warnings.append(
+            f"The importance ratio to the sampler is biased: {', '.join(facts.truncated_sampling)} cut(s) the "
+            "distribution that completions are drawn from, while the policy's log-probs are those of the whole "
+            "distribution. Sample without them, or set `vllm_importance_sampling_correction=False`."
+        )
+    every = facts.steps_per_generation * facts.num_iterations
+    misaligned = facts.gradient_accumulation_steps % every != 0
+    return GRPOPlan(
+        decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts)),
+        leave_zero_advantages=leave_zero_advantages,
+        leave_masked=not facts.has_router_loss,
+        zero_equal_rewards=leave_zero_advantages and facts.zero_advantages_of_equal_rewards,
+        trust_sampler=facts.trust_sampling_log_probs,
+        sampler_ratio=facts.sampler_ratio,
+        trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
+        warnings=tuple(warnings),
+    )
+
+
+def _check_options(facts: GRPOFacts) -> None:
+    devices = facts.per_device_batch_size * facts.processes
+    rollout = devices * facts.steps_per_generation
+    training = devices * facts.gradient_accumulation_steps
+    if facts.force_on_policy_ratio and (rollout != training or facts.num_iterations != 1):
+        raise ValueError(
+            "`force_on_policy_ratio=True` needs every completion to meet the weights it was sampled with, but the "
+            f"rollout batch has {rollout} completions (`steps_per_generation`={facts.steps_per_generation}), the "
+            f"training batch {training} (`gradient_accumulation_steps`={facts.gradient_accumulation_steps}), and each "
+            f"is used {facts.num_iterations} time(s) (`num_iterations`). Set `steps_per_generation` to "
+            f"{facts.gradient_accumulation_steps} and `num_iterations` to 1, or leave `force_on_policy_ratio` off."
+        )
+    if facts.trust_sampling_log_probs and not facts.sampler_gives_log_probs:
+        raise ValueError(
+            "`trust_sampling_log_probs=True` takes the sampler's log-probs for the old policy's, but neither vLLM "
+            "(`use_vllm=True`) nor a `rollout_func` is there to give them. Leave it off."
+        )
+
+
+def _why_zero_advantages_stay(facts: GRPOFacts) -> str | None:
+    """Why a row without advantage can have a gradient all the same, or takes part in that of others."""
+    if facts.beta != 0.0:
+        return f"the KL term (beta={facts.beta}) sends a gradient through them"
+    if facts.has_entropy_bonus:
+        return "the entropy bonus sends a gradient through them"
+    if facts.has_router_loss:
+        return "the router loss counts their tokens"
+    if facts.top_entropy_quantile < 1.0:
+        return f"their entropies count in the quantile (top_entropy_quantile={facts.top_entropy_quantile})"
+    return None
+
+
+def _policy(facts: GRPOFacts) -> Decision:
+    stay = _why_zero_advantages_stay(facts)
+    if facts.has_router_loss:
+        return Decision("policy", "run", f"every row: {stay}.")
+    if stay is not None:
+        return Decision(
+            "policy",
+            "run",
+            f"rows with a token in the loss. Rows whose advantage is 0 are fed too: {stay}.",
+        )
+    images = " Every row of a batch with images, too." if facts.has_images else ""
+    alike = (
+        " Groups rewarded alike, bit for bit, have it (`zero_advantages_of_equal_rewards`)."
+        if facts.zero_advantages_of_equal_rewards
+        else " Groups rewarded alike keep the rounding noise of TRL's advantages (`zero_advantages_of_equal_rewards` "
+        "is off)."
+    )
+    return Decision(
+        "policy",
+        "run",
+        "rows whose gradient can be non-zero: not those whose advantage is exactly 0, nor those without a token in the "
+        f"loss; at least one row on every rank.{alike} In evaluation every row.{images}",
+    )
+
+
+def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
+    dropout = _DROPOUT if facts.active_dropout else ""
+    if facts.trust_sampling_log_probs:
+        return Decision(
+            "old policy",
+            "skip",
+            "the sampler's log-probs are taken for it (`trust_sampling_log_probs`). An approximation: their distance "
+            "from the policy's is a bias that nothing corrects.",
+        )
+    own = "the log-probs of the training forward, detached, where a micro-batch meets the weights it was sampled with"
+    if facts.force_on_policy_ratio:
+        own += "; here always, so the ratio is exactly 1 (`force_on_policy_ratio`)"
+    if facts.num_iterations > 1:
+        own += "; remembered for the later iterations"
+    if misaligned and facts.steps_per_generation > 1:
+        own += (
+            "; slices of the generation batch that are still to be visited when the weights are about to change are "
+            "scored just before"
+        )
+    if facts.sampler_ratio is not None:
+        own += "; the ratio to the sampler is formed from them"
+    return Decision("old policy", "reuse", f"{own}.{dropout}")
+
+
+def _reference(facts: GRPOFacts) -> Decision:
+    if facts.beta == 0.0:
+        return Decision("reference", "skip", "beta is 0: no KL term.")
+    return Decision(
+        "reference",
+        "run",
+        f"rows with a token in the loss, once for each generation batch: the KL term (beta={facts.beta}).",
+    )

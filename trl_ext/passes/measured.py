@@ -1,0 +1,48 @@
+"""Metrics of a GRPO micro-batch when rows were left out: what TRL averages over all rows, over the scored ones."""
+
+import torch
+from torch import Tensor
+
+from .visit import Visit
+
+
+def statistics(visit: Visit, skipped_tokens: int) -> Tensor:
+    """This rank's part of what `over_scored_rows` takes, to be summed over ranks: `(6,)`."""
+    scored = visit.scored
+    rows = len(scored.tokens_BC)
+    return torch.stack(
+        [
+            torch.where(scored.tokens_BC, visit.entropies_BC.detach(), 0.0).sum(),
+            scored.tokens_BC.sum().float(),
+            scored.tokens_BC.any(dim=1).sum().float(),
+            *visit.entropies_BC.new_tensor([rows, rows - len(scored.rows_R), skipped_tokens]),
+        ]
+    )
+
+
+def over_scored_rows(metrics: dict[str, list[float]], totals: Tensor) -> tuple[float, float]:
+    """Correct the values that TRL has just appended to `metrics`; absent where no rank has scored a row.
+
+    Args:
+        totals (`Tensor` of shape `(6,)`): the `statistics` of all ranks, summed.
+
+    Returns:
+        Rows and tokens that were skipped.
+    """
+    entropy, tokens, scored_rows, rows, skipped_rows, skipped_tokens = totals.tolist()
+    if skipped_rows:
+        _replace_last(metrics, "entropy", entropy / tokens if tokens else None)
+        phi = metrics.get("vespo/phi_seq_mean")
+        if phi:
+            # A row that was not scored has a ratio of 1, and phi(1) is 1
+            mean = (phi[-1] * rows - (rows - scored_rows)) / scored_rows if scored_rows else None
+            _replace_last(metrics, "vespo/phi_seq_mean", mean)
+    return skipped_rows, skipped_tokens
+
+
+def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:
+    metrics[name].pop()
+    if value is not None:
+        metrics[name].append(value)
+    elif not metrics[name]:
+        del metrics[name]

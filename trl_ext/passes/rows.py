@@ -1,0 +1,149 @@
+"""Which rows of a GRPO batch are fed to a model, and which of their completion tokens are scored.
+
+Dimensions: B rows, R fed rows, C completion tokens, P prompt tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """The tokens of a batch whose log-probs can change something.
+
+    Args:
+        rows_R (`Tensor` of shape `(R,)`): the rows that are fed, ascending; never none, as every rank must run a pass.
+        tokens_BC (`Tensor` of shape `(B, C)`, bool): the tokens that are scored, all of them in fed rows.
+    """
+
+    rows_R: Tensor
+    tokens_BC: Tensor
+
+    @property
+    def every_row(self) -> bool:
+        """Whether no row is left out."""
+        return len(self.rows_R) == len(self.tokens_BC)
+
+    def spread(self, values_RC: Tensor, unscored_BC: Tensor | float = 0.0) -> Tensor:
+        """`values_RC` of the fed rows, as `(B, C)`, with `unscored_BC` where nothing was scored.
+
+        It stays in the graph of `values_RC`, also where no token is scored.
+        """
+        values_BC = values_RC
+        if not self.every_row:
+            values_BC = values_RC.new_zeros(self.tokens_BC.shape).index_copy(0, self.rows_R, values_RC)
+        return torch.where(self.tokens_BC, values_BC, unscored_BC)
+
+    def tokens_left_out(self, batch: dict[str, Any]) -> int:
+        """How many tokens of `batch`, padding included, are not fed."""
+        left_out: int = tokens_of(batch) // len(self.tokens_BC) * (len(self.tokens_BC) - len(self.rows_R))
+        return left_out
+
+    def labelled(self, model: Callable[..., Any], outputs: tuple[str, ...]) -> Callable[..., Any]:
+        """`model(..., labels=labels)`, which scores the tokens of these rows alone, and computes `outputs` of them.
+
+        It is called with the fed rows, whole or in successive chunks.
+        """
+        tokens_RC = self.tokens_BC[self.rows_R]
+        start = 0
+
+        def call(*, labels: Tensor, **inputs: Any) -> Any:
+            nonlocal start
+            chunk_rC = tokens_RC[start : start + len(labels)]
+            start += len(labels)
+            scored_rS = torch.nn.functional.pad(chunk_rC, (labels.size(1) - chunk_rC.size(1), 0))
+            return model(**inputs, labels=labels.masked_fill(~scored_rS, -100), head_outputs=outputs)
+
+        return call
+
+    def fed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """`batch` with the fed rows alone."""
+        if self.every_row:
+            return batch
+        return {name: value[self.rows_R] if is_rowwise(value) else value for name, value in batch.items()}
+
+
+def is_rowwise(value: Any) -> bool:
+    """Whether an entry of TRL's batch holds one item a row: its only scalar is the number of items."""
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def tokens_of(batch: dict[str, Any]) -> int:
+    """How many tokens TRL feeds for `batch`, padding included."""
+    return batch["prompt_ids"].numel() + batch["completion_ids"].numel()
+
+
+def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    """`batch` in chunks of at most `size` rows."""
+    return [
+        {name: value[start : start + size] if is_rowwise(value) else value for name, value in batch.items()}
+        for start in range(0, len(batch["prompt_ids"]), size)
+    ]
+
+
+def every_token(batch: dict[str, Any]) -> ScoredTokens:
+    """Every row is fed, and every token of the loss scored."""
+    tokens_BC = loss_mask(batch)
+    return ScoredTokens(torch.arange(len(tokens_BC), device=tokens_BC.device), tokens_BC)
+
+
+def scored_tokens(batch: dict[str, Any], *, leave_masked: bool, leave_zero_advantages: bool) -> ScoredTokens:
+    """The tokens to score in `batch`, whose rows are left out as far as the two rules allow.
+
+    Tokens of padding, of masked completions and of tools are never scored: the loss multiplies them by 0.
+
+    Args:
+        leave_masked (`bool`): whether to leave out rows without a token in the loss.
+        leave_zero_advantages (`bool`): whether to leave out rows whose advantage is exactly 0.
+    """
+    tokens_BC = loss_mask(batch)
+    live_B = torch.ones_like(tokens_BC[:, 0]) if not leave_masked else tokens_BC.any(dim=1)
+    if leave_zero_advantages:
+        live_B = live_B & (batch["advantages"] != 0).reshape(len(live_B), -1).any(dim=1)
+    rows_R = live_B.nonzero().squeeze(1)
+    if not len(rows_R):
+        lengths_B = batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)
+        rows_R = lengths_B.argmin().unsqueeze(0)
+    return ScoredTokens(rows_R, tokens_BC & live_B.unsqueeze(1))
+
+
+def loss_mask(batch: dict[str, Any]) -> Tensor:
+    """The completion tokens of TRL's loss: `(B, C)`, bool."""
+    mask_BC = batch["completion_mask"]
+    if "tool_mask" in batch:
+        mask_BC = mask_BC * batch["tool_mask"]
+    return mask_BC.bool()
+
+
+def rows_of_equal_rewards(rewards_BF: Tensor, weights_F: Tensor, group_size: int, *, normalized_apart: bool) -> Tensor:
+    """The rows of groups in which every completion was rewarded alike, bit for bit: `(B,)`, bool.
+
+    Their advantage is 0 in exact arithmetic. In fp32 the mean of equal numbers can differ from each of them in the last
+    bit, and divided by a standard deviation of about 0 plus 1e-4 that is no longer small: eight rewards of 0.7 get
+    advantages of 6e-4. An unscorable completion (NaN from every function) has advantage 0 already.
+
+    Args:
+        rewards_BF (`Tensor` of shape `(B, F)`): rewards of all ranks, a column for each function, NaN where one gave
+            none.
+        weights_F (`Tensor` of shape `(F,)`): the functions' weights.
+        group_size (`int`): completions of a prompt; groups are contiguous.
+        normalized_apart (`bool`): whether TRL normalises each function's rewards before it adds them
+            (`multi_objective_aggregation="normalize_then_sum"`). Then each function must reward alike.
+    """
+    unscorable_B1 = rewards_BF.isnan().all(dim=1, keepdim=True)
+    if normalized_apart:
+        values_BK = rewards_BF
+    else:
+        values_BK = (rewards_BF * weights_F.unsqueeze(0)).nansum(dim=1, keepdim=True)
+        values_BK = values_BK.masked_fill(unscorable_B1, torch.nan)
+    values_GSK = values_BK.reshape(-1, group_size, values_BK.size(1))
+    missing_GSK = values_GSK.isnan()
+    lowest_GK = values_GSK.masked_fill(missing_GSK, torch.inf).amin(dim=1)
+    highest_GK = values_GSK.masked_fill(missing_GSK, -torch.inf).amax(dim=1)
+    # Without any value the lowest is +inf and the highest -inf
+    alike_G = (lowest_GK >= highest_GK).all(dim=1)
+    return alike_G.repeat_interleave(group_size)

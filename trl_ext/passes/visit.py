@@ -1,0 +1,92 @@
+"""One visit of a micro-batch: what TRL's GRPO loss is given, from the passes that ran.
+
+Where a token was not scored, policy, old policy and reference are given one value, so the ratio is 1 and the KL term 0.
+A plain 0 in the policy's place would not do: beside an old log-prob of -100 it makes exp(100) * 0, soon a NaN.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .grpo import GRPOPlan
+from .rows import ScoredTokens
+from .sampler_ratio import SamplerRatio
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What TRL's loss is given for B rows of C completion tokens.
+
+    Args:
+        policy_BC (`Tensor`): log-probs with the graph of the training forward.
+        entropies_BC (`Tensor`): 0 where nothing was scored.
+        old_BC (`Tensor`): log-probs of the old policy.
+        reference_BC (`Tensor`, *optional*): log-probs of the reference.
+        ratio (`Tensor`, *optional*): of the old policy to the sampler, where that is corrected for.
+        formed (`SamplerRatio`, *optional*): how `ratio` was formed, if in this visit.
+        scored (`ScoredTokens`): what was fed and scored.
+    """
+
+    policy_BC: Tensor
+    entropies_BC: Tensor
+    old_BC: Tensor
+    reference_BC: Tensor | None
+    ratio: Tensor | None
+    formed: SamplerRatio | None
+    scored: ScoredTokens
+
+    @classmethod
+    def of(
+        cls,
+        inputs: dict[str, Any],
+        scored: ScoredTokens,
+        policy_RC: Tensor,
+        entropies_RC: Tensor,
+        plan: GRPOPlan,
+    ) -> "Visit":
+        """From TRL's micro-batch and the policy's pass over its fed rows.
+
+        Raises:
+            `ValueError`: the sampler's log-probs are needed and not there.
+        """
+        remembered_BC = inputs.get("old_per_token_logps")
+        policy_BC = scored.spread(policy_RC, 0.0 if remembered_BC is None else remembered_BC)
+        old_BC = remembered_BC
+        if old_BC is None:
+            old_BC = policy_BC.detach()
+            if plan.trust_sampler:
+                sampler_BC = sampler_log_probs(inputs)
+                old_BC = torch.where(scored.tokens_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
+        reference_BC = inputs.get("ref_per_token_logps")
+        if reference_BC is not None:
+            reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
+        ratio, formed = inputs.get("importance_sampling_ratio"), None
+        if plan.sampler_ratio is not None and ratio is None:
+            formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), scored.tokens_BC, plan.sampler_ratio)
+            ratio = formed.ratio
+        return cls(policy_BC, scored.spread(entropies_RC), old_BC, reference_BC, ratio, formed, scored)
+
+    def given_to_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """`inputs` with what this visit found."""
+        return {**inputs, "ref_per_token_logps": self.reference_BC, **self.kept()}
+
+    def kept(self) -> dict[str, Any]:
+        """What later visits of the same micro-batch need of this one."""
+        kept = {"old_per_token_logps": self.old_BC}
+        if self.ratio is not None:
+            kept["importance_sampling_ratio"] = self.ratio
+        return kept
+
+
+def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
+    """The log-probs that came with the completions: `(B, C)`, NaN where the sampler has none."""
+    if "sampling_per_token_logps" not in inputs:
+        raise ValueError(
+            "The completions came without their sampler's log-probs, which the correction to the sampler "
+            "(`vllm_importance_sampling_correction`) or `trust_sampling_log_probs` needs: the `rollout_func` returned "
+            "None as `logprobs`. Return them, or switch the option off."
+        )
+    log_probs: Tensor = inputs["sampling_per_token_logps"]
+    return log_probs

@@ -1,0 +1,186 @@
+"""GRPO's passes, as its plan has them: the policy's, the old policy's, the reference's, and what is kept of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat import GRPOInternals, disable_gradient_checkpointing
+from ..passes.dropout import has_dropout
+from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
+from ..passes.measured import over_scored_rows, statistics
+from ..passes.rows import ScoredTokens, every_token, rows_of_equal_rewards, scored_tokens, split, tokens_of
+from ..passes.sampler_ratio import RatioRule, sampler_metrics
+from ..passes.skipped import Skipped
+from ..passes.visit import Visit
+from ..reference.model import reference_model
+from .exact_head import ExactHeadMixin
+from .grpo_pass_arguments import GRPOPassArguments
+from .planned import PlannedPassesMixin
+
+
+class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
+    """Mixed in before TRL's `GRPOTrainer`."""
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        self._skipped = Skipped()
+        self._skipped_tokens = 0  # of this rank, since the last loss
+        super().__init__(*positional, **keywords)
+        self._make_plan()  # a wrong argument is an error here, not at the first step
+
+    def _make_plan(self) -> GRPOPlan:
+        trainer: Any = self
+        args = trainer.args
+        options = args if isinstance(args, GRPOPassArguments) else GRPOPassArguments()
+        corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+        return plan_grpo(
+            GRPOFacts(
+                per_device_batch_size=args.per_device_train_batch_size,
+                processes=trainer.accelerator.num_processes,
+                gradient_accumulation_steps=args.gradient_accumulation_steps,
+                steps_per_generation=args.steps_per_generation,
+                num_iterations=trainer.num_iterations,
+                beta=trainer.beta,
+                has_images=self.takes_images(),
+                has_entropy_bonus=self._entropy_requires_grad(),
+                has_router_loss=trainer.aux_loss_enabled,
+                top_entropy_quantile=trainer.top_entropy_quantile,
+                active_dropout=has_dropout(trainer.model),
+                sampler_ratio=RatioRule(
+                    trainer.vllm_importance_sampling_mode,
+                    trainer.vllm_importance_sampling_clip_min,
+                    trainer.vllm_importance_sampling_clip_max,
+                )
+                if corrected
+                else None,
+                sampler_gives_log_probs=trainer.use_vllm or trainer.rollout_func is not None,
+                truncated_sampling=_truncated_sampling(args),
+                force_on_policy_ratio=options.force_on_policy_ratio,
+                trust_sampling_log_probs=options.trust_sampling_log_probs,
+                zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
+            )
+        )
+
+    def train(self, *positional: Any, **keywords: Any) -> Any:
+        """TRL's own, after the plan was made and logged."""
+        # Left by an earlier training that ended before it scored them: their weights are gone
+        if any("old_per_token_logps" not in inputs for inputs in self.slices_to_come()):
+            self.regenerate()
+        return super().train(*positional, **keywords)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's own, with `skipped/*`: totals since the last log, of all ranks."""
+        if self.metrics():
+            prefix = "" if self.mode == "train" else "eval_"
+            logs.update({f"{prefix}{name}": value for name, value in self._skipped.take(self.mode).items()})
+        super().log(logs, start_time)  # type: ignore[misc]
+
+    def generated(self, batch: dict[str, Any]) -> dict[str, Any]:
+        trainer: Any = self
+        if self.mode == "train" and self.plan.zero_equal_rewards:
+            batch["advantages"] = batch["advantages"].masked_fill(self._rewarded_alike(len(batch["advantages"])), 0.0)
+        if self.plan["reference"].action == "run":
+            with reference_model(
+                trainer.model,
+                trainer.accelerator.unwrap_model(trainer.model),
+                trainer.ref_model,
+                trainer.args.gradient_checkpointing_kwargs,
+            ) as model:
+                batch["ref_per_token_logps"] = self._reference_log_probs(model, batch)
+        return batch
+
+    def about_to_visit(self) -> None:
+        """Score the slices that will meet other weights, while the weights are still those they were sampled with."""
+        trainer: Any = self
+        if self.plan.trust_sampler or not trainer.accelerator.sync_gradients:
+            return
+        present, *others = self.slices_to_come()
+        waiting = [x for x in others if x is not present and "old_per_token_logps" not in x]
+        if 0 < trainer.state.max_steps <= trainer.state.global_step + 1:
+            for inputs in waiting:  # training ends with this step
+                self._count_skipped_pass(inputs)
+            return
+        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+            for inputs in waiting:
+                scored = self._policy_tokens(inputs)
+                inputs["old_per_token_logps"] = scored.spread(self._pass(trainer.model, inputs, scored)[0])
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """TRL's own loss, on the log-probs of the passes that the plan has."""
+        trainer: Any = self
+        scored = self._policy_tokens(inputs)
+        with self.policy_scored_here():
+            policy_RC, entropies_RC, aux_loss = self._pass(
+                model, inputs, scored, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled
+            )
+        if "old_per_token_logps" not in inputs and self.plan.trl_scores_old_policy:
+            self._count_skipped_pass(inputs)
+        visit = Visit.of(inputs, scored, policy_RC, entropies_RC, self.plan)
+        with self.answered_by(visit.policy_BC, visit.entropies_BC, aux_loss):
+            loss: torch.Tensor = super().compute_loss(  # type: ignore[misc]
+                model, visit.given_to_loss(inputs), return_outputs, num_items_in_batch
+            )
+        if self.mode == "train" and any(x is inputs for x in self.slices_to_come()[1:]):
+            inputs.update(visit.kept())
+        self._measure(visit)
+        return loss
+
+    def _measure(self, visit: Visit) -> None:
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        totals = accelerator.reduce(statistics(visit, self._skipped_tokens), reduction="sum")
+        self._skipped_tokens = 0
+        rows, tokens = over_scored_rows(self.metrics(), totals)
+        self._skipped.add(self.mode, rows=rows, tokens=tokens)
+        if visit.formed is not None:
+            for name, value in sampler_metrics(accelerator.gather(visit.formed.statistics().unsqueeze(0))).items():
+                self.metrics()[name].append(value)
+
+    def _policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
+        """What of a micro-batch the policy and the old policy score."""
+        if self.mode == "eval" or self.has_images(inputs):
+            return every_token(inputs)
+        plan = self.plan
+        return scored_tokens(inputs, leave_masked=plan.leave_masked, leave_zero_advantages=plan.leave_zero_advantages)
+
+    def _reference_log_probs(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """`(B, C)`, in as many passes as TRL's, so that every rank runs the same number of them."""
+        args: Any = self.args  # type: ignore[attr-defined]
+        size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
+        if self.has_images(batch):
+            everything = every_token(batch)
+            return everything.spread(self._pass(model, batch, everything, batch_size=size)[0])
+        log_probs = []
+        for chunk in split(batch, size):
+            scored = scored_tokens(chunk, leave_masked=True, leave_zero_advantages=False)
+            log_probs.append(scored.spread(self._pass(model, chunk, scored)[0]))
+        return torch.cat(log_probs)
+
+    def _pass(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Tensor, Any, Any]:
+        """One pass of `model` over the fed rows: log-probs and entropies `(R, C)`, and the router loss."""
+        outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
+        self._skipped_tokens += scored.tokens_left_out(batch)
+        return self.completion_log_probs(scored.labelled(model, outputs), scored.fed(batch), **options)
+
+    def _rewarded_alike(self, rows: int) -> Tensor:
+        """The rows of this rank, `(rows,)`, in groups that were rewarded alike; a group can lie on two ranks."""
+        trainer: Any = self
+        alike = rows_of_equal_rewards(
+            self._rewards_per_function,
+            trainer.reward_weights.to(self._rewards_per_function.device),
+            trainer.num_generations,
+            normalized_apart=trainer.multi_objective_aggregation == "normalize_then_sum",
+        )
+        first = trainer.accelerator.process_index * rows
+        return alike[first : first + rows]
+
+    def _count_skipped_pass(self, inputs: dict[str, Any]) -> None:
+        self._skipped.add(self.mode, passes=1)
+        self._skipped_tokens += tokens_of(inputs)
+
+
+def _truncated_sampling(args: Any) -> tuple[str, ...]:
+    """The arguments that cut the distribution from which completions are drawn."""
+    cuts = (("top_p", args.top_p < 1.0), ("top_k", args.top_k > 0), ("min_p", (args.min_p or 0.0) > 0.0))
+    return tuple(f"{name}={getattr(args, name)}" for name, is_cut in cuts if is_cut)
