@@ -19,11 +19,23 @@ class Situation:
     """What is known of one log entry beside the case's arguments."""
 
     evaluation: bool
-    rows_not_fed: bool  # seen by the hooks: stock fed more rows to the policy since the entry before
+    rows_not_scored: bool  # since the entry before, some row could not change the gradient
 
 
 def _corrects(case: Case) -> bool:
     return case.vllm and case.config.get("vllm_importance_sampling_correction", True)
+
+
+def skips_zero_advantages(case: Case) -> bool:
+    """Whether nothing but the policy's loss sends a gradient through a row of `case`."""
+    config = case.config
+    has_bonus = config.get("entropy_coef", 0.0) != 0.0 or config.get("use_adaptive_entropy", False)
+    has_kl = config.get("beta", 0.0) != 0.0 or case.setup == "ref_model"
+    return not (has_kl or has_bonus or config.get("top_entropy_quantile", 1.0) < 1.0 or case.model == "experts")
+
+
+def _zeroes_noise(case: Case) -> bool:
+    return case.trainer == "grpo" and skips_zero_advantages(case) and not NOISY_REWARDS.isdisjoint(case.rewards)
 
 
 def _only_sft(case: Case) -> bool:
@@ -35,12 +47,14 @@ def _only_sft(case: Case) -> bool:
 CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "always": lambda case, situation: True,
     "always, with GRPO": lambda case, situation: case.trainer == "grpo",
-    "in training, where rows are not fed": lambda case, situation: (
-        case.trainer == "grpo" and not situation.evaluation and situation.rows_not_fed
+    "in training, where rows are not scored": lambda case, situation: (
+        case.trainer == "grpo" and not situation.evaluation and situation.rows_not_scored
     ),
     "with the vLLM correction": lambda case, situation: _corrects(case),
     "in training, with the vLLM correction": lambda case, situation: _corrects(case) and not situation.evaluation,
-    "where TRL makes advantages of equal rewards": lambda case, situation: not NOISY_REWARDS.isdisjoint(case.rewards),
+    "in training, where TRL makes advantages of equal rewards": lambda case, situation: (
+        _zeroes_noise(case) and not situation.evaluation
+    ),
     "with DPO, where the only loss is `sft`": lambda case, situation: _only_sft(case),
 }
 

@@ -59,12 +59,21 @@ class Trainers:
         return replace(self, dpo_trainer=wrong(self.dpo_trainer), grpo_trainer=wrong(self.grpo_trainer))
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """What GRPO's loss was given in training."""
+
+    advantages: torch.Tensor  # one a row
+    tokens: torch.Tensor  # of each row that are in the loss
+    log: int  # how many log entries there were before it
+
+
 @dataclass
 class Record:
     """What one training run showed a user, and the scales to judge it by."""
 
     losses: list[float] = field(default_factory=list)  # of each micro-batch, as `training_step` returns them
-    advantages: list[float] = field(default_factory=list)  # mean |advantage| of each GRPO micro-batch
+    batches: list[MicroBatch] = field(default_factory=list)  # GRPO's
     logs: list[dict[str, float]] = field(default_factory=list)
     logit_size: float = 0.0  # mean |logit| of a DPO batch, from the model's own forward
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)  # before each optimizer step
@@ -80,7 +89,7 @@ class Record:
     @property
     def advantage(self) -> float:
         """Mean |advantage|, the scale of a GRPO loss; 0 for DPO."""
-        return sum(self.advantages) / len(self.advantages) if self.advantages else 0.0
+        return sum(batch.advantages.abs().mean().item() for batch in self.batches) / max(len(self.batches), 1)
 
 
 class _Recorder(TrainerCallback):
@@ -114,7 +123,8 @@ def _recording(trainer: type, record: Record) -> type:
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
             if "advantages" in inputs and self.model.training:
-                record.advantages.append(inputs["advantages"].abs().mean().item())
+                mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+                record.batches.append(MicroBatch(inputs["advantages"], mask.sum(1), len(record.logs)))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

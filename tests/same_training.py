@@ -5,8 +5,9 @@ import math
 import torch
 
 from drop_in_cases import Case
-from metric_table import Situation, may_differ
-from run_losses import Record
+from metric_table import Situation, may_differ, skips_zero_advantages
+from run_losses import MicroBatch, Record
+from tiny import NOISY_REWARDS
 
 TOLERANCE = 1e-5
 POLICY_BATCHES = {"model": "policy", "grad": True}
@@ -42,6 +43,18 @@ def assert_same(case: Case, ours: Record, stock: Record) -> None:
     assert not wrong, f"{case.name}: {len(wrong)} differences\n" + "\n".join(wrong[:40])
 
 
+def live_rows(case: Case, batch: MicroBatch) -> torch.Tensor:
+    """The rows of stock's micro-batch that can change the gradient, by their advantages and masks: `(B,)`, bool."""
+    live = batch.tokens > 0
+    if case.model == "experts":  # the router loss counts every row
+        return torch.ones_like(live)
+    if skips_zero_advantages(case):
+        # What TRL makes of equal rewards is at most 1e-3, and no other advantage of these cases is as small
+        noise = 2e-3 if not NOISY_REWARDS.isdisjoint(case.rewards) else 0.0
+        live = live & (batch.advantages.abs() > noise)
+    return live
+
+
 def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
     """What the logs show that they may not show, log entry by log entry."""
     wrong: list[str] = []
@@ -49,7 +62,8 @@ def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
     for i, (got_log, want_log) in enumerate(zip(ours.logs, stock.logs, strict=True)):
         not_fed = {what: stock.fed(what, log=i) - ours.fed(what, log=i) for what in ("rows", "tokens", "forwards")}
         rows_not_fed = stock.fed("rows", log=i, **POLICY_BATCHES) - ours.fed("rows", log=i, **POLICY_BATCHES)
-        situation = Situation(any(key.startswith("eval_") for key in want_log), rows_not_fed > 0)
+        unscored = any((~live_rows(case, batch)).any().item() for batch in stock.batches if batch.log == i)
+        situation = Situation(any(key.startswith("eval_") for key in want_log), unscored)
         for key in sorted(want_log.keys() | got_log.keys()):
             if case.accuracy_is_noise_at_first and i == 0 and key == "rewards/accuracies":
                 continue

@@ -1,6 +1,6 @@
 """With vLLM's importance-sampling correction GRPO's ratio is formed from the training forward: TRL's ratio, no pass.
 
-vLLM cannot be had here: a rollout that returns log-probs stands for it, and `use_vllm` is set once the trainer is built.
+vLLM cannot be had here: a rollout that returns log-probs stands for it, with `use_vllm` set once the trainer is built.
 """
 
 import itertools
