@@ -140,28 +140,7 @@ def train(case: Case, trainers: Trainers, workshop: Workshop, rounds: int = 1) -
     """Train `case` from freshly loaded checkpoints and return what was seen; `rounds` calls `train()` so many times."""
     record = Record()
     with tempfile.TemporaryDirectory() as output_dir:
-        config = {
-            "output_dir": output_dir,
-            "seed": 7,
-            "bf16": False,
-            "use_cpu": True,
-            "report_to": "none",
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
-            "optim": "sgd",  # Adam's first step is a sign: it would turn rounding into a full update
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0.0,  # TRL clips to 1.0, which hides a factor on the loss
-            "gradient_checkpointing": False,  # TRL's default is True
-            "max_steps": case.steps,
-            "learning_rate": case.learning_rate,
-            **case.config,
-        }
-        build = _dpo if case.trainer == "dpo" else _grpo
-        trainer = build(case, config, trainers, workshop, record)
-        trainer.add_callback(_Recorder(record))
-        count_feeds(trainer, record.feeds, log=lambda: len(record.logs))
+        trainer = build(case, trainers, workshop, output_dir, record)
         for _ in range(rounds):
             trainer.train()
         if case.trainer == "dpo":
@@ -170,6 +149,32 @@ def train(case: Case, trainers: Trainers, workshop: Workshop, rounds: int = 1) -
                 logits = trainer.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
             record.logit_size = logits.abs().mean().item()
     return record
+
+
+def build(case: Case, trainers: Trainers, workshop: Workshop, output_dir: str, record: Record) -> Any:
+    """The trainer of `case`, which writes down in `record` what can be seen of it."""
+    config = {
+        "output_dir": output_dir,
+        "seed": 7,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "optim": "sgd",  # Adam's first step is a sign: it would turn rounding into a full update
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,  # TRL clips to 1.0, which hides a factor on the loss
+        "gradient_checkpointing": False,  # TRL's default is True
+        "max_steps": case.steps,
+        "learning_rate": case.learning_rate,
+        **case.config,
+    }
+    trainer = (_dpo if case.trainer == "dpo" else _grpo)(case, config, trainers, workshop, record)
+    trainer.add_callback(_Recorder(record))
+    count_feeds(trainer, record.feeds, log=lambda: len(record.logs))
+    return trainer
 
 
 def _policy(case: Case, workshop: Workshop) -> dict[str, Any]:
