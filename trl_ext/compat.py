@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from datasets import Dataset
 from packaging.specifiers import SpecifierSet
 
 SUPPORTED_TRL = SpecifierSet(">=1.15,<1.17")
@@ -71,11 +72,11 @@ class GRPOInternals:
     """Mixed in before TRL's `GRPOTrainer`: its private methods and attributes, under names of ours.
 
     TRL runs its log-prob passes from two places. Where it generates they are deferred: it finds no old-policy and no
-    reference log-probs, and `generated` may add them. In its loss they are answered by what `answered_by` was given.
+    reference log-probs, and `_generated` may add them. In its loss they are answered by what `_answered_by` was given.
     """
 
     # Inputs of vision-language models; their rows cannot be told apart here
-    VISION_INPUTS = (
+    _VISION_INPUTS = (
         *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
         *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
     )
@@ -84,15 +85,15 @@ class GRPOInternals:
     _rewards_per_function: torch.Tensor
     vllm_importance_sampling_correction: bool
 
-    def generated(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _generated(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Called with each batch that was generated and rewarded, before it is shuffled and split."""
         return batch
 
-    def about_to_visit(self) -> None:
+    def _about_to_visit(self) -> None:
         """Called in training before each micro-batch, outside autocast."""
 
     @contextmanager
-    def answered_by(
+    def _answered_by(
         self, log_probs: torch.Tensor | None, entropies: torch.Tensor | None, aux_loss: torch.Tensor | None
     ) -> Iterator[None]:
         """Within, TRL's log-prob passes return these."""
@@ -102,7 +103,7 @@ class GRPOInternals:
         finally:
             self._answer = None
 
-    def completion_log_probs(
+    def _completion_log_probs(
         self, model: Any, batch: dict[str, Any], **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL's own pass over the rows of `batch`: log-probs and entropies `(B, C)`, and the router loss.
@@ -116,7 +117,7 @@ class GRPOInternals:
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].size(1),
             **options,
-            **{name: batch[name] for name in self.VISION_INPUTS if name in batch},
+            **{name: batch[name] for name in self._VISION_INPUTS if name in batch},
         )
 
     def _get_per_token_logps_and_entropies(
@@ -127,15 +128,18 @@ class GRPOInternals:
         return super()._get_per_token_logps_and_entropies(model, *positional, **options)  # type: ignore[misc]
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        return self._generated(self._draw(inputs))
+
+    def _draw(self, inputs: Any) -> dict[str, Any]:
+        """Completions of `inputs`, rewarded, without log-probs."""
         # Without the correction TRL forms no ratio, which would need the old policy's log-probs
         correction = self.vllm_importance_sampling_correction
         self.vllm_importance_sampling_correction = False
         try:
-            with self.answered_by(None, None, None):
-                batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            with self._answered_by(None, None, None):
+                return super()._generate_and_score_completions(inputs)  # type: ignore[misc, no-any-return]
         finally:
             self.vllm_importance_sampling_correction = correction
-        return self.generated(batch)
 
     def _calculate_rewards(self, *positional: Any, **keywords: Any) -> torch.Tensor:
         self._rewards_per_function = super()._calculate_rewards(*positional, **keywords)  # type: ignore[misc]
@@ -143,11 +147,11 @@ class GRPOInternals:
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
-        if self.mode == "train":
-            self.about_to_visit()
+        if self._mode == "train":
+            self._about_to_visit()
         return inputs
 
-    def slices_to_come(self) -> list[dict[str, Any]]:
+    def _slices_to_come(self) -> list[dict[str, Any]]:
         """The slices of the generation buffer, from that of the present micro-batch to the last before generation.
 
         Each is there once, also where `num_iterations` visits it again, but for the present one, which stands at the
@@ -160,23 +164,35 @@ class GRPOInternals:
         visits = min(every - self._step % every, len(buffer) + 1)  # type: ignore[attr-defined]
         return [buffer[(self._step + visit) % len(buffer)] for visit in range(visits)]  # type: ignore[attr-defined]
 
-    def regenerate(self) -> None:
+    def _training_rows(self) -> Any:
+        """The training data set, with the columns that reach TRL's generation."""
+        dataset = self.train_dataset  # type: ignore[attr-defined]
+        if isinstance(dataset, Dataset):
+            return self._remove_unused_columns(dataset, description="training")  # type: ignore[attr-defined]
+        return dataset
+
+    def _padding(self) -> dict[str, float]:
+        """What TRL pads the entries of a generation batch with, where that is not 0."""
+        pad_token_id = self._tokenizer.pad_token_id  # type: ignore[attr-defined]
+        return {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}
+
+    def _regenerate(self) -> None:
         """Drop the generation buffer: TRL fills it again at its next micro-batch."""
         self._buffered_inputs = None
 
-    def takes_images(self) -> bool:
+    def _takes_images(self) -> bool:
         """Whether the policy is a vision-language model."""
         return bool(self._is_vlm)  # type: ignore[attr-defined]
 
-    def has_images(self, batch: dict[str, Any]) -> bool:
+    def _has_images(self, batch: dict[str, Any]) -> bool:
         """Whether a batch holds images."""
-        return any(name in batch for name in self.VISION_INPUTS)
+        return any(name in batch for name in self._VISION_INPUTS)
 
     @property
-    def mode(self) -> str:
+    def _mode(self) -> str:
         """`"train"` or `"eval"`."""
         return "train" if self.model.training else "eval"  # type: ignore[attr-defined]
 
-    def metrics(self) -> dict[str, list[float]]:
+    def _mode_metrics(self) -> dict[str, list[float]]:
         """The metrics of the present mode, train or eval, since the last log: a value for each micro-batch."""
-        return self._metrics[self.mode]  # type: ignore[attr-defined]
+        return self._metrics[self._mode]  # type: ignore[attr-defined]

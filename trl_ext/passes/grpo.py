@@ -15,7 +15,9 @@ class GRPOFacts:
     Args:
         per_device_batch_size, processes, gradient_accumulation_steps, steps_per_generation, num_iterations (`int`):
             the schedule.
+        num_generations (`int`): completions of a prompt.
         beta (`float`): coefficient of the KL term.
+        normalized_over_batch (`bool`): whether an advantage depends on other groups of its generation batch.
         has_images (`bool`): whether batches can hold images, whose rows are not told apart.
         has_entropy_bonus, has_router_loss (`bool`): terms of the loss in which every row takes part.
         top_entropy_quantile (`float`): below 1, only tokens of high entropy are trained.
@@ -23,6 +25,7 @@ class GRPOFacts:
         sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
         sampler_gives_log_probs (`bool`): whether completions can come with the log-probs of their sampler.
         truncated_sampling (`tuple[str, ...]`): the sampling arguments that cut the sampler's distribution.
+        max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
         force_on_policy_ratio, trust_sampling_log_probs, zero_advantages_of_equal_rewards (`bool`): the options.
     """
 
@@ -31,7 +34,9 @@ class GRPOFacts:
     gradient_accumulation_steps: int
     steps_per_generation: int
     num_iterations: int
+    num_generations: int
     beta: float
+    normalized_over_batch: bool
     has_images: bool
     has_entropy_bonus: bool
     has_router_loss: bool
@@ -40,6 +45,7 @@ class GRPOFacts:
     sampler_ratio: RatioRule | None
     sampler_gives_log_probs: bool
     truncated_sampling: tuple[str, ...]
+    max_draws: int
     force_on_policy_ratio: bool
     trust_sampling_log_probs: bool
     zero_advantages_of_equal_rewards: bool
@@ -56,6 +62,7 @@ class GRPOPlan(Plan):
         trust_sampler (`bool`): the sampler's log-probs are the old policy's.
         sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
         trl_scores_old_policy (`bool`): whether stock TRL scores every generation batch.
+        max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
     """
 
     leave_zero_advantages: bool
@@ -64,6 +71,7 @@ class GRPOPlan(Plan):
     trust_sampler: bool
     sampler_ratio: RatioRule | None
     trl_scores_old_policy: bool
+    max_draws: int
 
 
 def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
@@ -91,6 +99,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         trust_sampler=facts.trust_sampling_log_probs,
         sampler_ratio=facts.sampler_ratio,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
+        max_draws=facts.max_draws,
         warnings=tuple(warnings),
     )
 
@@ -112,6 +121,26 @@ def _check_options(facts: GRPOFacts) -> None:
             "`trust_sampling_log_probs=True` takes the sampler's log-probs for the old policy's, but neither vLLM "
             "(`use_vllm=True`) nor a `rollout_func` is there to give them. Leave it off."
         )
+    if facts.max_draws > 1:
+        _check_dynamic_sampling(facts)
+
+
+def _check_dynamic_sampling(facts: GRPOFacts) -> None:
+    rows = facts.per_device_batch_size * facts.steps_per_generation
+    if rows % facts.num_generations:
+        raise ValueError(
+            "`dynamic_sampling=True` replaces whole groups, so each rank must hold whole groups, but it has "
+            f"{rows} completions (`per_device_train_batch_size` x `steps_per_generation`) in groups of "
+            f"{facts.num_generations} (`num_generations`). Choose a multiple."
+        )
+    if facts.normalized_over_batch:
+        raise ValueError(
+            "`dynamic_sampling=True` mixes groups of several generation batches, but with `scale_rewards='batch'` or "
+            "`multi_objective_aggregation='normalize_then_sum'` an advantage depends on the other groups of its batch. "
+            "Use `scale_rewards='group'` and `multi_objective_aggregation='sum_then_normalize'`."
+        )
+    if facts.has_images:
+        raise ValueError("`dynamic_sampling=True` is not there for vision-language models. Leave it off.")
 
 
 def _why_zero_advantages_stay(facts: GRPOFacts) -> str | None:
@@ -129,13 +158,18 @@ def _why_zero_advantages_stay(facts: GRPOFacts) -> str | None:
 
 def _policy(facts: GRPOFacts) -> Decision:
     stay = _why_zero_advantages_stay(facts)
+    drawn = (
+        f" Dead groups are replaced first, from up to {facts.max_draws} draws (`dynamic_sampling`)."
+        if facts.max_draws > 1
+        else ""
+    )
     if facts.has_router_loss:
-        return Decision("policy", "run", f"every row: {stay}.")
+        return Decision("policy", "run", f"every row: {stay}.{drawn}")
     if stay is not None:
         return Decision(
             "policy",
             "run",
-            f"rows with a token in the loss. Rows whose advantage is 0 are fed too: {stay}.",
+            f"rows with a token in the loss. Rows whose advantage is 0 are fed too: {stay}.{drawn}",
         )
     images = " Every row of a batch with images, too." if facts.has_images else ""
     alike = (
@@ -148,7 +182,7 @@ def _policy(facts: GRPOFacts) -> Decision:
         "policy",
         "run",
         "rows whose gradient can be non-zero: not those whose advantage is exactly 0, nor those without a token in the "
-        f"loss; at least one row on every rank.{alike} In evaluation every row.{images}",
+        f"loss; at least one row on every rank.{alike} In evaluation every row.{images}{drawn}",
     )
 
 

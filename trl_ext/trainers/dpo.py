@@ -45,7 +45,7 @@ class DPOTrainer(OwnPrecomputeCache, ExactHeadMixin, trl.DPOTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """TRL's own loss, on log-probs from our scoring forward."""
-        with self.policy_scored_here():
+        with self._policy_scored_here():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def precompute_key(self) -> tuple[object, ...]:

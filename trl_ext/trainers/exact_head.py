@@ -49,7 +49,7 @@ class ExactHeadMixin:
         self.scoring_forwards.append(scoring)
 
     @contextmanager
-    def policy_scored_here(self) -> Iterator[None]:
+    def _policy_scored_here(self) -> Iterator[None]:
         """Within, the policy must be scored by our forward.
 
         Raises:

@@ -30,6 +30,10 @@ class GRPOConfig(GRPOPassArguments, HeadArguments, trl.GRPOConfig):
             Take the sampler's log-probs for the old policy's. An approximation.
         zero_advantages_of_equal_rewards (`bool`, *optional*, defaults to `True`):
             Set the advantages of a group whose completions were rewarded alike to 0, where TRL leaves rounding noise.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Replace groups without advantage by drawing further prompts, as DAPO does.
+        dynamic_sampling_max_draws (`int`, *optional*, defaults to `10`):
+            The most generation batches to draw for one, the first included.
     """
 
 

@@ -29,3 +29,25 @@ class GRPOPassArguments:
             "It acts where rows without advantage need not be fed."
         },
     )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={
+            "help": "Replace groups without advantage by drawing further prompts, as DAPO does: every step then trains "
+            "on as many live groups as it has room for. It changes which prompts are trained on."
+        },
+    )
+    dynamic_sampling_max_draws: int = field(
+        default=10,
+        metadata={
+            "help": "With `dynamic_sampling`, the most generation batches to draw for one, the first included. Groups "
+            "that are dead after the last draw stay."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        draws = self.dynamic_sampling_max_draws
+        if not isinstance(draws, int) or isinstance(draws, bool) or draws < 1:
+            raise ValueError(f"`dynamic_sampling_max_draws` must be an integer of at least 1, got {draws!r}.")
+        inherited = getattr(super(), "__post_init__", None)
+        if inherited is not None:
+            inherited()

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ..compat import GRPOInternals, disable_gradient_checkpointing
 from ..passes.dropout import has_dropout
+from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.measured import over_scored_rows, statistics
-from ..passes.rows import ScoredTokens, every_token, rows_of_equal_rewards, scored_tokens, split, tokens_of
+from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, split, tokens_of
 from ..passes.sampler_ratio import RatioRule, sampler_metrics
 from ..passes.skipped import Skipped
 from ..passes.visit import Visit
@@ -25,6 +26,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         self._skipped = Skipped()
         self._skipped_tokens = 0  # of this rank, since the last loss
+        self._further_prompts: FurtherPrompts | None = None
         super().__init__(*positional, **keywords)
         self._make_plan()  # a wrong argument is an error here, not at the first step
 
@@ -41,7 +43,10 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 steps_per_generation=args.steps_per_generation,
                 num_iterations=trainer.num_iterations,
                 beta=trainer.beta,
-                has_images=self.takes_images(),
+                num_generations=trainer.num_generations,
+                normalized_over_batch=trainer.scale_rewards == "batch"
+                or trainer.multi_objective_aggregation == "normalize_then_sum",
+                has_images=self._takes_images(),
                 has_entropy_bonus=self._entropy_requires_grad(),
                 has_router_loss=trainer.aux_loss_enabled,
                 top_entropy_quantile=trainer.top_entropy_quantile,
@@ -55,6 +60,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 else None,
                 sampler_gives_log_probs=trainer.use_vllm or trainer.rollout_func is not None,
                 truncated_sampling=_truncated_sampling(args),
+                max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
                 force_on_policy_ratio=options.force_on_policy_ratio,
                 trust_sampling_log_probs=options.trust_sampling_log_probs,
                 zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
@@ -64,21 +70,23 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
     def train(self, *positional: Any, **keywords: Any) -> Any:
         """TRL's own, after the plan was made and logged."""
         # Left by an earlier training that ended before it scored them: their weights are gone
-        if any("old_per_token_logps" not in inputs for inputs in self.slices_to_come()):
-            self.regenerate()
+        if any("old_per_token_logps" not in inputs for inputs in self._slices_to_come()):
+            self._regenerate()
         return super().train(*positional, **keywords)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's own, with `skipped/*`: totals since the last log, of all ranks."""
-        if self.metrics():
-            prefix = "" if self.mode == "train" else "eval_"
-            logs.update({f"{prefix}{name}": value for name, value in self._skipped.take(self.mode).items()})
+        if self._mode_metrics():
+            prefix = "" if self._mode == "train" else "eval_"
+            logs.update({f"{prefix}{name}": value for name, value in self._skipped.take(self._mode).items()})
         super().log(logs, start_time)  # type: ignore[misc]
 
-    def generated(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _generated(self, batch: dict[str, Any]) -> dict[str, Any]:
         trainer: Any = self
-        if self.mode == "train" and self.plan.zero_equal_rewards:
-            batch["advantages"] = batch["advantages"].masked_fill(self._rewarded_alike(len(batch["advantages"])), 0.0)
+        if self._mode == "train":
+            rewarded_alike_B = self._rewarded_alike(batch)
+            if self.plan.max_draws > 1:
+                batch = self._without_dead_groups(batch, rewarded_alike_B)
         if self.plan["reference"].action == "run":
             with reference_model(
                 trainer.model,
@@ -89,12 +97,12 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 batch["ref_per_token_logps"] = self._reference_log_probs(model, batch)
         return batch
 
-    def about_to_visit(self) -> None:
+    def _about_to_visit(self) -> None:
         """Score the slices that will meet other weights, while the weights are still those they were sampled with."""
         trainer: Any = self
         if self.plan.trust_sampler or not trainer.accelerator.sync_gradients:
             return
-        present, *others = self.slices_to_come()
+        present, *others = self._slices_to_come()
         waiting = [x for x in others if x is not present and "old_per_token_logps" not in x]
         if 0 < trainer.state.max_steps <= trainer.state.global_step + 1:
             for inputs in waiting:  # training ends with this step
@@ -111,18 +119,18 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
         """TRL's own loss, on the log-probs of the passes that the plan has."""
         trainer: Any = self
         scored = self._policy_tokens(inputs)
-        with self.policy_scored_here():
+        with self._policy_scored_here():
             policy_RC, entropies_RC, aux_loss = self._pass(
                 model, inputs, scored, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled
             )
         if "old_per_token_logps" not in inputs and self.plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
         visit = Visit.of(inputs, scored, policy_RC, entropies_RC, self.plan)
-        with self.answered_by(visit.policy_BC, visit.entropies_BC, aux_loss):
+        with self._answered_by(visit.policy_BC, visit.entropies_BC, aux_loss):
             loss: torch.Tensor = super().compute_loss(  # type: ignore[misc]
                 model, visit.given_to_loss(inputs), return_outputs, num_items_in_batch
             )
-        if self.mode == "train" and any(x is inputs for x in self.slices_to_come()[1:]):
+        if self._mode == "train" and any(x is inputs for x in self._slices_to_come()[1:]):
             inputs.update(visit.kept())
         self._measure(visit)
         return loss
@@ -131,15 +139,15 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
         totals = accelerator.reduce(statistics(visit, self._skipped_tokens), reduction="sum")
         self._skipped_tokens = 0
-        rows, tokens = over_scored_rows(self.metrics(), totals)
-        self._skipped.add(self.mode, rows=rows, tokens=tokens)
+        rows, tokens = over_scored_rows(self._mode_metrics(), totals)
+        self._skipped.add(self._mode, rows=rows, tokens=tokens)
         if visit.formed is not None:
             for name, value in sampler_metrics(accelerator.gather(visit.formed.statistics().unsqueeze(0))).items():
-                self.metrics()[name].append(value)
+                self._mode_metrics()[name].append(value)
 
     def _policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         """What of a micro-batch the policy and the old policy score."""
-        if self.mode == "eval" or self.has_images(inputs):
+        if self._mode == "eval" or self._has_images(inputs):
             return every_token(inputs)
         plan = self.plan
         return scored_tokens(inputs, leave_masked=plan.leave_masked, leave_zero_advantages=plan.leave_zero_advantages)
@@ -147,8 +155,8 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
     def _reference_log_probs(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """`(B, C)`, in as many passes as TRL's, so that every rank runs the same number of them."""
         args: Any = self.args  # type: ignore[attr-defined]
-        size = args.per_device_train_batch_size if self.mode == "train" else args.per_device_eval_batch_size
-        if self.has_images(batch):
+        size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
+        if self._has_images(batch):
             everything = every_token(batch)
             return everything.spread(self._pass(model, batch, everything, batch_size=size)[0])
         log_probs = []
@@ -161,10 +169,11 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
         """One pass of `model` over the fed rows: log-probs and entropies `(R, C)`, and the router loss."""
         outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
         self._skipped_tokens += scored.tokens_left_out(batch)
-        return self.completion_log_probs(scored.labelled(model, outputs), scored.fed(batch), **options)
+        return self._completion_log_probs(scored.labelled(model, outputs), scored.fed(batch), **options)
 
-    def _rewarded_alike(self, rows: int) -> Tensor:
-        """The rows of this rank, `(rows,)`, in groups that were rewarded alike; a group can lie on two ranks."""
+    def _rewarded_alike(self, batch: dict[str, Any]) -> Tensor:
+        """The rows of this rank, `(B,)`, in groups that were rewarded alike; where the plan says so, their advantages
+        are set to 0."""
         trainer: Any = self
         alike = rows_of_equal_rewards(
             self._rewards_per_function,
@@ -172,11 +181,46 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
             trainer.num_generations,
             normalized_apart=trainer.multi_objective_aggregation == "normalize_then_sum",
         )
-        first = trainer.accelerator.process_index * rows
-        return alike[first : first + rows]
+        # A group can lie on two ranks; the rewards are those of all
+        alike_B = alike.view(trainer.accelerator.num_processes, -1)[trainer.accelerator.process_index]
+        if self.plan.zero_equal_rewards:
+            batch["advantages"] = batch["advantages"].masked_fill(alike_B, 0.0)
+        return alike_B
+
+    def _without_dead_groups(self, batch: dict[str, Any], rewarded_alike_B: Tensor) -> dict[str, Any]:
+        """Dynamic sampling: draw until no rank has a dead group, or as often as the plan allows."""
+        trainer: Any = self
+        size = trainer.num_generations
+        dead_G = dead_groups(batch["advantages"], rewarded_alike_B, size)
+        draws = 1
+        while (left := self._on_all_ranks(dead_G.sum())) and draws < self.plan.max_draws:
+            draw = self._draw(self._further_inputs(len(batch["advantages"])))
+            dead_in_draw_G = dead_groups(draw["advantages"], self._rewarded_alike(draw), size)
+            batch, dead_G = replaced(batch, dead_G, draw, dead_in_draw_G, size, self._padding())
+            draws += 1
+        if draws > 1:
+            batch["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(batch).sum()).sum()
+        self._mode_metrics()["dynamic_sampling/draws"].append(draws)
+        self._mode_metrics()["dynamic_sampling/dead_groups"].append(left)
+        return batch
+
+    def _on_all_ranks(self, count: Tensor) -> int:
+        return int(self.accelerator.reduce(count, reduction="sum"))  # type: ignore[attr-defined]
+
+    def _further_inputs(self, rows: int) -> list[dict[str, Any]]:
+        """This rank's rows of a further generation batch, each prompt once for each of its completions."""
+        trainer: Any = self
+        if self._further_prompts is None:
+            self._further_prompts = FurtherPrompts(
+                self._training_rows(), shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1
+            )
+        size, accelerator = trainer.num_generations, trainer.accelerator
+        prompts = self._further_prompts.take(rows * accelerator.num_processes // size)
+        first = accelerator.process_index * rows // size
+        return [dict(prompt) for prompt in prompts[first : first + rows // size] for _ in range(size)]
 
     def _count_skipped_pass(self, inputs: dict[str, Any]) -> None:
-        self._skipped.add(self.mode, passes=1)
+        self._skipped.add(self._mode, passes=1)
         self._skipped_tokens += tokens_of(inputs)
 
 

@@ -1,0 +1,89 @@
+"""Dynamic sampling: dead groups of a generation batch are replaced by live ones of further draws.
+
+As DAPO does (https://huggingface.co/papers/2503.14476, section 3.2): every prompt of the training batch then has
+completions that were rewarded differently.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rows import is_rowwise
+
+
+class FurtherPrompts:
+    """Prompts of the data set in an order of their own, again and again; the same on every rank.
+
+    Args:
+        dataset: a map-style or a streaming data set.
+        shuffle (`bool`): whether the order is drawn anew each time.
+        seed (`int`): of the order.
+    """
+
+    def __init__(self, dataset: Any, *, shuffle: bool, seed: int) -> None:
+        self._stream = self._endless(dataset, shuffle, seed)
+
+    def take(self, prompts: int) -> list[Any]:
+        """The next `prompts` rows."""
+        return list(itertools.islice(self._stream, prompts))
+
+    @staticmethod
+    def _endless(dataset: Any, shuffle: bool, seed: int) -> Iterator[Any]:
+        for epoch in itertools.count(seed):
+            if not hasattr(dataset, "__len__"):
+                yield from dataset.shuffle(seed=epoch) if shuffle else dataset
+                continue
+            rows = len(dataset)
+            generator = torch.Generator().manual_seed(epoch)
+            order = torch.randperm(rows, generator=generator).tolist() if shuffle else range(rows)
+            yield from (dataset[row] for row in order)
+
+
+def dead_groups(advantages_B: Tensor, rewarded_alike_B: Tensor, group_size: int) -> Tensor:
+    """Which groups have no advantage to learn from: `(G,)`, bool."""
+    return (rewarded_alike_B | (advantages_B == 0)).view(-1, group_size).all(dim=1)
+
+
+def replaced(
+    batch: dict[str, Any],
+    dead_G: Tensor,
+    draw: dict[str, Any],
+    dead_in_draw_G: Tensor,
+    group_size: int,
+    padding: dict[str, float],
+) -> tuple[dict[str, Any], Tensor]:
+    """`batch` with its first dead groups replaced by the live groups of `draw`, and which are dead still.
+
+    Args:
+        padding (`dict[str, float]`): what each entry with a width is padded with, where the two widths differ: prompts
+            on the left, everything else on the right.
+    """
+    empty = dead_G.nonzero().squeeze(1)
+    found = (~dead_in_draw_G).nonzero().squeeze(1)
+    taken = min(len(empty), len(found))
+    rows_to, rows_from = (_rows(groups[:taken], group_size) for groups in (empty, found))
+    merged = dict(batch)
+    for name, value in batch.items():
+        if is_rowwise(value):
+            mine, theirs = _equally_wide(value, draw[name], left=name.startswith("prompt_"), fill=padding.get(name, 0))
+            merged[name] = mine.index_copy(0, rows_to, theirs[rows_from])
+    still_dead_G = dead_G.clone()
+    still_dead_G[empty[:taken]] = False
+    return merged, still_dead_G
+
+
+def _rows(groups: Tensor, group_size: int) -> Tensor:
+    return (groups.unsqueeze(1) * group_size + torch.arange(group_size, device=groups.device)).flatten()
+
+
+def _equally_wide(a: Tensor, b: Tensor, *, left: bool, fill: float) -> tuple[Tensor, Tensor]:
+    if a.ndim == 1:
+        return a, b
+    width = max(a.size(1), b.size(1))
+    return tuple(  # type: ignore[return-value]
+        torch.nn.functional.pad(x, (width - x.size(1), 0) if left else (0, width - x.size(1)), value=fill)
+        for x in (a, b)
+    )
