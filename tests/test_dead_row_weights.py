@@ -27,9 +27,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optim": "sgd", "learning_rate": 0.02},
-    # Among 20,000 weights some gradient is as small as the rounding of the others (1e-9). AdamW's own epsilon of 1e-8
-    # makes a step of 3e-4 of it, and two exact programs would differ by that
-    "adamw": {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-6},
+    # Some of 20,000 weights has a gradient as small as the rounding of the others (1e-9), and AdamW's own epsilon of
+    # 1e-8 makes a step of 3e-4 of it: two heads that feed every row then differ by 1e-3 as well
+    "adamw": {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-5},
 }
 MODELS = ("tied", "untied")  # rotary positions, no key bias
 
@@ -96,8 +96,16 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OTHERS)
+FAST_OTHERS = {("masked_whole", "adamw"), ("tool_tokens", "sgd"), ("lora", "sgd"), ("off_policy_mask", "adamw")}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        pytest.param(*cell, marks=() if cell in FAST_OTHERS else pytest.mark.slow)
+        for cell in itertools.product(OTHERS, OPTIMIZERS)
+    ],
+)
 def test_the_weights_move_as_with_every_row_with_every_option(name: str, optimizer: str, workshop: Workshop) -> None:
     changes = dict(OTHERS[name])
     config, model = changes.pop("config", {}), changes.pop("model", "tied")
@@ -114,16 +122,15 @@ def test_the_measure_notices_weights_that_do_not_move(optimizer: str, workshop: 
     assert distance(ours, stock) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_measure_notices_one_row_more_or_less_in_the_normaliser(optimizer: str, workshop: Workshop) -> None:
-    """Half of the rows fed, and the mean taken over those: twice the gradient, which AdamW alone would forgive."""
+def test_the_measure_notices_a_mean_over_the_rows_that_are_fed(workshop: Workshop) -> None:
+    """Half of the rows fed, and the mean taken over those: about twice the gradient."""
 
-    class Halved(trl_ext.GRPOTrainer):
+    class OwnMean(trl_ext.GRPOTrainer):
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
             live = (inputs["advantages"] != 0).float().mean()
             return super().compute_loss(model, inputs, *args, **kwargs) / live.clamp(min=0.1)
 
-    case = case_of("grpo", "token", "misaligned", optimizer, "tied")
+    case = case_of("grpo", "token", "misaligned", "adamw", "tied")
     stock = train(case, STOCK, workshop)
-    ours = train(case, replace(OURS, grpo_trainer=Halved), workshop)
+    ours = train(case, replace(OURS, grpo_trainer=OwnMean), workshop)
     assert distance(ours, stock) > 10 * TOLERANCE

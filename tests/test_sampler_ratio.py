@@ -96,14 +96,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+SLOW_OPTIONS = {"lora-beta", "default-bounds", "far-sampler", "sequence-level", "entropy_bonus", "truncated"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_OPTIONS else ()) for name in OPTIONS]
+)
 def test_the_ratio_is_trls_with_every_option(name: str, workshop: Workshop) -> None:
     ours, stock = both(case_of(name, **OPTIONS[name]), workshop)
     assert ours.fed("forwards", **OLD_POLICY) < stock.fed("forwards", **OLD_POLICY)
     assert 2 * ours.fed("forwards", **EVALUATION) == stock.fed("forwards", **EVALUATION)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sequence_mask", *(pytest.param(x, marks=pytest.mark.slow) for x in MODES[:3])])
 def test_the_sampling_metrics_are_trls_where_a_generation_is_one_micro_batch(mode: str, workshop: Workshop) -> None:
     case = case_of(f"metrics-{mode}", vllm_importance_sampling_mode=mode, **BOUNDS)
     ours, stock = both(case, workshop)
