@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from drop_in_cases import CASES, Case
 from fed_tokens import Feed, count_feeds
-from tiny import REFERENCE_SEED, REWARDS, ROLLOUTS, Workshop, add, lora_config, preferences, prompts
+from rewards import REWARDS
+from tiny import REFERENCE_SEED, ROLLOUTS, Workshop, add, lora_config, preferences, prompts
 
 PROMPT_LEARNING = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTuningConfig}
 

@@ -6,8 +6,8 @@ import torch
 
 from drop_in_cases import Case
 from metric_table import Situation, may_differ, skips_zero_advantages
+from rewards import NOISY_REWARDS
 from run_losses import MicroBatch, Record
-from tiny import NOISY_REWARDS
 
 TOLERANCE = 1e-5
 POLICY_BATCHES = {"model": "policy", "grad": True}

@@ -245,3 +245,37 @@ def test_any_schedule_trains_as_stock_with_the_fewest_passes_searched(
     schedule: dict[str, int], beta: float, workshop: Workshop
 ) -> None:
     _any_schedule(schedule, beta, workshop)
+
+
+def test_each_pass_computes_what_it_uses_of_the_tokens_that_count(workshop: Workshop) -> None:
+    """Tool tokens and padding carry no label, and no pass without a gradient forms an entropy."""
+    case = Case(
+        "outputs",
+        "grpo",
+        "ref_model",
+        config={"beta": 0.1, **MID_WINDOW},
+        rollout="masked",
+        steps=3,
+        learning_rate=0.02,
+    )
+    passes: list[tuple[bool, int, set[str]]] = []
+
+    class Watching(OURS.grpo_trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for model in (self.model, self.ref_model):
+                model.register_forward_hook(watch, with_kwargs=True)
+
+    def watch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        per_token = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+        outputs = {name for name in per_token if getattr(output, name) is not None}
+        passes.append((output.log_probs.requires_grad, int((kwargs["labels"] != -100).sum()), outputs))
+
+    ours = train(case, replace(OURS, grpo_trainer=Watching), workshop)
+    assert_same(case, ours, train(case, STOCK, workshop))
+    assert {grad: {frozenset(x) for g, _, x in passes if g == grad} for grad in (True, False)} == {
+        True: {frozenset({"log_probs", "entropy"})},
+        False: {frozenset({"log_probs"})},
+    }
+    scored = [labels for grad, labels, _ in passes if grad]
+    assert scored == [int(batch.tokens.sum()) for batch in ours.batches]

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext.scoring.forward as scoring_forward
 from definition import defined, floats_apart, relative
-from tiny import Workshop, id_reward, lora_config, preferences, prompts
+from rewards import id_reward
+from tiny import Workshop, lora_config, preferences, prompts
 from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 

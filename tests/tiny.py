@@ -1,4 +1,4 @@
-"""Tiny tokenizers, models, adapters, data sets, rollouts and rewards, made on the fly and saved as local checkpoints.
+"""Tiny tokenizers, models, adapters, data sets and rollouts, made on the fly and saved as local checkpoints.
 
 Everything is a function of fixed seeds, so two runs, two trainers or two environments meet the same numbers. Weights
 are drawn wide (`initializer_range` 0.15 and more) so that log-probs differ from token to token.
@@ -229,7 +229,7 @@ def prompts(rows: int, seed: int, conversational: bool = False) -> Dataset:
     )
 
 
-def _prompt_text(prompt: str | list[dict[str, str]]) -> str:
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
@@ -241,7 +241,7 @@ def _rollout(
     place: Counter[str] = Counter()
     output: dict[str, list] = {"prompt_ids": [], "completion_ids": []}
     for prompt in prompts:
-        text = _prompt_text(prompt)
+        text = prompt_text(prompt)
         rng = random.Random(f"{text}|{place[text]}|{trainer.state.global_step}")
         place[text] += 1
         completion_ids, fields = complete(rng, trainer)
@@ -359,76 +359,3 @@ def add(a: int, b: int) -> int:
         The sum.
     """
     return a + b
-
-
-def id_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A real number that differs between the completions of a group."""
-    return [sum(token * 37 % 101 for token in ids) / (101 * len(ids)) for ids in completion_ids]
-
-
-def short_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """Prefers short completions, and cannot score those of three tokens."""
-    return [None if len(ids) == 3 else 1.0 / len(ids) for ids in completion_ids]
-
-
-def half_dead_reward(prompts: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """As `id_reward`, but 0.5 for every completion of every second prompt: the group has no advantage at all."""
-    scores = id_reward(completion_ids)
-    return [0.5 if _odd(prompt) else score for prompt, score in zip(prompts, scores, strict=True)]
-
-
-def _odd(prompt: str | list[dict[str, str]]) -> bool:
-    """Whether the prompt is an odd row of its data set."""
-    return bool(int(_prompt_text(prompt).split()[0][1:]) % 2)
-
-
-def dead_reward(prompts: list[Any], **_: Any) -> list[float]:
-    """The same for every completion of a prompt, and exact in fp32: TRL's advantages are exactly 0."""
-    return [float(_odd(prompt)) for prompt in prompts]
-
-
-def tenths_reward(prompts: list[Any], **_: Any) -> list[float]:
-    """The same for every completion of a prompt, but not exact in fp32: TRL's advantages are rounding errors."""
-    return [0.1 if _odd(prompt) else 0.7 for prompt in prompts]
-
-
-def half_tenths_reward(prompts: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """As `id_reward`, but 0.7 for every completion of every second prompt."""
-    scores = id_reward(completion_ids)
-    return [0.7 if _odd(prompt) else score for prompt, score in zip(prompts, scores, strict=True)]
-
-
-def unscorable_reward(prompts: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """As `id_reward`, but nothing for the completions of every second prompt."""
-    scores = id_reward(completion_ids)
-    return [None if _odd(prompt) else score for prompt, score in zip(prompts, scores, strict=True)]
-
-
-def tenths_missing_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """0.7, but nothing for completions of three tokens."""
-    return [None if len(ids) == 3 else 0.7 for ids in completion_ids]
-
-
-def step_up_reward(prompts: list[Any], **_: Any) -> list[float]:
-    """0.5 for each fourth completion, else 0. With half of `step_down_reward` the sum is 0.5 for all."""
-    return [0.5 * (place % 4 == 3) for place in range(len(prompts))]
-
-
-def step_down_reward(prompts: list[Any], **_: Any) -> list[float]:
-    """0 for each fourth completion, else 1."""
-    return [float(place % 4 != 3) for place in range(len(prompts))]
-
-
-REWARDS: dict[str, Callable[..., list[float | None]]] = {
-    "id": id_reward,
-    "short": short_reward,
-    "half_dead": half_dead_reward,
-    "dead": dead_reward,
-    "tenths": tenths_reward,
-    "half_tenths": half_tenths_reward,
-    "unscorable": unscorable_reward,
-    "tenths_missing": tenths_missing_reward,
-    "step_up": step_up_reward,
-    "step_down": step_down_reward,
-}
-NOISY_REWARDS = {"tenths", "half_tenths", "tenths_missing"}  # of which TRL makes advantages where all are equal
