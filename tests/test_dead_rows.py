@@ -249,3 +249,17 @@ def test_a_micro_batch_of_one_dead_row_logs_no_entropy(workshop: Workshop) -> No
     assert any(dead)
     assert not all(dead)
     assert ["entropy" not in log for log in ours.logs[:8]] == dead
+
+
+def test_totals_are_those_since_the_last_log(workshop: Workshop) -> None:
+    ours, _ = both(case_of("logging", logging_steps=3, steps=6, **MISALIGNED), workshop)
+    assert [log["skipped/rows"] > 0 for log in ours.logs[:2]] == [True, True]
+
+
+@pytest.mark.parametrize("scale", ["batch", pytest.param("none", marks=pytest.mark.slow)])
+def test_equal_rewards_have_no_advantage_however_rewards_are_scaled(scale: str, workshop: Workshop) -> None:
+    config = {"num_generations": 8, "per_device_train_batch_size": 16, "scale_rewards": scale}
+    case = case_of(f"scaled-{scale}", "half_tenths", steps=2, **config)
+    stock, ours = train(case, replace(STOCK, grpo_trainer=_WithoutNoise), workshop), train(case, OURS, workshop)
+    assert_same(case, ours, stock)
+    assert ours.fed("rows", **POLICY) == rows_to_feed(case, stock) == 16

@@ -5,9 +5,11 @@ Forwards and tokens are counted where they enter the model, beside stock TRL's i
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from transformers import TrainerCallback
 
 import trl_ext
 from drop_in_cases import Case
-from run_losses import Record, Trainers, train
+from run_losses import Record, Trainers, build, train
 from same_training import assert_same
 from tiny import Workshop
 
@@ -279,3 +281,43 @@ def test_each_pass_computes_what_it_uses_of_the_tokens_that_count(workshop: Work
     }
     scored = [labels for grad, labels, _ in passes if grad]
     assert scored == [int(batch.tokens.sum()) for batch in ours.batches]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_pass_runs_beside_gradient_checkpointing(reentrant: bool, workshop: Workshop) -> None:
+    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    ours, stock = both(case_of("checkpointing", 3, prompts=8, beta=0.1, **checkpointing, **MID_WINDOW), workshop)
+    assert 0 < ours.fed("forwards", **OLD_POLICY) < stock.fed("forwards", **OLD_POLICY)
+
+
+def test_the_pass_runs_in_the_precision_of_training(workshop: Workshop) -> None:
+    """With weights that stay where they are, old policy and policy are one, under autocast as without it."""
+    log_ratios: list[float] = []
+
+    class Watching(OURS.grpo_trainer):
+        def get_gamma_weights(self, **kwargs: Any) -> torch.Tensor:
+            log_ratios.append(kwargs["log_ratio_per_token"].abs().max().item())
+            return super().get_gamma_weights(**kwargs)
+
+    config = {"loss_type": "vespo", "bf16": True, "learning_rate": 0.0, **MID_WINDOW}
+    ours = train(case_of("bf16", 3, prompts=8, **config), replace(OURS, grpo_trainer=Watching), workshop)
+    assert ours.fed("forwards", **OLD_POLICY) == 3
+    assert len(log_ratios) == 8
+    assert max(log_ratios) < 1e-5
+
+
+def test_training_is_resumed_as_stock_resumes_it(workshop: Workshop, tmp_path: Path) -> None:
+    """From a checkpoint that was saved in mid-buffer, which TRL fills anew."""
+    config = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
+    records = []
+    for name, trainers in (("stock", STOCK), ("ours", OURS)):
+        case = case_of("resumed", 6, prompts=8, **config, **ONE_GROUP)
+        build(case, trainers, workshop, str(tmp_path / name), Record()).train()
+        record = Record()
+        trainer = build(case, trainers, workshop, str(tmp_path / name), record)
+        trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2"))
+        records.append(record)
+    stock, ours = records
+    assert_same(case, ours, stock)
+    assert len(ours.losses) == 4
+    assert 0 < ours.fed("forwards", **OLD_POLICY) < stock.fed("forwards", **OLD_POLICY)

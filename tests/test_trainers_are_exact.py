@@ -136,7 +136,7 @@ def test_dpo_gets_exact_log_probs_and_gradients(workshop, heads_calls, dtype, pr
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "pure bf16"])
 def test_grpo_gets_exact_log_probs_and_gradients(workshop, heads_calls, dtype):
     run(workshop, "grpo", dtype, heads_calls)
-    assert len(heads_calls) >= 4
+    assert len(heads_calls) == 3  # the reference once, the policy in both iterations
     assert worst_error(heads_calls) < 1
     assert worst_gradient(heads_calls) < 1.15
 
