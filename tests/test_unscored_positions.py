@@ -123,11 +123,21 @@ def test_far_log_probs_stay_finite_beside_a_kl_term(
 ) -> None:
     config = {"loss_type": loss_type, **GRPO_LOSSES[loss_type], **OPTIONS[option]}
     with built(OURS, workshop, "ref_model", beta=0.1, use_bias_correction_kl=bias_correction, **config) as ours:
-        inputs = crafted(ours)
+        far, near = crafted(ours), crafted(ours, dead=-4.0)
         # With a KL term a row without an advantage is scored
         for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"):
-            inputs[name][DEAD] = -4.0
-        assert is_finite(ours, *loss_and_gradients(ours, inputs))
+            far[name][DEAD] = -4.0
+        want, gradients = loss_and_gradients(ours, near)
+        # The reference's alone may be far, the old policy's alone, or both
+        for inputs in (
+            far,
+            {**far, "ref_per_token_logps": near["ref_per_token_logps"]},
+            {**far, "old_per_token_logps": near["old_per_token_logps"]},
+        ):
+            got, own_gradients = loss_and_gradients(ours, inputs)
+            assert is_finite(ours, got, own_gradients)
+            assert got == pytest.approx(want, rel=1e-6)
+            assert all(torch.allclose(own_gradients[name], x, rtol=1e-5, atol=1e-7) for name, x in gradients.items())
 
 
 SCORED_ALL_THE_SAME: dict[str, dict[str, Any]] = {
