@@ -133,8 +133,11 @@ def test_adamw_moves_on_trls_noise_and_not_on_ours(workshop: Workshop) -> None:
 
 
 def test_equal_rewards_of_some_completions_are_seen_beside_missing_ones(workshop: Workshop) -> None:
-    case = case_of("missing", ("tenths_missing",), steps=2)
-    ours = train(case, OURS, workshop)
+    config = {"num_generations": 8, "per_device_train_batch_size": 16}
+    case = case_of("missing", "tenths_missing", steps=2, **config)
+    stock, ours = train(case, STOCK, workshop), train(case, OURS, workshop)
+    for batch in stock.batches:
+        assert 0 < (batch.advantages != 0).sum() < 16  # noise, and 0 for what was not rewarded
     assert [feed.rows for feed in ours.feeds] == [1, 1]
     assert all(not update.any() for update in ours.updates.values())
 
@@ -186,7 +189,8 @@ def test_dead_rows_are_fed_where_they_have_another_gradient(name: str, rewards: 
             seen.append(self.explain())
             return super().train(*args, **kwargs)
 
-    case = case_of(name, rewards, **config)
+    # In a group of eight, equal rewards of 0.7 have TRL's noise for an advantage: it stays where rows are fed anyway
+    case = case_of(name, rewards, num_generations=8, per_device_train_batch_size=16, **config)
     stock = train(case, STOCK, workshop)
     ours = train(case, replace(OURS, grpo_trainer=Explaining), workshop)
     assert_same(case, ours, stock)
