@@ -142,6 +142,7 @@ def test_far_log_probs_stay_finite_beside_a_kl_term(
 
 SCORED_ALL_THE_SAME: dict[str, dict[str, Any]] = {
     "beta": {"setup": "ref_model", "beta": 0.1, "use_bias_correction_kl": False},
+    "beta_corrected": {"setup": "ref_model", "beta": 0.1},
     "entropy_bonus": OPTIONS["entropy_bonus"],
     "entropy_quantile": OPTIONS["entropy_quantile"],
 }
