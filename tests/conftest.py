@@ -1,6 +1,9 @@
 """Settings every test shares: no network, no telemetry, one torch thread, and one workshop of tiny models a session."""
 
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 # Read by the libraries when they are imported, so set before any of them is.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,6 +13,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TQDM_DISABLE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL's own switch: `rollout_func` warns without it
 
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="trl_ext_tests_")  # not the user's
+
+import datasets
 import pytest
 import torch
 
@@ -23,6 +29,16 @@ torch.set_num_threads(int(os.environ.get("TRL_EXT_TEST_THREADS", "1")))
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """The session's tiny models, adapters and tokenizers, each made once."""
     return Workshop(tmp_path_factory.mktemp("tiny"))
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads reference log-probs that another has stored."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

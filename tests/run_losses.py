@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import datasets
 import torch
 from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -140,7 +142,11 @@ def _recording(trainer: type, record: Record) -> type:
 def train(case: Case, trainers: Trainers, workshop: Workshop, rounds: int = 1) -> Record:
     """Train `case` from freshly loaded checkpoints and return what was seen; `rounds` calls `train()` so many times."""
     record = Record()
-    with tempfile.TemporaryDirectory() as output_dir:
+    # A cache of its own: a reference log-prob from another case's batch differs in its last bit
+    with (
+        tempfile.TemporaryDirectory() as output_dir,
+        patch.object(datasets.config, "HF_DATASETS_CACHE", Path(output_dir) / "datasets"),
+    ):
         trainer = build(case, trainers, workshop, output_dir, record)
         for _ in range(rounds):
             trainer.train()

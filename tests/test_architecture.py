@@ -13,7 +13,7 @@ ROOMS = {
     "compat": set(),
     "scoring": {"heads", "compat"},
     "passes": {"compat"},
-    "reference": {"compat"},
+    "reference": {"passes", "compat"},
     "trainers": {"heads", "scoring", "passes", "reference", "compat"},
 }
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}

@@ -3,15 +3,17 @@
 from torch import nn
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Whether some dropout of `model` has a probability above 0 in training.
+def draws_at_random(module: nn.Module) -> bool:
+    """Whether `module` itself, its children aside, drops something in training.
 
-    transformers' attention takes its probability from an attribute (`attention_dropout`, `attn_dropout`, ...) instead
-    of a module.
+    transformers' attention takes its rate from an attribute (`attention_dropout`, `attn_pdrop`, ...), which TRL's
+    `disable_dropout` leaves.
     """
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-        if any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
-            return True
-    return False
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether some part of `model` drops something in training."""
+    return any(draws_at_random(module) for module in model.modules())

@@ -20,7 +20,7 @@ def statistics(visit: Visit, skipped_tokens: int) -> Tensor:
     )
 
 
-def over_scored_rows(metrics: dict[str, list[float]], totals: Tensor) -> tuple[float, float]:
+def over_scored_rows(metrics: dict[str, list[float]], totals: Tensor) -> tuple[int, int]:
     """Correct the values that TRL has just appended to `metrics`; absent where no rank has scored a row.
 
     Args:
@@ -37,7 +37,7 @@ def over_scored_rows(metrics: dict[str, list[float]], totals: Tensor) -> tuple[f
             # A row that was not scored has a ratio of 1, and phi(1) is 1
             mean = (phi[-1] * rows - (rows - scored_rows)) / scored_rows if scored_rows else None
             _replace_last(metrics, "vespo/phi_seq_mean", mean)
-    return skipped_rows, skipped_tokens
+    return int(skipped_rows), int(skipped_tokens)
 
 
 def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:

@@ -48,5 +48,13 @@ class Plan:
         lines = []
         for decision in self.decisions:
             head = f"{decision.name:<12}{decision.action:<7}"
-            lines += textwrap.wrap(decision.reason, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+            lines += textwrap.wrap(
+                decision.reason,
+                _WIDTH,
+                initial_indent=head,
+                subsequent_indent=" " * len(head),
+                # A path stays in one piece
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         return "\n".join(lines)

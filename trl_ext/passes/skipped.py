@@ -1,23 +1,28 @@
-"""What was skipped since the last log: passes, rows and tokens that stock TRL would have run or fed."""
+"""How much work did not run: passes, rows and tokens that stock TRL would have fed, as totals between two logs."""
 
 from collections import defaultdict
 
 
 class Skipped:
-    """Totals of each mode, `"train"` and `"eval"`."""
+    """Totals for `"train"` and `"eval"` apart."""
 
     def __init__(self) -> None:
-        self._totals: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._known: dict[str, set[str]] = defaultdict(set)
+        self._totals: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
 
-    def add(self, mode: str, **counts: float) -> None:
-        """Add to the totals of `mode`: `passes`, `rows`, `tokens`."""
-        for name, count in counts.items():
-            totals = self._totals[mode]
-            totals[f"skipped/{name}"] = totals.get(f"skipped/{name}", 0) + count
+    def add(self, mode: str, *, passes: int | None = None, rows: int | None = None, tokens: int | None = None) -> None:
+        """Count what one micro-batch left out; a quantity that is `None` is not spoken of."""
+        for name, count in (("passes", passes), ("rows", rows), ("tokens", tokens)):
+            if count is not None:
+                self._known[mode].add(name)
+                self._totals[mode][name] += count
 
     def take(self, mode: str) -> dict[str, float]:
-        """The totals of `mode` since the last call, as `skipped/passes` and so on; only what was ever added."""
-        totals = dict(self._totals[mode])
-        for name in totals:
-            self._totals[mode][name] = 0
-        return totals
+        """Totals since the last call, as `skipped/passes`, `skipped/rows` and `skipped/tokens`.
+
+        Empty where nothing was counted since: an absent total is not a total of zero.
+        """
+        totals = self._totals.pop(mode, None)
+        if totals is None:
+            return {}
+        return {f"skipped/{name}": float(totals[name]) for name in sorted(self._known[mode])}

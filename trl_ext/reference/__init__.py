@@ -1,1 +1,26 @@
 """Where reference log-probs come from: adapter off, a named adapter, a model, a model on the CPU, or the store."""
+
+from .columns import CheckedCollator, check_batch, check_column_values, have_columns
+from .hosted import HostedReference, host_reference
+from .identity import identity_facts, identity_of, write_about
+from .store import DiskStore, Entries, MemoryStore
+from .stored import Answer, StoredReference
+from .weights import ReferenceWeights
+
+__all__ = [
+    "Answer",
+    "CheckedCollator",
+    "DiskStore",
+    "Entries",
+    "HostedReference",
+    "MemoryStore",
+    "ReferenceWeights",
+    "StoredReference",
+    "check_batch",
+    "check_column_values",
+    "have_columns",
+    "host_reference",
+    "identity_facts",
+    "identity_of",
+    "write_about",
+]

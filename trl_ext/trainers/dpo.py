@@ -1,19 +1,19 @@
-"""DPO: TRL's trainer and config, with our scoring forward."""
+"""DPO: TRL's trainer and config, with our scoring forward and a store of reference log-probs."""
 
 import functools
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import trl
 
-from ..compat import OwnPrecomputeCache
-from .exact_head import ExactHeadMixin
 from .head_arguments import HeadArguments
+from .reference_arguments import ReferenceArguments
+from .store_arguments import StoreArguments
+from .stored_reference import StoredReferenceMixin
 
 
 @dataclass
-class DPOConfig(HeadArguments, trl.DPOConfig):
+class DPOConfig(HeadArguments, ReferenceArguments, StoreArguments, trl.DPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.DPOConfig`], with every argument and default of it, and the fields below.
@@ -24,12 +24,21 @@ class DPOConfig(HeadArguments, trl.DPOConfig):
             definition.
         head_chunk_size (`int`, *optional*):
             Tokens in a tile of the head. `None` chooses it.
+        reference_store (`str`, *optional*, defaults to `"disk"`):
+            Where per-token reference log-probs are kept, so that each sequence is scored once: `"disk"` for later runs
+            too, `"memory"` for this one, `"off"` to run the reference on every micro-batch.
+        reference_store_dir (`str`, *optional*):
+            Folder of the store on disk. `None` is `trl_ext_reference_log_probs` in the cache of `datasets`.
+        reference_device (`str`, *optional*):
+            Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
+            device layer by layer for each reference pass. `None`: on the device, as in TRL.
     """
 
 
-class DPOTrainer(OwnPrecomputeCache, ExactHeadMixin, trl.DPOTrainer):
+class DPOTrainer(StoredReferenceMixin, trl.DPOTrainer):
     """
-    TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact: same arguments, losses and metrics.
+    TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact and a reference that scores each sequence once:
+    same arguments, losses and metrics.
 
     Takes [`DPOConfig`], or TRL's own config (then the added fields have their defaults).
     """
@@ -40,16 +49,3 @@ class DPOTrainer(OwnPrecomputeCache, ExactHeadMixin, trl.DPOTrainer):
     @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """TRL's own loss, on log-probs from our scoring forward."""
-        with self._policy_scored_here():
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def precompute_key(self) -> tuple[object, ...]:
-        """Never TRL's files, whose values carry its rounding, nor those of other sequences or another precision."""
-        args = self.args
-        precision = (self.head_arguments.head, self.accelerator.mixed_precision)
-        return ("trl_ext", *precision, args.max_length, args.truncation_mode, args.ld_alpha)

@@ -9,10 +9,12 @@ import trl
 from .grpo_pass_arguments import GRPOPassArguments
 from .grpo_passes import GRPOPassesMixin
 from .head_arguments import HeadArguments
+from .hosted_reference import HostedReferenceMixin
+from .reference_arguments import ReferenceArguments
 
 
 @dataclass
-class GRPOConfig(GRPOPassArguments, HeadArguments, trl.GRPOConfig):
+class GRPOConfig(GRPOPassArguments, HeadArguments, ReferenceArguments, trl.GRPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.GRPOConfig`], with every argument and default of it, and the fields below.
@@ -23,6 +25,9 @@ class GRPOConfig(GRPOPassArguments, HeadArguments, trl.GRPOConfig):
             definition.
         head_chunk_size (`int`, *optional*):
             Tokens in a tile of the head. `None` chooses it.
+        reference_device (`str`, *optional*):
+            Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
+            device layer by layer for each reference pass. `None`: on the device, as in TRL.
         force_on_policy_ratio (`bool`, *optional*, defaults to `False`):
             Demand that the ratio of the policy to the old policy is exactly 1; an error before training where rollout
             and training batch differ.
@@ -37,7 +42,7 @@ class GRPOConfig(GRPOPassArguments, HeadArguments, trl.GRPOConfig):
     """
 
 
-class GRPOTrainer(GRPOPassesMixin, trl.GRPOTrainer):
+class GRPOTrainer(HostedReferenceMixin, GRPOPassesMixin, trl.GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact, and without the passes, rows and tokens that
     change nothing: same arguments, losses and metrics.

@@ -5,16 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import GRPOInternals, disable_gradient_checkpointing
+from ..compat import GRPOInternals, reference_pass, unrecorded_pass
 from ..passes.dropout import has_dropout
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.measured import over_scored_rows, statistics
 from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, split, tokens_of
 from ..passes.sampler_ratio import RatioRule, sampler_metrics
-from ..passes.skipped import Skipped
 from ..passes.visit import Visit
-from ..reference.model import reference_model
 from .exact_head import ExactHeadMixin
 from .grpo_pass_arguments import GRPOPassArguments
 from .planned import PlannedPassesMixin
@@ -24,7 +22,6 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
     """Mixed in before TRL's `GRPOTrainer`."""
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        self._skipped = Skipped()
         self._skipped_tokens = 0  # of this rank, since the last loss
         self._further_prompts: FurtherPrompts | None = None
         super().__init__(*positional, **keywords)
@@ -74,13 +71,6 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
             self._regenerate()
         return super().train(*positional, **keywords)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's own, with `skipped/*`: totals since the last log, of all ranks."""
-        if self._mode_metrics():
-            prefix = "" if self._mode == "train" else "eval_"
-            logs.update({f"{prefix}{name}": value for name, value in self._skipped.take(self._mode).items()})
-        super().log(logs, start_time)  # type: ignore[misc]
-
     def _generated(self, batch: dict[str, Any]) -> dict[str, Any]:
         trainer: Any = self
         if self._mode == "train":
@@ -88,13 +78,9 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
             if self.plan.max_draws > 1:
                 batch = self._without_dead_groups(batch, rewarded_alike_B)
         if self.plan["reference"].action == "run":
-            with reference_model(
-                trainer.model,
-                trainer.accelerator.unwrap_model(trainer.model),
-                trainer.ref_model,
-                trainer.args.gradient_checkpointing_kwargs,
-            ) as model:
-                batch["ref_per_token_logps"] = self._reference_log_probs(model, batch)
+            reference = trainer.model if trainer.ref_model is None else trainer.ref_model
+            with reference_pass(self):
+                batch["ref_per_token_logps"] = self._reference_log_probs(reference, batch)
         return batch
 
     def _about_to_visit(self) -> None:
@@ -108,7 +94,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
             for inputs in waiting:  # training ends with this step
                 self._count_skipped_pass(inputs)
             return
-        with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+        with unrecorded_pass(self):
             for inputs in waiting:
                 scored = self._policy_tokens(inputs)
                 inputs["old_per_token_logps"] = scored.spread(self._pass(trainer.model, inputs, scored)[0])
@@ -140,7 +126,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
         totals = accelerator.reduce(statistics(visit, self._skipped_tokens), reduction="sum")
         self._skipped_tokens = 0
         rows, tokens = over_scored_rows(self._mode_metrics(), totals)
-        self._skipped.add(self._mode, rows=rows, tokens=tokens)
+        self.skipped.add(self._mode, rows=rows, tokens=tokens)
         if visit.formed is not None:
             for name, value in sampler_metrics(accelerator.gather(visit.formed.statistics().unsqueeze(0))).items():
                 self._mode_metrics()[name].append(value)
@@ -220,7 +206,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
         return [dict(prompt) for prompt in prompts[first : first + rows // size] for _ in range(size)]
 
     def _count_skipped_pass(self, inputs: dict[str, Any]) -> None:
-        self._skipped.add(self._mode, passes=1)
+        self.skipped.add(self._mode, passes=1)
         self._skipped_tokens += tokens_of(inputs)
 
 

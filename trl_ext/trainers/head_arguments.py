@@ -1,7 +1,7 @@
 """The config fields of the head, which both trainers' configs have."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from ..heads import HEADS
 
@@ -34,6 +34,6 @@ class HeadArguments:
             inherited()
 
     @classmethod
-    def of(cls, args: Any) -> "HeadArguments":
+    def of(cls, args: Any) -> Self:
         """The fields of a trainer's arguments; the defaults where those are TRL's own config, or None."""
         return args if isinstance(args, cls) else cls()

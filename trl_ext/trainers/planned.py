@@ -1,17 +1,25 @@
-"""What both trainers share of the plan: it is made when training starts, logged once, and shown by `explain()`."""
+"""What both trainers share of the plan: made when training starts, shown by `explain()`, and counted in the logs."""
 
 import logging
 from typing import Any
 
-from ..passes import Plan
+from ..passes import Plan, Skipped
 
 logger = logging.getLogger("trl_ext")
 
 
 class PlannedPassesMixin:
-    """Mixed in before a TRL trainer: `_make_plan` decides which log-prob passes run, and `plan` is what was decided."""
+    """Mixed in before a TRL trainer: `_make_plan` decides which log-prob passes run, and `plan` is what was decided.
+
+    Attributes:
+        skipped (`Skipped`): what TRL would have run and this trainer did not, since the last log.
+    """
 
     _plan: Plan | None = None
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        self.skipped = Skipped()
+        super().__init__(*positional, **keywords)
 
     def _make_plan(self) -> Plan:
         """The plan, from the arguments as they are now.
@@ -43,6 +51,12 @@ class PlannedPassesMixin:
             for warning in self._plan.warnings:
                 logger.warning(warning)
         return super().train(*positional, **keywords)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's own, with `skipped/*`: totals since the last log, of all ranks."""
+        mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")  # type: ignore[attr-defined]
+        logs.update({f"{prefix}{name}": value for name, value in self.skipped.take(mode).items()})
+        super().log(logs, start_time)  # type: ignore[misc]
 
 
 def _show(message: str) -> None:

@@ -1,0 +1,163 @@
+"""The identity of DPO's reference: the same for the same log-probs, another for any that may differ."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from peft import PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tiny import MODELS, lora_config
+from trl_ext.reference import ReferenceWeights, identity_facts, identity_of
+
+
+def identity(model, adapter=None, **computed_with):
+    weights = ReferenceWeights(model, adapter)
+    return identity_of(identity_facts(weights.hash(lambda _: nullcontext()), weights.config, **computed_with))
+
+
+@pytest.fixture
+def base(workshop):
+    return lambda name="untied", **kwargs: AutoModelForCausalLM.from_pretrained(workshop.model(name), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        lora_config(),
+        lora_config(use_dora=True, r=2),
+        lora_config(modules_to_save=["lm_head"]),
+        lora_config(trainable_token_indices={"embed_tokens": [3, 4]}),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    ],
+    ids=["lora", "dora", "modules_to_save", "trainable_tokens", "prompt_tuning"],
+)
+def test_a_base_model_is_the_same_under_any_adapter_and_whatever_that_learns(adapter, base):
+    alone = identity(base())
+    policy = get_peft_model(base(), copy.deepcopy(adapter))
+    assert identity(policy) == alone
+    with torch.no_grad():
+        for param in policy.parameters():
+            if param.requires_grad:
+                param.add_(1.0)
+    assert identity(policy) == alone
+    assert ReferenceWeights(policy).trained() is None
+
+
+def test_the_smallest_change_of_a_weight_is_another_reference(base):
+    alone = identity(base())
+    assert identity(base()) == alone
+    for name, _ in base().named_parameters():
+        model = base()
+        flat = model.get_parameter(name).data.view(-1)
+        flat[-1] = torch.nextafter(flat[-1], torch.tensor(10.0))
+        assert identity(model) != alone, name
+    buffered = base()
+    buffered.model.register_buffer("scale", torch.ones(2))
+    other = copy.deepcopy(buffered)
+    other.model.scale[1] = 2
+    assert len({alone, identity(buffered), identity(other)}) == 3
+
+
+def test_two_weights_that_change_places_are_another_reference(base):
+    model = base()
+    first, second = model.model.layers
+    first.mlp, second.mlp = second.mlp, first.mlp
+    assert identity(model) != identity(base())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype_is_another_reference(dtype, base):
+    assert identity(base(dtype=dtype)) != identity(base())
+
+
+def test_bytes_and_scalars_and_tied_weights_have_a_hash(base):
+    model = base("tied")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    packed = torch.nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+    model.model.layers[0].packed = packed
+    model.model.layers[0].register_buffer("exponent", torch.tensor(3))
+    before = identity(model)
+    packed[7] = 0
+    assert identity(model) != before != identity(base("tied"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("untied", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+        ("untied", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+        ("untied", {"rms_norm_eps": 1e-3}),
+        ("untied", {"hidden_act": "gelu"}),
+        ("softcap", {"final_logit_softcapping": 3.0}),
+        ("softcap", {"attn_logit_softcapping": 5.0}),
+        ("softcap", {"sliding_window": 4}),
+        ("logits_scaling", {"logits_scaling": 2.0}),
+        ("logit_scale", {"logit_scale": 0.5}),
+        ("experts", {"num_experts_per_tok": 1}),
+        ("untied", {"attn_implementation": "eager"}),
+    ],
+    ids=str,
+)
+def test_every_part_of_the_configuration_counts(name, change, base):
+    assert identity(base(name, **change)) != identity(base(name))
+
+
+def test_where_a_model_lies_and_what_generation_reads_do_not_count(base, tmp_path):
+    model = base()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again.config.use_cache = False
+    assert identity(again) == identity(model)
+
+
+def test_what_it_is_computed_with_counts(base):
+    found = {identity(base(), head=head, mixed_precision=p) for head in ("tiled", "dense") for p in ("no", "bf16")}
+    assert len(found) == 4
+
+
+def with_ref_adapter(base, workshop):
+    policy = PeftModel.from_pretrained(base(), workshop.adapter("untied"), is_trainable=True)
+    policy.add_adapter("ref", policy.peft_config["default"])
+    return policy
+
+
+def test_a_reference_adapter_is_the_base_with_that_adapter_alone(base, workshop):
+    policy = with_ref_adapter(base, workshop)
+    before = identity(policy, "ref")
+    assert before != identity(policy) == identity(base())
+
+    def add_to(words):
+        with torch.no_grad():
+            for name, param in policy.named_parameters():
+                if words in name:
+                    param.add_(0.5)
+
+    add_to(".default.")
+    assert identity(policy, "ref") == before
+    add_to("layers.0.self_attn.q_proj.lora_B.ref.")
+    assert identity(policy, "ref") != before
+    assert ReferenceWeights(policy, "ref").trained() is None
+
+
+def test_an_adapters_scaling_counts(base, workshop):
+    policy, scaled = (with_ref_adapter(base, workshop) for _ in range(2))
+    scaled.peft_config["ref"].lora_alpha = 8
+    weights = ReferenceWeights(policy, "ref"), ReferenceWeights(scaled, "ref")
+    assert weights[0].config != weights[1].config
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_a_bias_that_is_trained_with_the_adapter_is_seen(bias, base):
+    policy = get_peft_model(base("head_bias"), lora_config(bias=bias, target_modules=["q_proj"]))
+    assert ReferenceWeights(policy).trained().endswith("bias")
+
+
+def test_weights_that_are_not_there_are_an_error(base):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MODELS["untied"]())
+    with pytest.raises(
+        ValueError, match='Load the model before building the trainer, or set `reference_store="memory"`'
+    ):
+        identity(model)

@@ -1,0 +1,161 @@
+"""DPO's store on two real ranks: no hang and stock's weights, over shuffled epochs and with a miss on one rank only."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import trl_ext
+from ranks import Rank, run_on_ranks
+from test_two_ranks import far, trained
+from tiny import lora_config, preferences
+from tokens import counted
+from trl_ext.reference.segments import read_segment
+
+
+def dpo(rank: Rank, library, name: str, data=None, **config):
+    """Three shuffled epochs; the change of the weights, how many reference passes this rank ran, and the logs."""
+    options = {key: config.pop(key) for key in ("peft_config", "eval_dataset") if key in config}
+    torch.manual_seed(0)
+    with counted() as tokens:
+        trainer = library.DPOTrainer(
+            model=os.environ["TINY_MODEL"],
+            args=library.DPOConfig(
+                output_dir=str(rank.folder / name),
+                per_device_train_batch_size=2,
+                num_train_epochs=3,
+                learning_rate=0.05,
+                lr_scheduler_type="constant",
+                optim="sgd",
+                max_grad_norm=0.0,
+                gradient_checkpointing=False,
+                bf16=False,
+                report_to="none",
+                save_strategy="no",
+                logging_steps=1,
+                disable_tqdm=True,
+                dataloader_pin_memory=False,
+                **config,
+            ),
+            train_dataset=preferences(12, seed=1) if data is None else data,
+            **options,
+        )
+        initial = trained(trainer.model)
+        trainer.train()
+    rank.check(trainer)
+    return {
+        "change": {name: weight - initial[name] for name, weight in trained(trainer.model).items()},
+        "passes": tokens.without,
+        "logs": trainer.state.log_history,
+        "has_reference": trainer.ref_model is not None,
+    }
+
+
+def ours(rank: Rank, name: str, **config):
+    if config.get("reference_store") != "memory":
+        config["reference_store_dir"] = str(rank.folder / config.pop("store", f"store-{name}"))
+    result = dpo(rank, trl_ext, name, **config)
+    files = Path(config.get("reference_store_dir", rank.folder / "none")).glob("*/*.safetensors")
+    return {**result, "stored": [key for path in files for key in read_segment(path, path.parent.name).keys]}
+
+
+def a_miss_on_one_rank(rank: Rank, **config):
+    """Rank 1 opens the store where nothing lies, rank 0 where an earlier run has stored half of the rows."""
+    ours(rank, "half", store="half", data=preferences(6, seed=1), **config)
+    # Folders of nodes that share no file system
+    store = "half" if rank.index == 0 else "empty"
+    return ours(rank, "one-rank", store=store, **config)
+
+
+def hash_of_shards(rank: Rank):
+    """The hash of a model whose parameters are DTensors, beside that of the same model in one piece."""
+    from transformers import AutoModelForCausalLM
+
+    from trl_ext.reference import ReferenceWeights
+
+    result = dpo(rank, trl_ext, "engine", reference_store="memory", max_steps=1)
+    assert result["passes"]
+    model = AutoModelForCausalLM.from_pretrained(os.environ["TINY_MODEL"])
+    whole = ReferenceWeights(model).hash(None)
+    mesh = init_device_mesh("cpu", (rank.processes,))
+    for i, module in enumerate(model.modules()):
+        for name, param in list(module.named_parameters(recurse=False)):
+            place = [Shard(0) if i % 2 else Replicate()]
+            setattr(module, name, torch.nn.Parameter(distribute_tensor(param.data, mesh, place)))
+    return whole, ReferenceWeights(model).hash(None, here=rank.index == 0)
+
+
+LORA = {"peft_config": lora_config()}
+CASES = {
+    "stock-full": partial(dpo, library=trl, name="stock-full"),
+    "stock-lora": partial(dpo, library=trl, name="stock-lora", **LORA),
+    "full": partial(ours, name="full"),
+    "lora": partial(ours, name="lora", **LORA),
+    "again": partial(ours, name="again", store="store-lora", seed=5, **LORA),
+    "memory": partial(ours, name="memory", reference_store="memory", **LORA),
+    "precompute": partial(ours, name="precompute", precompute_ref_log_probs=True, **LORA),
+    "precompute-full": partial(ours, name="precompute-full", precompute_ref_log_probs=True),
+    "one-rank": a_miss_on_one_rank,
+    "one-rank-lora": partial(a_miss_on_one_rank, **LORA),
+    "hash": hash_of_shards,
+}
+
+
+OURS = {
+    "full": "full",
+    "lora": "lora",
+    "memory": "lora",
+    "precompute": "lora",
+    "precompute-full": "full",
+    "one-rank": "full",
+    "one-rank-lora": "lora",
+}
+FEW = ["stock-lora", "lora", "again", "one-rank-lora"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "cases"),
+    [
+        pytest.param("ddp", FEW, id="ddp-few"),
+        pytest.param("ddp", list(CASES), id="ddp", marks=pytest.mark.slow),
+        pytest.param("fsdp2", list(CASES), id="fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, cases, workshop, tmp_path, monkeypatch):
+    monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
+    results = run_on_ranks(__file__, cases, engine, tmp_path)
+    for name in results.keys() & {*OURS}:
+        stock = results[f"stock-{OURS[name]}"]
+        first, second = results[name]
+        assert far(first["change"], second["change"]) == 0, name
+        assert far(first["change"], stock[0]["change"]) <= 1e-5, name
+    # 12 rows, 2 a rank: 3 batches an epoch
+    for name in results.keys() & {"full", "lora"}:
+        ours, stock = results[name], results[f"stock-{name}"]
+        assert [len(rank["passes"]) for rank in stock] == [9, 9]
+        assert [rank["passes"] for rank in ours] == [rank["passes"][:3] for rank in stock]
+        fed, without = (sum(rows * width for rank in x for rows, width in rank["passes"]) for x in (ours, stock))
+        skipped = [log for log in ours[0]["logs"] if "skipped/tokens" in log]
+        assert sum(log["skipped/tokens"] for log in skipped) == without - fed
+        assert sum(log["skipped/passes"] for log in skipped) == 6
+    assert [rank["passes"] for rank in results["again"]] == [[], []]
+    # One rank has written what both have scored
+    stored = results["lora"][0]["stored"]
+    assert len(stored) == len(set(stored)) == 24
+    # The same number of passes on both ranks, though one misses what the other has
+    for name in results.keys() & {"one-rank", "one-rank-lora"}:
+        first, second = (rank["passes"] for rank in results[name])
+        assert 3 <= len(first) == len(second) < 9
+        assert sum(rows for rows, _ in first[:3]) < sum(rows for rows, _ in second[:3]) == 12
+    if "hash" in results:
+        assert [len(rank["passes"]) for rank in results["memory"]] == [3, 3]
+        # DDP's reference model goes when all is stored, a sharded one stays
+        assert [rank["has_reference"] for rank in results["full"]] == [engine == "fsdp2"] * 2
+        assert [rank["has_reference"] for rank in results["precompute-full"]] == [False, False]
+        whole, sharded = results["hash"][0]
+        assert whole == sharded

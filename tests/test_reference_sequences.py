@@ -1,0 +1,155 @@
+"""The sequences of a padded batch: what makes two the same, where values go, and what has to be fed."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tiny import V_WORDS
+from trl_ext.reference import MemoryStore, StoredReference
+from trl_ext.reference.sequences import Sequences
+
+WEIGHT = torch.randn(V_WORDS, 2, generator=torch.Generator().manual_seed(0))
+
+
+def batch(rows, width=None, left=0):
+    """Rows of (token ids, where the completion starts), padded on the right, and by `left` on the left."""
+    width = max(len(ids) for ids, _ in rows) if width is None else width
+    names = ("input_ids", "attention_mask", "completion_mask")
+    out = {name: torch.zeros(len(rows), left + width, dtype=torch.long) for name in names}
+    for i, (ids, start) in enumerate(rows):
+        at = slice(left, left + len(ids))
+        out["input_ids"][i, at] = torch.tensor(ids)
+        out["attention_mask"][i, at] = 1
+        out["completion_mask"][i, left + start : left + len(ids)] = 1
+    return out
+
+
+def keys(*args, identity="reference", **kwargs):
+    return Sequences(batch(*args, **kwargs), identity).keys
+
+
+def score(fed):
+    """Stands for a reference: each label's value follows from all tokens up to it."""
+    seen = torch.cumsum(WEIGHT[fed["input_ids"]] * fed["attention_mask"][..., None], dim=1)
+    values = (seen[:, :-1, 0] + seen[:, 1:, 1]).sin() - 1
+    return values.masked_fill(fed["completion_mask"][:, 1:] == 0, 0)
+
+
+class Counted:
+    """A reference pass that notes the shapes of what it is fed."""
+
+    def __init__(self, values=score):
+        self.shapes, self.values = [], values
+
+    def __call__(self, fed):
+        self.shapes.append(tuple(fed["input_ids"].shape))
+        return self.values(fed)
+
+
+def stored():
+    return StoredReference(MemoryStore(), "reference", lambda counts: [counts], lambda entries: [entries])
+
+
+def test_a_sequence_is_the_same_in_any_batch():
+    (alone,) = keys([([5, 6, 7], 1)])
+    assert keys([([5, 6, 7], 1)], width=9) == [alone]
+    assert keys([([8] * 7, 2), ([5, 6, 7], 1)])[1] == alone
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rows": [([5, 6, 8], 1)]},
+        {"rows": [([5, 6, 7, 0], 1)]},  # a pad token that is a part of it
+        {"rows": [([5, 6], 1)]},
+        {"rows": [([5, 6, 7], 2)]},  # the prompt ends later
+        {"rows": [([5, 6, 7], 1)], "left": 1},  # padding on the left moves the positions
+        {"rows": [([5, 6, 7], 1)], "identity": "another"},
+    ],
+    ids=str,
+)
+def test_any_difference_that_may_matter_is_another_sequence(other):
+    assert keys(**other) != keys([([5, 6, 7], 1)])
+    assert len(keys(**other)) == 1
+
+
+def test_a_gap_in_the_attention_is_another_sequence():
+    given, gap = batch([([5, 6, 7], 1)]), batch([([5, 6, 7], 1)])
+    gap["attention_mask"][0, 1] = 0
+    assert Sequences(given, "").keys != Sequences(gap, "").keys
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "token_type_ids"])
+def test_rows_with_other_model_inputs_are_fed_each_time_and_not_stored(name):
+    data = {**batch([([5, 6, 7], 1), ([5, 8], 1)]), name: torch.zeros(2, 3)}
+    reference, reference_pass = stored(), Counted()
+    for _ in range(2):
+        answer = reference(data, reference_pass)
+        torch.testing.assert_close(answer.log_probs, score(data))
+        assert (answer.passes, answer.tokens) == (1, 6)
+    assert reference.store._held == {}
+    assert not reference.holds(data)
+
+
+row = st.lists(st.integers(1, V_WORDS - 1), min_size=2, max_size=8).flatmap(
+    lambda ids: st.tuples(st.just(ids), st.integers(0, len(ids) - 1))
+)
+rows = st.lists(row, min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches=st.lists(rows, min_size=1, max_size=4), extra=st.integers(0, 3))
+def test_every_answer_is_what_the_reference_says_and_only_missing_rows_are_fed(batches, extra):
+    reference, reference_pass = stored(), Counted()
+    met = set()
+    for i, given_rows in enumerate(batches):
+        data = batch(given_rows, width=8 + extra * (i % 2))
+        new = [r for r in given_rows if (tuple(r[0]), r[1]) not in met]
+        met |= {(tuple(ids), start) for ids, start in given_rows}
+        before = len(reference_pass.shapes)
+        answer = reference(data, reference_pass)
+        torch.testing.assert_close(answer.log_probs, score(data), rtol=1e-6, atol=1e-6)
+        shapes = reference_pass.shapes[before:]
+        whole = len(new) == len(given_rows)
+        width = data["input_ids"].shape[1] if whole else max((len(ids) for ids, _ in new), default=0)
+        assert shapes == ([(len(new), width)] if new else [])
+        assert answer.passes == len(shapes)
+        assert answer.tokens == sum(r * w for r, w in shapes)
+        assert answer.tokens_of_batch == data["input_ids"].numel()
+        assert reference.holds(data)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_value_that_is_not_finite_is_not_kept(value):
+    data = batch([([5, 6, 7], 1), ([5, 8], 1)])
+
+    def broken(fed):
+        values = score(fed)
+        values[0, -1] = value
+        return values
+
+    reference = stored()
+    reference(data, broken)
+    torch.testing.assert_close(reference(data, score).log_probs, score(data))
+
+
+@pytest.mark.parametrize("missing", [(0,), (1,), (0, 1), ()])
+def test_ranks_run_one_pass_each_or_none_whatever_their_stores_hold(missing):
+    """Two ranks in turn, with the exchange between them written down."""
+    batches = [batch([([5, 6, 7], 1), ([5, 8], 1)]), batch([([9, 6, 7, 4], 1), ([9, 8], 1)])]
+    passes, shared, answers = [Counted(), Counted()], [], []
+    counts = [[2 if r in missing else 0, batches[r]["input_ids"].numel(), 0] for r in range(2)]
+    for r in range(2):
+        reference = StoredReference(MemoryStore(), "", lambda own: [own, counts[1 - r]], lambda own: [own])  # noqa: B023
+        if r not in missing:
+            StoredReference(reference.store, "", lambda own: [own], lambda own: [own])(batches[r], score)
+        reference._gather_entries = lambda own: shared.append(own) or [own]
+        answers.append(reference(batches[r], passes[r]))
+        torch.testing.assert_close(answers[r].log_probs, score(batches[r]))
+    assert [len(p.shapes) for p in passes] == [int(bool(missing))] * 2
+    assert len(shared) == (2 if missing else 0)
+    for r in range(2):
+        if missing and r not in missing:
+            assert passes[r].shapes == [(1, 2)]  # its shortest row
+            assert shared[r] == {}

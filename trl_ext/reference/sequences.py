@@ -1,0 +1,84 @@
+"""The sequences of a padded DPO batch: the key of each, the values put in place, and the rows that have to be fed."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# The keys of a batch by which the store tells sequences apart. Another model input, such as pixel values, it cannot.
+_KNOWN = {"input_ids", "attention_mask", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
+_NEEDED = {"input_ids", "attention_mask", "completion_mask"}
+
+
+class Sequences:
+    """The rows of one batch.
+
+    Args:
+        batch (`dict[str, Tensor]`):
+            What TRL's collator gives: `input_ids`, `attention_mask` and `completion_mask` of shape `(2B, S)`.
+        identity (`str`): of the reference, a part of each key.
+
+    Attributes:
+        keys (`list[bytes]`, *optional*):
+            16 bytes a row, from its token ids and masks up to its last token. `None` where the batch has other model
+            inputs, so that its rows cannot be told apart.
+    """
+
+    def __init__(self, batch: dict[str, Any], identity: str) -> None:
+        self.batch = batch
+        self.keys: list[bytes] | None = None
+        self.shape: tuple[int, int] = tuple(batch["input_ids"].shape)
+        if not _NEEDED <= batch.keys() <= _KNOWN or batch["attention_mask"].shape != self.shape:
+            return
+        ids, attended, labelled = (
+            batch[name].cpu().numpy() for name in ("input_ids", "attention_mask", "completion_mask")
+        )
+        self._labelled = labelled[:, 1:] != 0
+        columns = np.arange(1, self.shape[1] + 1)
+        # Padding on the right alone is left out: on the left it shifts the positions
+        self._lengths = np.where((attended != 0) | (labelled != 0), columns, 0).max(axis=1, initial=1)
+        marks = (attended != 0) + 2 * (labelled != 0)
+        self.keys = [_key(identity, ids[row, :length], marks[row, :length]) for row, length in enumerate(self._lengths)]
+
+    def labels_in(self, row: int) -> int:
+        """How many positions of the row are scored."""
+        return int(self._labelled[row].sum())
+
+    def shortest(self) -> int:
+        """The row with the fewest tokens."""
+        return int(self._lengths.argmin())
+
+    def fed(self, rows: list[int]) -> dict[str, Any]:
+        """The batch of these rows alone, as wide as the longest of them; all rows are the batch as it was given."""
+        if self.keys is None or len(rows) == self.shape[0]:
+            return self.batch
+        width = int(self._lengths[rows].max())
+        index = torch.as_tensor(rows, device=self.batch["input_ids"].device)
+        return {name: self.batch[name][index, :width] for name in _NEEDED}
+
+    def size(self, rows: list[int]) -> int:
+        """Tokens in `fed(rows)`, padding among them."""
+        return int(self.fed(rows)["input_ids"].numel())
+
+    def values_of(self, row: int, log_probs: Tensor) -> NDArray[np.float32]:
+        """The entry of a row: its log-probs, of shape `(S - 1,)` or less, at the labelled positions."""
+        values: NDArray[np.float32] = log_probs.float().cpu().numpy()[self._labelled[row, : len(log_probs)]]
+        return values
+
+    def filled(self, values: dict[int, NDArray[np.float32]], device: torch.device) -> Tensor:
+        """fp32 `(2B, S - 1)`, with each row's values at its labelled positions and 0 elsewhere."""
+        rows, width = self.shape
+        log_probs = np.zeros((rows, width - 1), np.float32)
+        for row, entry in values.items():
+            log_probs[row, self._labelled[row]] = entry
+        return torch.from_numpy(log_probs).to(device)
+
+
+def _key(identity: str, ids: NDArray[Any], marks: NDArray[Any]) -> bytes:
+    digest = hashlib.blake2b(identity.encode(), digest_size=16)
+    digest.update(ids.astype(np.int64).tobytes())
+    digest.update(marks.astype(np.int8).tobytes())
+    return digest.digest()

@@ -1,0 +1,157 @@
+"""The part of a model that makes reference log-probs: its tensors, whether they are trained, and their hash."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..passes.dropout import draws_at_random
+
+_WORKERS = 4
+
+
+class ReferenceWeights:
+    """What of `model` a reference pass reads.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): before it is sharded.
+        adapter (`str`, *optional*):
+            For a `PeftModel` the adapter that is on in the reference pass; `None` where all are off.
+    """
+
+    def __init__(self, model: nn.Module, adapter: str | None = None) -> None:
+        self.model: Any = model
+        self.adapter = adapter
+        self.base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        # Below a wrapper of PEFT only this child belongs to the base model
+        self._wrappers = {
+            name: child for name, module in self.base.named_modules() if (child := _base_child(module)) is not None
+        }
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Everything of the configuration of model and adapter that can change a logit."""
+        chosen = {
+            "attention": getattr(self.base.config, "_attn_implementation", None),
+            "experts": getattr(self.base.config, "_experts_implementation", None),
+            "kernels": getattr(self.base, "use_kernels", False),
+        }
+        adapter: dict[str, Any] = {}
+        if self.adapter is not None:
+            given = self.model.peft_config[self.adapter].to_dict()
+            adapter = {k: v for k, v in given.items() if k not in _NOT_IN_ADAPTER}
+        return {"model": _without_origin(self.base.config.to_dict()), "adapter": adapter, **chosen}
+
+    def trained(self) -> str | None:
+        """Name of a tensor that training will change, or None."""
+        trained = {id(p): name for name, p in self.base.named_parameters() if p.requires_grad and self._reads(name)}
+        return next(iter(trained.values()), None)
+
+    def shares_with(self, policy: nn.Module) -> str | None:
+        """Name of a tensor of ours that is a trained parameter of `policy`, or None."""
+        trained = {id(p) for p in policy.parameters() if p.requires_grad}
+        return next((name for name, p in self.base.named_parameters() if id(p) in trained), None)
+
+    def dropout(self, in_training: bool = True) -> str | None:
+        """Name of a module whose dropout is on, in training mode or, without `in_training`, as it is now; or None."""
+        for name, module in self.base.named_modules():
+            if self._reads(name) and (in_training or module.training) and draws_at_random(module):
+                return name
+        return None
+
+    def hash(self, gathered: Callable[[Tensor], AbstractContextManager[Any]], here: bool = True) -> str:
+        """Hash of all tensors, equal however they are sharded, for a base model with or without adapters on it.
+
+        Every rank must call it where tensors are sharded.
+
+        Args:
+            gathered (`Callable`): within `gathered(parameter)`, a parameter that ZeRO-3 has partitioned is whole.
+            here (`bool`): whether this rank hashes; another only takes part in gathering.
+        """
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            digests: dict[int, str | Future[str]] = {}
+            named: list[tuple[str, Tensor]] = []
+            for name, tensor in self._tensors():
+                named.append((name, tensor))
+                if id(tensor) in digests:  # tied
+                    continue
+                if isinstance(tensor, DTensor):
+                    whole = tensor.full_tensor()
+                    digests[id(tensor)] = _digest(whole) if here else ""
+                elif hasattr(tensor, "ds_status"):
+                    with gathered(tensor):
+                        digests[id(tensor)] = _digest(tensor) if here else ""
+                elif here:
+                    digests[id(tensor)] = pool.submit(_digest, tensor)
+            found = {key: value if isinstance(value, str) else value.result() for key, value in digests.items()}
+        lines = sorted(f"{name} {found.get(id(tensor), '')}" for name, tensor in named)
+        return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        # keep_vars: ZeRO-3's marks are on the parameter itself
+        parts = [("", self.base)]
+        encoder = getattr(self.model, "prompt_encoder", {})
+        if self.adapter is not None and self.adapter in encoder:
+            parts.append(("prompt_encoder.", encoder[self.adapter]))
+        for prefix, part in parts:
+            for name, value in part.state_dict(keep_vars=True).items():
+                if isinstance(value, Tensor) and self._reads(name):
+                    yield prefix + ".".join(x for x in name.split(".") if x not in _OF_WRAPPERS), value
+
+    def _reads(self, name: str) -> bool:
+        """Whether what is called `name` takes part in the reference pass: base, or the adapter that is on."""
+        segments = name.split(".")
+        for i in range(len(segments)):
+            child = self._wrappers.get(".".join(segments[:i]))
+            if child is not None and segments[i] != child:
+                return self.adapter is not None and self.adapter in segments[i:]
+        return True
+
+
+# Where the model came from, and what generation alone reads. Anything else may matter, so it counts.
+_NOT_IN_LOGITS = {"_name_or_path", "transformers_version", "use_cache"}
+_NOT_IN_ADAPTER = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
+
+# By which PEFT's wrappers call the module that was there before them
+_OF_WRAPPERS = {"base_layer", "original_module", "token_adapter"}
+
+
+def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration, and those within it, without `_NOT_IN_LOGITS`."""
+    return {
+        key: _without_origin(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in _NOT_IN_LOGITS
+    }
+
+
+def _base_child(module: nn.Module) -> str | None:
+    if isinstance(module, BaseTunerLayer):
+        return "base_layer"
+    return next((name for name in ("token_adapter", "original_module") if name in module._modules), None)
+
+
+def _digest(tensor: Tensor) -> str:
+    """Hash of dtype, shape and bytes."""
+    tensor = tensor.detach()
+    # SHA-256 is the fastest of its kind where the processor has instructions for it
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if hasattr(tensor, "__tensor_flatten__"):  # torchao: several tensors in one
+        inner, context = tensor.__tensor_flatten__()
+        digest.update("".join([repr(context), *(_digest(getattr(tensor, name)) for name in inner)]).encode())
+    elif tensor.is_meta:
+        raise ValueError(
+            "The reference's weights are not there yet (a tensor on the meta device), so it cannot be told from "
+            'another one. Load the model before building the trainer, or set `reference_store="memory"`.'
+        )
+    else:
+        # As bytes, for dtypes that numpy does not know
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,373 @@
+"""DPO's reference log-probs: from the store, the user's columns or TRL's own pass, as the plan says for each batch."""
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import trl
+from accelerate.utils import broadcast_object_list, gather_object, tqdm
+from accelerate.utils.memory import clear_device_cache
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+
+from ..compat import OwnReference, loaded_models_recorded, maybe_gather_lm_head_ctx
+from ..passes import DPOFacts, DPOPlan, plan_dpo
+from ..reference import (
+    CheckedCollator,
+    DiskStore,
+    Entries,
+    MemoryStore,
+    ReferenceWeights,
+    StoredReference,
+    check_batch,
+    check_column_values,
+    have_columns,
+    identity_facts,
+    identity_of,
+    write_about,
+)
+from .exact_head import ExactHeadMixin
+from .hosted_reference import HostedReferenceMixin
+from .planned import PlannedPassesMixin
+from .store_arguments import StoreArguments
+
+_ROWS_CHECKED_TOGETHER = 64
+
+
+class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMixin, OwnReference):
+    """Mixed in before TRL's `DPOTrainer`."""
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        self._with_columns: dict[str, bool] = {}
+        self._shared: str | None = None
+        self._random: str | None = None
+        self._identity: str | None = None
+        self._identity_facts: dict[str, Any] = {}
+        self._stored: StoredReference | None = None
+        self._load_reference: Callable[[], Any] | None = None
+        self._training_began = False
+        with loaded_models_recorded(self._trl_trainer) as self._loaded:
+            super().__init__(*positional, **keywords)
+        if any(self._with_columns[name] and not _is_map_style(x) for name, x in self._datasets()):
+            self.data_collator = CheckedCollator(self.data_collator)
+        self.callback_handler.add_callback(_StoreCallback(self))
+
+    # When the trainer is built
+
+    def _attach(self, model: Any, **options: Any) -> None:
+        super()._attach(model, **options)  # type: ignore[misc]
+        # Weights are whole for the last time: here a reference can be told from another
+        if self.ref_model is None or model is self.ref_model:
+            self._meet_reference()
+
+    def _meet_reference(self) -> None:
+        self._kind = self.reference_kind()
+        if not self._is_sharded:
+            self._load_reference = next((x.load for x in self._loaded if x.model is self.ref_model), None)
+        if self._kind == "model":
+            reference = ReferenceWeights(self.ref_model)
+            self._shared = reference.shares_with(self.model)
+            self._random = reference.dropout(in_training=False)
+        for name, dataset in self._datasets():
+            names = dataset.column_names or next(iter(dataset)).keys()
+            self._with_columns[name] = have_columns(names, f"`{name}`")
+            if self._with_columns[name] and _is_map_style(dataset):
+                check_column_values(dataset, f"`{name}`")
+        if self._make_plan().durable:
+            self._identity_facts = self._identify(self.ref_model)
+            self._identity = identity_of(self._identity_facts)
+
+    def meet_reference_again(self) -> None:
+        """Resuming from a checkpoint loads all of its adapters, and one that is called "ref" becomes the reference."""
+        was, self._kind = self._kind, self.reference_kind()
+        if self._kind != "adapter":
+            return
+        self._plan = self._make_plan()
+        if self._plan.durable and not self._is_sharded:
+            self._identity_facts = self._identify(None)
+            identity = identity_of(self._identity_facts)
+            if was == "adapter" and identity == self._identity:
+                return
+            self._identity = identity
+        else:
+            self._identity = None  # what is sharded already is not hashed, so nothing of it is kept
+        self._stored = None
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    def _datasets(self) -> Iterator[tuple[str, Any]]:
+        yield "train_dataset", self.train_dataset
+        if isinstance(self.eval_dataset, dict):
+            yield from ((f"eval_dataset[{name!r}]", dataset) for name, dataset in self.eval_dataset.items())
+        elif self.eval_dataset is not None:
+            yield "eval_dataset", self.eval_dataset
+
+    def _weights(self, ref_model: Any) -> ReferenceWeights:
+        policy = self.accelerator.unwrap_model(self.model)
+        adapter = "ref" if self._kind == "adapter" else None
+        return ReferenceWeights(policy if ref_model is None else ref_model, adapter)
+
+    def _identify(self, ref_model: Any) -> dict[str, Any]:
+        """All that the reference's log-probs follow from, as the main process sees it."""
+        weights = self._weights(ref_model)
+        # Under FSDP's loading that spares memory, the main process alone has weights
+        hashed = [weights.hash(maybe_gather_lm_head_ctx, here=self.accelerator.is_main_process)]
+        facts = [
+            identity_facts(
+                hashed[0],
+                weights.config,
+                head=self.head_arguments.head,
+                mixed_precision=self.accelerator.mixed_precision,
+                device=self.accelerator.device.type,
+                tf32=self.args.tf32,
+                use_liger_kernel=self.args.use_liger_kernel,
+            )
+        ]
+        broadcast_object_list(facts, from_process=0)
+        return facts[0]
+
+    # The plan
+
+    def _make_plan(self) -> DPOPlan:
+        args, arguments = self.args, StoreArguments.of(self.args)
+        not_storable = None
+        if args.sync_ref_model or any(
+            isinstance(callback, trl.SyncRefModelCallback) for callback in self.callback_handler.callbacks
+        ):
+            not_storable = "it is moved towards the policy during training (`sync_ref_model`)"
+        elif self.takes_images:
+            not_storable = "the data hold images, by which the store cannot tell two sequences apart"
+        name, random = self._shared, self._random
+        if self._kind != "model":
+            weights = self._weights(None)
+            name, random = weights.trained(), weights.dropout()
+        drifts = f"it changes in training, which moves `{name}`, a tensor that it reads" if name else None
+        dropout = f"dropout is on in it (`{random}`): same distribution, other random draws" if random else None
+        if args.precompute_ref_log_probs and not_storable:
+            raise ValueError(
+                f"The reference cannot be precomputed: {not_storable}. Set `precompute_ref_log_probs=False`, or keep "
+                "the reference as it is."
+            )
+        return plan_dpo(
+            DPOFacts(
+                loss_types=tuple(args.loss_type),
+                best_metric=args.metric_for_best_model,
+                reference=self._kind,
+                datasets=tuple(self._with_columns),
+                with_columns=tuple(name for name, there in self._with_columns.items() if there),
+                precompute=args.precompute_ref_log_probs,
+                storage=arguments.reference_store,
+                folder=str(arguments.folder),
+                not_storable=not_storable,
+                drifts=drifts,
+                dropout=dropout,
+            )
+        )
+
+    def train(self, *positional: Any, **keywords: Any) -> Any:
+        """TRL's own. From here on the policy is no longer what it was."""
+        self._training_began = True
+        return super().train(*positional, **keywords)  # type: ignore[misc]
+
+    # For each batch
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """TRL's own loss, on reference log-probs from where the plan says."""
+        from_columns = have_columns(inputs, "A batch")
+        with self._reference_for(inputs, from_columns), self._policy_scored_here():
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        if self.plan.source == "nothing" and not from_columns:
+            self.drop_metrics("rewards/")
+        return loss
+
+    def _reference_for(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
+        if from_columns:
+            check_batch(inputs)
+        elif self.plan.source == "pass":
+            return self.reference_given(self.score_as_reference(self._reference_model(), inputs))
+        wanted = self.plan.source == "store" and not from_columns
+        answer = self.stored(inputs, lambda batch: self.score_as_reference(self._reference_model(), batch), wanted)
+        if not self.args.precompute_ref_log_probs:  # with it, TRL runs no reference pass here either
+            mode = "train" if self.model.training else "eval"
+            self.skipped.add(mode, passes=1 - answer.passes, tokens=answer.tokens_of_batch - answer.tokens)
+        return self.reference_given(None if from_columns else answer.log_probs)
+
+    @property
+    def stored(self) -> StoredReference:
+        """The store, opened when it is first needed."""
+        if self._stored is None:
+            store, identity = MemoryStore(), ""
+            if self.plan.durable and self._identity is not None:
+                identity = self._identity
+                folder = StoreArguments.of(self.args).folder / identity
+                store = DiskStore(folder, identity, writes=self._writes_to(folder))
+                if self.accelerator.is_local_main_process:
+                    write_about(folder, self._identity_facts)
+            self._stored = StoredReference(store, identity, self._gather_counts, self._gather_entries)
+        return self._stored
+
+    def _writes_to(self, folder: Any) -> bool:
+        """One process for each file system: the main one, and on each node that does not see its files another."""
+        if self.accelerator.num_processes == 1:
+            return True
+        name = [f"{uuid.uuid4().hex}.seen"]
+        broadcast_object_list(name, from_process=0)
+        sign = folder / name[0]
+        if self.accelerator.is_main_process:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                sign.touch()
+            except OSError:
+                pass  # the store will meet it too, and say so
+        self.accelerator.wait_for_everyone()
+        seen = sign.exists()
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            sign.unlink(missing_ok=True)
+            return True
+        return bool(self.accelerator.is_local_main_process and not seen)
+
+    def _gather_counts(self, counts: list[int]) -> list[list[int]]:
+        if self.accelerator.num_processes == 1:
+            return [counts]
+        gathered: list[list[int]] = self.accelerator.gather(
+            torch.tensor([counts], device=self.accelerator.device)
+        ).tolist()
+        return gathered
+
+    def _gather_entries(self, entries: Entries) -> list[Entries]:
+        return [entries] if self.accelerator.num_processes == 1 else gather_object([entries])
+
+    def fill_reference(self, dataset: Any, name: str, batch_size: int) -> None:
+        """Score all of a map-style data set, for `precompute_ref_log_probs`."""
+        if self.plan.source != "store" or have_columns(dataset.column_names, f"The {name} data set"):
+            return
+        loader = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        for batch in tqdm(
+            iterable=self.accelerator.prepare(loader),
+            desc=f"Scoring the {name} dataset with the reference",
+            disable=bool(os.environ.get("TQDM_DISABLE", "")),
+        ):
+            self.stored(batch, lambda fed: self.score_as_reference(self._reference_model(prepared=False), fed))
+        self.stored.store.flush()
+
+    # The model
+
+    def _reference_model(self, prepared: bool = True) -> Any:
+        """The model of a reference pass.
+
+        Args:
+            prepared (`bool`): whether the policy is ready to be called, as it is in `compute_loss`.
+
+        Raises:
+            `ValueError`: the reference is no longer there.
+        """
+        if self.ref_model is None and self._kind == "model" and self._load_reference is not None:
+            self._load_reference_again(self._load_reference)
+        if self.ref_model is not None:
+            return self.ref_model
+        if self._kind == "model" or (self.plan.gone_in_training and self._training_began):
+            raise ValueError(
+                "Some sequences have no reference log-probs, and the reference is gone: with "
+                "`precompute_ref_log_probs=True` and no `ref_model` it is the model before training, which scored the "
+                "trainer's own data sets. Give these data as `eval_dataset` when the trainer is built, pass a "
+                "`ref_model`, or set `precompute_ref_log_probs=False`."
+            )
+        return self.model if prepared else self.policy_before_training()
+
+    def release_reference(self) -> None:
+        """Drop a reference model that TRL loaded, if no data set of the run needs it any more.
+
+        A sharded one is left where it is.
+        """
+        if self.ref_model is None or self._load_reference is None or not self._store_covers_the_run():
+            return
+        if self._identity is None:
+            self._identity_facts = self._identify(self.ref_model)
+            self._identity = identity_of(self._identity_facts)
+        held = self.accelerator.unwrap_model(self.ref_model)
+        models = self.accelerator._models
+        models[:] = [model for model in models if self.accelerator.unwrap_model(model) is not held]
+        del self.scoring_forwards[1:], held
+        self.ref_model = None
+        clear_device_cache(garbage_collection=True)
+
+    def _load_reference_again(self, load: Callable[[], Any]) -> None:
+        self.ref_model = model = self.loaded_reference(load)
+        super()._attach(model)
+        if identity_of(self._identify(model)) != self._identity:
+            self.ref_model = None
+            raise ValueError(
+                "The reference model was released from memory when every sequence had been scored, and is needed for "
+                f"others now; but what lies at {model.config._name_or_path!r} is no longer the same model. Put it "
+                "back, or pass a `ref_model`, which is kept."
+            )
+        self.ref_model = self.accelerator.prepare_model(model, evaluation_mode=True)
+
+    def _store_covers_the_run(self) -> bool:
+        """Whether all ranks together find every row in the store, of training and of evaluation in training."""
+        if self.plan.source != "store":
+            return False
+        needed = [
+            dataset
+            for name, dataset in self._datasets()
+            if not self._with_columns[name] and (name == "train_dataset" or self.args.eval_strategy != "no")
+        ]
+        covers = all(_is_map_style(dataset) and self._store_covers(dataset) for dataset in needed)
+        return all(count[0] for count in self._gather_counts([int(covers)]))
+
+    def _store_covers(self, dataset: Dataset) -> bool:
+        """This rank's share of the rows."""
+        size, step = self.accelerator.num_processes, _ROWS_CHECKED_TOGETHER
+        for start in range(self.accelerator.process_index * step, len(dataset), size * step):
+            rows = [dataset[i] for i in range(start, min(start + step, len(dataset)))]
+            if not self.stored.holds(self.data_collator(rows)):
+                return False
+        return True
+
+
+class _StoreCallback(TrainerCallback):
+    """Puts what was scored on disk, and lets go of a reference model that has scored everything."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > 0:
+            self.trainer.meet_reference_again()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._flush()
+        if state.global_step < state.max_steps and not control.should_training_stop:
+            self.trainer.release_reference()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._flush()
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        self._flush()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.trainer._stored is not None:
+            self.trainer._stored.store.flush()
+
+
+def _is_map_style(dataset: Any) -> bool:
+    return isinstance(dataset, Dataset)
