@@ -22,8 +22,10 @@ class Case:
     learning_rate: float = 0.05
     lora: dict[str, Any] = field(default_factory=dict)  # changes to tiny.lora_config
     rollout: str = "scripted"  # a name of tiny.ROLLOUTS, or "generate" for TRL's own generation
-    rewards: tuple[str, ...] = ("id",)  # names of tiny.REWARDS
+    rewards: tuple[str, ...] = ("id",)  # names of rewards.REWARDS
     streaming: bool = False
+    prompts: int = 12  # rows of a GRPO data set
+    vllm: bool = False  # `use_vllm` is set once the trainer is built: a rollout stands for vLLM
     # The first step's reference log-probs were taken in batches of another shape and the policy still is the
     # reference: stock's own reward accuracy there is the sign of a rounding error.
     accuracy_is_noise_at_first: bool = False

@@ -8,7 +8,8 @@ import trl
 
 import trl_ext
 from drop_in_cases import CASES, DPO_LOSSES, GRPO_LEVELS, GRPO_LOSSES, SETUPS, Case
-from run_losses import Record, Trainers, assert_same, train
+from run_losses import Record, Trainers, train
+from same_training import assert_same
 from tiny import Workshop
 
 STOCK = Trainers.of(trl)

@@ -7,7 +7,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext
-from tiny import Workshop, half_dead_reward, prompts, scripted_rollout
+from rewards import half_dead_reward
+from tiny import Workshop, prompts, scripted_rollout
 from trl_ext.passes.dynamic_sampling import FurtherPrompts, replaced
 
 GROUP = 4

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext
-from tiny import V_WORDS, Workshop, id_reward, lora_config, preferences, prompts, scripted_rollout
+from rewards import id_reward
+from tiny import V_WORDS, Workshop, lora_config, preferences, prompts, scripted_rollout
 from trl_ext import GRPOConfig, GRPOTrainer
 
 

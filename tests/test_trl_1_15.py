@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from drop_in_cases import CASES, LOSS_TABLE
-from run_losses import TOLERANCE, metric_scale
+from same_training import TOLERANCE, metric_scale
 from tiny import REFERENCE_SEED, Workshop
 
 OTHER_PYTHON = os.environ.get("TRL_EXT_OTHER_PYTHON")

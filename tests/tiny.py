@@ -1,9 +1,10 @@
-"""Tiny tokenizers, models, adapters, data sets, rollouts and rewards, made on the fly and saved as local checkpoints.
+"""Tiny tokenizers, models, adapters, data sets and rollouts, made on the fly and saved as local checkpoints.
 
 Everything is a function of fixed seeds, so two runs, two trainers or two environments meet the same numbers. Weights
 are drawn wide (`initializer_range` 0.15 and more) so that log-probs differ from token to token.
 """
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from transformers import (
     LlamaConfig,
     PhiConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -227,7 +229,7 @@ def prompts(rows: int, seed: int, conversational: bool = False) -> Dataset:
     )
 
 
-def _prompt_text(prompt: str | list[dict[str, str]]) -> str:
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
@@ -239,7 +241,7 @@ def _rollout(
     place: Counter[str] = Counter()
     output: dict[str, list] = {"prompt_ids": [], "completion_ids": []}
     for prompt in prompts:
-        text = _prompt_text(prompt)
+        text = prompt_text(prompt)
         rng = random.Random(f"{text}|{place[text]}|{trainer.state.global_step}")
         place[text] += 1
         completion_ids, fields = complete(rng, trainer)
@@ -275,6 +277,17 @@ def masked_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
     return _rollout(prompts, trainer, complete)
 
 
+def masked_whole_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
+    """As `masked_rollout`, but an environment wrote every token of about half of the completions."""
+
+    def complete(rng: random.Random, trainer: Any) -> tuple[list[int], dict[str, list]]:
+        ids = _word_completion(rng, trainer)
+        whole = rng.random() < 0.5
+        return ids, {"env_mask": [int(not whole and rng.random() < 0.8) for _ in ids]}
+
+    return _rollout(prompts, trainer, complete)
+
+
 def sampler_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
     """With the log-probs of a sampler that disagrees with the policy, more on some completions than on others."""
 
@@ -284,6 +297,30 @@ def sampler_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
         return ids, {"logprobs": [level - rng.random() for _ in ids]}
 
     return _rollout(prompts, trainer, complete)
+
+
+@functools.cache
+def _sampler(path: str) -> PreTrainedModel:
+    with torch.random.fork_rng():  # loading draws random numbers, and only the first of two trainers loads
+        return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def near_sampler_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
+    """With the log-probs of a sampler that is the initial policy, give or take a noise: ratios lie about 1.
+
+    One token in ten comes without a log-prob, as from a vLLM that could not score it.
+    """
+    model = _sampler(trainer.model.config._name_or_path)
+    output = scripted_rollout(prompts, trainer)
+    output["logprobs"] = []
+    for prompt_ids, ids in zip(output["prompt_ids"], output["completion_ids"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
+        log_probs = logits.div(trainer.temperature).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        rng = random.Random(str(ids))
+        noisy = [x + rng.gauss(0, 0.4) for x in log_probs.tolist()]
+        output["logprobs"].append([None if rng.random() < 0.1 else x for x in noisy])
+    return output
 
 
 def tool_call_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
@@ -304,6 +341,8 @@ ROLLOUTS: dict[str, Callable[[list[Any], Any], dict[str, list]]] = {
     "scripted": scripted_rollout,
     "masked": masked_rollout,
     "sampler": sampler_rollout,
+    "near_sampler": near_sampler_rollout,
+    "masked_whole": masked_whole_rollout,
     "tool_call": tool_call_rollout,
 }
 
@@ -320,29 +359,3 @@ def add(a: int, b: int) -> int:
         The sum.
     """
     return a + b
-
-
-def id_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A real number that differs between the completions of a group."""
-    return [sum(token * 37 % 101 for token in ids) / (101 * len(ids)) for ids in completion_ids]
-
-
-def short_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """Prefers short completions, and cannot score those of three tokens."""
-    return [None if len(ids) == 3 else 1.0 / len(ids) for ids in completion_ids]
-
-
-def half_dead_reward(prompts: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """As `id_reward`, but 0.5 for every completion of every second prompt: the group has no advantage at all."""
-    scores = id_reward(completion_ids)
-    return [
-        0.5 if int(_prompt_text(prompt).split()[0][1:]) % 2 else score
-        for prompt, score in zip(prompts, scores, strict=True)
-    ]
-
-
-REWARDS: dict[str, Callable[..., list[float | None]]] = {
-    "id": id_reward,
-    "short": short_reward,
-    "half_dead": half_dead_reward,
-}

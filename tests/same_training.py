@@ -1,0 +1,123 @@
+"""Compares two training runs: losses, metrics, gradients and weights, but for what the table of metrics lets differ."""
+
+import math
+
+import torch
+
+from drop_in_cases import Case
+from metric_table import Situation, may_differ, skips_zero_advantages
+from rewards import NOISY_REWARDS
+from run_losses import MicroBatch, Record
+
+TOLERANCE = 1e-5
+POLICY_BATCHES = {"model": "policy", "grad": True}
+
+
+def _close(got: float | None, want: float | None, scale: float) -> bool:
+    if got is None or want is None or math.isnan(want):
+        return got == want or (want is not None and got is not None and math.isnan(got) and math.isnan(want))
+    return abs(got - want) <= TOLERANCE * max(abs(want), scale)  # false for a NaN
+
+
+def assert_same(case: Case, ours: Record, stock: Record) -> None:
+    """Raise AssertionError, naming everything that differs, unless `ours` shows what `stock` shows to `TOLERANCE`.
+
+    Logged metrics may differ where the table of docs/skipped-passes.md says so. `skipped/*` of GRPO is held to what the
+    hooks on the input embeddings counted.
+    """
+    wrong: list[str] = []
+    assert len(ours.losses) == len(stock.losses) > 0, (len(ours.losses), len(stock.losses))
+    for i, (got, want) in enumerate(zip(ours.losses, stock.losses, strict=True)):
+        if not _close(got, want, stock.advantage):
+            wrong.append(f"loss of micro-batch {i}: ours {got!r}, stock {want!r}, scale {stock.advantage:.3g}")
+    wrong += metrics_differ(case, ours, stock)
+
+    assert len(ours.gradients) == len(stock.gradients) > 0, (len(ours.gradients), len(stock.gradients))
+    for i, (got_grads, want_grads) in enumerate(zip(ours.gradients, stock.gradients, strict=True)):
+        wrong += _tensors_differ(f"gradient of step {i}", got_grads, want_grads)
+    wrong += _tensors_differ("weight update", ours.updates, stock.updates)
+
+    # Nothing compares equal to nothing, and NaN to NaN: such a case would prove little.
+    assert all(math.isfinite(loss) for loss in stock.losses), f"{case.name}: stock's losses are {stock.losses}"
+    assert any(_norm(gradients) > 0 for gradients in stock.gradients), f"{case.name}: stock has no gradient at all"
+    assert not wrong, f"{case.name}: {len(wrong)} differences\n" + "\n".join(wrong[:40])
+
+
+def live_rows(case: Case, batch: MicroBatch) -> torch.Tensor:
+    """The rows of stock's micro-batch that can change the gradient, by their advantages and masks: `(B,)`, bool."""
+    live = batch.tokens > 0
+    if case.model == "experts":  # the router loss counts every row
+        return torch.ones_like(live)
+    if skips_zero_advantages(case):
+        # What TRL makes of equal rewards is at most 1e-3, and no other advantage of these cases is as small
+        noise = 2e-3 if not NOISY_REWARDS.isdisjoint(case.rewards) else 0.0
+        live = live & (batch.advantages.abs() > noise)
+    return live
+
+
+def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
+    """What the logs show that they may not show, log entry by log entry."""
+    wrong: list[str] = []
+    assert len(ours.logs) == len(stock.logs) > 0, (len(ours.logs), len(stock.logs))
+    for i, (got_log, want_log) in enumerate(zip(ours.logs, stock.logs, strict=True)):
+        not_fed = {what: stock.fed(what, log=i) - ours.fed(what, log=i) for what in ("rows", "tokens", "forwards")}
+        rows_not_fed = stock.fed("rows", log=i, **POLICY_BATCHES) - ours.fed("rows", log=i, **POLICY_BATCHES)
+        unscored = any((~live_rows(case, batch)).any().item() for batch in stock.batches if batch.log == i)
+        situation = Situation(any(key.startswith("eval_") for key in want_log), unscored)
+        for key in sorted(want_log.keys() | got_log.keys()):
+            if case.accuracy_is_noise_at_first and i == 0 and key == "rewards/accuracies":
+                continue
+            if may_differ(key, case, situation):
+                continue
+            got, want = got_log.get(key, "absent"), want_log.get(key, "absent")
+            if "absent" in (got, want):
+                wrong.append(f"log {i} {key}: ours {got!r}, stock {want!r}")
+                continue
+            scale = metric_scale(case, key, want_log, stock.advantage, stock.logit_size)
+            if not _close(got, want, scale):
+                wrong.append(f"log {i} {key}: ours {got!r}, stock {want!r}, scale {scale:.3g}")
+        if case.trainer == "grpo" and not {"loss", "eval_loss"}.isdisjoint(want_log):
+            prefix = "eval_" if situation.evaluation else ""
+            counted = {"rows": rows_not_fed, "tokens": not_fed["tokens"], "passes": not_fed["forwards"]}
+            for what, count in counted.items():
+                got = got_log.get(f"{prefix}skipped/{what}", 0)
+                if got != count:
+                    wrong.append(f"log {i} {prefix}skipped/{what}: ours {got!r}, counted by hooks {count}")
+    return wrong
+
+
+def metric_scale(case: Case, key: str, log: dict[str, float], advantage: float, logit_size: float) -> float:
+    """The size of what a logged value is a difference or a signed mean of, where that is not its own size."""
+    prefix = "eval_" if key.startswith("eval_") else ""
+    key = key.removeprefix("eval_")
+    if case.trainer == "dpo" and key.startswith("rewards/"):
+        logps = [abs(log[f"{prefix}logps/{which}"]) for which in ("chosen", "rejected")]
+        return sum(logps) / 2 * case.config.get("beta", 0.1)
+    if case.trainer == "dpo" and key.startswith("logits/"):
+        return logit_size
+    if case.trainer == "grpo" and key in ("loss", "train_loss", "policy_loss"):
+        return advantage
+    return 0.0
+
+
+def _norm(tensors: dict[str, torch.Tensor | None]) -> float:
+    return math.sqrt(sum(tensor.double().pow(2).sum().item() for tensor in tensors.values() if tensor is not None))
+
+
+def _tensors_differ(
+    what: str, ours: dict[str, torch.Tensor | None], stock: dict[str, torch.Tensor | None]
+) -> list[str]:
+    """Each tensor's difference against the norm of all: a vector comparison, as sums of absolute values are blind."""
+    if ours.keys() != stock.keys():
+        return [f"{what}: other names: {sorted(ours.keys() ^ stock.keys())[:6]}"]
+    wrong = []
+    total = _norm(stock)
+    for name, want in stock.items():
+        got = ours[name]
+        if (got is None) != (want is None):
+            wrong.append(f"{what} {name}: ours {'None' if got is None else 'set'}, stock the other")
+        elif want is not None:
+            difference = (got.double() - want.double()).norm().item()
+            if not difference <= TOLERANCE * total:
+                wrong.append(f"{what} {name}: |ours - stock| {difference:.3g}, all of stock {total:.3g}")
+    return wrong

@@ -1,0 +1,189 @@
+"""GRPO's plan: what `explain()` says of each pass, that it is logged once, and which arguments it refuses."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+import trl_ext
+from drop_in_cases import Case
+from run_losses import Record, Trainers, build
+from tiny import Workshop
+from trl_ext.passes.plan import Plan
+
+OURS = Trainers.of(trl_ext)
+
+
+@contextmanager
+def built(workshop: Workshop, options: dict[str, Any] | None = None, /, **fields: Any) -> Iterator[Any]:
+    """Our trainer of a case of one step; `options` are fields of our config alone."""
+    trainers = replace(OURS, grpo_config=partial(OURS.grpo_config, **(options or {})))
+    keys = {key: fields.pop(key) for key in ("setup", "model", "lora", "rollout", "rewards", "vllm") if key in fields}
+    with TemporaryDirectory() as output_dir:
+        yield build(Case("plan", "grpo", steps=1, config=fields, **keys), trainers, workshop, output_dir, Record())
+
+
+def explained(workshop: Workshop, options: dict[str, Any] | None = None, /, **fields: Any) -> Plan:
+    with built(workshop, options, **fields) as trainer:
+        return trainer.explain()
+
+
+PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
+    "on-policy": (
+        {},
+        {
+            "policy": ("run", "advantage is exactly 0"),
+            "old policy": ("reuse", "training forward"),
+            "reference": ("skip", "beta is 0"),
+        },
+    ),
+    "iterations": ({"num_iterations": 2}, {"old policy": ("reuse", "remembered for the later iterations")}),
+    "misaligned": (
+        {"gradient_accumulation_steps": 3, "steps_per_generation": 4, "per_device_train_batch_size": 4},
+        {"old policy": ("reuse", "scored just before")},
+    ),
+    "beta": (
+        {"setup": "ref_model", "beta": 0.1},
+        {"policy": ("run", "KL term (beta=0.1)"), "reference": ("run", "once for each generation batch")},
+    ),
+    "entropy bonus": ({"entropy_coef": 0.05}, {"policy": ("run", "entropy bonus")}),
+    "entropy quantile": ({"top_entropy_quantile": 0.2}, {"policy": ("run", "top_entropy_quantile=0.2")}),
+    "router loss": ({"model": "experts"}, {"policy": ("run", "router loss")}),
+    "vllm": ({"vllm": True, "rollout": "sampler"}, {"old policy": ("reuse", "ratio to the sampler")}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
+    fields, decisions = PLANS[name]
+    plan = explained(workshop, **fields)
+    assert [decision.name for decision in plan.decisions] == ["policy", "old policy", "reference"]
+    for pass_name, (action, reason) in decisions.items():
+        assert plan[pass_name].action == action
+        assert reason in plan[pass_name].reason
+    table = str(plan)
+    assert max(map(len, table.splitlines())) <= 118
+    for decision in plan.decisions:
+        assert f"{decision.name:<12}{decision.action:<7}{decision.reason.split()[0]}" in table
+        assert set(decision.reason.split()) <= set(table.split())
+
+
+def test_trls_own_config_has_a_plan_too(workshop: Workshop) -> None:
+    trainers = replace(OURS, grpo_config=trl.GRPOConfig)
+    with TemporaryDirectory() as output_dir:
+        trainer = build(Case("plan", "grpo", steps=1), trainers, workshop, output_dir, Record())
+        assert str(trainer.explain()) == str(explained(workshop))
+
+
+def test_the_plan_is_logged_once_by_the_main_process(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="trl_ext")
+    with built(workshop, num_iterations=2) as trainer:
+        plan = str(trainer.explain())
+        assert not [record for record in caplog.records if record.name == "trl_ext"]
+        trainer.train()
+        records = [record for record in caplog.records if record.name == "trl_ext"]
+        assert len(records) == 1
+        assert records[0].levelno == logging.INFO
+        assert plan in records[0].getMessage()
+        assert str(trainer.explain()) == plan
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({"steps_per_generation": 2}, ("16", "8")),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, ("8", "16")),
+        ({"num_iterations": 2}, ("8", "num_iterations")),
+    ],
+)
+def test_force_on_policy_ratio_refuses_batches_that_differ(
+    fields: dict[str, Any], sizes: tuple[str, str], workshop: Workshop
+) -> None:
+    with pytest.raises(ValueError, match="force_on_policy_ratio") as error:
+        _start(workshop, {"force_on_policy_ratio": True}, **fields)
+    for part in (*sizes, "steps_per_generation", "gradient_accumulation_steps"):
+        assert part in str(error.value)
+
+
+def _start(workshop: Workshop, options: dict[str, Any], **fields: Any) -> None:
+    with built(workshop, options, **fields) as trainer:
+        trainer.train()
+
+
+def test_trust_sampling_log_probs_refuses_a_sampler_without_log_probs(workshop: Workshop) -> None:
+    with pytest.raises(ValueError, match=r"trust_sampling_log_probs.*use_vllm.*rollout_func"):
+        _start(workshop, {"trust_sampling_log_probs": True}, rollout="generate")
+    # A rollout function is there, and returns None
+    with pytest.raises(ValueError, match="logprobs"):
+        _start(workshop, {"trust_sampling_log_probs": True}, rollout="scripted")
+
+
+def test_trust_sampling_log_probs_is_called_an_approximation(workshop: Workshop) -> None:
+    plan = explained(workshop, {"trust_sampling_log_probs": True}, rollout="sampler")
+    assert plan["old policy"].action == "skip"
+    for part in ("trust_sampling_log_probs", "approximation", "bias"):
+        assert part in plan["old policy"].reason
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}], ids=lambda cut: next(iter(cut)))
+def test_a_truncated_sampler_makes_the_ratio_biased(
+    cut: dict[str, Any], workshop: Workshop, caplog: pytest.LogCaptureFixture
+) -> None:
+    (name,) = cut
+    with built(workshop, vllm=True, rollout="sampler", **cut) as trainer:
+        trainer.train()
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [name in warning and "biased" in warning for warning in warnings if "ratio" in warning] == [True]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"vllm": True, "rollout": "sampler", "top_p": 1.0, "top_k": 0},
+        {"vllm": True, "rollout": "sampler", "top_p": 0.9, "vllm_importance_sampling_correction": False},
+        {"rollout": "sampler", "top_p": 0.9},
+    ],
+    ids=["whole", "not corrected", "no vllm"],
+)
+def test_no_warning_where_the_ratio_is_not_biased(
+    fields: dict[str, Any], workshop: Workshop, caplog: pytest.LogCaptureFixture
+) -> None:
+    with built(workshop, **fields) as trainer:
+        trainer.train()
+    assert not [record for record in caplog.records if "biased" in record.getMessage()]
+
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "attention": {"model_init_kwargs": {"attention_dropout": 0.1}},
+    "module": {"model": "head_bias", "model_init_kwargs": {"resid_pdrop": 0.1}},
+    "lora": {"setup": "lora", "lora": {"lora_dropout": 0.1}},
+}
+
+
+@pytest.mark.parametrize("where", DROPOUT)
+def test_active_dropout_is_named(where: str, workshop: Workshop) -> None:
+    reason = explained(workshop, **DROPOUT[where])["old policy"].reason
+    assert "same distribution" in reason
+    assert "other random draws" in reason
+
+
+@pytest.mark.parametrize("fields", [{}, {"disable_dropout": True, **DROPOUT["module"]}], ids=["none", "disabled"])
+def test_dropout_that_is_not_active_is_not_named(fields: dict[str, Any], workshop: Workshop) -> None:
+    assert "ropout" not in explained(workshop, **fields)["old policy"].reason
+
+
+def test_with_dropout_the_training_forward_is_reused(workshop: Workshop) -> None:
+    with built(workshop, **DROPOUT["attention"], num_iterations=2) as trainer:
+        grad_modes: list[bool] = []
+        trainer.model.get_input_embeddings().register_forward_hook(
+            lambda *_: grad_modes.append(torch.is_grad_enabled())
+        )
+        trainer.train()
+        assert grad_modes == [True]
