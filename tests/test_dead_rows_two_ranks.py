@@ -15,8 +15,9 @@ from transformers import TrainerCallback
 import trl_ext
 from drop_in_cases import GRPO_LOSSES
 from ranks import Rank, run_on_ranks
+from rewards import id_reward
 from test_two_ranks import far, trained
-from tiny import Workshop, id_reward, prompts, scripted_rollout
+from tiny import Workshop, prompts, scripted_rollout
 
 GENERATIONS = 4
 STEPS = 5

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import trl_ext
 from drop_in_cases import CASES
-from run_losses import Trainers, assert_same, train
+from run_losses import Trainers, train
+from same_training import assert_same
 from test_scoring_forward import batch
 from tiny import MODELS, lora_config, preferences
 from trl_ext.reference import host_reference

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext
 from drop_in_cases import SETUPS, Case
-from run_losses import Trainers, assert_same, train
+from run_losses import Trainers, train
+from same_training import assert_same
 from tiny import REFERENCE_SEED, Workshop, lora_config, preferences
 from tokens import counted, total
 
