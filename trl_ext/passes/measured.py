@@ -7,7 +7,7 @@ from .visit import Visit
 
 
 def statistics(visit: Visit, skipped_tokens: int) -> Tensor:
-    """This rank's part of what `over_scored_rows` takes, to be summed over ranks: `(6,)`."""
+    """This rank's part of what `over_scored_rows` takes, to be summed over ranks: `(6,)`; the last two were skipped."""
     scored = visit.scored
     rows = len(scored.tokens_BC)
     return torch.stack(
@@ -20,24 +20,21 @@ def statistics(visit: Visit, skipped_tokens: int) -> Tensor:
     )
 
 
-def over_scored_rows(metrics: dict[str, list[float]], totals: Tensor) -> tuple[int, int]:
-    """Correct the values that TRL has just appended to `metrics`; absent where no rank has scored a row.
+def over_scored_rows(metrics: dict[str, list[float]], totals: Tensor) -> None:
+    """Correct the values that TRL has just appended to `metrics` in training; absent where no rank has scored a row.
 
     Args:
         totals (`Tensor` of shape `(6,)`): the `statistics` of all ranks, summed.
-
-    Returns:
-        Rows and tokens that were skipped.
     """
-    entropy, tokens, scored_rows, rows, skipped_rows, skipped_tokens = totals.tolist()
-    if skipped_rows:
-        _replace_last(metrics, "entropy", entropy / tokens if tokens else None)
-        phi = metrics.get("vespo/phi_seq_mean")
-        if phi:
-            # A row that was not scored has a ratio of 1, and phi(1) is 1
-            mean = (phi[-1] * rows - (rows - scored_rows)) / scored_rows if scored_rows else None
-            _replace_last(metrics, "vespo/phi_seq_mean", mean)
-    return int(skipped_rows), int(skipped_tokens)
+    entropy, tokens, scored_rows, rows, _, _ = totals.tolist()
+    if scored_rows == rows:
+        return
+    _replace_last(metrics, "entropy", entropy / tokens if tokens else None)
+    phi = metrics.get("vespo/phi_seq_mean")
+    if phi:
+        # A row that was not scored has a ratio of 1, and phi(1) is 1
+        mean = (phi[-1] * rows - (rows - scored_rows)) / scored_rows if scored_rows else None
+        _replace_last(metrics, "vespo/phi_seq_mean", mean)
 
 
 def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:

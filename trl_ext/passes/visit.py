@@ -59,6 +59,9 @@ class Visit:
             if plan.trust_sampler:
                 sampler_BC = sampler_log_probs(inputs)
                 old_BC = torch.where(scored.tokens_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
+        # An advantage of 0 times a ratio of inf would be NaN, where it is 0 with any other ratio
+        overflows_BC = (policy_BC.detach() - old_BC).exp().isinf() & (_by_token(inputs["advantages"]) == 0)
+        old_BC = torch.where(overflows_BC, policy_BC.detach(), old_BC)
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
             reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
@@ -78,6 +81,11 @@ class Visit:
         if self.ratio is not None:
             kept["importance_sampling_ratio"] = self.ratio
         return kept
+
+
+def _by_token(advantages: Tensor) -> Tensor:
+    """TRL's advantages are one a row; subclasses of its trainer may have one a token."""
+    return advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
 
 
 def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:

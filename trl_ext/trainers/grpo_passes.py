@@ -67,7 +67,8 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
     def train(self, *positional: Any, **keywords: Any) -> Any:
         """TRL's own, after the plan was made and logged."""
         # Left by an earlier training that ended before it scored them: their weights are gone
-        if any("old_per_token_logps" not in inputs for inputs in self._slices_to_come()):
+        unscored = any("old_per_token_logps" not in inputs for inputs in self._slices_to_come())
+        if unscored and not self._make_plan().trust_sampler:
             self._regenerate()
         return super().train(*positional, **keywords)
 
@@ -125,8 +126,10 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
         totals = accelerator.reduce(statistics(visit, self._skipped_tokens), reduction="sum")
         self._skipped_tokens = 0
-        rows, tokens = over_scored_rows(self._mode_metrics(), totals)
-        self.skipped.add(self._mode, rows=rows, tokens=tokens)
+        rows, tokens = (int(count) for count in totals[-2:].tolist())
+        self.skipped.add(self._mode, passes=0, rows=rows, tokens=tokens)
+        if self._mode == "train":
+            over_scored_rows(self._mode_metrics(), totals)
         if visit.formed is not None:
             for name, value in sampler_metrics(accelerator.gather(visit.formed.statistics().unsqueeze(0))).items():
                 self._mode_metrics()[name].append(value)
