@@ -55,6 +55,7 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "in training, where TRL makes advantages of equal rewards": lambda case, situation: (
         _zeroes_noise(case) and not situation.evaluation
     ),
+    "with `dynamic_sampling`": lambda case, situation: case.config.get("dynamic_sampling", False),
     "with DPO, where the only loss is `sft`": lambda case, situation: _only_sft(case),
 }
 
