@@ -20,6 +20,7 @@ import platform
 import statistics
 import tempfile
 import time
+import warnings
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -31,11 +32,12 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL's own switch: `rollout_func` warns without it
 
+import datasets
 import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 import trl_ext
 
@@ -241,6 +243,7 @@ def run(library: Any, case: Case, shape: Shape) -> StepTimes:
         for model in filter(None, (trainer.model, trainer.ref_model)):
             times.watch(model)
         trainer.add_callback(times)
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return times
 
@@ -266,6 +269,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
     arguments = parser.parse_args()
     logging.getLogger("trl_ext").setLevel(logging.WARNING)
+    datasets.disable_progress_bars()
+    warnings.simplefilter("ignore", FutureWarning)  # of the libraries', on names of their own
     shape = SMOKE if arguments.smoke else SHAPE
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}

@@ -20,6 +20,7 @@ class Situation:
 
     evaluation: bool
     rows_not_scored: bool  # since the entry before, some row could not change the gradient
+    first: bool = False
 
 
 def _corrects(case: Case) -> bool:
@@ -54,6 +55,9 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "in training, with the vLLM correction": lambda case, situation: _corrects(case) and not situation.evaluation,
     "in training, where TRL makes advantages of equal rewards": lambda case, situation: (
         _zeroes_noise(case) and not situation.evaluation
+    ),
+    "with DPO, in the first log, where the policy still is its reference and that was scored in another batch": (
+        lambda case, situation: case.accuracy_is_noise_at_first and situation.first
     ),
     "with `dynamic_sampling`": lambda case, situation: case.config.get("dynamic_sampling", False),
     "with DPO, where the only loss is `sft`": lambda case, situation: _only_sft(case),
