@@ -164,15 +164,8 @@ def text(ids: list[int]) -> str:
 
 def grpo(library: Any, case: Case, shape: Shape, folder: str) -> Any:
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        ids = [
-            [
-                *words(
-                    hash((prompt, place, trainer.state.global_step)) % 2**31, shape.completion - 1, shape.vocabulary
-                ),
-                1,
-            ]
-            for place, prompt in enumerate(prompts)
-        ]
+        seeds = [number_of(f"{prompt} {i} {trainer.state.global_step}") for i, prompt in enumerate(prompts)]
+        ids = [[*words(seed, shape.completion - 1, shape.vocabulary), 1] for seed in seeds]
         return {
             "prompt_ids": trainer.processing_class(list(prompts))["input_ids"],
             "completion_ids": ids,

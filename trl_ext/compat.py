@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
+import trl
 from datasets import Dataset, IterableDataset
 from packaging.specifiers import SpecifierSet
 
@@ -202,7 +203,8 @@ class GRPOInternals:
     """Mixed in before TRL's `GRPOTrainer`: its private methods and attributes, under names of ours.
 
     TRL runs its log-prob passes from two places. Where it generates they are deferred: it finds no old-policy and no
-    reference log-probs, and `_generated` may add them. In its loss they are answered by what `_answered_by` was given.
+    reference log-probs, and `_generated` may add them. In its loss the policy's is answered by what `_answered_by` was
+    given. Both are methods of the instance while TRL runs, so that those of a subclass are called for real passes only.
     """
 
     # Inputs of vision-language models; their rows cannot be told apart here
@@ -211,7 +213,6 @@ class GRPOInternals:
         *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
     )
 
-    _answer: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None
     _rewards_per_function: torch.Tensor
     vllm_importance_sampling_correction: bool
 
@@ -223,25 +224,38 @@ class GRPOInternals:
         """Called in training before each micro-batch."""
 
     @contextmanager
-    def _answered_by(
-        self, log_probs: torch.Tensor | None, entropies: torch.Tensor | None, aux_loss: torch.Tensor | None
-    ) -> Iterator[None]:
-        """Within, TRL's log-prob passes return these."""
-        self._answer = (log_probs, entropies, aux_loss)
+    def _in_place_of(self, **methods: Callable[..., Any]) -> Iterator[None]:
+        """Within, these stand for the methods of the same names, also for those of a subclass."""
+        vars(self).update(methods)
         try:
             yield
         finally:
-            self._answer = None
+            for name in methods:
+                vars(self).pop(name, None)
+
+    @contextmanager
+    def _answered_by(self, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]) -> Iterator[None]:
+        """Within, TRL's pass of `model` over `batch` is `answer`: log-probs, entropies and router loss. Others run."""
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+
+        def answered(called: Any, input_ids: torch.Tensor, *positional: Any, **options: Any) -> Any:
+            if called is model and torch.equal(input_ids, ids):
+                return answer
+            return _class_pass(self)(self, called, input_ids, *positional, **options)
+
+        with self._in_place_of(_get_per_token_logps_and_entropies=answered):
+            yield
 
     def _completion_log_probs(
         self, model: Any, batch: dict[str, Any], **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's own pass over the rows of `batch`: log-probs and entropies `(B, C)`, and the router loss.
+        """TRL's own pass, or a subclass's, over the rows of `batch`: log-probs and entropies `(B, C)`, router loss.
 
         Args:
             options: TRL's `batch_size`, `compute_entropy` and `compute_aux_loss`.
         """
-        return super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
+        log_probs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = _class_pass(self)(
+            self,
             model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
@@ -249,31 +263,48 @@ class GRPOInternals:
             **options,
             **{name: batch[name] for name in self._VISION_INPUTS if name in batch},
         )
+        return log_probs
 
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, *positional: Any, **options: Any
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        if self._answer is not None:
-            return self._answer
-        return super()._get_per_token_logps_and_entropies(model, *positional, **options)  # type: ignore[misc]
+    def _has_own_loss(self) -> bool:
+        """Whether a subclass has replaced TRL's loss."""
+        return type(self)._compute_loss is not trl.GRPOTrainer._compute_loss  # type: ignore[attr-defined]
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self._generated(self._draw(inputs))
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
         """Completions of `inputs`, rewarded, without log-probs."""
+        generate, calculate_rewards = self._generate, self._calculate_rewards  # type: ignore[attr-defined]
+
+        def deferred(*_: Any, **__: Any) -> tuple[None, None, None]:
+            return None, None, None
+
+        def recorded(*positional: Any, **keywords: Any) -> torch.Tensor:
+            with undeferred():
+                self._rewards_per_function = calculate_rewards(*positional, **keywords)
+            return self._rewards_per_function
+
+        def generated(*positional: Any, **keywords: Any) -> Any:
+            with undeferred():
+                return generate(*positional, **keywords)
+
+        @contextmanager
+        def undeferred() -> Iterator[None]:
+            # The user's rollout and reward functions may run passes of their own
+            vars(self).pop("_get_per_token_logps_and_entropies")
+            yield
+            self._get_per_token_logps_and_entropies = deferred
+
         # Without the correction TRL forms no ratio, which would need the old policy's log-probs
         correction = self.vllm_importance_sampling_correction
         self.vllm_importance_sampling_correction = False
         try:
-            with self._answered_by(None, None, None):
+            with self._in_place_of(
+                _get_per_token_logps_and_entropies=deferred, _generate=generated, _calculate_rewards=recorded
+            ):
                 return super()._generate_and_score_completions(inputs)  # type: ignore[misc, no-any-return]
         finally:
             self.vllm_importance_sampling_correction = correction
-
-    def _calculate_rewards(self, *positional: Any, **keywords: Any) -> torch.Tensor:
-        self._rewards_per_function = super()._calculate_rewards(*positional, **keywords)  # type: ignore[misc]
-        return self._rewards_per_function
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
@@ -306,6 +337,13 @@ class GRPOInternals:
         pad_token_id = self._tokenizer.pad_token_id  # type: ignore[attr-defined]
         return {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}
 
+    def _present_slice(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
+        """The slice of the generation buffer that `inputs` is, or is a copy of, if it will be visited again."""
+        for present in self._slices_to_come()[:1]:
+            is_it = inputs.get("completion_ids") is present["completion_ids"]
+            return present if is_it and any(x is present for x in self._slices_to_come()[1:]) else None
+        return None
+
     def _regenerate(self) -> None:
         """Drop the generation buffer: TRL fills it again at its next micro-batch."""
         self._buffered_inputs = None
@@ -326,3 +364,8 @@ class GRPOInternals:
     def _mode_metrics(self) -> dict[str, list[float]]:
         """The metrics of the present mode, train or eval, since the last log: a value for each micro-batch."""
         return self._metrics[self._mode]  # type: ignore[attr-defined]
+
+
+def _class_pass(trainer: Any) -> Any:
+    """TRL's log-prob pass, or a subclass's, whatever stands in its place on the instance."""
+    return type(trainer)._get_per_token_logps_and_entropies

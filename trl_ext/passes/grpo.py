@@ -18,6 +18,8 @@ class GRPOFacts:
         num_generations (`int`): completions of a prompt.
         beta (`float`): coefficient of the KL term.
         normalized_over_batch (`bool`): whether an advantage depends on other groups of its generation batch.
+        has_own_loss (`bool`): whether a subclass has replaced TRL's loss, of which nothing is known then.
+        of_sequences (`bool`): whether the importance ratio is one of a completion, instead of one of a token.
         has_images (`bool`): whether batches can hold images, whose rows are not told apart.
         has_entropy_bonus, has_router_loss (`bool`): terms of the loss in which every row takes part.
         top_entropy_quantile (`float`): below 1, only tokens of high entropy are trained.
@@ -37,6 +39,8 @@ class GRPOFacts:
     num_generations: int
     beta: float
     normalized_over_batch: bool
+    has_own_loss: bool
+    of_sequences: bool
     has_images: bool
     has_entropy_bonus: bool
     has_router_loss: bool
@@ -58,6 +62,8 @@ class GRPOPlan(Plan):
     Args:
         leave_zero_advantages (`bool`): rows whose advantage is exactly 0 are not fed in training.
         leave_masked (`bool`): rows without a token in the loss are not fed.
+        score_tools (`bool`): tokens that a tool wrote are scored.
+        of_sequences (`bool`): the importance ratio is one of a completion, instead of one of a token.
         zero_equal_rewards (`bool`): the advantages of groups rewarded alike are set to 0.
         trust_sampler (`bool`): the sampler's log-probs are the old policy's.
         sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
@@ -67,6 +73,8 @@ class GRPOPlan(Plan):
 
     leave_zero_advantages: bool
     leave_masked: bool
+    score_tools: bool
+    of_sequences: bool
     zero_equal_rewards: bool
     trust_sampler: bool
     sampler_ratio: RatioRule | None
@@ -94,7 +102,9 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     return GRPOPlan(
         decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts)),
         leave_zero_advantages=leave_zero_advantages,
-        leave_masked=not facts.has_router_loss,
+        leave_masked=not (facts.has_router_loss or facts.has_own_loss),
+        score_tools=facts.has_own_loss,
+        of_sequences=facts.of_sequences,
         zero_equal_rewards=leave_zero_advantages and facts.zero_advantages_of_equal_rewards,
         trust_sampler=facts.trust_sampling_log_probs,
         sampler_ratio=facts.sampler_ratio,
@@ -145,6 +155,8 @@ def _check_dynamic_sampling(facts: GRPOFacts) -> None:
 
 def _why_zero_advantages_stay(facts: GRPOFacts) -> str | None:
     """Why a row without advantage can have a gradient all the same, or takes part in that of others."""
+    if facts.has_own_loss:
+        return "this trainer has a loss of its own, which may send a gradient through them"
     if facts.beta != 0.0:
         return f"the KL term (beta={facts.beta}) sends a gradient through them"
     if facts.has_entropy_bonus:
@@ -163,7 +175,7 @@ def _policy(facts: GRPOFacts) -> Decision:
         if facts.max_draws > 1
         else ""
     )
-    if facts.has_router_loss:
+    if facts.has_router_loss or facts.has_own_loss:
         return Decision("policy", "run", f"every row: {stay}.{drawn}")
     if stay is not None:
         return Decision(
@@ -198,7 +210,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     own = "the log-probs of the training forward, detached, where a micro-batch meets the weights it was sampled with"
     if facts.force_on_policy_ratio:
         own += "; here always, so the ratio is exactly 1 (`force_on_policy_ratio`)"
-    if facts.num_iterations > 1:
+    if facts.num_iterations > 1 and (misaligned or facts.sampler_ratio is not None):
         own += "; remembered for the later iterations"
     if misaligned and facts.steps_per_generation > 1:
         own += (

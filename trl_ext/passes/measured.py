@@ -38,6 +38,8 @@ def over_scored_rows(metrics: dict[str, list[float]], totals: Tensor) -> None:
 
 
 def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:
+    if name not in metrics:  # a loss of a subclass's own
+        return
     metrics[name].pop()
     if value is not None:
         metrics[name].append(value)

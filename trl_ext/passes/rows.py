@@ -51,20 +51,24 @@ class ScoredTokens:
         tokens_RC = self.tokens_BC[self.rows_R]
         start = 0
 
-        def call(*, labels: Tensor, **inputs: Any) -> Any:
+        def call(*args: Any, labels: Tensor | None = None, **inputs: Any) -> Any:
             nonlocal start
+            if labels is None:  # a pass of a subclass's own
+                return model(*args, **inputs)
             chunk_rC = tokens_RC[start : start + len(labels)]
             start += len(labels)
             scored_rS = torch.nn.functional.pad(chunk_rC, (labels.size(1) - chunk_rC.size(1), 0))
-            return model(**inputs, labels=labels.masked_fill(~scored_rS, -100), head_outputs=outputs)
+            return model(*args, **inputs, labels=labels.masked_fill(~scored_rS, -100), head_outputs=outputs)
 
         return call
 
     def fed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """`batch` with the fed rows alone."""
-        if self.every_row:
-            return batch
-        return {name: value[self.rows_R] if is_rowwise(value) else value for name, value in batch.items()}
+        """What a pass reads of `batch`, with the fed rows alone."""
+        return batch if self.every_row else {name: batch[name][self.rows_R] for name in _FED}
+
+
+# What a pass without images reads of a batch
+_FED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
 def is_rowwise(value: Any) -> bool:
@@ -85,9 +89,9 @@ def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
     ]
 
 
-def every_token(batch: dict[str, Any]) -> ScoredTokens:
-    """Every row is fed, and every token of the loss scored."""
-    tokens_BC = loss_mask(batch)
+def every_token(batch: dict[str, Any], *, of_tools: bool = False) -> ScoredTokens:
+    """Every row is fed, and every token of the loss scored; with `of_tools` those that a tool wrote, too."""
+    tokens_BC = batch["completion_mask"].bool() if of_tools else loss_mask(batch)
     return ScoredTokens(torch.arange(len(tokens_BC), device=tokens_BC.device), tokens_BC)
 
 

@@ -46,8 +46,8 @@ class SamplerRatio:
     """The ratio of one micro-batch.
 
     Args:
-        ratio (`Tensor` of shape `(B, C)`, or `(B, 1)` for sequences): what the loss is multiplied by; 1 where nothing
-            was scored, or the sampler has no log-prob.
+        ratio (`Tensor` of shape `(B, C)`, or `(B, 1)` for sequences): what the loss is multiplied by; where nothing
+            was scored, or the sampler has no log-prob, that of a log-ratio of 0.
         unbounded (`Tensor`): the same before it was bounded.
         counted (`Tensor`, bool): the entries of both that stand for something scored.
         log_ratio_T (`Tensor` of shape `(T,)`): old policy less sampler, of each token that both have scored.
@@ -68,8 +68,7 @@ class SamplerRatio:
             counted = tokens_BC.any(dim=1, keepdim=True)
         else:
             unbounded, counted = log_ratio_BC.exp(), tokens_BC
-        ratio = torch.where(counted, rule.bounded(unbounded), 1.0)
-        return cls(ratio, unbounded, counted, log_ratio_BC[known_BC])
+        return cls(rule.bounded(unbounded), unbounded, counted, log_ratio_BC[known_BC])
 
     def statistics(self) -> Tensor:
         """This rank's part of `metrics`: sums, counts and extremes, `(12,)`."""

@@ -27,6 +27,7 @@ class Visit:
         ratio (`Tensor`, *optional*): of the old policy to the sampler, where that is corrected for.
         formed (`SamplerRatio`, *optional*): how `ratio` was formed, if in this visit.
         scored (`ScoredTokens`): what was fed and scored.
+        kept (`dict[str, Tensor]`): what later visits of the same micro-batch need; NaN where nothing was scored.
     """
 
     policy_BC: Tensor
@@ -36,6 +37,7 @@ class Visit:
     ratio: Tensor | None
     formed: SamplerRatio | None
     scored: ScoredTokens
+    kept: dict[str, Tensor]
 
     @classmethod
     def of(
@@ -52,16 +54,17 @@ class Visit:
             `ValueError`: the sampler's log-probs are needed and not there.
         """
         remembered_BC = inputs.get("old_per_token_logps")
-        policy_BC = scored.spread(policy_RC, 0.0 if remembered_BC is None else remembered_BC)
-        old_BC = remembered_BC
-        if old_BC is None:
+        if remembered_BC is None:
+            policy_BC = scored.spread(policy_RC)
             old_BC = policy_BC.detach()
             if plan.trust_sampler:
                 sampler_BC = sampler_log_probs(inputs)
                 old_BC = torch.where(scored.tokens_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
-        # An advantage of 0 times a ratio of inf would be NaN, where it is 0 with any other ratio
-        overflows_BC = (policy_BC.detach() - old_BC).exp().isinf() & (_by_token(inputs["advantages"]) == 0)
-        old_BC = torch.where(overflows_BC, policy_BC.detach(), old_BC)
+        else:
+            _check_remembered(remembered_BC, scored)
+            unscored_BC = remembered_BC.nan_to_num(nan=0.0)
+            policy_BC = scored.spread(policy_RC, unscored_BC)
+            old_BC = _without_overflow(unscored_BC, policy_BC.detach(), scored.tokens_BC, inputs["advantages"], plan)
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
             reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
@@ -69,23 +72,40 @@ class Visit:
         if plan.sampler_ratio is not None and ratio is None:
             formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), scored.tokens_BC, plan.sampler_ratio)
             ratio = formed.ratio
-        return cls(policy_BC, scored.spread(entropies_RC), old_BC, reference_BC, ratio, formed, scored)
+        kept = {"importance_sampling_ratio": ratio} if ratio is not None else {}
+        if remembered_BC is None:
+            kept["old_per_token_logps"] = torch.where(scored.tokens_BC, old_BC, torch.nan)
+        return cls(policy_BC, scored.spread(entropies_RC), old_BC, reference_BC, ratio, formed, scored, kept)
 
     def given_to_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """`inputs` with what this visit found."""
-        return {**inputs, "ref_per_token_logps": self.reference_BC, **self.kept()}
-
-    def kept(self) -> dict[str, Any]:
-        """What later visits of the same micro-batch need of this one."""
-        kept = {"old_per_token_logps": self.old_BC}
+        given = {**inputs, "old_per_token_logps": self.old_BC, "ref_per_token_logps": self.reference_BC}
         if self.ratio is not None:
-            kept["importance_sampling_ratio"] = self.ratio
-        return kept
+            given["importance_sampling_ratio"] = self.ratio
+        return given
 
 
-def _by_token(advantages: Tensor) -> Tensor:
-    """TRL's advantages are one a row; subclasses of its trainer may have one a token."""
-    return advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+def _check_remembered(remembered_BC: Tensor, scored: ScoredTokens) -> None:
+    if remembered_BC[scored.tokens_BC].isnan().any():
+        raise RuntimeError(
+            "A token is in the loss whose old-policy log-prob was not kept, because its row could not change the "
+            "gradient when it was first met: its advantage was 0. Something has changed the advantages since. Change "
+            "them where they are made, in a reward function or right after generation, and not between two visits."
+        )
+
+
+def _without_overflow(
+    old_BC: Tensor, policy_BC: Tensor, tokens_BC: Tensor, advantages: Tensor, plan: GRPOPlan
+) -> Tensor:
+    """`old_BC`, but the policy's own where the ratio overflows beside an advantage of 0: inf * 0 is NaN, where any
+    other ratio makes 0."""
+    log_ratio = policy_BC - old_BC
+    if plan.of_sequences:
+        mask_BC = tokens_BC.to(log_ratio.dtype)
+        log_ratio = (log_ratio * mask_BC).sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(min=1.0)
+    # One a row; subclasses of TRL's trainer may have one a token
+    advantages = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+    return torch.where(log_ratio.exp().isinf() & (advantages == 0), policy_BC, old_BC)
 
 
 def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:

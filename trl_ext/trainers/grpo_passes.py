@@ -24,6 +24,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         self._skipped_tokens = 0  # of this rank, since the last loss
         self._further_prompts: FurtherPrompts | None = None
+        self._sampled_at_step = 0
         super().__init__(*positional, **keywords)
         self._make_plan()  # a wrong argument is an error here, not at the first step
 
@@ -43,6 +44,8 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 num_generations=trainer.num_generations,
                 normalized_over_batch=trainer.scale_rewards == "batch"
                 or trainer.multi_objective_aggregation == "normalize_then_sum",
+                has_own_loss=self._has_own_loss(),
+                of_sequences=trainer.importance_sampling_level == "sequence",
                 has_images=self._takes_images(),
                 has_entropy_bonus=self._entropy_requires_grad(),
                 has_router_loss=trainer.aux_loss_enabled,
@@ -75,6 +78,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
     def _generated(self, batch: dict[str, Any]) -> dict[str, Any]:
         trainer: Any = self
         if self._mode == "train":
+            self._sampled_at_step = trainer.state.global_step
             rewarded_alike_B = self._rewarded_alike(batch)
             if self.plan.max_draws > 1:
                 batch = self._without_dead_groups(batch, rewarded_alike_B)
@@ -87,9 +91,17 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
     def _about_to_visit(self) -> None:
         """Score the slices that will meet other weights, while the weights are still those they were sampled with."""
         trainer: Any = self
-        if self.plan.trust_sampler or not trainer.accelerator.sync_gradients:
+        if self.plan.trust_sampler:
             return
         present, *others = self._slices_to_come()
+        if self._sampled_at_step != trainer.state.global_step and "old_per_token_logps" not in present:
+            raise RuntimeError(
+                "A micro-batch meets other weights than those it was sampled with, and its old-policy log-probs were "
+                "not kept: the trainer's `compute_loss` was replaced by one that does not call "
+                "`super().compute_loss(...)`. Call it, or override `_compute_loss` instead."
+            )
+        if not trainer.accelerator.sync_gradients:
+            return
         waiting = [x for x in others if x is not present and "old_per_token_logps" not in x]
         if 0 < trainer.state.max_steps <= trainer.state.global_step + 1:
             for inputs in waiting:  # training ends with this step
@@ -98,7 +110,8 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
         with unrecorded_pass(self):
             for inputs in waiting:
                 scored = self._policy_tokens(inputs)
-                inputs["old_per_token_logps"] = scored.spread(self._pass(trainer.model, inputs, scored)[0])
+                log_probs_RC = self._pass(trainer.model, inputs, scored)[0]
+                inputs["old_per_token_logps"] = scored.spread(log_probs_RC, torch.nan)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -113,12 +126,14 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
         if "old_per_token_logps" not in inputs and self.plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
         visit = Visit.of(inputs, scored, policy_RC, entropies_RC, self.plan)
-        with self._answered_by(visit.policy_BC, visit.entropies_BC, aux_loss):
+        with self._answered_by(model, inputs, (visit.policy_BC, visit.entropies_BC, aux_loss)):
             loss: torch.Tensor = super().compute_loss(  # type: ignore[misc]
                 model, visit.given_to_loss(inputs), return_outputs, num_items_in_batch
             )
-        if self._mode == "train" and any(x is inputs for x in self._slices_to_come()[1:]):
-            inputs.update(visit.kept())
+        if self._mode == "train" and self.plan.trl_scores_old_policy:
+            present = self._present_slice(inputs)
+            if present is not None:
+                present.update(visit.kept)
         self._measure(visit)
         return loss
 
@@ -136,17 +151,17 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
 
     def _policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         """What of a micro-batch the policy and the old policy score."""
-        if self._mode == "eval" or self._has_images(inputs):
-            return every_token(inputs)
         plan = self.plan
+        if self._mode == "eval" or self._has_images(inputs) or plan.score_tools:
+            return every_token(inputs, of_tools=plan.score_tools)
         return scored_tokens(inputs, leave_masked=plan.leave_masked, leave_zero_advantages=plan.leave_zero_advantages)
 
     def _reference_log_probs(self, model: Any, batch: dict[str, Any]) -> Tensor:
         """`(B, C)`, in as many passes as TRL's, so that every rank runs the same number of them."""
         args: Any = self.args  # type: ignore[attr-defined]
         size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
-        if self._has_images(batch):
-            everything = every_token(batch)
+        if self._has_images(batch) or self.plan.score_tools:
+            everything = every_token(batch, of_tools=self.plan.score_tools)
             return everything.spread(self._pass(model, batch, everything, batch_size=size)[0])
         log_probs = []
         for chunk in split(batch, size):
@@ -215,5 +230,8 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
 
 def _truncated_sampling(args: Any) -> tuple[str, ...]:
     """The arguments that cut the distribution from which completions are drawn."""
-    cuts = (("top_p", args.top_p < 1.0), ("top_k", args.top_k > 0), ("min_p", (args.min_p or 0.0) > 0.0))
-    return tuple(f"{name}={getattr(args, name)}" for name, is_cut in cuts if is_cut)
+    whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    # TRL's `generation_kwargs` override its own arguments
+    given = {name: (args.generation_kwargs or {}).get(name, getattr(args, name)) or whole[name] for name in whole}
+    cuts = {"top_p": given["top_p"] < 1.0, "top_k": given["top_k"] > 0, "min_p": given["min_p"] > 0.0}
+    return tuple(f"{name}={given[name]}" for name, is_cut in cuts.items() if is_cut)
