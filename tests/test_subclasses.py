@@ -1,0 +1,186 @@
+"""A user's subclass of the GRPO trainer trains as the same subclass of TRL's does, or says why it cannot."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import trl
+
+import trl_ext
+from drop_in_cases import Case
+from run_losses import Trainers, train
+from tiny import Workshop
+
+
+def plain(trainer):
+    return trainer
+
+
+def with_other_rewards(trainer):
+    class Rewards(trainer):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            bonus = torch.tensor([[sum(ids) % 7 / 7] for ids in completion_ids_list])
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list) + bonus
+
+    return Rewards
+
+
+def with_a_copied_batch(trainer):
+    class Copy(trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return super().compute_loss(model, {**inputs, "extra": torch.ones(1)}, *args, **kwargs)
+
+    return Copy
+
+
+def with_other_log_probs(trainer):
+    class Halved(trainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return log_probs * 0.5, entropies, aux_loss
+
+    return Halved
+
+
+def with_a_pass_of_its_own(trainer):
+    class Own(trainer):
+        def _get_per_token_logps_and_entropies(
+            self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
+        ):
+            labels = input_ids.masked_fill(attention_mask == 0, -100)
+            labels[:, :-logits_to_keep] = -100
+            outputs = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True)
+            entropies = outputs.entropy[:, -logits_to_keep:] if compute_entropy else None
+            return outputs.log_probs[:, -logits_to_keep:] / 1.5, entropies, None
+
+    return Own
+
+
+def with_a_second_pass(trainer):
+    """A term on the completions without their prompts, beside TRL's loss."""
+
+    class Second(trainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            ids, mask = inputs["completion_ids"], inputs["completion_mask"]
+            log_probs, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, ids.size(1) - 1)
+            mask = mask[:, 1:]
+            return loss - 0.1 * (log_probs * mask).sum() / mask.sum()
+
+    return Second
+
+
+def with_another_gradient(trainer):
+    """A term that reaches rows without an advantage, on the very log-probs of TRL's loss."""
+
+    class Gradient(trainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            width = inputs["completion_ids"].size(1)
+            log_probs, _, _ = self._get_per_token_logps_and_entropies(model, ids, mask, width)
+            return loss - 0.1 * log_probs.mean()
+
+    return Gradient
+
+
+def with_passes_of_its_rewards(trainer):
+    """Rewards that the user's own pass of the policy gives."""
+
+    class Scored(trainer):
+        def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+            ids = torch.tensor([[5, 6, *completion[:1]] for completion in completion_ids_list])
+            with torch.no_grad():
+                scored, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, torch.ones_like(ids), 1)
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list) + scored
+
+    return Scored
+
+
+def case(name, **config):
+    chosen = config.pop("rewards", ("id",))
+    rollout = config.pop("rollout", "scripted")
+    return Case(f"grpo-{name}", "grpo", config=config, rewards=chosen, steps=4, learning_rate=0.01, rollout=rollout)
+
+
+def updates(case, workshop, library, subclass):
+    trainers = Trainers.of(library)
+    trainers = replace(trainers, grpo_trainer=subclass(trainers.grpo_trainer))
+    return torch.cat([update.flatten() for update in train(case, trainers, workshop).updates.values()])
+
+
+ITERATIONS = {"num_iterations": 2}
+HALF_DEAD = {"rewards": ("half_dead",)}
+SUBCLASSES = [
+    (plain, ITERATIONS),
+    (with_other_rewards, HALF_DEAD),
+    (with_a_copied_batch, {**ITERATIONS, **HALF_DEAD}),
+    (with_other_log_probs, ITERATIONS),
+    (with_other_log_probs, {"beta": 0.1, "steps_per_generation": 2}),
+    (with_a_pass_of_its_own, {**ITERATIONS, **HALF_DEAD}),
+    (with_a_second_pass, HALF_DEAD),
+    (with_another_gradient, HALF_DEAD),
+    (with_another_gradient, {**ITERATIONS, "rollout": "masked"}),
+    (with_passes_of_its_rewards, {}),
+]
+
+
+@pytest.mark.parametrize(("subclass", "config"), SUBCLASSES, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_a_subclass_trains_as_that_of_trls_trainer(workshop: Workshop, subclass, config):
+    run = case("subclass", **config)
+    ours, stock = (updates(run, workshop, library, subclass) for library in (trl_ext, trl))
+    assert stock.norm() > 0
+    assert (ours - stock).norm() <= 1e-4 * stock.norm()
+
+
+def test_a_compute_loss_that_leaves_ours_out_is_an_error_where_old_log_probs_are_lost(workshop: Workshop):
+    def without_ours(trainer):
+        class Without(trainer):
+            def compute_loss(self, model, inputs, *args, **kwargs):
+                return self._compute_loss(model, inputs)
+
+        return Without
+
+    with pytest.raises(RuntimeError, match=r"super\(\)\.compute_loss"):
+        updates(case("without", **ITERATIONS), workshop, trl_ext, without_ours)
+
+
+def test_advantages_that_change_between_generation_and_a_later_visit_are_an_error(workshop: Workshop):
+    def shifting(trainer):
+        class Shifting(trainer):
+            def compute_loss(self, model, inputs, *args, **kwargs):
+                shifted = {**inputs, "advantages": inputs["advantages"] + 0.1}
+                return super().compute_loss(model, shifted, *args, **kwargs)
+
+        return Shifting
+
+    run = case("shifting", steps_per_generation=2, per_device_train_batch_size=4, **HALF_DEAD)
+    with pytest.raises(RuntimeError, match="changed the advantages"):
+        updates(run, workshop, trl_ext, shifting)
+
+
+def test_dropout_leaves_the_ratio_at_1_where_trl_has_it_at_1(workshop: Workshop):
+    """Two iterations within one accumulation window: TRL keeps nothing, so neither ratio is between two draws."""
+
+    def dropping(trainer):
+        class Dropping(trainer):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                for module in self.model.modules():
+                    if hasattr(module, "attention_dropout"):
+                        module.attention_dropout = 0.3
+
+        return Dropping
+
+    run = case("dropout", **ITERATIONS, gradient_accumulation_steps=2, steps_per_generation=1)
+    ours, stock = (updates(run, workshop, library, dropping) for library in (trl_ext, trl))
+    assert (ours - stock).norm() <= 1e-4 * stock.norm()
+
+
+def test_bounds_without_1_treat_padding_as_trl_does(workshop: Workshop):
+    run = replace(
+        case("vespo-low", loss_type="vespo", vllm_importance_sampling_clip_max=0.8, rollout="sampler"), vllm=True
+    )
+    ours, stock = (updates(run, workshop, library, plain) for library in (trl_ext, trl))
+    assert (ours - stock).norm() <= 1e-4 * stock.norm()
