@@ -27,11 +27,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optim": "sgd", "learning_rate": 0.02},
-    # Some of 20,000 weights has a gradient as small as the rounding of the others (1e-9), and AdamW's own epsilon of
-    # 1e-8 makes a step of 3e-4 of it: two heads that feed every row then differ by 1e-3 as well
-    "adamw": {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-5},
+    "adamw": {"optim": "adamw_torch", "learning_rate": 1e-3},
 }
 MODELS = ("tied", "untied")  # rotary positions, no key bias
+
+# One of 20,000 weights has a gradient there as small as the rounding of the others (7e-9), of which AdamW, with its own
+# epsilon of 1e-8, makes a step of its full length: two heads that feed every row differ by 7e-4 in that one as well
+NEAR_ZERO_GRADIENT = ("misaligned", "adamw", "tied")
 
 
 def case_of(loss_type: str, level: str, schedule: str, optimizer: str, model: str, **changes: Any) -> Case:
@@ -41,6 +43,7 @@ def case_of(loss_type: str, level: str, schedule: str, optimizer: str, model: st
         **GRPO_LOSSES[loss_type],
         **SCHEDULES[schedule],
         **OPTIMIZERS[optimizer],
+        **({"adam_epsilon": 1e-5} if (schedule, optimizer, model) == NEAR_ZERO_GRADIENT else {}),
     }
     name = f"{loss_type}-{level}-{schedule}-{optimizer}-{model}"
     return Case(name, "grpo", model=model, config=config, **{"steps": 5, "rewards": ("half_dead",), **changes})
