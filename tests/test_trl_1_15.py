@@ -32,6 +32,9 @@ OTHER_CASES = [
     "grpo-defaults",
     "grpo-entropy-static",
     "grpo-checkpointing-lora",
+    "grpo-dead-group",
+    "grpo-steps_per_generation",
+    "grpo-num_iterations",
 ]
 
 # Logged by one version alone. The two releases log the same keys.
