@@ -1,5 +1,8 @@
 """What DPO's store cannot tell apart, and so runs every time or keeps for one run: with stock's values always."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 import trl
@@ -173,7 +176,7 @@ class Strict(trl.trainer.dpo_trainer.DataCollatorForPreference):
 
     def torch_call(self, examples):
         assert set(examples[0]) <= {"prompt_ids", "chosen_ids", "rejected_ids"}
-        torch.rand(1)
+        _ = torch.rand(1), np.random.rand(), random.random()
         return super().torch_call(examples)
 
 
@@ -183,10 +186,11 @@ def test_rows_are_looked_up_as_the_dataloader_feeds_them(workshop, tmp_path):
     assert subject.ref_model is None
     kept = trainer(workshop, tmp_path, data_collator=Strict(pad_token_id=0))
     kept.train()
-    before = torch.get_rng_state()
+    before = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
     kept.release_reference()
     assert kept.ref_model is None
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[2], random.getstate()) == before[1:]
 
 
 def test_an_evaluation_set_may_come_after_the_trainer(workshop, tmp_path):
