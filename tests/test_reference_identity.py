@@ -1,6 +1,8 @@
 """The identity of DPO's reference: the same for the same log-probs, another for any that may differ."""
 
 import copy
+import importlib
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -9,7 +11,7 @@ from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tiny import MODELS, lora_config
-from trl_ext.reference import ReferenceWeights, identity_facts, identity_of
+from trl_ext.reference import ReferenceWeights, code, identity_facts, identity_of
 
 
 def identity(model, adapter=None, **computed_with):
@@ -177,3 +179,72 @@ def test_the_virtual_tokens_of_a_reference_adapter_count(base):
         policy.add_adapter("ref", policy.peft_config["default"])
         found |= {identity(policy, "ref"), identity(policy)}
     assert len(found) == 3
+
+
+def with_adapter_of_transformers(base, seed=0, **config):
+    """A plain model, into which transformers has put an adapter."""
+    torch.manual_seed(seed)
+    model = base()
+    model.add_adapter(lora_config(init_lora_weights=False, **config))
+    return model
+
+
+def test_an_adapter_of_transformers_own_is_a_part_of_the_model(base):
+    model = with_adapter_of_transformers(base)
+    assert identity(model) == identity(with_adapter_of_transformers(base)) != identity(base())
+    assert identity(model) != identity(with_adapter_of_transformers(base, seed=1))
+    assert ReferenceWeights(model).config != ReferenceWeights(with_adapter_of_transformers(base, lora_alpha=3)).config
+    assert "lora" in ReferenceWeights(model).trained()
+    before = identity(model)
+    model.disable_adapters()
+    assert identity(model) != before
+
+
+def test_weights_in_the_memory_of_the_policy_are_shared(base):
+    policy, reference = base(), base()
+    assert ReferenceWeights(reference).shares_with(policy) is None
+    reference.load_state_dict(policy.state_dict(), assign=True)
+    assert reference.lm_head.weight is not policy.lm_head.weight
+    assert ReferenceWeights(reference).shares_with(policy) == "model.embed_tokens.weight"
+    policy.requires_grad_(False)
+    assert ReferenceWeights(reference).shares_with(policy) is None
+    assert ReferenceWeights(reference).shares_with(policy, trained=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("rope", "kind"),
+    [
+        ({"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}, "longrope"),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "dynamic"),
+        ({"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}, "dynamic"),
+        ({"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}, None),
+    ],
+    ids=["longrope", "dynamic", "by_layer_type", "llama3"],
+)
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_positions_that_follow_the_longest_row_are_seen(name, rope, kind, base):
+    model = base()
+    assert ReferenceWeights(model).rope_of_batch() is None
+    model.config.__dict__.pop("rope_parameters")
+    model.config.__dict__[name] = rope
+    assert ReferenceWeights(model).rope_of_batch() == kind
+
+
+_EDITED = "from transformers import LlamaForCausalLM\nclass Edited(LlamaForCausalLM):\n    '''{}'''\n"
+
+
+def test_the_code_of_a_model_counts(base, tmp_path, workshop, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {identity(base())}
+    for text in ("one", "another"):
+        (tmp_path / "edited.py").write_text(_EDITED.format(text))
+        code._edited.cache_clear()  # another process
+        monkeypatch.delitem(sys.modules, "edited", raising=False)
+        model = importlib.import_module("edited").Edited.from_pretrained(workshop.model("untied"))
+        assert ReferenceWeights(model).untold() is None
+        found |= {identity(model), identity(model)}
+    assert len(found) == 3
+    typed = {"__name__": "typed_in"}
+    exec(_EDITED.format("one"), typed)
+    nowhere = typed["Edited"].from_pretrained(workshop.model("untied"))
+    assert "`typed_in.Edited`" in ReferenceWeights(nowhere).untold()

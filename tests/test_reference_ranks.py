@@ -20,7 +20,7 @@ from trl_ext.reference.segments import read_segment
 
 def dpo(rank: Rank, library, name: str, data=None, **config):
     """Three shuffled epochs; the change of the weights, how many reference passes this rank ran, and the logs."""
-    options = {key: config.pop(key) for key in ("peft_config", "eval_dataset") if key in config}
+    options = {key: config.pop(key) for key in ("peft_config", "eval_dataset", "data_collator") if key in config}
     torch.manual_seed(0)
     with counted() as tokens:
         trainer = library.DPOTrainer(
@@ -72,6 +72,27 @@ def a_miss_on_one_rank(rank: Rank, **config):
     return ours(rank, "one-rank", store=store, **config)
 
 
+class ValuesOnRank0(trl.trainer.dpo_trainer.DataCollatorForPreference):
+    index: int
+
+    def torch_call(self, examples):
+        batch = super().torch_call(examples)
+        if self.index == 0:
+            pairs = len(examples)
+            batch |= {
+                "ref_chosen_logps": torch.full((pairs,), -20.0),
+                "ref_rejected_logps": torch.full((pairs,), -25.0),
+            }
+        return batch
+
+
+def values_on_one_rank(rank: Rank):
+    """Rank 0's rows bring their reference log-probs, rank 1's do not, and the reference runs on every micro-batch."""
+    collator = ValuesOnRank0(pad_token_id=0)
+    collator.index = rank.index
+    return dpo(rank, trl_ext, "values", data_collator=collator, reference_store="off")
+
+
 def hash_of_shards(rank: Rank):
     """The hash of a model whose parameters are DTensors, beside that of the same model in one piece."""
     from transformers import AutoModelForCausalLM
@@ -102,6 +123,7 @@ CASES = {
     "precompute-full": partial(ours, name="precompute-full", precompute_ref_log_probs=True),
     "one-rank": a_miss_on_one_rank,
     "one-rank-lora": partial(a_miss_on_one_rank, **LORA),
+    "values": values_on_one_rank,
     "hash": hash_of_shards,
 }
 
@@ -115,7 +137,7 @@ OURS = {
     "one-rank": "full",
     "one-rank-lora": "lora",
 }
-FEW = ["stock-lora", "lora", "again", "one-rank-lora"]
+FEW = ["stock-lora", "lora", "again", "one-rank-lora", "values"]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +174,8 @@ def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, 
         first, second = (rank["passes"] for rank in results[name])
         assert 3 <= len(first) == len(second) < 9
         assert sum(rows for rows, _ in first[:3]) < sum(rows for rows, _ in second[:3]) == 12
+    # A sharded reference would hang otherwise
+    assert [len(rank["passes"]) for rank in results["values"]] == [9, 9]
     if "hash" in results:
         assert [len(rank["passes"]) for rank in results["memory"]] == [3, 3]
         # DDP's reference model goes when all is stored, a sharded one stays

@@ -64,18 +64,29 @@ def test_a_later_run_with_the_same_reference_runs_it_not_at_all(setup, workshop,
     assert first.losses[0] != ours.losses[0]
 
 
-def test_sequences_cut_at_another_length_are_scored_anew_and_the_others_are_not(workshop, tmp_path):
+@pytest.mark.filterwarnings("ignore:.*keep_end.*deprecated:FutureWarning")
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("cut", ["some", "all"])
+def test_sequences_cut_at_another_length_are_scored_anew_and_the_others_are_not(cut, mode, workshop, tmp_path):
     run(ours_in(tmp_path, case("ref_model", steps=3)), OURS, workshop)
     tokenizer = AutoTokenizer.from_pretrained(workshop.model("tied"))
+    rows = preferences(12, seed=1)
+    prompts = [len(tokenizer(row["prompt"])["input_ids"]) for row in rows]
     lengths = [
-        len(tokenizer(row["prompt"] + row[which])["input_ids"]) + 1
-        for row in preferences(12, seed=1)
-        for which in ("chosen", "rejected")
+        [len(tokenizer(row["prompt"] + row[which])["input_ids"]) + 1 for which in ("chosen", "rejected")]
+        for row in rows
     ]
-    shorter = case("ref_model", steps=3, max_length=9)
+    max_length = 9 if cut == "some" else min(min(pair) for pair in lengths) - 1
+    # TRL leaves out rows whose prompt alone is as long, where the start is kept
+    kept = [pair for prompt, pair in zip(prompts, lengths, strict=True) if mode == "keep_end" or prompt < max_length]
+    steps = min(3, -(-len(kept) // 4))
+    shorter = case("ref_model", steps=steps, max_length=max_length, truncation_mode=mode, ld_alpha=0.5)
     ours, passes = run(ours_in(tmp_path, shorter), OURS, workshop)
-    assert sum(rows for rows, _ in passes) == sum(length > 9 for length in lengths)
-    assert {width for _, width in passes} == {9}
+    scored = sum(length > max_length for pair in kept for length in pair)
+    assert sum(rows for rows, _ in passes) == scored > 0
+    assert cut == "some" or scored == 2 * len(kept)
+    assert {width for _, width in passes} == {max_length}
+    # Values that were precomputed once and for all would be those of the whole sequences
     assert_same(shorter, ours, run(shorter, STOCK, workshop)[0])
 
 

@@ -74,9 +74,23 @@ def reference_pass(trainer: Any) -> Iterator[None]:
     adapter: AbstractContextManager[Any] = nullcontext()
     if trainer.ref_model is None and is_peft_model(trainer.model):
         policy = trainer.accelerator.unwrap_model(trainer.model)
-        adapter = use_adapter(policy, _reference_adapter(policy))
+        adapter = _adapter_on(policy, _reference_adapter(policy))
     with unrecorded_pass(trainer), adapter:
         yield
+
+
+@contextmanager
+def _adapter_on(policy: Any, name: str | None) -> Iterator[None]:
+    """TRL's `use_adapter`, after which the same parameters are trained as before."""
+    trained = [(param, param.requires_grad) for param in policy.parameters()]
+    try:
+        with use_adapter(policy, name):
+            yield
+    finally:
+        # PEFT lets all of an adapter be trained that it turns on again
+        for param, was in trained:
+            if param.requires_grad != was:
+                param.requires_grad_(was)
 
 
 def _reference_adapter(policy: Any) -> str | None:
@@ -153,6 +167,15 @@ class OwnReference:
         if is_peft_model(self.model):
             return "base" if _reference_adapter(self.accelerator.unwrap_model(self.model)) is None else "adapter"
         return "initial"
+
+    def adapters_of_policy(self) -> dict[str, Any]:
+        """The configuration of each adapter that the policy has now."""
+        return dict(self.accelerator.unwrap_model(self.model).peft_config) if is_peft_model(self.model) else {}
+
+    def as_fed(self, dataset: Dataset) -> Dataset:
+        """A map-style data set with the columns that reach the collator."""
+        rows: Dataset = self._remove_unused_columns(dataset, description="training")  # type: ignore[attr-defined]
+        return rows
 
     def policy_before_training(self) -> Any:
         """The policy in what places and gathers its parameters, as long as `train` has not prepared it."""

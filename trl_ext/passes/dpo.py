@@ -30,7 +30,8 @@ class DPOFacts:
         folder (`str`): where the store lies on disk.
         not_storable (`str`, *optional*): why a sequence's token ids do not determine its reference log-probs.
         drifts (`str`, *optional*): why the reference changes as the policy is trained.
-        dropout (`str`, *optional*): why the reference draws at random in training.
+        varies (`str`, *optional*): why two passes of the reference over the same sequence differ.
+        untold (`str`, *optional*): why the reference cannot be told from another one of a later run.
     """
 
     loss_types: tuple[str, ...]
@@ -43,7 +44,8 @@ class DPOFacts:
     folder: str
     not_storable: str | None
     drifts: str | None
-    dropout: str | None
+    varies: str | None
+    untold: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +101,13 @@ def _without_columns(facts: DPOFacts) -> DPOPlan:
     if facts.storage == "off":
         return plan("run", f'{every} `reference_store="off"`.', source="pass")
     # Asked for beforehand, the reference is what it is before training: fixed, whatever happens to it later
-    if facts.not_storable or (not facts.precompute and (facts.drifts or facts.dropout)):
-        return plan("run", f"{every} {facts.not_storable or facts.drifts or facts.dropout}.", source="pass")
-    # Values drawn at random are this run's alone
-    durable = facts.storage == "disk" and not facts.dropout
+    if facts.not_storable or (not facts.precompute and (facts.drifts or facts.varies)):
+        return plan("run", f"{every} {facts.not_storable or facts.drifts or facts.varies}.", source="pass")
+    # Values that vary are this run's alone
+    durable = facts.storage == "disk" and not facts.varies and not facts.untold
     place = "and its per-token values are kept in memory"
+    if facts.storage == "disk" and not durable:
+        place += f", for this run only, because {facts.varies or facts.untold}"
     if durable:
         place = (
             f"unless an earlier run with the same reference has done so; per-token values are kept in {facts.folder} "

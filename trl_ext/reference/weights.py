@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..passes.dropout import draws_at_random
+from .code import code_of, without_source
 
 _WORKERS = 4
 
@@ -30,9 +31,12 @@ class ReferenceWeights:
         self.model: Any = model
         self.adapter = adapter
         self.base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        # Below a wrapper of PEFT only this child belongs to the base model
+        # Below a wrapper of a `PeftModel` only this child belongs to the base model. An adapter that transformers has
+        # put into a plain model is a part of it.
         self._wrappers = {
-            name: child for name, module in self.base.named_modules() if (child := _base_child(module)) is not None
+            name: child
+            for name, module in self.base.named_modules()
+            if isinstance(model, PeftModel) and (child := _base_child(module)) is not None
         }
 
     @property
@@ -42,11 +46,17 @@ class ReferenceWeights:
             "attention": getattr(self.base.config, "_attn_implementation", None),
             "experts": getattr(self.base.config, "_experts_implementation", None),
             "kernels": getattr(self.base, "use_kernels", False),
+            "code": code_of(self.base),
         }
         adapter: dict[str, Any] = {}
         if self.adapter is not None:
             given = self.model.peft_config[self.adapter].to_dict()
-            adapter = {k: v for k, v in given.items() if k not in _NOT_IN_ADAPTER}
+            adapter = _without_source(given)
+        elif not isinstance(self.model, PeftModel):
+            layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+            if layers:
+                adapter = {name: _without_source(given.to_dict()) for name, given in self.model.peft_config.items()}
+                chosen["layers"] = [(x.active_adapters, x.disable_adapters, x.merged_adapters) for x in layers]
         return {"model": _without_origin(self.base.config.to_dict()), "adapter": adapter, **chosen}
 
     def trained(self) -> str | None:
@@ -54,10 +64,33 @@ class ReferenceWeights:
         trained = {id(p): name for name, p in self.base.named_parameters() if p.requires_grad and self._reads(name)}
         return next(iter(trained.values()), None)
 
-    def shares_with(self, policy: nn.Module) -> str | None:
-        """Name of a tensor of ours that is a trained parameter of `policy`, or None."""
-        trained = {id(p) for p in policy.parameters() if p.requires_grad}
-        return next((name for name, p in self.base.named_parameters() if id(p) in trained), None)
+    def shares_with(self, policy: nn.Module, trained: bool = True) -> str | None:
+        """Name of a tensor of ours in the memory of a parameter of `policy`, or None.
+
+        Args:
+            trained (`bool`): whether only what `policy` trains counts.
+        """
+        theirs = {place for p in policy.parameters() if p.requires_grad or not trained for place in _places(p)}
+        return next((name for name, p in self.base.named_parameters() if not theirs.isdisjoint(_places(p))), None)
+
+    def untold(self) -> str | None:
+        """Why this reference cannot be told from another one, or None."""
+        away = next((name for name, tensor in self._tensors() if tensor.is_meta), None)
+        if away:
+            return f"its weights are not all in memory (`{away}` is on the meta device), so they have no hash"
+        hidden = without_source(self.base)
+        return f"the source file of `{hidden}`, which computes it, cannot be read" if hidden else None
+
+    def rope_of_batch(self) -> str | None:
+        """The kind of rotary positions that follow the longest sequence of a batch, or None."""
+        config = self.base.config.get_text_config()
+        for name in ("rope_parameters", "rope_scaling"):
+            given = vars(config).get(name) or {}
+            for part in (given, *given.values()):
+                kind = (part.get("rope_type") or part.get("type")) if isinstance(part, dict) else None
+                if kind is not None and (kind in ("longrope", "su") or "dynamic" in kind):
+                    return str(kind)
+        return None
 
     def dropout(self, in_training: bool = True) -> str | None:
         """Name of a module whose dropout is on, in training mode or, without `in_training`, as it is now; or None."""
@@ -130,6 +163,18 @@ def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in _NOT_IN_LOGITS
     }
+
+
+def _places(param: Tensor) -> set[tuple[str, int]]:
+    """By which two parameters of the same memory are known."""
+    places = {("object", id(param))}
+    with suppress(RuntimeError, NotImplementedError):  # a tensor of several others has no memory of its own
+        places.add(("memory", param.untyped_storage().data_ptr()))
+    return places - {("memory", 0)}
+
+
+def _without_source(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _NOT_IN_ADAPTER}
 
 
 def _base_child(module: nn.Module) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 from accelerate.utils import DynamoBackend
 from peft import PeftModel
 
-from ..reference import host_reference
+from ..reference import ReferenceWeights, host_reference
 from .reference_arguments import ReferenceArguments
 
 
@@ -21,6 +21,12 @@ class HostedReferenceMixin:
         if not isinstance(args, ReferenceArguments) or args.reference_device is None:
             return
         if model is self.ref_model:  # type: ignore[attr-defined]
+            shared = ReferenceWeights(model).shares_with(self.model, trained=False)  # type: ignore[attr-defined]
+            if shared:
+                raise ValueError(
+                    "`reference_device='cpu'` moves the reference's weights to the host, and the policy is in the same "
+                    f"memory (`{shared}`). Leave it unset, or load a reference model of its own."
+                )
             host_reference(model, self.accelerator.device)  # type: ignore[attr-defined]
         else:
             self._refuse_what_cannot_be_hosted(args)

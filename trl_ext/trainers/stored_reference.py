@@ -9,12 +9,10 @@ from typing import Any
 import torch
 import trl
 from accelerate.utils import broadcast_object_list, gather_object, tqdm
-from accelerate.utils.memory import clear_device_cache
-from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
-from ..compat import OwnReference, loaded_models_recorded, maybe_gather_lm_head_ctx
+from ..compat import loaded_models_recorded, maybe_gather_lm_head_ctx
 from ..passes import DPOFacts, DPOPlan, plan_dpo
 from ..reference import (
     CheckedCollator,
@@ -30,21 +28,18 @@ from ..reference import (
     identity_of,
     write_about,
 )
-from .exact_head import ExactHeadMixin
-from .hosted_reference import HostedReferenceMixin
-from .planned import PlannedPassesMixin
+from .released_reference import ReleasedReferenceMixin, is_map_style
 from .store_arguments import StoreArguments
 
-_ROWS_CHECKED_TOGETHER = 64
 
-
-class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMixin, OwnReference):
+class StoredReferenceMixin(ReleasedReferenceMixin):
     """Mixed in before TRL's `DPOTrainer`."""
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        self._with_columns: dict[str, bool] = {}
-        self._shared: str | None = None
-        self._random: str | None = None
+        self._columns_seen: dict[str, tuple[Any, bool]] = {}
+        self._drifts: str | None = None
+        self._varies: str | None = None
+        self._untold: str | None = None
         self._identity: str | None = None
         self._identity_facts: dict[str, Any] = {}
         self._stored: StoredReference | None = None
@@ -52,7 +47,7 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
         self._training_began = False
         with loaded_models_recorded(self._trl_trainer) as self._loaded:
             super().__init__(*positional, **keywords)
-        if any(self._with_columns[name] and not _is_map_style(x) for name, x in self._datasets()):
+        if any(self._with_columns[name] and not is_map_style(x) for name, x in self._datasets()):
             self.data_collator = CheckedCollator(self.data_collator)
         self.callback_handler.add_callback(_StoreCallback(self))
 
@@ -70,32 +65,70 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
             self._load_reference = next((x.load for x in self._loaded if x.model is self.ref_model), None)
         if self._kind == "model":
             reference = ReferenceWeights(self.ref_model)
-            self._shared = reference.shares_with(self.model)
-            self._random = reference.dropout(in_training=False)
+            self._drifts = reference.shares_with(self.model)
+            self._varies = self._why_it_varies(reference)
+        self._untold = self._why_untold(self.ref_model)
+        self._adapters = self.adapters_of_policy()
+        self._refuse_what_would_be_ignored()
         for name, dataset in self._datasets():
-            names = dataset.column_names or next(iter(dataset)).keys()
-            self._with_columns[name] = have_columns(names, f"`{name}`")
-            if self._with_columns[name] and _is_map_style(dataset):
+            if self._with_columns[name] and is_map_style(dataset):
                 check_column_values(dataset, f"`{name}`")
         if self._make_plan().durable:
             self._identity_facts = self._identify(self.ref_model)
             self._identity = identity_of(self._identity_facts)
 
+    def _refuse_what_would_be_ignored(self) -> None:
+        ours, trls = (getattr(x, "compute_ref_log_probs", None) for x in (type(self), self._trl_trainer))
+        if self.args.precompute_ref_log_probs and ours is not trls and not all(self._with_columns.values()):
+            raise ValueError(
+                f"`{type(self).__name__}` overrides `compute_ref_log_probs`, which `precompute_ref_log_probs=True` "
+                "does not call here: log-probs are stored for each token. Give the values of your own as the columns "
+                "`ref_chosen_logps` and `ref_rejected_logps` of the data sets, or remove the override."
+            )
+
     def meet_reference_again(self) -> None:
-        """Resuming from a checkpoint loads all of its adapters, and one that is called "ref" becomes the reference."""
-        was, self._kind = self._kind, self.reference_kind()
-        if self._kind != "adapter":
+        """Take what is the reference now: an adapter called "ref" may have come or gone, and a checkpoint brings one.
+
+        Raises:
+            `ValueError`: it is another one than was precomputed.
+        """
+        kind = self.reference_kind()
+        if kind not in ("base", "adapter"):
             return
+        was, self._kind, self._adapters = self._kind, kind, self.adapters_of_policy()
+        if was == kind == "base":
+            return
+        if was != kind and self.args.precompute_ref_log_probs:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` scored the data with the reference that was there when the trainer "
+                'was built, and an adapter named "ref" has come or gone since, which makes another reference. Load or '
+                "delete it before building the trainer, or set `precompute_ref_log_probs=False`."
+            )
+        self._untold = None if self._is_sharded else self._why_untold(None)
         self._plan = self._make_plan()
         if self._plan.durable and not self._is_sharded:
             self._identity_facts = self._identify(None)
             identity = identity_of(self._identity_facts)
-            if was == "adapter" and identity == self._identity:
+            if was == kind and identity == self._identity:
                 return
             self._identity = identity
         else:
             self._identity = None  # what is sharded already is not hashed, so nothing of it is kept
         self._stored = None
+
+    def _meet_adapters_that_changed(self) -> None:
+        found = self.adapters_of_policy()
+        if found.keys() != self._adapters.keys() or any(found[name] is not self._adapters[name] for name in found):
+            self.meet_reference_again()
+
+    @property
+    def _with_columns(self) -> dict[str, bool]:
+        """For each data set whether its rows bring the user's own values; a data set may be exchanged at any time."""
+        for name, dataset in self._datasets():
+            if self._columns_seen.get(name, (None,))[0] is not dataset:
+                names = dataset.column_names or next(iter(dataset)).keys()
+                self._columns_seen[name] = dataset, have_columns(names, f"`{name}`")
+        return {name: self._columns_seen[name][1] for name, _ in self._datasets()}
 
     @property
     def _is_sharded(self) -> bool:
@@ -141,14 +174,20 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
             isinstance(callback, trl.SyncRefModelCallback) for callback in self.callback_handler.callbacks
         ):
             not_storable = "it is moved towards the policy during training (`sync_ref_model`)"
+            fixed = [name for name, there in self._with_columns.items() if there]
+            if fixed:
+                raise ValueError(
+                    f"Rows of {' and '.join(f'`{name}`' for name in fixed)} bring fixed reference log-probs in "
+                    "`ref_chosen_logps` and `ref_rejected_logps`, and `sync_ref_model` moves the reference. Remove the "
+                    "columns, or set `sync_ref_model=False`."
+                )
         elif self.takes_images:
             not_storable = "the data hold images, by which the store cannot tell two sequences apart"
-        name, random = self._shared, self._random
+        name, varies = self._drifts, self._varies
         if self._kind != "model":
             weights = self._weights(None)
-            name, random = weights.trained(), weights.dropout()
+            name, varies = weights.trained(), self._why_it_varies(weights)
         drifts = f"it changes in training, which moves `{name}`, a tensor that it reads" if name else None
-        dropout = f"dropout is on in it (`{random}`): same distribution, other random draws" if random else None
         if args.precompute_ref_log_probs and not_storable:
             raise ValueError(
                 f"The reference cannot be precomputed: {not_storable}. Set `precompute_ref_log_probs=False`, or keep "
@@ -166,14 +205,40 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
                 folder=str(arguments.folder),
                 not_storable=not_storable,
                 drifts=drifts,
-                dropout=dropout,
+                varies=varies,
+                untold=self._untold,
             )
         )
 
+    def _why_it_varies(self, weights: ReferenceWeights) -> str | None:
+        args, own = self.args, self._kind == "model"
+        random = weights.dropout(in_training=not own)
+        rope = weights.rope_of_batch()
+        if random:
+            return f"dropout is on in it (`{random}`): same distribution, other random draws"
+        if args.neftune_noise_alpha is not None and self._kind in ("base", "adapter"):
+            return "its embeddings are the policy's, with the noise of `neftune_noise_alpha`: other random draws"
+        if not own and (args.bf16_full_eval or args.fp16_full_eval):
+            name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
+            return f"`{name}` casts the policy when it is evaluated, and the reference with it"
+        return f'its positions (`rope_type="{rope}"`) follow the longest sequence of each batch' if rope else None
+
+    def _why_untold(self, ref_model: Any) -> str | None:
+        # Under FSDP's loading that spares memory, the main process alone has weights
+        reason = [self._weights(ref_model).untold() if self.accelerator.is_main_process else None]
+        broadcast_object_list(reason, from_process=0)
+        return reason[0]
+
     def train(self, *positional: Any, **keywords: Any) -> Any:
         """TRL's own. From here on the policy is no longer what it was."""
+        self._meet_adapters_that_changed()
         self._training_began = True
         return super().train(*positional, **keywords)  # type: ignore[misc]
+
+    def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
+        """TRL's own, with what is the reference by then."""
+        self._meet_adapters_that_changed()
+        return super().evaluation_loop(*positional, **keywords)  # type: ignore[misc]
 
     # For each batch
 
@@ -191,8 +256,9 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
     def _reference_for(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
         if from_columns:
             check_batch(inputs)
-        elif self.plan.source == "pass":
-            return self.reference_given(self.score_as_reference(self._reference_model(), inputs))
+        if self.plan.source == "pass" and self._any_rank_runs(not from_columns):
+            log_probs = self.score_as_reference(self._reference_model(), inputs)
+            return self.reference_given(None if from_columns else log_probs)
         wanted = self.plan.source == "store" and not from_columns
         answer = self.stored(inputs, lambda batch: self.score_as_reference(self._reference_model(), batch), wanted)
         if not self.args.precompute_ref_log_probs:  # with it, TRL runs no reference pass here either
@@ -243,6 +309,10 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
         ).tolist()
         return gathered
 
+    def _any_rank_runs(self, here: bool) -> bool:
+        """Whether a pass runs: a sharded model needs every rank in it, also those whose rows bring their values."""
+        return any(count[0] for count in self._gather_counts([int(here)]))
+
     def _gather_entries(self, entries: Entries) -> list[Entries]:
         return [entries] if self.accelerator.num_processes == 1 else gather_object([entries])
 
@@ -289,56 +359,6 @@ class StoredReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMi
             )
         return self.model if prepared else self.policy_before_training()
 
-    def release_reference(self) -> None:
-        """Drop a reference model that TRL loaded, if no data set of the run needs it any more.
-
-        A sharded one is left where it is.
-        """
-        if self.ref_model is None or self._load_reference is None or not self._store_covers_the_run():
-            return
-        if self._identity is None:
-            self._identity_facts = self._identify(self.ref_model)
-            self._identity = identity_of(self._identity_facts)
-        held = self.accelerator.unwrap_model(self.ref_model)
-        models = self.accelerator._models
-        models[:] = [model for model in models if self.accelerator.unwrap_model(model) is not held]
-        del self.scoring_forwards[1:], held
-        self.ref_model = None
-        clear_device_cache(garbage_collection=True)
-
-    def _load_reference_again(self, load: Callable[[], Any]) -> None:
-        self.ref_model = model = self.loaded_reference(load)
-        super()._attach(model)
-        if identity_of(self._identify(model)) != self._identity:
-            self.ref_model = None
-            raise ValueError(
-                "The reference model was released from memory when every sequence had been scored, and is needed for "
-                f"others now; but what lies at {model.config._name_or_path!r} is no longer the same model. Put it "
-                "back, or pass a `ref_model`, which is kept."
-            )
-        self.ref_model = self.accelerator.prepare_model(model, evaluation_mode=True)
-
-    def _store_covers_the_run(self) -> bool:
-        """Whether all ranks together find every row in the store, of training and of evaluation in training."""
-        if self.plan.source != "store":
-            return False
-        needed = [
-            dataset
-            for name, dataset in self._datasets()
-            if not self._with_columns[name] and (name == "train_dataset" or self.args.eval_strategy != "no")
-        ]
-        covers = all(_is_map_style(dataset) and self._store_covers(dataset) for dataset in needed)
-        return all(count[0] for count in self._gather_counts([int(covers)]))
-
-    def _store_covers(self, dataset: Dataset) -> bool:
-        """This rank's share of the rows."""
-        size, step = self.accelerator.num_processes, _ROWS_CHECKED_TOGETHER
-        for start in range(self.accelerator.process_index * step, len(dataset), size * step):
-            rows = [dataset[i] for i in range(start, min(start + step, len(dataset)))]
-            if not self.stored.holds(self.data_collator(rows)):
-                return False
-        return True
-
 
 class _StoreCallback(TrainerCallback):
     """Puts what was scored on disk, and lets go of a reference model that has scored everything."""
@@ -367,7 +387,3 @@ class _StoreCallback(TrainerCallback):
     def _flush(self) -> None:
         if self.trainer._stored is not None:
             self.trainer._stored.store.flush()
-
-
-def _is_map_style(dataset: Any) -> bool:
-    return isinstance(dataset, Dataset)
