@@ -9,7 +9,7 @@ import trl
 import trl_ext
 from drop_in_cases import Case
 from run_losses import Trainers, train
-from tiny import Workshop
+from tiny import ROLLOUTS, Workshop, near_sampler_rollout
 
 
 def plain(trainer):
@@ -185,3 +185,33 @@ def test_bounds_without_1_treat_padding_as_trl_does(workshop: Workshop):
     ours, stock = (updates(run, workshop, library, plain) for library in (trl_ext, trl))
     assert stock.norm() > 1e-4
     assert (ours - stock).norm() <= 1e-4 * stock.norm()
+
+
+def near_sampler_with_tools(prompts, trainer):
+    """Log-probs of a sampler near the policy, and tokens that an environment wrote among the completions'."""
+    output = near_sampler_rollout(prompts, trainer)
+    output["env_mask"] = [[int(i % 3 != 1) for i in range(len(ids))] for ids in output["completion_ids"]]
+    return output
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_a_loss_of_ones_own_meets_trls_ratio_and_metrics_beside_tool_tokens(workshop: Workshop, monkeypatch, mode):
+    def with_its_own_loss(trainer):
+        class Own(trainer):
+            def _compute_loss(self, model, inputs):
+                return super()._compute_loss(model, inputs)
+
+        return Own
+
+    monkeypatch.setitem(ROLLOUTS, "near_sampler_with_tools", near_sampler_with_tools)
+    config = {"vllm_importance_sampling_mode": mode, "mask_truncated_completions": True, **ITERATIONS}
+    run = replace(case("own-loss", rollout="near_sampler_with_tools", **config), vllm=True)
+    records = []
+    for library in (trl_ext, trl):
+        trainers = Trainers.of(library)
+        trainers = replace(trainers, grpo_trainer=with_its_own_loss(trainers.grpo_trainer))
+        records.append(train(run, trainers, workshop))
+    ours, stock = records
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-4, abs=1e-6)
+    entropies = [[log["entropy"] for log in record.logs if "entropy" in log] for record in records]
+    assert entropies[0] == pytest.approx(entropies[1], rel=1e-5)

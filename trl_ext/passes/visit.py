@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .grpo import GRPOPlan
-from .rows import ScoredTokens
+from .rows import ScoredTokens, loss_mask
 from .sampler_ratio import SamplerRatio
 
 
@@ -54,23 +54,24 @@ class Visit:
             `ValueError`: the sampler's log-probs are needed and not there.
         """
         remembered_BC = inputs.get("old_per_token_logps")
+        in_loss_BC = scored.tokens_BC & loss_mask(inputs)  # for a subclass's own loss, a tool's tokens are scored too
         if remembered_BC is None:
             policy_BC = scored.spread(policy_RC)
             old_BC = policy_BC.detach()
             if plan.trust_sampler:
                 sampler_BC = sampler_log_probs(inputs)
-                old_BC = torch.where(scored.tokens_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
+                old_BC = torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
         else:
             _check_remembered(remembered_BC, scored)
             unscored_BC = remembered_BC.nan_to_num(nan=0.0)
             policy_BC = scored.spread(policy_RC, unscored_BC)
-            old_BC = _without_overflow(unscored_BC, policy_BC.detach(), scored.tokens_BC, inputs["advantages"], plan)
+            old_BC = _without_overflow(unscored_BC, policy_BC.detach(), in_loss_BC, inputs["advantages"], plan)
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
             reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
         ratio, formed = inputs.get("importance_sampling_ratio"), None
         if plan.sampler_ratio is not None and ratio is None:
-            formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), scored.tokens_BC, plan.sampler_ratio)
+            formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), in_loss_BC, plan.sampler_ratio)
             ratio = formed.ratio
         kept = {"importance_sampling_ratio": ratio} if ratio is not None else {}
         if remembered_BC is None:

@@ -143,7 +143,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
         self._skipped_tokens = 0
         rows, tokens = (int(count) for count in totals[-2:].tolist())
         self.skipped.add(self._mode, passes=0, rows=rows, tokens=tokens)
-        if self._mode == "train":
+        if self._mode == "train" and not self.plan.score_tools:  # else TRL's means, or a subclass's, are whole
             over_scored_rows(self._mode_metrics(), totals)
         if visit.formed is not None:
             for name, value in sampler_metrics(accelerator.gather(visit.formed.statistics().unsqueeze(0))).items():
