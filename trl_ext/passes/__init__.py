@@ -1,7 +1,8 @@
 """Which log-prob passes run, and why: policy, old policy, reference; and which rows and tokens of them."""
 
 from .dpo import DPOFacts, DPOPlan, plan_dpo
+from .packing import PackingFacts, PackingPlan, plan_packing
 from .plan import Decision, Plan
 from .skipped import Skipped
 
-__all__ = ["DPOFacts", "DPOPlan", "Decision", "Plan", "Skipped", "plan_dpo"]
+__all__ = ["DPOFacts", "DPOPlan", "Decision", "PackingFacts", "PackingPlan", "Plan", "Skipped", "plan_dpo", "plan_packing"]

@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..passes.dropout import draws_at_random
+from ..dropout import draws_at_random
 from .code import code_of, without_source
 
 _WORKERS = 4

@@ -31,6 +31,9 @@ class ScoringOptions:
         head (`str`): a name in `trl_ext.heads.HEADS`.
         chunk_size (`int`, *optional*): tokens in a tile of the head.
         entropy_requires_grad (`bool`): whether a loss term needs the entropy's gradient.
+        padding_free (`bool`): whether rows are fed without their padding, where the model can.
+        share_prompts (`bool`): whether leading tokens that several rows have in common are fed once, where that changes
+            nothing.
     """
 
     temperature: float = 1.0
@@ -39,6 +42,8 @@ class ScoringOptions:
     head: str = "tiled"
     chunk_size: int | None = None
     entropy_requires_grad: bool = False
+    padding_free: bool = True
+    share_prompts: bool = True
 
 
 class ScoringForward:

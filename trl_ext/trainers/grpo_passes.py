@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..compat import GRPOInternals, reference_pass, unrecorded_pass
-from ..passes.dropout import has_dropout
+from ..dropout import has_dropout
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.measured import over_scored_rows, statistics

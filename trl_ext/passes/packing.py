@@ -1,0 +1,97 @@
+"""Whether padding and repeated prompts are fed, decided from facts, and why."""
+
+from dataclasses import dataclass
+
+from .plan import Decision
+
+_REMEDY = (
+    "Set `disable_dropout=True`, and the dropout of the adapter (`lora_dropout`) to 0, to share prompts in training."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingFacts:
+    """What is decided from.
+
+    Args:
+        padding_free, share_prompts (`bool`, *optional*): the options; `None` stands for "where it can".
+        unsupported (`str`, *optional*): why tokens of several sequences cannot be fed in one row to this model.
+        active_dropout (`bool`): whether two passes over the same tokens differ in training.
+    """
+
+    padding_free: bool | None
+    share_prompts: bool | None
+    unsupported: str | None
+    active_dropout: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingPlan:
+    """What was decided.
+
+    Args:
+        decision (`Decision`): `"run"` or `"skip"`, and the reason.
+        padding_free (`bool`): no padding is fed.
+        share_in_training (`bool`): leading tokens that several rows have in common are fed once, in training too.
+        warnings (`tuple[str, ...]`): what the user should know before training.
+    """
+
+    decision: Decision
+    padding_free: bool
+    share_in_training: bool
+    warnings: tuple[str, ...] = ()
+
+
+def plan_packing(facts: PackingFacts) -> PackingPlan:
+    """The plan that follows from `facts`.
+
+    Raises:
+        `ValueError`: an option asks for what the model cannot give.
+    """
+    _check_options(facts)
+    if facts.padding_free is False:
+        return _unpacked("every token of the padded batch is fed (`padding_free=False`).")
+    if facts.unsupported:
+        return _unpacked(f"every token of the padded batch is fed: {facts.unsupported}.")
+    free = "no padding is fed, nor a token after which nothing is scored"
+    if facts.share_prompts is False:
+        return _packed(f"{free}. Each row feeds its own prompt (`share_prompts=False`).", shares=False)
+    once = "leading tokens that several rows have in common are fed once"
+    if facts.active_dropout:
+        reason = "dropout is active: one shared prompt would mean one dropout mask for all its completions"
+        return _packed(
+            f"{free}. In evaluation {once}; not in training, because {reason}.",
+            shares=False,
+            warnings=(f"Prompts are not shared in training: {reason}. {_REMEDY}",),
+        )
+    return _packed(f"{free}; {once}.", shares=True)
+
+
+def _check_options(facts: PackingFacts) -> None:
+    if facts.padding_free and facts.unsupported:
+        raise ValueError(
+            f"`padding_free=True` cannot be had here: {facts.unsupported}. Leave `padding_free` at None, which feeds the "
+            "padded batch where it must."
+        )
+    if not facts.share_prompts:
+        return
+    if facts.padding_free is False:
+        raise ValueError(
+            "`share_prompts=True` needs rows without padding, but `padding_free=False`. Leave `padding_free` at None."
+        )
+    if facts.unsupported:
+        raise ValueError(f"`share_prompts=True` cannot be had here: {facts.unsupported}. Leave `share_prompts` at None.")
+    if facts.active_dropout:
+        raise ValueError(
+            "`share_prompts=True`, but dropout is active in training: one shared prompt would mean one dropout mask for "
+            f"all its completions. {_REMEDY} Or leave `share_prompts` at None."
+        )
+
+
+def _unpacked(reason: str) -> PackingPlan:
+    return PackingPlan(decision=Decision("packing", "skip", reason), padding_free=False, share_in_training=False)
+
+
+def _packed(reason: str, *, shares: bool, warnings: tuple[str, ...] = ()) -> PackingPlan:
+    decision = Decision("packing", "run", reason)
+    return PackingPlan(decision=decision, padding_free=True, share_in_training=shares, warnings=warnings)

@@ -1,0 +1,34 @@
+"""The config fields of both trainers that decide which tokens of a padded batch are fed."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class PackingArguments:
+    """Fields of packing; every default feeds as little as trains the same."""
+
+    padding_free: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether rows are fed without their padding, as one row. `None`: where the model can. `True`: an "
+            "error before training where it cannot. `False`: the padded batch, as in TRL."
+        },
+    )
+    share_prompts: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether leading tokens that several rows have in common are fed once. `None`: where that trains the "
+            "same, which it does not while dropout is active. `True`: an error before training where it does not."
+        },
+    )
+
+    @classmethod
+    def of(cls, args: Any) -> "PackingArguments":
+        """The fields of a trainer's arguments; the defaults where those are TRL's own config.
+
+        TRL's `DPOConfig` has a `padding_free` of its own, whose False is its default, and says nothing.
+        """
+        if isinstance(args, cls):
+            return args
+        return cls(padding_free=getattr(args, "padding_free", None) or None)
