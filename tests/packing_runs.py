@@ -54,11 +54,12 @@ def apart(ours: Seen, other: Seen) -> dict[str, float]:
     found["loss"] = _relative(ours.loss, other.loss)
     if other.aux_loss is not None:
         found["aux_loss"] = _relative(ours.aux_loss, other.aux_loss)
-    # The scale is the model's: GPT-2's key bias has a gradient of zero but for rounding
-    scale = max((float(x.abs().max()) for x in other.gradients.values() if x.numel()), default=1.0)
+    # The scale is the model's: GPT-2's key bias has a gradient of zero but for rounding. So has every weight where
+    # experts are balanced and nothing else is in the loss.
+    scale = max([0.1, *(float(x.abs().max()) for x in other.gradients.values())])
     for name, gradient in other.gradients.items():
         difference = (ours.gradients[name].double() - gradient.double()).abs().max()
-        found[f"gradient of {name}"] = float(difference) / max(scale, 1e-3)
+        found[f"gradient of {name}"] = float(difference) / scale
     return found
 
 
@@ -83,9 +84,8 @@ class Call:
     fed: int = 0
 
 
-def watch(model: Any) -> list[Call]:
-    """From now on the scoring forwards of `model` (the one inside PEFT), in order; generation is none."""
-    calls: list[Call] = []
+def watch(model: Any, calls: list[Call]) -> None:
+    """Append every scoring forward of `model` (the one inside PEFT) from now on; generation is none."""
     inside: list[Call] = []
 
     def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -101,4 +101,3 @@ def watch(model: Any) -> list[Call]:
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     model.get_input_embeddings().register_forward_hook(fed)
-    return calls
