@@ -9,6 +9,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ class Trainers:
     @classmethod
     def of(cls, library: Any) -> "Trainers":
         return cls(library.DPOTrainer, library.DPOConfig, library.GRPOTrainer, library.GRPOConfig)
+
+    def padded(self) -> "Trainers":
+        """Our trainers, fed as TRL feeds: then the rows and the padding of each forward can be counted."""
+        configs = {name: partial(getattr(self, name), padding_free=False) for name in ("dpo_config", "grpo_config")}
+        return replace(self, **configs)
 
     def with_loss_times(self, factor: float) -> "Trainers":
         """The same trainers with a wrong loss, which a comparison worth its name must notice."""

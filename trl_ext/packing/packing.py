@@ -27,14 +27,15 @@ class Packing:
 
     Attributes:
         why_padded (`str`, *optional*): why this model is fed the padded batch; None where it is fed one row.
-        share_prompts (`bool`): whether leading tokens that rows have in common are fed once, where dropout allows it.
+        why_unshared (`str`, *optional*): why each row feeds all of its tokens; None where leading tokens that rows have
+            in common are fed once.
         checked (`bool`): whether a first batch was compared with the padded forward.
         left_out (`int`): tokens of padded batches that were not fed, so far.
     """
 
     def __init__(self, model: Any, *, padding_free: bool, share_prompts: bool) -> None:
         self.why_padded = why_padded(model) if padding_free else "`padding_free=False`"
-        self.share_prompts = share_prompts
+        self.why_unshared = None if share_prompts else "`share_prompts=False`"
         self.checked = False
         self.left_out = 0
         self._said: set[str] = set()
@@ -69,7 +70,7 @@ class Packing:
                 return None
         if not inputs.get("output_router_logits"):  # the router loss counts every token
             lengths_B = _up_to_last(needed_BS, first_B)
-        layout = self._laid_out(model, ids_BS, lengths_B, first_B, share=share and self.share_prompts)
+        layout = self._laid_out(model, ids_BS, lengths_B, first_B, share=share and self.why_unshared is None)
         self.left_out += ids_BS.numel() - layout.tokens
         return layout
 
@@ -119,7 +120,7 @@ class Packing:
         off: dict[bool, str | None] = {}
         with _evaluating(model):
             padded = model.base_model(input_ids=ids, attention_mask=real.to(ids_BS.dtype), **given).last_hidden_state
-            for share in dict.fromkeys((self.share_prompts, False)):
+            for share in (True, False) if self.why_unshared is None else (False,):
                 layout = self._laid_out(model, ids, lengths, first, share=share)
                 try:
                     hidden = self.run(model, layout, given).last_hidden_state[0]
@@ -129,8 +130,8 @@ class Packing:
         if off[False] is not None:
             self.why_padded = off[False]
             self._say(f"Every token of the padded batch is fed: {off[False]} ({type(model).__name__}).")
-        elif off[self.share_prompts] is not None:
-            self.share_prompts = False
+        elif off.get(True) is not None:
+            self.why_unshared = off[True]
             self._say(f"Prompts are not shared: {off[True]} ({type(model).__name__}).")
 
     def _say(self, message: str) -> None:

@@ -17,12 +17,14 @@ class PackingFacts:
     Args:
         padding_free, share_prompts (`bool`, *optional*): the options; `None` stands for "where it can".
         unsupported (`str`, *optional*): why tokens of several sequences cannot be fed in one row to this model.
+        unshared (`str`, *optional*): why leading tokens that rows have in common cannot be fed once.
         active_dropout (`bool`): whether two passes over the same tokens differ in training.
     """
 
     padding_free: bool | None
     share_prompts: bool | None
     unsupported: str | None
+    unshared: str | None
     active_dropout: bool
 
 
@@ -55,8 +57,8 @@ def plan_packing(facts: PackingFacts) -> PackingPlan:
     if facts.unsupported:
         return _unpacked(f"every token of the padded batch is fed: {facts.unsupported}.")
     free = "no padding is fed, nor a token after which nothing is scored"
-    if facts.share_prompts is False:
-        return _packed(f"{free}. Each row feeds its own prompt (`share_prompts=False`).", shares=False)
+    if facts.unshared:
+        return _packed(f"{free}. Each row feeds its own prompt: {facts.unshared}.", shares=False)
     once = "leading tokens that several rows have in common are fed once"
     if facts.active_dropout:
         return _packed(

@@ -139,7 +139,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
 
     def _measure(self, visit: Visit) -> None:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        totals = accelerator.reduce(statistics(visit, self._skipped_tokens), reduction="sum")
+        totals = accelerator.reduce(statistics(visit, self._skipped_tokens + self._packed_away()), reduction="sum")
         self._skipped_tokens = 0
         rows, tokens = (int(count) for count in totals[-2:].tolist())
         self.skipped.add(self._mode, passes=0, rows=rows, tokens=tokens)
