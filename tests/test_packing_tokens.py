@@ -229,7 +229,6 @@ TRAINED = {
     ),
     "dpo": (Case("tokens-dpo", "dpo", "ref_model"), True),
     "dpo-lora": (Case("tokens-dpo-lora", "dpo", "lora"), True),
-    "dpo-precompute": (Case("tokens-dpo-precompute", "dpo", config={"precompute_ref_log_probs": True}), True),
 }
 FAST = ("grpo", "grpo-lora", "dpo-lora")
 
