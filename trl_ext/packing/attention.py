@@ -85,7 +85,7 @@ def packed_attention(
         raise LayoutNotReadError("its attention adds a bias by position")
     if sliding_window is None and _slides(module):
         raise LayoutNotReadError("its attention keeps its sliding window to itself")
-    layout.calls += 1
+    layout.meet()
     query_THD, key_KHD, value_KHD = (x[0].transpose(0, 1) for x in (query, key, value))
     if layout.shared:
         key_KHD, value_KHD = picked(key_KHD, layout.keys_K), picked(value_KHD, layout.keys_K)
@@ -119,7 +119,7 @@ def _by_segments(
 ) -> Tensor:
     """Each segment by transformers' own attention: sdpa, or the model's eager one where it knows more than sdpa."""
     eager = layout.implementation == "eager" or not options.keys() <= {"scaling", "dropout"}
-    attend = sys.modules[type(module).__module__].eager_attention_forward if eager else AttentionInterface()["sdpa"]
+    attend = _eager_attention(module) if eager else AttentionInterface()["sdpa"]
     outputs = []
     for segment in layout.segments():
         rows, queries, keys = segment.rows, segment.queries, segment.keys
@@ -141,6 +141,12 @@ def _by_segments(
         )
         outputs.append(output.flatten(0, 1))
     return torch.cat(outputs).unsqueeze(0)
+
+
+def _eager_attention(module: nn.Module) -> Any:
+    """The plain attention of the model's family, which stands beside its class."""
+    files = (sys.modules[base.__module__] for base in type(module).__mro__)
+    return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
 
 
 def _rows(x_THD: Tensor, start: int, rows: int, length: int) -> Tensor:

@@ -47,7 +47,6 @@ class Layout:
         shared (`bool`): whether some token is fed once for several rows; else keys are the fed tokens in order.
         longest_query, longest_key (`int`): of a row.
         implementation (`str`): the attention that the model's user chose.
-        calls (`int`): how often an attention layer has met this layout.
     """
 
     def __init__(
@@ -104,9 +103,18 @@ class Layout:
         self.longest_query = max(q for q, _ in self._lengths)
         self.longest_key = max(k for _, k in self._lengths)
         self.implementation = implementation
-        self.calls = 0
+        self._meetings = [0]  # one list for the copies on all devices
         self._masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
         self._copies: dict[torch.device, Layout] = {}
+
+    def meet(self) -> None:
+        """Note that an attention module has read this layout."""
+        self._meetings[0] += 1
+
+    @property
+    def meetings(self) -> int:
+        """How often an attention module has read this layout."""
+        return self._meetings[0]
 
     @property
     def tokens(self) -> int:

@@ -57,7 +57,7 @@ class Packing:
         """
         if self.why_padded is not None:
             return None
-        why = _why_this_batch_is_padded(positional, inputs, predicts_BS, self._longest)
+        why = _why_this_batch_is_padded(model, positional, inputs, predicts_BS, self._longest)
         if why is not None:
             self._say(f"A batch is fed padded: {why}.")
             return None
@@ -93,7 +93,7 @@ class Packing:
         # A mask of four dimensions is handed on as it is. A layer that reads it instead of the layout must not pass
         # for right: it finds NaN there.
         mask = torch.full((1, 1, 1, 1), torch.nan, device=device)
-        before = layout.calls
+        before = layout.meetings
         outputs = model.base_model(
             input_ids=layout.input_ids,
             position_ids=layout.position_ids,
@@ -101,7 +101,7 @@ class Packing:
             **given,
             **{KEYWORD: layout},
         )
-        if layout.calls == before:
+        if layout.meetings == before:
             raise LayoutNotReadError("its layers do not hand their keyword arguments on to their attention")
         return outputs
 
@@ -165,7 +165,7 @@ def _why_off(hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
 
 
 def _why_this_batch_is_padded(
-    positional: tuple[Any, ...], inputs: dict[str, Any], needed_BS: Tensor, longest: int | None
+    model: Any, positional: tuple[Any, ...], inputs: dict[str, Any], needed_BS: Tensor, longest: int | None
 ) -> str | None:
     ids_BS = inputs.get("input_ids")
     if positional or ids_BS is None:
@@ -175,6 +175,8 @@ def _why_this_batch_is_padded(
     others += [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
     if others:
         return f"it comes with `{others[0]}`"
+    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
+        return "the noise of `neftune_noise_alpha` depends on its width"
     if longest is not None and ids_BS.shape[1] > longest:
         return f"the model's rotary embeddings depend on its length beyond {longest} tokens"
     real_BS = _real(inputs)
