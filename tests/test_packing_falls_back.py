@@ -1,4 +1,4 @@
-"""Where a model or batch cannot be fed as one row, the padded batch is, with the padded forward's results and a reason."""
+"""Where a model or a batch cannot be one row, the padded batch is fed, with the padded forward's results and a reason."""
 
 import logging
 from collections.abc import Callable
@@ -125,7 +125,6 @@ def neighbours(config: t.PreTrainedConfig) -> Any:
 # Of transformers: positions counted from the mask, keywords that are not handed on, a window that is not
 FOUND: dict[str, Callable[[], Any]] = {
     "deaf attention": lambda: deaf(of(t.LlamaConfig)()),
-    "own positions": lambda: own_positions(of(t.LlamaConfig)()),
     "neighbours": lambda: neighbours(of(t.LlamaConfig)()),
     "opt": lambda: fresh(of(t.OPTConfig, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)()),
     "nemotron": lambda: fresh(of(t.NemotronConfig)()),
@@ -184,23 +183,33 @@ def test_models_that_the_first_batch_finds_out(name: str, first: str, caplog: py
     assert see(ours, batches[1]).fed == batches[1].input_ids.numel()
 
 
-def named_positions() -> Any:
-    model = fresh(of(t.LlamaConfig)())
+def named_positions(config: t.PreTrainedConfig) -> Any:
+    model = fresh(config)
     model.model.layers[0].__class__ = NamedPositions
     return model
 
 
-@pytest.mark.parametrize("make", [named_positions, lambda: fresh(of(t.HunYuanDenseV1Config)())])
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_rows_are_not_moved_where_positions_count(make: Any, example: str) -> None:
-    """Not a rotary model, or one that scales what it has rotated: right, whatever of it is shared."""
-    ours, padded = make(), make()
-    checked(ours)
+# Fed without padding, and right, whatever of it may be shared
+POSITIONED: dict[str, Callable[[], Any]] = {
+    "own positions": lambda: own_positions(of(t.LlamaConfig)()),
+    "named positions": lambda: named_positions(of(t.LlamaConfig)()),
+    "a norm after the rotation": lambda: fresh(of(t.HunYuanDenseV1Config)()),
+    "queries that grow with the position": lambda: fresh(of(t.Ministral3Config)()),
+}
+
+
+@pytest.mark.parametrize("first", ["grpo", "dpo", "one row"])
+@pytest.mark.parametrize("name", POSITIONED)
+def test_rows_are_not_moved_where_positions_count(name: str, first: str) -> None:
+    ours, padded = POSITIONED[name](), POSITIONED[name]()
+    scoring = checked(ours)
     checked(padded, padding_free=False)
-    for batch in (EXAMPLES[example](), grpo_example(2)):
-        seen = see(ours, batch)
-        assert_same(seen, see(padded, batch), 1e-5)
+    batches = [grpo_example(), dpo_example(), grpo_example(2)]
+    batches.insert(0, grpo_example().rows([3]) if first == "one row" else EXAMPLES[first]())
+    for batch in batches:
+        assert_same(see(ours, batch), see(padded, batch), 1e-5)
         assert see(ours, batch).fed <= tokens_needed(batch, share=False)
+    assert scoring.packing.why_padded is None
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
