@@ -21,14 +21,18 @@ class Seen:
     fed: int  # tokens that met the input embedding
 
 
-def see(model: Any, batch: Batch, grad: bool = True, **call: Any) -> Seen:
-    """Score `batch`, and go back from log-probs, entropy and router loss where `grad`."""
+def see(model: Any, batch: Batch, grad: bool = True, through: Any = None, **call: Any) -> Seen:
+    """Score `batch`, and go back from log-probs, entropy and router loss where `grad`.
+
+    Args:
+        through: what wraps `model`, and is called in its place.
+    """
     model.zero_grad(set_to_none=True)
     fed: list[int] = []
     embedding = model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda module, args, output: fed.append(args[0].numel()))
     try:
-        out = model(**batch.inputs, fused_lm_head=True, **call)
+        out = (model if through is None else through)(**batch.inputs, fused_lm_head=True, **call)
     finally:
         hook.remove()
     fields = {name: getattr(out, name) for name in ("log_probs", "entropy") if getattr(out, name) is not None}

@@ -1,4 +1,4 @@
-"""Where a model or a batch cannot be one row, the padded batch is fed, with the padded forward's results and a reason."""
+"""Where a model or batch cannot be one row, the padded batch is fed, with the padded results and a reason."""
 
 import logging
 from collections.abc import Callable
