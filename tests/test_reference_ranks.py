@@ -59,7 +59,7 @@ def dpo(rank: Rank, library, name: str, data=None, **config):
 def ours(rank: Rank, name: str, **config):
     if config.get("reference_store") != "memory":
         config["reference_store_dir"] = str(rank.folder / config.pop("store", f"store-{name}"))
-    result = dpo(rank, trl_ext, name, **config)
+    result = dpo(rank, trl_ext, name, padding_free=False, **config)  # so that passes show their rows
     files = Path(config.get("reference_store_dir", rank.folder / "none")).glob("*/*.safetensors")
     return {**result, "stored": [key for path in files for key in read_segment(path, path.parent.name).keys]}
 
