@@ -21,6 +21,8 @@ from trl_ext.reference.segments import read_segment
 def dpo(rank: Rank, library, name: str, data=None, **config):
     """Three shuffled epochs; the change of the weights, how many reference passes this rank ran, and the logs."""
     options = {key: config.pop(key) for key in ("peft_config", "eval_dataset", "data_collator") if key in config}
+    if library is trl_ext:
+        config["padding_free"] = False  # so that passes show their rows
     torch.manual_seed(0)
     with counted() as tokens:
         trainer = library.DPOTrainer(
@@ -59,7 +61,7 @@ def dpo(rank: Rank, library, name: str, data=None, **config):
 def ours(rank: Rank, name: str, **config):
     if config.get("reference_store") != "memory":
         config["reference_store_dir"] = str(rank.folder / config.pop("store", f"store-{name}"))
-    result = dpo(rank, trl_ext, name, padding_free=False, **config)  # so that passes show their rows
+    result = dpo(rank, trl_ext, name, **config)
     files = Path(config.get("reference_store_dir", rank.folder / "none")).glob("*/*.safetensors")
     return {**result, "stored": [key for path in files for key in read_segment(path, path.parent.name).keys]}
 
