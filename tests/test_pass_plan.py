@@ -64,7 +64,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
 def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
     fields, decisions = PLANS[name]
     plan = explained(workshop, **fields)
-    assert [decision.name for decision in plan.decisions] == ["policy", "old policy", "reference"]
+    assert [decision.name for decision in plan.decisions] == ["policy", "old policy", "reference", "packing"]
     for pass_name, (action, reason) in decisions.items():
         assert plan[pass_name].action == action
         assert reason in plan[pass_name].reason
@@ -182,6 +182,7 @@ def test_dropout_that_is_not_active_is_not_named(fields: dict[str, Any], worksho
 def test_with_dropout_the_training_forward_is_reused(workshop: Workshop) -> None:
     with built(workshop, **DROPOUT["attention"], num_iterations=2) as trainer:
         grad_modes: list[bool] = []
+        trainer.scoring_forwards[0].packing.checked = True
         trainer.model.get_input_embeddings().register_forward_hook(
             lambda *_: grad_modes.append(torch.is_grad_enabled())
         )
