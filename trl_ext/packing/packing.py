@@ -177,8 +177,8 @@ def _why_off(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
     off_N = (hidden_NH - padded_NH).float().norm(dim=1) / padded_NH.float().norm(dim=1).clamp(min=1e-30)
     too_far = ~(off_N <= (_OFF_HALF if half else _OFF_FULL))
     may_be_off = _MAY_BE_OFF if half or has_experts(model) else 0.0
-    # A model that has itself gone to NaN is not the packing's doing
-    if not padded_NH.isfinite().all() or too_far.float().mean() <= may_be_off:
+    # A model that has itself gone to NaN is not the packing's doing; and padding alone shows nothing
+    if not len(off_N) or not padded_NH.isfinite().all() or too_far.float().mean() <= may_be_off:
         return None
     return f"on the first batch hidden states differ from the padded forward's by {off_N.max():.2g} of their norm"
 
