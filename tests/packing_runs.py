@@ -84,6 +84,7 @@ class Call:
 
     batch: Batch
     grad: bool
+    training: bool
     router: bool
     fed: int = 0
 
@@ -96,7 +97,9 @@ def watch(model: Any, calls: list[Call]) -> None:
         inside.clear()
         if kwargs.get("fused_lm_head"):
             batch = Batch(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
-            inside.append(Call(batch, torch.is_grad_enabled(), kwargs.get("output_router_logits", False)))
+            inside.append(
+                Call(batch, torch.is_grad_enabled(), module.training, kwargs.get("output_router_logits", False))
+            )
             calls.append(inside[0])
 
     def fed(module: Any, args: Any, output: Tensor) -> None:
