@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .micro_batch_plan import plan_micro_batches
 from .plan import Decision, Plan
 from .sampler_ratio import RatioRule
 
@@ -16,6 +17,7 @@ class GRPOFacts:
         per_device_batch_size, processes, gradient_accumulation_steps, steps_per_generation, num_iterations (`int`):
             the schedule.
         num_generations (`int`): completions of a prompt.
+        loss_type (`str`): TRL's.
         beta (`float`): coefficient of the KL term.
         normalized_over_batch (`bool`): whether an advantage depends on other groups of its generation batch.
         has_own_loss (`bool`): whether a subclass has replaced TRL's loss, of which nothing is known then.
@@ -28,6 +30,8 @@ class GRPOFacts:
         sampler_gives_log_probs (`bool`): whether completions can come with the log-probs of their sampler.
         truncated_sampling (`tuple[str, ...]`): the sampling arguments that cut the sampler's distribution.
         max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
+        shares_prompts (`bool`): whether rows of one micro-batch feed the prompt that they have in common once.
+        keep_groups_together (`bool`, *optional*): the option; `None` stands for "where it changes no gradient".
         force_on_policy_ratio, trust_sampling_log_probs, zero_advantages_of_equal_rewards (`bool`): the options.
     """
 
@@ -37,6 +41,7 @@ class GRPOFacts:
     steps_per_generation: int
     num_iterations: int
     num_generations: int
+    loss_type: str
     beta: float
     normalized_over_batch: bool
     has_own_loss: bool
@@ -50,6 +55,8 @@ class GRPOFacts:
     sampler_gives_log_probs: bool
     truncated_sampling: tuple[str, ...]
     max_draws: int
+    shares_prompts: bool
+    keep_groups_together: bool | None
     force_on_policy_ratio: bool
     trust_sampling_log_probs: bool
     zero_advantages_of_equal_rewards: bool
@@ -69,6 +76,7 @@ class GRPOPlan(Plan):
         sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
         trl_scores_old_policy (`bool`): whether stock TRL scores every generation batch.
         max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
+        keep_groups_together (`bool`): a group's rows are kept in one micro-batch, as far as there is room.
     """
 
     leave_zero_advantages: bool
@@ -80,6 +88,7 @@ class GRPOPlan(Plan):
     sampler_ratio: RatioRule | None
     trl_scores_old_policy: bool
     max_draws: int
+    keep_groups_together: bool
 
 
 def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
@@ -99,8 +108,9 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         )
     every = facts.steps_per_generation * facts.num_iterations
     misaligned = facts.gradient_accumulation_steps % every != 0
+    micro_batches = plan_micro_batches(facts)
     return GRPOPlan(
-        decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts)),
+        decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts), micro_batches),
         leave_zero_advantages=leave_zero_advantages,
         leave_masked=not (facts.has_router_loss or facts.has_own_loss),
         score_tools=facts.has_own_loss,
@@ -110,6 +120,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         sampler_ratio=facts.sampler_ratio,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
         max_draws=facts.max_draws,
+        keep_groups_together=micro_batches.action == "run",
         warnings=tuple(warnings),
     )
 

@@ -43,6 +43,14 @@ class GRPOPassArguments:
             "that are dead after the last draw stay."
         },
     )
+    keep_groups_together: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether the completions of a prompt share a micro-batch as far as there is room, among those of "
+            "one optimizer step. `None`: where that changes no gradient. `True`: an error before training where it "
+            "would. `False`: TRL's order."
+        },
+    )
 
     def __post_init__(self) -> None:
         draws = self.dynamic_sampling_max_draws

@@ -10,11 +10,13 @@ from ..dropout import has_dropout
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.measured import over_scored_rows, statistics
+from ..passes.packing import PackingFacts, PackingPlan, plan_packing
 from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, split, tokens_of
 from ..passes.sampler_ratio import RatioRule, sampler_metrics
 from ..passes.visit import Visit
 from .exact_head import ExactHeadMixin
 from .grpo_pass_arguments import GRPOPassArguments
+from .packing_arguments import PackingArguments
 from .planned import PlannedPassesMixin
 
 
@@ -42,6 +44,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 num_iterations=trainer.num_iterations,
                 beta=trainer.beta,
                 num_generations=trainer.num_generations,
+                loss_type=trainer.loss_type,
                 normalized_over_batch=trainer.scale_rewards == "batch"
                 or trainer.multi_objective_aggregation == "normalize_then_sum",
                 has_own_loss=self._has_own_loss(),
@@ -61,9 +64,24 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 sampler_gives_log_probs=trainer.use_vllm or trainer.rollout_func is not None,
                 truncated_sampling=_truncated_sampling(args),
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
+                shares_prompts=self._packing_plan().share_in_training,
+                keep_groups_together=options.keep_groups_together,
                 force_on_policy_ratio=options.force_on_policy_ratio,
                 trust_sampling_log_probs=options.trust_sampling_log_probs,
                 zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
+            )
+        )
+
+    def _packing_plan(self) -> PackingPlan:
+        """Stands for the method of the same name that comes with packing."""
+        trainer: Any = self
+        fields = PackingArguments.of(trainer.args)
+        return plan_packing(
+            PackingFacts(
+                padding_free=fields.padding_free,
+                share_prompts=fields.share_prompts,
+                unsupported=None,
+                active_dropout=has_dropout(trainer.model),
             )
         )
 
