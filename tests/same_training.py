@@ -102,9 +102,7 @@ def _norm(tensors: dict[str, torch.Tensor | None]) -> float:
     return math.sqrt(sum(tensor.double().pow(2).sum().item() for tensor in tensors.values() if tensor is not None))
 
 
-def tensors_differ(
-    what: str, ours: dict[str, torch.Tensor | None], stock: dict[str, torch.Tensor | None]
-) -> list[str]:
+def tensors_differ(what: str, ours: dict[str, torch.Tensor | None], stock: dict[str, torch.Tensor | None]) -> list[str]:
     """Each tensor's difference against the norm of all: a vector comparison, as sums of absolute values are blind."""
     if ours.keys() != stock.keys():
         return [f"{what}: other names: {sorted(ours.keys() ^ stock.keys())[:6]}"]

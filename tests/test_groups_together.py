@@ -6,8 +6,8 @@ Rows are told apart, and prompts counted, by the tokens that TRL's loss is given
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from run_losses import Record, Trainers, build
 from same_training import tensors_differ
 from tiny import Workshop
 from trl_ext.passes.micro_batches import FedTokens, grouped_order, slices_of_a_unit
+from trl_ext.passes.rows import ScoredTokens
 
 STOCK = Trainers.of(trl)
 OURS = Trainers.of(trl_ext)
+LIBRARIES = {"stock": STOCK, "ours": OURS}
 
 Row = tuple[int, ...]
 
@@ -146,9 +148,7 @@ TOGETHER = {name: extra for name, extra in GRPO_LOSSES.items() if name != "bnpo"
 
 @pytest.mark.parametrize("level", ["token", pytest.param("sequence", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_type", TOGETHER)
-def test_the_gradient_of_a_window_is_stock_trls(
-    loss_type: str, level: str, workshop: Workshop, tmp_path: Path
-) -> None:
+def test_the_gradient_of_a_window_is_stock_trls(loss_type: str, level: str, workshop: Workshop, tmp_path: Path) -> None:
     off_policy = {"iterations": 2} if loss_type in ("grpo", "vespo") else {}
     case = case_of(
         2,
@@ -239,3 +239,260 @@ def _most_sets(residues: tuple[int, ...], capacity: int) -> int:
                 rest = tuple(x for i, x in enumerate(others) if i not in chosen)
                 best = max(best, 1 + _most_sets(rest, capacity))
     return best
+
+
+def test_nothing_is_rearranged_where_the_length_of_an_epoch_is_not_known(workshop: Workshop, tmp_path: Path) -> None:
+    ours, stock = both(case_of(4, 4, streaming=True, prompts=8), workshop, tmp_path)
+    assert ours.micro_batches == stock.micro_batches
+
+
+def _cut_short(trainers: Trainers, micro_batches: int) -> Trainers:
+    """The same trainers, whose own sampler ends an epoch in the middle of a generation batch."""
+
+    class CutShort(trainers.grpo_trainer):
+        def _get_train_sampler(self, dataset: Any = None) -> list[int]:
+            rows = self.args.generation_batch_size
+            return list(super()._get_train_sampler(dataset))[: micro_batches * rows]
+
+    CutShort.__name__ = trainers.grpo_trainer.__name__
+    return replace(trainers, grpo_trainer=CutShort)
+
+
+@pytest.mark.parametrize("micro_batches", [5, 6])
+def test_an_epoch_that_ends_within_a_generation_batch_moves_the_windows(
+    micro_batches: int, workshop: Workshop, tmp_path: Path
+) -> None:
+    case = case_of(4, 4, steps=-1, num_train_epochs=3, prompts=8)
+    stock, ours = (
+        run(case, _cut_short(trainers, micro_batches), workshop, tmp_path / name)
+        for name, trainers in (("stock", STOCK), ("ours", OURS))
+    )
+    assert len(stock.micro_batches) == 3 * micro_batches
+    assert len(stock.windows) == 6
+    # Not the gradients: slices meet other weights than sampled them, which stock does not notice
+    assert ours.windows == stock.windows
+    assert torch.equal(ours.random_state, stock.random_state)
+    assert (ours.micro_batches == stock.micro_batches) == (micro_batches == 5)
+
+
+class _EndAfter(TrainerCallback):
+    """Ends the epoch in the middle of a window: the next window begins with an odd micro-batch."""
+
+    def __init__(self, micro_batches: int):
+        self.left = micro_batches
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.left -= 1
+        control.should_epoch_stop = self.left == 0
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_epoch_that_a_callback_ends_moves_the_windows(
+    micro_batches: int, workshop: Workshop, tmp_path: Path
+) -> None:
+    case = case_of(4, 4, steps=-1, num_train_epochs=3, prompts=8)
+    seen = []
+    for name, trainers in (("stock", STOCK), ("ours", OURS)):
+
+        class Ended(trainers.grpo_trainer):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self.add_callback(_EndAfter(micro_batches))
+
+        Ended.__name__ = trainers.grpo_trainer.__name__
+        seen.append(run(case, replace(trainers, grpo_trainer=Ended), workshop, tmp_path / name))
+    stock, ours = seen
+    assert len(stock.micro_batches) == micro_batches + 16
+    assert ours.windows == stock.windows
+    assert torch.equal(ours.random_state, stock.random_state)
+
+
+def test_training_that_is_resumed_within_an_epoch_meets_the_same_rows(workshop: Workshop, tmp_path: Path) -> None:
+    case = case_of(2, 4, steps=5, prompts=8, save_strategy="steps", save_steps=3)
+    stock, ours = (run(case, trainers, workshop, tmp_path / name) for name, trainers in LIBRARIES.items())
+    assert_same_steps(ours, stock)
+    resumed = [
+        run(case, trainers, workshop, tmp_path / name, resume_from_checkpoint=str(tmp_path / name / "checkpoint-3"))
+        for name, trainers in LIBRARIES.items()
+    ]
+    assert len(resumed[0].windows) == 2
+    assert_same_steps(resumed[1], resumed[0])
+    assert resumed[1].micro_batches != resumed[0].micro_batches
+
+
+# What a micro-batch is normalised or selected over, beside the words of the plan
+COUNT = {
+    "bnpo": ({"loss_type": "bnpo"}, "bnpo"),
+    "entropy bonus": ({"entropy_coef": 0.05}, "entropy bonus"),
+    "adaptive entropy": ({"use_adaptive_entropy": True, "entropy_target": 10.0}, "entropy bonus"),
+    "router loss": ({"model": "experts"}, "router loss"),
+    "entropy quantile": ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2"),
+    "dropout": ({"setup": "lora", "lora": {"lora_dropout": 0.1}}, "not shared in training"),
+}
+
+
+@pytest.mark.parametrize("name", COUNT)
+def test_trls_order_stays_where_micro_batches_count(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    fields, words = COUNT[name]
+    with pytest.raises(ValueError, match=f"keep_groups_together=True.*{words}"):
+        build(case_of(2, 2, **fields), OURS, workshop, str(tmp_path), Record())
+    case = case_of(2, 2, keep=None, **fields)
+    stock, ours = (run(case, trainers, workshop, tmp_path / name) for name, trainers in LIBRARIES.items())
+    assert ours.micro_batches == stock.micro_batches
+    assert torch.equal(ours.random_state, stock.random_state)
+
+
+def _with_own_loss(trainer: type) -> type:
+    class OwnLoss(trainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+            return super()._compute_loss(model, inputs)
+
+    return OwnLoss
+
+
+def test_the_plan_says_what_becomes_of_the_order(workshop: Workshop, tmp_path: Path) -> None:
+    def decided(case: Case, trainers: Trainers = OURS) -> tuple[str, str]:
+        decision = build(case, trainers, workshop, str(tmp_path), Record()).explain()["micro-batches"]
+        return decision.action, decision.reason
+
+    action, reason = decided(case_of(4, 2, keep=None))
+    assert action == "run"
+    assert "within 2 micro-batches" in reason
+    assert decided(case_of(4, 2, keep=False)) == ("skip", "rows in TRL's order (`keep_groups_together=False`).")
+    action, reason = decided(case_of(3, 4))
+    assert action == "skip"
+    assert "`gradient_accumulation_steps`=3, `steps_per_generation`=4" in reason
+    own = replace(OURS, grpo_trainer=_with_own_loss(OURS.grpo_trainer))
+    action, reason = decided(case_of(4, 2, keep=None), own)
+    assert action == "skip"
+    assert "a loss of its own" in reason
+    with pytest.raises(ValueError, match=r"keep_groups_together=True.*a loss of its own"):
+        decided(case_of(4, 2), own)
+
+
+def test_on_its_own_it_is_on_and_rows_that_are_not_fed_fill_up(workshop: Workshop, tmp_path: Path) -> None:
+    """Two live groups of 4 and two dead ones, in two micro-batches of 8: each has one live prompt."""
+    case = case_of(2, 2, rows=8, keep=None, rewards=("half_dead",), shuffle_dataset=False)
+    ours, stock = both(case, workshop, tmp_path)
+    live = [[len(_live(rows)) for rows in seen.micro_batches] for seen in (ours, stock)]
+    assert live[0] == [1, 1] * 2
+    assert sum(live[1]) > 4
+
+
+def _live(rows: list[tuple[Row, Row]]) -> set[Row]:
+    """The prompts of even rows of the data set, whose first token is the row's number and 3."""
+    return {prompt for prompt, _ in rows if (prompt[0] - 3) % 2 == 0}
+
+
+def test_metrics_of_micro_batches_are_those_that_the_page_names(workshop: Workshop, tmp_path: Path) -> None:
+    """What the logs show with the groups kept together: the page names every metric that is another."""
+    patterns = [metric for metric, when in metric_rows() if when == WHEN]
+    differ: set[str] = set()
+    for fields in (
+        {"beta": 0.1, "setup": "ref_model", "iterations": 2, "epsilon": 0.001},
+        {"loss_type": "cispo", "iterations": 2, "epsilon_high": 1.0},
+        {"loss_type": "vespo", "iterations": 2},
+        {"importance_sampling_level": "sequence", "iterations": 2, "epsilon": 1e-5},
+    ):
+        ours, stock = both(case_of(2, 2, **fields), workshop, tmp_path)
+        for got, want in zip(ours.record.logs, stock.record.logs, strict=True):
+            assert {name for name in got if not name.startswith("skipped/")} == want.keys()
+            differ |= {name for name, x in want.items() if not math.isclose(got[name], x, rel_tol=1e-5, abs_tol=1e-6)}
+    assert all(any(fnmatchcase(name, pattern) for pattern in patterns) for name in differ), differ
+    assert all(any(fnmatchcase(name, pattern) for name in differ) for pattern in patterns), differ
+
+
+WHEN = "in training, where groups are kept together"
+
+
+def cost(fed: FedTokens, slices: list[list[int]]) -> int:
+    """Tokens of all forwards, by definition."""
+    total = 0
+    for rows in slices:
+        live = [row for row in rows if fed.prompt_B[row] >= 0]
+        prompts = {fed.prompt_B[row]: fed.prompt_tokens_B[row] for row in live}
+        total += max(1, sum(prompts.values()) + sum(fed.own_tokens_B[row] for row in live))
+    return total
+
+
+@st.composite
+def generation_batches(draw: st.DrawFn) -> tuple[FedTokens, int, int]:
+    """Rows in any order, rows of a slice, slices of a unit; group sizes differ, and some rows are not fed."""
+    capacity = draw(st.integers(1, 6))
+    unit = draw(st.integers(1, 4))
+    rows = capacity * unit * draw(st.integers(1, 3)) + draw(st.integers(0, 1))
+    lengths = draw(st.lists(st.integers(1, 30), min_size=6, max_size=6))
+    prompt_B = draw(st.lists(st.integers(-1, 5), min_size=rows, max_size=rows))
+    own_B = draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows))
+    own_B = [own if prompt >= 0 else 0 for own, prompt in zip(own_B, prompt_B, strict=True)]
+    return FedTokens(prompt_B, [lengths[prompt] for prompt in prompt_B], own_B), capacity, unit
+
+
+def cut(order: list[int], size: int) -> list[list[int]]:
+    return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(generation_batches())
+def test_any_batch_is_rearranged_within_units_and_never_feeds_more(batch: tuple[FedTokens, int, int]) -> None:
+    fed, capacity, unit = batch
+    order = grouped_order(fed, rows_of_a_slice=capacity, slices_of_a_unit=unit)
+    before = list(range(len(fed.prompt_B)))
+    assert sorted(order) == before
+    for got, want in zip(cut(order, capacity * unit), cut(before, capacity * unit), strict=True):
+        assert set(got) == set(want)
+        assert cost(fed, cut(got, capacity)) <= cost(fed, cut(want, capacity))
+    assert order == grouped_order(fed, rows_of_a_slice=capacity, slices_of_a_unit=unit)
+    whole = len(before) - len(before) % (capacity * unit)
+    assert order[whole:] == before[whole:]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
+def test_groups_that_fit_are_whole(size: int, groups: int, factor: int, random: Any) -> None:
+    """Groups of one size, slices of as much or of a multiple of it or of a part: each prompt as seldom as can be."""
+    for capacity in {size * factor, size}:
+        slices = math.ceil(groups * size / capacity)
+        prompt_B = [row // size if row < groups * size else -1 for row in range(slices * capacity)]
+        random.shuffle(prompt_B)
+        own_B = [random.randint(0, 9) if prompt >= 0 else 0 for prompt in prompt_B]
+        fed = FedTokens(prompt_B, [50] * len(prompt_B), own_B)
+        order = grouped_order(fed, rows_of_a_slice=capacity, slices_of_a_unit=slices)
+        met = [{prompt_B[row] for row in rows} - {-1} for rows in cut(order, capacity)]
+        assert sum(map(len, met)) == groups
+
+
+def test_slices_are_balanced() -> None:
+    """Four groups of two with 40, 30, 20 and 10 tokens, in slices of four rows: 50 and 50."""
+    fed = FedTokens([0, 0, 1, 1, 2, 2, 3, 3], [10] * 8, [15, 15, 10, 10, 5, 5, 0, 0])
+    order = grouped_order(fed, rows_of_a_slice=4, slices_of_a_unit=2)
+    assert [fed.of_rows(rows) for rows in cut(order, 4)] == [50, 50]
+    # A group of four in two slices: its longest rows lie apart
+    fed = FedTokens([0] * 4, [10] * 4, [9, 9, 1, 1])
+    order = grouped_order(fed, rows_of_a_slice=2, slices_of_a_unit=2)
+    assert [fed.of_rows(rows) for rows in cut(order, 2)] == [20, 20]
+
+
+def test_what_a_row_feeds_is_found_by_content() -> None:
+    batch = {
+        # The second row's prompt is the first's beside other padding; the third's differs in its mask alone
+        "prompt_ids": torch.tensor([[0, 5, 6], [7, 5, 6], [0, 5, 6], [0, 5, 6]]),
+        "prompt_mask": torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1], [0, 1, 1]]),
+    }
+    tokens_BC = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool()
+    fed = FedTokens.of(batch, ScoredTokens(torch.tensor([0, 1, 2]), tokens_BC))
+    assert fed.prompt_B[0] == fed.prompt_B[1] != fed.prompt_B[2]
+    assert fed.prompt_B[3] == -1
+    assert fed.prompt_tokens_B == [2, 2, 3, 2]
+    assert fed.own_tokens_B == [2, 0, 1, 0]
+    assert fed.of_rows([0, 1]) == 4
+    assert fed.of_rows([3]) == 1
+
+
+@pytest.mark.parametrize(
+    ("epoch", "began", "unit"), [(8, 0, 4), (6, 0, 2), (5, 0, 1), (8, 3, 1), (8, 2, 2), (None, 0, 1)]
+)
+def test_a_unit_divides_every_distance_between_steps(epoch: int | None, began: int, unit: int) -> None:
+    assert unit == slices_of_a_unit(
+        steps_per_generation=8, accumulation_steps=4, micro_batches_of_an_epoch=epoch, window_began=began
+    )

@@ -188,9 +188,9 @@ def _best_exchange(
             ]
             continue
         candidates += [
-            (fed.of_group(group) - fed.of_group(theirs), group, theirs)
+            (fed.of_group(group) - fed.of_group(theirs), group, theirs[: len(group)])
             for other, theirs in in_small.items()
-            if len(theirs) == len(group) and other not in in_large
+            if (len(theirs) == len(group) and other not in in_large) or (other == -1 and len(theirs) >= len(group))
         ]
     better = [candidate for candidate in candidates if 0 < candidate[0] < gap]
     if not better:
