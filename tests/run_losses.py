@@ -10,6 +10,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ class Trainers:
         config = getattr(self.grpo_config, "func", self.grpo_config)  # a test may have bound some of its arguments
         known = {field.name for field in dataclasses.fields(config)}
         return {name: value for name, value in case.ours.items() if name in known}
+
+    def padded(self) -> "Trainers":
+        """Our trainers, fed as TRL feeds: then the rows and the padding of each forward can be counted."""
+        configs = {name: partial(getattr(self, name), padding_free=False) for name in ("dpo_config", "grpo_config")}
+        return replace(self, **configs)
 
     def with_loss_times(self, factor: float) -> "Trainers":
         """The same trainers with a wrong loss, which a comparison worth its name must notice."""

@@ -11,10 +11,12 @@ PACKAGE = Path(__file__).parents[1] / "trl_ext"
 ROOMS = {
     "heads": set(),
     "compat": set(),
-    "scoring": {"heads", "compat"},
+    "dropout": set(),
+    "packing": set(),
+    "scoring": {"heads", "packing", "dropout", "compat"},
     "passes": set(),
-    "reference": {"passes", "compat"},
-    "trainers": {"heads", "scoring", "passes", "reference", "compat"},
+    "reference": {"dropout", "compat"},
+    "trainers": {"heads", "packing", "scoring", "passes", "reference", "dropout", "compat"},
 }
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
 

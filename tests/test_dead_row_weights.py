@@ -17,7 +17,7 @@ from run_losses import Record, Trainers, train
 from tiny import Workshop
 
 STOCK = Trainers.of(trl)
-OURS = Trainers.of(trl_ext)
+OURS = Trainers.of(trl_ext).padded()
 TOLERANCE = 1e-4
 
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from same_training import assert_same, live_rows, metrics_differ
 from tiny import Workshop
 
 STOCK = Trainers.of(trl)
-OURS = Trainers.of(trl_ext)
+OURS = Trainers.of(trl_ext).padded()
 SWITCHED_OFF = replace(OURS, grpo_config=partial(OURS.grpo_config, zero_advantages_of_equal_rewards=False))
 
 POLICY = {"model": "policy", "grad": True}

@@ -338,8 +338,9 @@ def test_trls_order_stays_where_micro_batches_count(name: str, workshop: Worksho
         build(case_of(2, 2, **fields), OURS, workshop, str(tmp_path), Record())
     case = case_of(2, 2, keep=None, **fields)
     stock, ours = (run(case, trainers, workshop, tmp_path / name) for name, trainers in LIBRARIES.items())
-    assert ours.micro_batches == stock.micro_batches
-    assert torch.equal(ours.random_state, stock.random_state)
+    whole = slice(2) if name == "dropout" else slice(None)  # without padding it draws fewer numbers
+    assert ours.micro_batches[whole] == stock.micro_batches[whole]
+    assert torch.equal(ours.random_state, stock.random_state) == (name != "dropout")
 
 
 def _with_own_loss(trainer: type) -> type:

@@ -17,7 +17,7 @@ from same_training import assert_same
 from tiny import REFERENCE_SEED, Workshop, lora_config, preferences
 from tokens import counted, total
 
-STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
+STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext).padded()
 
 
 def case(setup: str, steps: int = 9, **config) -> Case:
@@ -149,6 +149,7 @@ def trainer(workshop, tmp_path, library=trl_ext, model="untied", ref_model=None,
         "optim": "sgd",
         "max_grad_norm": 0.0,
         "gradient_checkpointing": False,
+        **({"padding_free": False} if library is trl_ext else {}),
         **config,
     }
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from same_training import assert_same
 from tiny import Workshop
 
 STOCK = Trainers.of(trl)
-OURS = Trainers.of(trl_ext)
+OURS = Trainers.of(trl_ext).padded()
 
 OLD_POLICY = {"model": "policy", "grad": False, "training": True}
 EVALUATION = {"model": "policy", "grad": False, "training": False}

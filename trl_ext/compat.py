@@ -409,7 +409,7 @@ class GRPOInternals:
 
 @contextmanager
 def _shuffling_followed_by(rearrange: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """Within, what TRL's GRPO trainer has shuffled, by a draw of its own, is replaced by what `rearrange` makes of it."""
+    """Within, what TRL's GRPO trainer has shuffled, by its own draw, is replaced by what `rearrange` makes of it."""
     module: Any = sys.modules[trl.GRPOTrainer.__module__]
     original = module.shuffle_sequence_dict
     module.shuffle_sequence_dict = lambda batch: rearrange(original(batch))

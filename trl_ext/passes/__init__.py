@@ -5,4 +5,14 @@ from .packing import PackingFacts, PackingPlan, plan_packing
 from .plan import Decision, Plan
 from .skipped import Skipped
 
-__all__ = ["DPOFacts", "DPOPlan", "Decision", "PackingFacts", "PackingPlan", "Plan", "Skipped", "plan_dpo", "plan_packing"]
+__all__ = [
+    "DPOFacts",
+    "DPOPlan",
+    "Decision",
+    "PackingFacts",
+    "PackingPlan",
+    "Plan",
+    "Skipped",
+    "plan_dpo",
+    "plan_packing",
+]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from .plan import Decision
 
+_DROPOUT = "dropout is active, and one shared prompt would mean one dropout mask for all its completions"
 _REMEDY = (
     "Set `disable_dropout=True`, and the dropout of the adapter (`lora_dropout`) to 0, to share prompts in training."
 )
@@ -16,12 +17,14 @@ class PackingFacts:
     Args:
         padding_free, share_prompts (`bool`, *optional*): the options; `None` stands for "where it can".
         unsupported (`str`, *optional*): why tokens of several sequences cannot be fed in one row to this model.
+        unshared (`str`, *optional*): why leading tokens that rows have in common cannot be fed once.
         active_dropout (`bool`): whether two passes over the same tokens differ in training.
     """
 
     padding_free: bool | None
     share_prompts: bool | None
     unsupported: str | None
+    unshared: str | None
     active_dropout: bool
 
 
@@ -54,38 +57,28 @@ def plan_packing(facts: PackingFacts) -> PackingPlan:
     if facts.unsupported:
         return _unpacked(f"every token of the padded batch is fed: {facts.unsupported}.")
     free = "no padding is fed, nor a token after which nothing is scored"
-    if facts.share_prompts is False:
-        return _packed(f"{free}. Each row feeds its own prompt (`share_prompts=False`).", shares=False)
+    if facts.unshared:
+        return _packed(f"{free}. Each row feeds its own prompt: {facts.unshared}.", shares=False)
     once = "leading tokens that several rows have in common are fed once"
     if facts.active_dropout:
-        reason = "dropout is active: one shared prompt would mean one dropout mask for all its completions"
         return _packed(
-            f"{free}. In evaluation {once}; not in training, because {reason}.",
+            f"{free}. In evaluation {once}; not in training, because {_DROPOUT}.",
             shares=False,
-            warnings=(f"Prompts are not shared in training: {reason}. {_REMEDY}",),
+            warnings=(f"Prompts are not shared in training: {_DROPOUT}. {_REMEDY}",),
         )
     return _packed(f"{free}; {once}.", shares=True)
 
 
 def _check_options(facts: PackingFacts) -> None:
-    if facts.padding_free and facts.unsupported:
-        raise ValueError(
-            f"`padding_free=True` cannot be had here: {facts.unsupported}. Leave `padding_free` at None, which feeds the "
-            "padded batch where it must."
-        )
-    if not facts.share_prompts:
-        return
-    if facts.padding_free is False:
+    for name, asked in (("padding_free", facts.padding_free), ("share_prompts", facts.share_prompts)):
+        if asked and facts.unsupported:
+            raise ValueError(f"`{name}=True` cannot be had here: {facts.unsupported}. Leave `{name}` at None.")
+    if facts.share_prompts and facts.padding_free is False:
         raise ValueError(
             "`share_prompts=True` needs rows without padding, but `padding_free=False`. Leave `padding_free` at None."
         )
-    if facts.unsupported:
-        raise ValueError(f"`share_prompts=True` cannot be had here: {facts.unsupported}. Leave `share_prompts` at None.")
-    if facts.active_dropout:
-        raise ValueError(
-            "`share_prompts=True`, but dropout is active in training: one shared prompt would mean one dropout mask for "
-            f"all its completions. {_REMEDY} Or leave `share_prompts` at None."
-        )
+    if facts.share_prompts and facts.active_dropout:
+        raise ValueError(f"`share_prompts=True` cannot be had in training: {_DROPOUT}. {_REMEDY}")
 
 
 def _unpacked(reason: str) -> PackingPlan:

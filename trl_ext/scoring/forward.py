@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..compat import FusedCausalLMOutput, maybe_gather_lm_head_ctx
+from ..dropout import has_dropout
 from ..heads import LinearLogProbs, LogitTransform, run_head
+from ..packing import Layout, Packing, picked
 from .families import logit_transform
 from .head_check import check_against_dense
 
@@ -51,12 +53,15 @@ class ScoringForward:
 
     Attributes:
         used (`bool`): set on every call, for a caller to reset and look at.
+        packing (`Packing`): feeds the batch as one row, where the model can.
     """
 
     def __init__(self, model: nn.Module, options: ScoringOptions) -> None:
         self.options = options
         self.transform: LogitTransform = logit_transform(model.config, options.temperature)
         self.used = False
+        self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
+        self._dropout: bool | None = None
         self._checked = options.head == "dense"
 
     def __call__(
@@ -83,13 +88,20 @@ class ScoringForward:
         text_config = model.config.get_text_config()
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        # Backbone and head are looked up on each call: FSDP and PEFT replace them after the forward was attached
-        backbone_outputs = model.base_model(*args, **kwargs)
-        hidden_BSH = backbone_outputs.last_hidden_state
+        layout = None
+        shifted = 0 if shift_labels is not None else 1
         if shift_labels is None:
             if labels is None:
                 raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`, got neither.")
-            hidden_BSH, shift_labels = hidden_BSH[:, :-1], labels[:, 1:]
+            shift_labels = labels[:, 1:]
+            predicts_BS = torch.nn.functional.pad(shift_labels != -100, (0, 1))
+            layout = self.packing.layout(model, args, kwargs, predicts_BS, share=self._may_share(model))
+        # Backbone and head are looked up on each call: FSDP and PEFT replace them after the forward was attached
+        if layout is None:
+            backbone_outputs = model.base_model(*args, **kwargs)
+        else:
+            backbone_outputs = self.packing.run(model, layout, kwargs)
+        hidden = backbone_outputs.last_hidden_state
         lm_head = model.get_output_embeddings()
         # A model split over devices (`device_map`) can end its backbone on another device than its head's
         device = lm_head.weight.device
@@ -97,7 +109,11 @@ class ScoringForward:
         mask_BS = shift_labels != -100
         # A batch without labels stays in the graph this way: a zero that can be backpropagated
         outputs = self.options.outputs if head_outputs is None else head_outputs
-        scored = self._score(hidden_BSH.to(device)[mask_BS], lm_head, shift_labels[mask_BS], outputs)
+        if layout is None:
+            hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(device)[mask_BS]
+        else:
+            hidden_NH = picked(hidden[0], layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)]).to(device)
+        scored = self._score(hidden_NH, lm_head, shift_labels[mask_BS], outputs)
         fields = {
             name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x)
             for name, x in scored._asdict().items()
@@ -108,9 +124,16 @@ class ScoringForward:
         loss = -log_probs.sum() / items
         aux_loss = None
         if kwargs.get("output_router_logits"):
-            aux_loss = _router_loss(backbone_outputs.router_logits, text_config, kwargs.get("attention_mask"))
+            attention_mask = kwargs.get("attention_mask")
+            aux_loss = _router_loss(backbone_outputs.router_logits, text_config, attention_mask, layout)
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
+
+    def _may_share(self, model: Any) -> bool:
+        """Whether two rows that start alike are alike there: not where each has a dropout mask of its own."""
+        if self._dropout is None and model.training:
+            self._dropout = has_dropout(model)
+        return not (model.training and self._dropout)
 
     def _score(self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor, outputs: tuple[str, ...]) -> LinearLogProbs:
         weight, bias = lm_head.weight, lm_head.bias
@@ -164,10 +187,17 @@ def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForwar
     return scoring
 
 
-def _router_loss(router_logits: tuple[Tensor, ...], text_config: Any, attention_mask: Tensor | None) -> Tensor:
+def _router_loss(
+    router_logits: tuple[Tensor, ...], text_config: Any, attention_mask: Tensor | None, layout: Layout | None
+) -> Tensor:
     """The load-balancing loss of transformers' MoE families, from one router-logits tensor a layer."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+    if layout is not None:
+        # A token that several rows share counts once for each, as in the padded batch
+        real_N = layout.at_BS[layout.at_BS >= 0]
+        router_logits = tuple(picked(x.flatten(0, -2), real_N.to(x.device)) for x in router_logits)
+        attention_mask = None
     return load_balancing_loss_func(
         router_logits, text_config.num_experts, text_config.num_experts_per_tok, attention_mask
     )

@@ -7,13 +7,14 @@ from typing import Any
 import trl
 
 from .head_arguments import HeadArguments
+from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
 from .store_arguments import StoreArguments
 from .stored_reference import StoredReferenceMixin
 
 
 @dataclass
-class DPOConfig(HeadArguments, ReferenceArguments, StoreArguments, trl.DPOConfig):
+class DPOConfig(HeadArguments, PackingArguments, ReferenceArguments, StoreArguments, trl.DPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.DPOConfig`], with every argument and default of it, and the fields below.
@@ -24,6 +25,12 @@ class DPOConfig(HeadArguments, ReferenceArguments, StoreArguments, trl.DPOConfig
             definition.
         head_chunk_size (`int`, *optional*):
             Tokens in a tile of the head. `None` chooses it.
+        padding_free (`bool`, *optional*):
+            Whether rows are fed without their padding, as one row. `None`: where the model can. `True`: an error before
+            training where it cannot. `False`: the padded batch, as in TRL.
+        share_prompts (`bool`, *optional*):
+            Whether leading tokens that several rows have in common are fed once. `None`: where that trains the same,
+            which it does not while dropout is active.
         reference_store (`str`, *optional*, defaults to `"disk"`):
             Where per-token reference log-probs are kept, so that each sequence is scored once: `"disk"` for later runs
             too, `"memory"` for this one, `"off"` to run the reference on every micro-batch.

@@ -4,12 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from transformers import TrainingArguments
+
 from ..compat import head_attached_by
 from ..scoring import ScoringForward, ScoringOptions, attach_scoring_forward
 from .head_arguments import HeadArguments
+from .packed import PackedMixin, padding_free_is_ours
+from .packing_arguments import PackingArguments
 
 
-class ExactHeadMixin:
+class ExactHeadMixin(PackedMixin):
     """Mixed in before a TRL trainer: its models are scored by our forward.
 
     Attributes:
@@ -20,15 +24,20 @@ class ExactHeadMixin:
     _trl_trainer: type
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        self.head_arguments = HeadArguments.of(self._config_among(positional, keywords))
+        config = self._config_among(positional, keywords)
+        self.head_arguments = HeadArguments.of(config)
+        self.packing_arguments = PackingArguments.of(config)
         self.scoring_forwards: list[ScoringForward] = []
-        with head_attached_by(self._attach, self._trl_trainer):
+        with head_attached_by(self._attach, self._trl_trainer), padding_free_is_ours(config):
             super().__init__(*positional, **keywords)  # type: ignore[call-arg]
+        self.padding_free = (
+            self._packing_plan().padding_free
+        )  # a wrong argument is an error here, not at the first step
 
     @staticmethod
     def _config_among(positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """The trainer's `args`, wherever in the call they stand: DPO's and GRPO's positions differ."""
-        return next((x for x in (*positional, *keywords.values()) if isinstance(x, HeadArguments)), None)
+        return next((x for x in (*positional, *keywords.values()) if isinstance(x, TrainingArguments)), None)
 
     def _entropy_requires_grad(self) -> bool:
         """Whether a term of the loss sends a gradient through the policy's entropy."""
@@ -43,6 +52,8 @@ class ExactHeadMixin:
                 head=self.head_arguments.head,
                 chunk_size=self.head_arguments.head_chunk_size,
                 entropy_requires_grad=entropy_requires_grad,
+                padding_free=self.packing_arguments.padding_free is not False,
+                share_prompts=self.packing_arguments.share_prompts is not False,
                 **options,
             ),
         )

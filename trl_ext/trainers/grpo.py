@@ -11,11 +11,12 @@ from .grpo_pass_arguments import GRPOPassArguments
 from .grpo_passes import GRPOPassesMixin
 from .head_arguments import HeadArguments
 from .hosted_reference import HostedReferenceMixin
+from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
 
 
 @dataclass
-class GRPOConfig(GRPOPassArguments, HeadArguments, ReferenceArguments, trl.GRPOConfig):
+class GRPOConfig(GRPOPassArguments, HeadArguments, PackingArguments, ReferenceArguments, trl.GRPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.GRPOConfig`], with every argument and default of it, and the fields below.
@@ -26,6 +27,12 @@ class GRPOConfig(GRPOPassArguments, HeadArguments, ReferenceArguments, trl.GRPOC
             definition.
         head_chunk_size (`int`, *optional*):
             Tokens in a tile of the head. `None` chooses it.
+        padding_free (`bool`, *optional*):
+            Whether rows are fed without their padding, as one row. `None`: where the model can. `True`: an error before
+            training where it cannot. `False`: the padded batch, as in TRL.
+        share_prompts (`bool`, *optional*):
+            Whether leading tokens that several rows have in common are fed once. `None`: where that trains the same,
+            which it does not while dropout is active.
         reference_device (`str`, *optional*):
             Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
             device layer by layer for each reference pass. `None`: on the device, as in TRL.

@@ -10,13 +10,11 @@ from ..dropout import has_dropout
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.measured import over_scored_rows, statistics
-from ..passes.packing import PackingFacts, PackingPlan, plan_packing
 from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, split, tokens_of
 from ..passes.sampler_ratio import RatioRule, sampler_metrics
 from ..passes.visit import Visit
 from .exact_head import ExactHeadMixin
 from .grpo_pass_arguments import GRPOPassArguments
-from .packing_arguments import PackingArguments
 from .planned import PlannedPassesMixin
 
 
@@ -69,19 +67,6 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 force_on_policy_ratio=options.force_on_policy_ratio,
                 trust_sampling_log_probs=options.trust_sampling_log_probs,
                 zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
-            )
-        )
-
-    def _packing_plan(self) -> PackingPlan:
-        """Stands for the method of the same name that comes with packing."""
-        trainer: Any = self
-        fields = PackingArguments.of(trainer.args)
-        return plan_packing(
-            PackingFacts(
-                padding_free=fields.padding_free,
-                share_prompts=fields.share_prompts,
-                unsupported=None,
-                active_dropout=has_dropout(trainer.model),
             )
         )
 
@@ -157,7 +142,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
 
     def _measure(self, visit: Visit) -> None:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        totals = accelerator.reduce(statistics(visit, self._skipped_tokens), reduction="sum")
+        totals = accelerator.reduce(statistics(visit, self._skipped_tokens + self._packed_away()), reduction="sum")
         self._skipped_tokens = 0
         rows, tokens = (int(count) for count in totals[-2:].tolist())
         self.skipped.add(self._mode, passes=0, rows=rows, tokens=tokens)

@@ -18,8 +18,8 @@ class PackingArguments:
     share_prompts: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether leading tokens that several rows have in common are fed once. `None`: where that trains the "
-            "same, which it does not while dropout is active. `True`: an error before training where it does not."
+            "help": "Whether leading tokens that several rows have in common are fed once. `None`: where that trains "
+            "the same, which it does not while dropout is active. `True`: an error before training where it does not."
         },
     )
 

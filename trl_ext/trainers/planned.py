@@ -1,9 +1,11 @@
 """What both trainers share of the plan: made when training starts, shown by `explain()`, and counted in the logs."""
 
+import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any
 
-from ..passes import Plan, Skipped
+from ..passes import PackingPlan, Plan, Skipped
 
 logger = logging.getLogger("trl_ext")
 
@@ -16,6 +18,7 @@ class PlannedPassesMixin:
     """
 
     _plan: Plan | None = None
+    _packing_plan: Callable[[], PackingPlan]
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         self.skipped = Skipped()
@@ -37,18 +40,22 @@ class PlannedPassesMixin:
         return self._plan
 
     def explain(self) -> Plan:
-        """Which log-prob passes run, are reused or are skipped, and why. `print(trainer.explain())` shows a table.
+        """Which log-prob passes run, are reused or are skipped, which tokens are fed, and why.
 
-        Before training it speaks of the arguments as they are now.
+        `print(trainer.explain())` shows a table. Before training it speaks of the arguments as they are now.
         """
-        return self._plan or self._make_plan()
+        plan, packing = self._plan or self._make_plan(), self._packing_plan()
+        return dataclasses.replace(
+            plan, decisions=(*plan.decisions, packing.decision), warnings=(*plan.warnings, *packing.warnings)
+        )
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
         """TRL's own, after the plan was made and logged."""
         self._plan = self._make_plan()
         if self.accelerator.is_main_process:  # type: ignore[attr-defined]
-            _show(f"{type(self).__name__}: log-prob passes\n{self._plan}")
-            for warning in self._plan.warnings:
+            plan = self.explain()
+            _show(f"{type(self).__name__}: log-prob passes\n{plan}")
+            for warning in plan.warnings:
                 logger.warning(warning)
         return super().train(*positional, **keywords)  # type: ignore[misc]
 

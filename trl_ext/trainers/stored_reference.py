@@ -249,6 +249,8 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         from_columns = have_columns(inputs, "A batch")
         with self._reference_for(inputs, from_columns), self._policy_scored_here():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        packed_away = self._gather_counts([self._packed_away()])
+        self.skipped.add("train" if self.model.training else "eval", tokens=sum(count[0] for count in packed_away))
         if self.plan.source == "nothing" and not from_columns:
             self.drop_metrics("rewards/")
         return loss
@@ -334,6 +336,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         ):
             self.stored(batch, lambda fed: self.score_as_reference(self._reference_model(prepared=False), fed))
         self.stored.store.flush()
+        self._packed_away()  # the logs speak of training and evaluation
 
     # The model
 

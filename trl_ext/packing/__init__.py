@@ -1,0 +1,8 @@
+"""A padded batch as one row without padding or repeated prompts, and back."""
+
+from .gather import picked
+from .layout import Layout
+from .packing import Packing
+from .support import why_padded
+
+__all__ = ["Layout", "Packing", "picked", "why_padded"]

@@ -1,0 +1,208 @@
+"""The attention of a fed row: every row of the batch sees its own tokens and those it shares, and nothing else.
+
+It is a function of transformers' attention interface, which attention modules call by the name in their config. The
+name is set while a module runs that was handed a layout, and at no other time: generation and padded calls run what the
+user chose. A module that gradient checkpointing runs again in the backward is handed its layout again.
+"""
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from .gather import picked
+from .layout import Layout
+
+KEYWORD = "packed_layout"
+_NAME = "trl_ext_packed"
+# Of torch's varlen flash attention
+_LARGEST_HEAD = 256
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class LayoutNotReadError(RuntimeError):
+    """A layer's attention cannot honour the layout."""
+
+
+def accept_layouts(model: Any) -> None:
+    """Make the attention modules of `model` attend by the layout that they are handed, if they are."""
+    AttentionInterface.register(_NAME, packed_attention)
+    for module in model.modules():
+        # A layer's own hooks would not do: some releases of transformers leave them out when they run it again
+        if hasattr(module, "layer_idx") and hasattr(module, "config"):
+            module.register_forward_pre_hook(_switch_on, with_kwargs=True)
+            module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
+
+
+def _switch_on(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if KEYWORD in kwargs:
+        _set_attention(module, _NAME)
+
+
+def _switch_off(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    if KEYWORD in kwargs:
+        _set_attention(module, kwargs[KEYWORD].implementation)
+
+
+def _set_attention(module: nn.Module, name: str) -> None:
+    config: Any = module.config
+    config._attn_implementation_internal = name
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_layout: Layout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """A function of transformers' attention interface.
+
+    Args:
+        query, key, value (`Tensor` of shape `(1, heads, T, head_size)`): of the fed row; keys and values may have fewer
+            heads.
+        attention_mask (`Tensor`): not read; the layout says who sees whom.
+        options: `softcap` and `s_aux` (sinks) are honoured; what else the layer passes does not change attention.
+
+    Returns:
+        `(1, T, heads, head_size)`, and no attention weights.
+    """
+    layout = packed_layout
+    if layout is None:
+        raise LayoutNotReadError("its layers do not hand their keyword arguments on to their attention")
+    if options.get("position_bias") is not None:
+        raise LayoutNotReadError("its attention adds a bias by position")
+    if sliding_window is None and _slides(module):
+        raise LayoutNotReadError("its attention keeps its sliding window to itself")
+    layout.calls += 1
+    query_THD, key_KHD, value_KHD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if layout.shared:
+        key_KHD, value_KHD = picked(key_KHD, layout.keys_K), picked(value_KHD, layout.keys_K)
+    special = {name: options[name] for name in ("softcap", "s_aux") if options.get(name) is not None}
+    if "flash" in layout.implementation:
+        options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}
+        return _users_flash(module, query_THD, key_KHD, value_KHD, layout, options), None
+    if not special and dropout == 0.0 and _varlen_serves(query_THD, value_KHD):
+        return _varlen(query_THD, key_KHD, value_KHD, layout, scaling, sliding_window), None
+    options = {"scaling": scaling, "dropout": dropout, **special}
+    return _by_segments(module, query_THD, key_KHD, value_KHD, layout, sliding_window, options), None
+
+
+def _slides(module: nn.Module) -> bool:
+    """Whether the config says that this layer has a sliding window."""
+    config: Any = module.config
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    return layer_types[module.layer_idx] == "sliding_attention"  # type: ignore[no-any-return]
+
+
+def _by_segments(
+    module: nn.Module,
+    query_THD: Tensor,
+    key_KHD: Tensor,
+    value_KHD: Tensor,
+    layout: Layout,
+    sliding_window: int | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Each segment by transformers' own attention: sdpa, or the model's eager one where it knows more than sdpa."""
+    eager = layout.implementation == "eager" or not options.keys() <= {"scaling", "dropout"}
+    attend = sys.modules[type(module).__module__].eager_attention_forward if eager else AttentionInterface()["sdpa"]
+    outputs = []
+    for segment in layout.segments():
+        rows, queries, keys = segment.rows, segment.queries, segment.keys
+        window = sliding_window if sliding_window is not None and sliding_window < keys else None
+        mask: Tensor | None = None
+        if eager or window is not None or queries != keys:  # else sdpa is causal by itself
+            mask = layout.mask(queries, keys, window, query_THD.device)
+            if eager:
+                lowest = torch.finfo(query_THD.dtype).min
+                mask = torch.zeros_like(mask, dtype=query_THD.dtype).masked_fill_(~mask, lowest)
+            mask = mask.expand(rows, 1, queries, keys)
+        output, _ = attend(
+            module,
+            _rows(query_THD, segment.first_query, rows, queries),
+            _rows(key_KHD, segment.first_key, rows, keys),
+            _rows(value_KHD, segment.first_key, rows, keys),
+            mask,
+            **options,
+        )
+        outputs.append(output.flatten(0, 1))
+    return torch.cat(outputs).unsqueeze(0)
+
+
+def _rows(x_THD: Tensor, start: int, rows: int, length: int) -> Tensor:
+    """Successive rows as `(rows, heads, length, head_size)`."""
+    return x_THD[start : start + rows * length].unflatten(0, (rows, length)).transpose(1, 2)
+
+
+def _varlen_serves(query_THD: Tensor, value_KHD: Tensor) -> bool:
+    sizes = query_THD.shape[-1], value_KHD.shape[-1]
+    return query_THD.is_cuda and query_THD.dtype in _HALF and max(sizes) <= _LARGEST_HEAD
+
+
+def _varlen(
+    query_THD: Tensor,
+    key_KHD: Tensor,
+    value_KHD: Tensor,
+    layout: Layout,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """torch's varlen flash attention, causal, with queries and keys of a row aligned at their last."""
+    attend: Any = varlen_attn
+    size = value_KHD.shape[-1]
+    scaling = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
+    widest = max(query_THD.shape[-1], size)
+    qkv = [
+        x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1]))  # the kernel knows one head size (MLA: two)
+        for x in (query_THD, key_KHD, value_KHD)
+    ]
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "window_size": (-1, 0) if sliding_window is None else (sliding_window - 1, 0),
+        "enable_gqa": key_KHD.shape[1] != query_THD.shape[1],
+    }
+    known = inspect.signature(attend).parameters  # they differ from one release of torch to the next
+    output: Any = attend(
+        *qkv,
+        layout.query_starts,
+        layout.key_starts,
+        layout.longest_query,
+        layout.longest_key,
+        **{name: value for name, value in options.items() if name in known},
+    )
+    return output[..., :size].unsqueeze(0)  # type: ignore[no-any-return]
+
+
+def _users_flash(
+    module: nn.Module, query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, layout: Layout, options: dict[str, Any]
+) -> Tensor:
+    """The flash attention that the user chose, by transformers' own function, which takes lengths of rows."""
+    _set_attention(module, layout.implementation)  # by this name it finds the kernel
+    try:
+        output, _ = AttentionInterface()[layout.implementation](
+            module,
+            *(x.transpose(0, 1).unsqueeze(0) for x in (query_THD, key_KHD, value_KHD)),
+            None,
+            cu_seq_lens_q=layout.query_starts,
+            cu_seq_lens_k=layout.key_starts,
+            max_length_q=layout.longest_query,
+            max_length_k=layout.longest_key,
+            **options,
+        )
+    finally:
+        _set_attention(module, _NAME)
+    return output  # type: ignore[no-any-return]

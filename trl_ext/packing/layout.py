@@ -1,0 +1,155 @@
+"""Which tokens of a padded batch are fed, in which order, and where each place of the batch finds its token.
+
+The tokens fed are the nodes of a trie over the rows: leading tokens that rows have in common are one node. Sorted by
+content, a row has its longest common start with an earlier row in common with the row just before it, so one comparison
+of neighbours finds the trie. Rows without anything in common are plain padding-free packing.
+
+Dimensions: B rows, S columns, T fed tokens, K keys (the tokens that each row with tokens of its own sees, row by row).
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Segment(NamedTuple):
+    """Successive rows that feed equally many tokens and see equally many.
+
+    Args:
+        rows (`int`): how many.
+        queries (`int`): tokens that each feeds.
+        keys (`int`): tokens that the last of these sees; the queries are the last of them.
+        first_query, first_key (`int`): where the segment begins among the T fed tokens and among the K keys.
+    """
+
+    rows: int
+    queries: int
+    keys: int
+    first_query: int
+    first_key: int
+
+
+class Layout:
+    """One fed row for a padded batch.
+
+    A class of its own, not a dataclass: what wraps a model (FSDP) rebuilds dataclasses among its arguments.
+
+    Attributes:
+        input_ids (`Tensor` of shape `(1, T)`): the tokens that are fed.
+        position_ids (`Tensor` of shape `(1, T)`): their positions.
+        order_B (`Tensor` of shape `(B,)`): the rows, in the order in which they are fed: neighbours start alike.
+        at_BS (`Tensor` of shape `(B, S)`): where in the fed row the token of each place lives; -1 where it is not fed.
+        keys_K (`Tensor` of shape `(K,)`): where in the fed row each key lives.
+        query_starts, key_starts (`Tensor`, int32): where each row with tokens of its own begins, and the end.
+        shared (`bool`): whether some token is fed once for several rows; else keys are the fed tokens in order.
+        longest_query, longest_key (`int`): of a row.
+        implementation (`str`): the attention that the model's user chose.
+        calls (`int`): how often an attention layer has met this layout.
+    """
+
+    def __init__(
+        self, input_ids: Tensor, lengths_B: Tensor, first_B: Tensor, *, share: bool, rebase: bool, implementation: str
+    ) -> None:
+        """
+        Args:
+            input_ids (`Tensor` of shape `(B, S)`): the batch.
+            lengths_B (`Tensor` of shape `(B,)`): tokens that each row needs, from its first one on.
+            first_B (`Tensor` of shape `(B,)`): the column of each row's first token.
+            share (`bool`): whether tokens that rows have in common are fed once.
+            rebase (`bool`): whether a row's first token has position 0, instead of its column. Then rows share wherever
+                they start alike, else only in the same columns.
+        """
+        B, S = input_ids.shape
+        device = input_ids.device
+        columns_S = torch.arange(S, device=device)
+        needed_BS = columns_S < lengths_B.unsqueeze(1)
+        source_BS = (first_B.unsqueeze(1) + columns_S).clamp(max=S - 1)  # rows aligned at their first token
+        ids_BS = input_ids.gather(1, source_BS).masked_fill(~needed_BS, -1)
+        order_B = torch.arange(B, device=device)
+        own_BS = needed_BS
+        if share and B > 1:
+            start_B1 = torch.zeros_like(first_B).unsqueeze(1) if rebase else first_B.unsqueeze(1)
+            content = torch.cat([start_B1, ids_BS], dim=1)
+            order_B = torch.unique(content, dim=0, return_inverse=True)[1].argsort(stable=True)
+            content = content[order_B]
+            alike = (content[1:] == content[:-1]).cumprod(dim=1)[:, 1:].bool()
+            own_BS = needed_BS[order_B]
+            own_BS[1:] &= ~alike
+        needed_BS, first_B = needed_BS[order_B], first_B[order_B]
+        fed_T = own_BS.flatten().nonzero().squeeze(1)
+        number_BS = own_BS.flatten().cumsum(0).view(B, S) - 1
+        # A shared token lives in the last row before it, in sorted order, that has one of its own in this column
+        owner_BS = torch.where(own_BS, torch.arange(B, device=device).unsqueeze(1), 0).cummax(dim=0).values
+        at_BS = number_BS.gather(0, owner_BS)
+        self.order_B = order_B
+        self._device = device
+        self.input_ids = ids_BS[order_B].flatten()[fed_T].unsqueeze(0)
+        position_BS = columns_S if rebase else first_B.unsqueeze(1) + columns_S
+        self.position_ids = position_BS.expand(B, S).flatten()[fed_T].unsqueeze(0)
+        self.at_BS = torch.full_like(input_ids, -1)
+        rows, columns = needed_BS.nonzero(as_tuple=True)
+        places = at_BS[rows, columns]
+        self.at_BS[order_B[rows], first_B[rows] + columns] = places
+        queries_B, keys_B = own_BS.sum(dim=1), needed_BS.sum(dim=1)
+        lives_B = queries_B > 0
+        self.keys_K = places[lives_B[rows]]
+        lengths = torch.stack([queries_B[lives_B], keys_B[lives_B]])
+        starts = F.pad(lengths.cumsum(dim=1), (1, 0)).int()
+        self.query_starts, self.key_starts = starts[0], starts[1]
+        self._lengths: list[tuple[int, int]] = [(q, k) for q, k in lengths.T.tolist()]
+        self.shared = any(q != k for q, k in self._lengths)
+        self.longest_query = max(q for q, _ in self._lengths)
+        self.longest_key = max(k for _, k in self._lengths)
+        self.implementation = implementation
+        self.calls = 0
+        self._masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
+        self._copies: dict[torch.device, Layout] = {}
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are fed."""
+        return self.input_ids.numel()
+
+    def segments(self) -> Iterator[Segment]:
+        """The fed row as segments, each of which is one batch without padding."""
+        query = key = 0
+        index = 0
+        while index < len(self._lengths):
+            q, k = self._lengths[index]
+            rows = 1
+            while index + rows < len(self._lengths) and self._lengths[index + rows] == (q, k):
+                rows += 1
+            yield Segment(rows, q, k, query, key)
+            index, query, key = index + rows, query + rows * q, key + rows * k
+
+    def mask(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+        """`(queries, keys)`, bool: whether a row's last `queries` tokens see each of its `keys` tokens.
+
+        Args:
+            window (`int`, *optional*): how many tokens are seen at most, itself included.
+        """
+        name = queries, keys, window, device
+        if name not in self._masks:
+            distance = torch.arange(keys - queries, keys, device=device).unsqueeze(1) - torch.arange(
+                keys, device=device
+            )
+            seen = distance >= 0
+            self._masks[name] = seen if window is None else seen & (distance < window)
+        return self._masks[name]
+
+    def to(self, device: Any, **_: Any) -> "Layout":
+        """The layout for a layer on another device (`device_map` moves what it finds a `to` on)."""
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if device == self._device:
+            return self
+        if device not in self._copies:
+            copy = object.__new__(Layout)
+            copy.__dict__.update(self.__dict__, _device=device, _copies={})
+            for name, value in vars(self).items():
+                if isinstance(value, Tensor):
+                    setattr(copy, name, value.to(device))
+            self._copies[device] = copy
+        return self._copies[device]

@@ -1,0 +1,70 @@
+"""Which models can be fed several rows as one: a static rule, from the model's class and config."""
+
+from typing import Any
+
+from torch import nn
+
+_MASKABLE = {"full_attention", "sliding_attention"}
+# Rotations that are a function of the distance alone
+_RELATIVE_ROTATIONS = {"default", "linear", "llama3", "yarn"}
+# ... that change with the length of the batch
+_ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
+
+
+def why_padded(model: Any) -> str | None:
+    """Why rows of `model` must be fed padded; None where nothing is known against one row for all."""
+    config = model.config.get_text_config()
+    if config is not model.config:
+        return "the model takes more than text"
+    if config.is_encoder_decoder:
+        return "the model is an encoder and a decoder"
+    if getattr(model, "_is_stateful", False):
+        return "the model carries a state from token to token, which would run from row to row"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "the model's attention does not go through transformers' attention interface"
+    strange = set(getattr(config, "layer_types", None) or ()) - _MASKABLE
+    if strange:
+        return (
+            f"the model has layers of another kind than attention to all or to a window: {', '.join(sorted(strange))}"
+        )
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return "the model's attention is not causal"
+    return None
+
+
+def rebases(model: Any) -> bool:
+    """Whether only the distance of tokens counts, so that a row may begin at any position."""
+    config = model.config.get_text_config()
+    by_position = "attn_temperature_tuning", "llama_4_scaling_beta"  # queries scaled by their position
+    rotations = _rotations(config)
+    return (
+        bool(rotations)
+        and all(rotation.get("rope_type", "default") in _RELATIVE_ROTATIONS for rotation in rotations)
+        and not any(rotation.get(name) for rotation in rotations for name in by_position)
+        and not any(getattr(config, name, None) for name in by_position)
+        and not _has_learned_positions(model)
+    )
+
+
+def longest_equal(model: Any) -> int | None:
+    """Columns up to which rotations are the same in a shorter row; None where they always are."""
+    config = model.config.get_text_config()
+    lengths = [
+        rotation.get("original_max_position_embeddings") or config.max_position_embeddings
+        for rotation in _rotations(config)
+        if rotation.get("rope_type") in _ROTATIONS_BY_LENGTH
+    ]
+    return min(lengths, default=None)
+
+
+def _rotations(config: Any) -> list[dict[str, Any]]:
+    """The parameters of each kind of rotary embedding in the model; none where it has none."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # A model with several kinds of layers has them by layer type
+    nested = [x for x in parameters.values() if isinstance(x, dict)]
+    return nested or ([parameters] if parameters else [])
+
+
+def _has_learned_positions(model: Any) -> bool:
+    words = model.get_input_embeddings()
+    return any(isinstance(module, nn.Embedding) and module is not words for module in model.base_model.modules())
