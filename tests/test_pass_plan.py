@@ -65,7 +65,13 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
 def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
     fields, decisions = PLANS[name]
     plan = explained(workshop, **fields)
-    assert [decision.name for decision in plan.decisions] == ["policy", "old policy", "reference", "micro-batches", "packing"]
+    assert [decision.name for decision in plan.decisions] == [
+        "policy",
+        "old policy",
+        "reference",
+        "micro-batches",
+        "packing",
+    ]
     for pass_name, (action, reason) in decisions.items():
         assert plan[pass_name].action == action
         assert reason in plan[pass_name].reason

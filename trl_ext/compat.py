@@ -1,6 +1,7 @@
 """Every name of TRL that is not public API, imported in this one file, and the versions for which that holds."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
@@ -240,6 +241,7 @@ class GRPOInternals:
     _rewards_per_function: torch.Tensor
     _window_began = 0  # the micro-batch, counted from the first of all, with which the present window began
     vllm_importance_sampling_correction: bool
+    _metrics: dict[str, dict[str, list[float]]]
 
     def _generated(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Called with each batch that was generated and rewarded, before it is shuffled and split."""
@@ -401,6 +403,16 @@ class GRPOInternals:
     def _mode(self) -> str:
         """`"train"` or `"eval"`."""
         return "train" if self.model.training else "eval"  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _metrics_set_aside(self) -> Iterator[None]:
+        """Within, what is appended to the metrics is not logged."""
+        metrics = self._metrics
+        self._metrics = {mode: defaultdict(list) for mode in metrics}
+        try:
+            yield
+        finally:
+            self._metrics = metrics
 
     def _mode_metrics(self) -> dict[str, list[float]]:
         """The metrics of the present mode, train or eval, since the last log: a value for each micro-batch."""

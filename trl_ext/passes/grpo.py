@@ -32,6 +32,7 @@ class GRPOFacts:
         max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
         shares_prompts (`bool`): whether rows of one micro-batch feed the prompt that they have in common once.
         keep_groups_together (`bool`, *optional*): the option; `None` stands for "where it changes no gradient".
+        max_tokens_per_micro_batch (`int`, *optional*): the option.
         force_on_policy_ratio, trust_sampling_log_probs, zero_advantages_of_equal_rewards (`bool`): the options.
     """
 
@@ -57,6 +58,7 @@ class GRPOFacts:
     max_draws: int
     shares_prompts: bool
     keep_groups_together: bool | None
+    max_tokens_per_micro_batch: int | None
     force_on_policy_ratio: bool
     trust_sampling_log_probs: bool
     zero_advantages_of_equal_rewards: bool
@@ -77,6 +79,7 @@ class GRPOPlan(Plan):
         trl_scores_old_policy (`bool`): whether stock TRL scores every generation batch.
         max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
         keep_groups_together (`bool`): a group's rows are kept in one micro-batch, as far as there is room.
+        max_tokens (`int`, *optional*): the most tokens that a forward in training feeds.
     """
 
     leave_zero_advantages: bool
@@ -89,6 +92,7 @@ class GRPOPlan(Plan):
     trl_scores_old_policy: bool
     max_draws: int
     keep_groups_together: bool
+    max_tokens: int | None
 
 
 def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
@@ -108,7 +112,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         )
     every = facts.steps_per_generation * facts.num_iterations
     misaligned = facts.gradient_accumulation_steps % every != 0
-    micro_batches = plan_micro_batches(facts)
+    micro_batches, keep_groups_together = plan_micro_batches(facts)
     return GRPOPlan(
         decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts), micro_batches),
         leave_zero_advantages=leave_zero_advantages,
@@ -120,7 +124,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         sampler_ratio=facts.sampler_ratio,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
         max_draws=facts.max_draws,
-        keep_groups_together=micro_batches.action == "run",
+        keep_groups_together=keep_groups_together,
+        max_tokens=facts.max_tokens_per_micro_batch,
         warnings=tuple(warnings),
     )
 

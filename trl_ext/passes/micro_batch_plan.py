@@ -9,12 +9,28 @@ if TYPE_CHECKING:
     from .grpo import GRPOFacts
 
 
-def plan_micro_batches(facts: "GRPOFacts") -> Decision:
-    """`"run"` where a group's rows are kept together.
+def plan_micro_batches(facts: "GRPOFacts") -> tuple[Decision, bool]:
+    """What is said of micro-batches, and whether a group's rows are kept together.
 
     Raises:
-        `ValueError`: `keep_groups_together=True` where it would change the gradient, or share no prompt.
+        `ValueError`: an option asks for what would change the gradient, or share no prompt.
     """
+    decision = _groups(facts)
+    together = decision.action == "run"
+    budget = facts.max_tokens_per_micro_batch
+    if budget is None:
+        return decision, together
+    against = why_micro_batches_count(facts)
+    if against is not None:
+        raise ValueError(
+            f"`max_tokens_per_micro_batch={budget}` cannot be had here: {against}, so parts of a micro-batch have "
+            "another gradient. Leave `max_tokens_per_micro_batch` at None."
+        )
+    parts = f" Each is fed in parts of at most {budget} tokens, with one exchange of gradients at the end."
+    return Decision(decision.name, "run", decision.reason + parts), together
+
+
+def _groups(facts: "GRPOFacts") -> Decision:
     if facts.keep_groups_together is False:
         return Decision("micro-batches", "skip", "rows in TRL's order (`keep_groups_together=False`).")
     against = _why_rows_stay(facts)

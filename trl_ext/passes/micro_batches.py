@@ -17,12 +17,13 @@ from .rows import ScoredTokens, is_rowwise
 
 @dataclass(frozen=True)
 class FedTokens:
-    """How many tokens each row feeds, where a prompt is fed once for all its rows in a micro-batch.
+    """How many tokens each row feeds, where a prompt is fed once for all its rows in a forward.
 
     Args:
-        prompt_B (`list[int]`): a number for each row's prompt, equal for equal prompts; -1 for a row that is not fed.
-        prompt_tokens_B (`list[int]`): the prompt's length.
-        own_tokens_B (`list[int]`): completion tokens up to the last one that a scored token is predicted from.
+        prompt_B (`list[int]`): a number for each row's prompt, equal where it is fed once; -1 for a row that is not
+            fed.
+        prompt_tokens_B (`list[int]`): tokens of the prompt.
+        own_tokens_B (`list[int]`): tokens of the completion.
     """
 
     prompt_B: list[int]
@@ -30,16 +31,29 @@ class FedTokens:
     own_tokens_B: list[int]
 
     @classmethod
-    def of(cls, batch: dict[str, Any], scored: ScoredTokens) -> "FedTokens":
-        """Of TRL's batch. Prompts are compared by content."""
+    def of(
+        cls, batch: dict[str, Any], scored: ScoredTokens, *, packed: bool = True, shared: bool = True
+    ) -> "FedTokens":
+        """Of TRL's batch. Prompts are compared by content.
+
+        Args:
+            packed (`bool`): whether neither padding is fed nor what comes after a row's last scored token.
+            shared (`bool`): whether rows of a forward feed a prompt that they have in common once.
+        """
         mask_BP = batch["prompt_mask"]
         content_BP = torch.cat([batch["prompt_ids"].masked_fill(mask_BP == 0, 0), mask_BP], dim=1)
         prompt_B = torch.unique(content_BP, dim=0, return_inverse=True)[1]
+        if not (packed and shared):
+            prompt_B = torch.arange(len(prompt_B), device=prompt_B.device)
         fed_B = torch.zeros_like(prompt_B, dtype=torch.bool)
         fed_B[scored.rows_R] = True
         place_C = torch.arange(scored.tokens_BC.size(1), device=mask_BP.device)
+        prompt_tokens_B = mask_BP.sum(dim=1)
         own_B = (scored.tokens_BC * place_C).amax(dim=1)  # the last scored token is predicted, and not fed
-        return cls(prompt_B.masked_fill(~fed_B, -1).tolist(), mask_BP.sum(dim=1).tolist(), own_B.tolist())
+        if not packed:
+            prompt_tokens_B = torch.full_like(prompt_tokens_B, mask_BP.size(1))
+            own_B = torch.full_like(own_B, scored.tokens_BC.size(1))
+        return cls(prompt_B.masked_fill(~fed_B, -1).tolist(), prompt_tokens_B.tolist(), own_B.tolist())
 
     def by_prompt(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """`rows` by their prompt, those that are not fed under -1; in the order in which they come."""

@@ -50,6 +50,9 @@ class GRPOConfig(GRPOPassArguments, HeadArguments, PackingArguments, ReferenceAr
         keep_groups_together (`bool`, *optional*):
             Whether the completions of a prompt share a micro-batch as far as there is room. `None`: where that changes
             no gradient; `False`: TRL's order.
+        max_tokens_per_micro_batch (`int`, *optional*):
+            The most tokens that one forward of the policy feeds in training. The rows of a micro-batch are fed in as
+            many forwards and backwards as that takes; the gradient is the same.
     """
 
 
