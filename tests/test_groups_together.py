@@ -5,6 +5,7 @@ Rows are told apart, and prompts counted, by the tokens that TRL's loss is given
 
 import itertools
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -24,7 +25,7 @@ from metric_table import rows as metric_rows
 from run_losses import Record, Trainers, build
 from same_training import tensors_differ
 from tiny import Workshop
-from trl_ext.passes.micro_batches import FedTokens, grouped_order, slices_of_a_unit
+from trl_ext.passes.micro_batches import FedTokens, grouped_order, kept_together, slices_of_a_unit
 from trl_ext.passes.rows import ScoredTokens
 
 STOCK = Trainers.of(trl)
@@ -497,3 +498,41 @@ def test_a_unit_divides_every_distance_between_steps(epoch: int | None, began: i
     assert unit == slices_of_a_unit(
         steps_per_generation=8, accumulation_steps=4, micro_batches_of_an_epoch=epoch, window_began=began
     )
+
+
+def test_entries_of_every_kind_follow_their_rows() -> None:
+    fed = FedTokens([0, 1, 0, 1], [5] * 4, [1] * 4)
+    order = grouped_order(fed, rows_of_a_slice=2, slices_of_a_unit=2)
+    assert order in ([0, 2, 1, 3], [1, 3, 0, 2])
+    batch = {
+        "rows": torch.arange(4),
+        "list": [0, 1, 2, 3],
+        "none": None,
+        "count": torch.tensor(7.0),
+        "wide": torch.eye(4),
+    }
+    got = kept_together(batch, fed, slices=2, slices_of_a_unit=2)
+    assert got["rows"].tolist() == got["list"] == got["wide"].argmax(dim=1).tolist() == order
+    assert got["none"] is None
+    assert got["count"] is batch["count"]
+
+
+def test_a_batch_with_images_stays_as_it_is(workshop: Workshop, tmp_path: Path) -> None:
+    trainer = build(case_of(2, 2), OURS, workshop, str(tmp_path), Record())
+    batch = {"pixel_values": torch.zeros(8)}
+    assert trainer._shuffled(batch) is batch
+
+
+def test_trls_shuffle_is_put_back(workshop: Workshop, tmp_path: Path) -> None:
+    module = sys.modules[trl.GRPOTrainer.__module__]
+    original = module.shuffle_sequence_dict
+    run(case_of(2, 2, steps=1), OURS, workshop, tmp_path)
+    assert module.shuffle_sequence_dict is original
+
+
+def test_fewer_tokens_are_fed(workshop: Workshop, tmp_path: Path) -> None:
+    together, apart = (
+        sum(feed.tokens for feed in run(case_of(2, 2, keep=keep), OURS, workshop, tmp_path).record.feeds if feed.grad)
+        for keep in (True, False)
+    )
+    assert together < apart

@@ -1,6 +1,6 @@
 """Micro-batches in parts on two real ranks: as many forwards on each, one exchange of gradients, the same weights.
 
-The second rank has one live row where the first has many, so that their own numbers of parts differ.
+The second rank has no live row: alone it would run one forward where the first runs several.
 """
 
 import os
@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
 import trl_ext
@@ -38,7 +40,7 @@ class Watch(TrainerCallback):
         def fed(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
             (self.forwards if torch.is_grad_enabled() else self.scored_before).append(inputs[0].numel())
 
-        def exchange(group: Any, bucket: Any) -> Any:
+        def exchange(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             self.exchanged.append(bucket.buffer().numel())
             return allreduce_hook(group, bucket)
 
@@ -47,10 +49,22 @@ class Watch(TrainerCallback):
             self.trainer.model_wrapped.register_comm_hook(None, exchange)
 
 
-def on_rank(rank: Rank, budget: int | None, loss_type: str, accumulation: int, **config: Any) -> dict[str, Any]:
+class Scattered(TorchDispatchMode):
+    """Counts what FSDP2 exchanges of gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def on_rank(
+    rank: Rank, budget: int | None, loss_type: str, accumulation: int, generation: int, **config: Any
+) -> dict[str, Any]:
     trainer = trl_ext.GRPOTrainer(
         model=os.environ["TINY_MODEL"],
-        reward_funcs=dead_on_rank_1(prompts_of_a_rank=2 * accumulation),
+        reward_funcs=dead_on_rank_1(prompts_of_a_rank=2 * generation),
         rollout_func=scripted_rollout,
         args=trl_ext.GRPOConfig(
             output_dir=str(rank.folder / "grpo"),
@@ -58,6 +72,7 @@ def on_rank(rank: Rank, budget: int | None, loss_type: str, accumulation: int, *
             num_generations=GENERATIONS,
             per_device_train_batch_size=2 * GENERATIONS,
             gradient_accumulation_steps=accumulation,
+            steps_per_generation=generation,
             max_completion_length=8,
             shuffle_dataset=False,
             max_steps=STEPS,
@@ -75,7 +90,7 @@ def on_rank(rank: Rank, budget: int | None, loss_type: str, accumulation: int, *
             max_tokens_per_micro_batch=budget,
             **{**GRPO_LOSSES[loss_type], **config},
         ),
-        train_dataset=prompts(4 * STEPS * accumulation, seed=1),
+        train_dataset=prompts(4 * STEPS * generation, seed=1),
     )
     for scoring in trainer.scoring_forwards:
         scoring.packing.checked = True
@@ -83,20 +98,22 @@ def on_rank(rank: Rank, budget: int | None, loss_type: str, accumulation: int, *
     watch.trainer = trainer
     trainer.add_callback(watch)
     initial = trained(trainer.model)
-    trainer.train()
+    with Scattered() as scattered:
+        trainer.train()
     rank.check(trainer)
     return {
         "change": {name: weight - initial[name] for name, weight in trained(trainer.model).items()},
         "forwards": watch.forwards,
         "scored before": watch.scored_before,
         "exchanged": watch.exchanged,
+        "scattered": scattered.count,
         "logs": [{k: v for k, v in log.items() if "time" not in k} for log in trainer.state.log_history[:-1]],
     }
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "dapo": {"loss_type": "dapo", "accumulation": 2},
-    "grpo": {"loss_type": "grpo", "accumulation": 1, "num_iterations": 2, "steps_per_generation": 2},
+    "dapo": {"loss_type": "dapo", "accumulation": 2, "generation": 2},
+    "grpo": {"loss_type": "grpo", "accumulation": 1, "generation": 2, "num_iterations": 2},
 }
 CASES = {
     f"{name}-{what}": partial(on_rank, budget=budget, **run)
@@ -118,10 +135,11 @@ def test_two_ranks_run_as_many_parts_and_exchange_gradients_once(
             assert all(tokens <= BUDGET for of_rank in parts for tokens in of_rank[what])
         assert len(parts[0]["forwards"]) > len(whole[0]["forwards"])
         assert max(whole[0]["forwards"]) > BUDGET
-        # Nothing to feed: of the second rank's forwards there are more than it has use for
-        assert parts[1]["forwards"].count(1) > len(whole[1]["forwards"])
+        assert set(parts[1]["forwards"]) == {1}  # all its rows are dead
         assert [of_rank["exchanged"] for of_rank in parts] == [of_rank["exchanged"] for of_rank in whole]
         assert bool(whole[0]["exchanged"]) == (engine == "ddp")
+        assert [of_rank["scattered"] for of_rank in parts] == [of_rank["scattered"] for of_rank in whole]
+        assert bool(whole[0]["scattered"]) == (engine == "fsdp2")
         assert far(parts[1]["change"], parts[0]["change"]) == 0
         assert far(parts[0]["change"], whole[0]["change"]) <= 1e-5
         for got, want in zip(parts[0]["logs"], whole[0]["logs"], strict=True):
