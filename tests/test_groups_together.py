@@ -7,6 +7,7 @@ import itertools
 import math
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -144,11 +145,16 @@ def assert_same_steps(ours: Seen, stock: Seen) -> None:
     assert not wrong, "\n".join(wrong[:20])
 
 
+def fast_first(names: Iterable[Any], *fast: Any) -> list[Any]:
+    """`names` as parameters, all but `fast` in the slow tier."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 TOGETHER = {name: extra for name, extra in GRPO_LOSSES.items() if name != "bnpo"}
 
 
 @pytest.mark.parametrize("level", ["token", pytest.param("sequence", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("loss_type", TOGETHER)
+@pytest.mark.parametrize("loss_type", fast_first(TOGETHER, "grpo", "dapo", "vespo"))
 def test_the_gradient_of_a_window_is_stock_trls(loss_type: str, level: str, workshop: Workshop, tmp_path: Path) -> None:
     off_policy = {"iterations": 2} if loss_type in ("grpo", "vespo") else {}
     case = case_of(
@@ -164,17 +170,16 @@ def test_the_gradient_of_a_window_is_stock_trls(loss_type: str, level: str, work
     assert sum(stock.prompts) > 4
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"importance_sampling_level": "sequence", "beta": 0.1, "setup": "ref_model"},
-        {"beta": 0.1, "setup": "lora", "iterations": 2},
-        {"off_policy_mask_threshold": 0.01, "iterations": 2},
-    ],
-    ids=["gspo-beta", "lora", "off-policy-mask"],
-)
-def test_terms_of_single_rows_do_not_matter(fields: dict[str, Any], workshop: Workshop, tmp_path: Path) -> None:
-    ours, _ = both(case_of(2, 2, **fields), workshop, tmp_path)
+OF_ROWS: dict[str, dict[str, Any]] = {
+    "gspo-beta": {"importance_sampling_level": "sequence", "beta": 0.1, "setup": "ref_model"},
+    "lora": {"beta": 0.1, "setup": "lora", "iterations": 2},
+    "off-policy-mask": {"off_policy_mask_threshold": 0.01, "iterations": 2},
+}
+
+
+@pytest.mark.parametrize("name", fast_first(OF_ROWS, "gspo-beta"))
+def test_terms_of_single_rows_do_not_matter(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    ours, _ = both(case_of(2, 2, **OF_ROWS[name]), workshop, tmp_path)
     assert set(ours.prompts) == {1}
 
 
@@ -191,7 +196,11 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("schedule", UNITS, ids=lambda schedule: "-".join(map(str, schedule)))
+@pytest.mark.parametrize(
+    "schedule",
+    fast_first(UNITS, (2, 4, 1), (6, 4, 1), (3, 4, 1), (4, 2, 2)),
+    ids=lambda schedule: "-".join(map(str, schedule)),
+)
 def test_rows_change_places_within_one_optimizer_step(
     schedule: tuple[int, int, int], workshop: Workshop, tmp_path: Path
 ) -> None:
@@ -332,7 +341,7 @@ COUNT = {
 }
 
 
-@pytest.mark.parametrize("name", COUNT)
+@pytest.mark.parametrize("name", fast_first(COUNT, "bnpo", "dropout"))
 def test_trls_order_stays_where_micro_batches_count(name: str, workshop: Workshop, tmp_path: Path) -> None:
     fields, words = COUNT[name]
     with pytest.raises(ValueError, match=f"keep_groups_together=True.*{words}"):

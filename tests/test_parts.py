@@ -19,6 +19,7 @@ import trl_ext
 from drop_in_cases import GRPO_LOSSES, Case
 from run_losses import Record, Trainers, build
 from same_training import POLICY_BATCHES, tensors_differ
+from test_groups_together import fast_first
 from tiny import Workshop
 from trl_ext.passes.micro_batches import FedTokens
 from trl_ext.passes.parts import Parts
@@ -78,8 +79,8 @@ def assert_same_training(parts: Record, whole: Record) -> None:
                 assert math.isclose(got[name], x, rel_tol=1e-4, abs_tol=1e-6), name
 
 
-@pytest.mark.parametrize("setup", ["full", "lora"])
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("setup", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss_type", fast_first(LOSSES, "grpo", "vespo"))
 def test_parts_have_the_gradient_of_the_whole(loss_type: str, setup: str, workshop: Workshop, tmp_path: Path) -> None:
     iterations = 2 if setup == "full" else 1
     fields = {"loss_type": loss_type, **LOSSES[loss_type], "setup": setup, "num_iterations": iterations}
@@ -88,6 +89,7 @@ def test_parts_have_the_gradient_of_the_whole(loss_type: str, setup: str, worksh
 
 
 SITUATIONS: dict[str, dict[str, Any]] = {
+    "lora": {"setup": "lora"},
     "accumulation": {"gradient_accumulation_steps": 2, "steps": 3},
     "accumulation-groups-together": {"gradient_accumulation_steps": 2, "shape": {"keep_groups_together": True}},
     "gspo": {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2},
@@ -109,7 +111,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.parametrize("name", fast_first(SITUATIONS, "lora", "accumulation-groups-together", "dead-rows", "sampler"))
 def test_parts_in_every_situation(name: str, workshop: Workshop, tmp_path: Path) -> None:
     budget = 12 if name == "dead-rows" else BUDGET
     parts, whole = both(workshop, tmp_path, budget, **SITUATIONS[name])

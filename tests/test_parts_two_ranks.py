@@ -122,7 +122,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_two_ranks_run_as_many_parts_and_exchange_gradients_once(
     engine: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
