@@ -16,6 +16,7 @@ class GRPOFacts:
     Args:
         per_device_batch_size, processes, gradient_accumulation_steps, steps_per_generation, num_iterations (`int`):
             the schedule.
+        epoch_is_known (`bool`): whether the training data has a length.
         num_generations (`int`): completions of a prompt.
         loss_type (`str`): TRL's.
         beta (`float`): coefficient of the KL term.
@@ -41,6 +42,7 @@ class GRPOFacts:
     gradient_accumulation_steps: int
     steps_per_generation: int
     num_iterations: int
+    epoch_is_known: bool
     num_generations: int
     loss_type: str
     beta: float

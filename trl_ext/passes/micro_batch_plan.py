@@ -50,6 +50,13 @@ def _groups(facts: "GRPOFacts") -> Decision:
             f"(`gradient_accumulation_steps`={facts.gradient_accumulation_steps}, "
             f"`steps_per_generation`={facts.steps_per_generation}).",
         )
+    if not facts.epoch_is_known:
+        return Decision(
+            "micro-batches",
+            "skip",
+            "rows in TRL's order: where an epoch of a streaming data set ends, and an optimizer step with it, is not "
+            "known beforehand.",
+        )
     return Decision(
         "micro-batches",
         "run",

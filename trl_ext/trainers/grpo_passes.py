@@ -41,6 +41,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 steps_per_generation=args.steps_per_generation,
                 num_iterations=trainer.num_iterations,
                 beta=trainer.beta,
+                epoch_is_known=hasattr(trainer.train_dataset, "__len__"),
                 num_generations=trainer.num_generations,
                 loss_type=trainer.loss_type,
                 normalized_over_batch=trainer.scale_rewards == "batch"
