@@ -232,7 +232,7 @@ def micro_batches(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], ScoredToken
     return batch, ScoredTokens(rows_R, tokens_BC & fed_B[:, None])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(micro_batches(), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 3))
 def test_any_micro_batch_is_cut_within_its_budget(
     micro_batch: tuple[dict[str, torch.Tensor], ScoredTokens], budget: int, packed: bool, shared: bool, more: int
