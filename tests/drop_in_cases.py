@@ -112,6 +112,7 @@ def _dpo(name: str, setup: str = "full", model: str = "tied", **config: Any) -> 
 
 DPO_OPTIONS = [
     _dpo("beta", "ref_model", beta=0.5),
+    _dpo("neftune", "ref_model", neftune_noise_alpha=5.0),  # its noise depends on the width of the batch
     _dpo("use_weighting", "ref_model", use_weighting=True, learning_rate=2.0),
     _dpo("use_weighting-lora", "lora", use_weighting=True, learning_rate=2.0, fast=False),
     _dpo("use_weighting-softcap", "ref_model", "softcap", use_weighting=True, learning_rate=2.0, fast=False),
@@ -240,6 +241,7 @@ def _grpo(name: str, setup: str = "full", model: str = "tied", **config: Any) ->
 GRPO_OPTIONS = [
     _grpo("defaults", "full"),  # on-policy, beta 0: no old-policy pass, no reference
     _grpo("on_policy-beta", "ref_model"),
+    _grpo("neftune", "lora", neftune_noise_alpha=5.0),
     _grpo("no_bias_correction_kl", "ref_model", use_bias_correction_kl=False, **OFF_POLICY),
     _grpo("lora-without-beta", "lora", **OFF_POLICY, fast=False),
     _grpo("ref_adapter-without-beta", "ref_adapter", **OFF_POLICY, fast=False),

@@ -34,5 +34,8 @@ def count_feeds(trainer: Any, feeds: list[Feed], log: Callable[[], int] = lambda
         model.get_input_embeddings().register_forward_hook(fed)
 
     watch("policy", trainer.model)
+    # The check of the first batch feeds a few rows more
+    for scoring in getattr(trainer, "scoring_forwards", ()):
+        scoring.packing.checked = True
     if trainer.ref_model is not None:
         watch("reference", trainer.ref_model)

@@ -94,6 +94,7 @@ class Record:
     logit_size: float = 0.0  # mean |logit| of a DPO batch, from the model's own forward
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)  # before each optimizer step
     updates: dict[str, torch.Tensor] = field(default_factory=dict)  # final minus initial weights
+    packed: bool = False  # whether a forward is one row, in which the rows of the batch cannot be counted
     feeds: list[Feed] = field(default_factory=list)  # every forward of policy and reference model, with its tokens
 
     def fed(self, what: str = "tokens", **where: Any) -> int:
@@ -193,6 +194,7 @@ def build(case: Case, trainers: Trainers, workshop: Workshop, output_dir: str, r
     }
     trainer = (_dpo if case.trainer == "dpo" else _grpo)(case, config, trainers, workshop, record)
     trainer.add_callback(_Recorder(record))
+    record.packed = hasattr(trainer, "explain") and trainer.explain()["packing"].action == "run"
     count_feeds(trainer, record.feeds, log=lambda: len(record.logs))
     return trainer
 

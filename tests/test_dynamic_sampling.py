@@ -50,6 +50,7 @@ def build(library, workshop: Workshop, tmp_path, dataset, **options):
                 "save_strategy": "no",
                 "disable_tqdm": True,
                 "dataloader_pin_memory": False,
+                **({"padding_free": False} if library is trl_ext else {}),  # tokens are counted as TRL feeds them
                 **options,
             },
         ),

@@ -189,6 +189,7 @@ def test_dropout_that_is_not_active_is_not_named(fields: dict[str, Any], worksho
 def test_with_dropout_the_training_forward_is_reused(workshop: Workshop) -> None:
     with built(workshop, **DROPOUT["attention"], num_iterations=2) as trainer:
         grad_modes: list[bool] = []
+        trainer.scoring_forwards[0].packing.checked = True
         trainer.model.get_input_embeddings().register_forward_hook(
             lambda *_: grad_modes.append(torch.is_grad_enabled())
         )

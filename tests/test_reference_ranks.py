@@ -21,6 +21,8 @@ from trl_ext.reference.segments import read_segment
 def dpo(rank: Rank, library, name: str, data=None, **config):
     """Three shuffled epochs; the change of the weights, how many reference passes this rank ran, and the logs."""
     options = {key: config.pop(key) for key in ("peft_config", "eval_dataset", "data_collator") if key in config}
+    if library is trl_ext:
+        config["padding_free"] = False  # so that passes show their rows
     torch.manual_seed(0)
     with counted() as tokens:
         trainer = library.DPOTrainer(

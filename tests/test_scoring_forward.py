@@ -133,7 +133,7 @@ def test_a_deep_copy_is_a_model_of_its_own():
 
 def test_shift_labels_are_scored_without_shifting():
     model = build("untied")
-    attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy")))
+    attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy"), padding_free=False))
     inputs, labels = batch()
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     ours = model(**inputs, shift_labels=shifted, fused_lm_head=True)
@@ -207,7 +207,7 @@ def test_router_loss_is_the_models_own(name):
 def test_the_head_in_fp32_is_cast_before_the_product():
     model = build("untied").bfloat16()
     model.lm_head.float()
-    attach_scoring_forward(model, ScoringOptions(cast_lm_head_to_fp32=True))
+    attach_scoring_forward(model, ScoringOptions(cast_lm_head_to_fp32=True, padding_free=False))
     inputs, labels = batch()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         scored = model(**inputs, labels=labels, fused_lm_head=True)

@@ -106,6 +106,8 @@ def case(name, **config):
 
 def updates(case, workshop, library, subclass):
     trainers = Trainers.of(library)
+    if library is trl_ext and case.name == "grpo-dropout":  # stock's own random draws
+        trainers = trainers.padded()
     trainers = replace(trainers, grpo_trainer=subclass(trainers.grpo_trainer))
     return torch.cat([update.flatten() for update in train(case, trainers, workshop).updates.values()])
 

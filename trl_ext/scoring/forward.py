@@ -98,7 +98,7 @@ class ScoringForward:
             layout = self.packing.layout(model, args, kwargs, predicts_BS, share=self._may_share(model))
         # Backbone and head are looked up on each call: FSDP and PEFT replace them after the forward was attached
         if layout is None:
-            backbone_outputs = model.base_model(*args, **kwargs)
+            backbone_outputs = _backbone(model)(*args, **kwargs)
         else:
             backbone_outputs = self.packing.run(model, layout, kwargs)
         hidden = backbone_outputs.last_hidden_state
@@ -112,7 +112,7 @@ class ScoringForward:
         if layout is None:
             hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(device)[mask_BS]
         else:
-            hidden_NH = picked(hidden[0], layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)]).to(device)
+            hidden_NH = picked(hidden.squeeze(0), layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)]).to(device)
         scored = self._score(hidden_NH, lm_head, shift_labels[mask_BS], outputs)
         fields = {
             name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x)
@@ -185,6 +185,11 @@ def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForwar
 
     model.forward = types.MethodType(forward, model)
     return scoring
+
+
+def _backbone(model: Any) -> Any:
+    """The model below the head. Llama 4's text model names a `base_model` that it has not, and gets itself."""
+    return model.model if model.base_model is model else model.base_model
 
 
 def _router_loss(

@@ -33,11 +33,17 @@ class PackedMixin:
             PackingFacts(
                 padding_free=self.packing_arguments.padding_free,
                 share_prompts=self.packing_arguments.share_prompts,
-                unsupported=_why_prompt_learning(trainer.model) or packing.why_padded,
+                unsupported=packing.why_padded,
                 unshared=packing.why_unshared,
                 active_dropout=has_dropout(trainer.model),
             )
         )
+
+    def _tell_packing_of_the_run(self) -> None:
+        """What forbids one row for all beside the model itself."""
+        reason = _why_padded(self)
+        for scoring in self.scoring_forwards if reason else ():
+            scoring.packing.why_padded = reason
 
     def _packed_away(self) -> int:
         """Tokens of padded batches that were not fed on this rank, since the last call."""
@@ -61,7 +67,14 @@ def padding_free_is_ours(config: Any) -> Iterator[None]:
             config.padding_free = given
 
 
-def _why_prompt_learning(model: Any) -> str | None:
-    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        return "the adapter puts virtual tokens before each row"
+def _why_padded(trainer: Any) -> str | None:
+    for config in trainer.model.peft_config.values() if isinstance(trainer.model, PeftModel) else ():
+        if config.is_prompt_learning:
+            return "the adapter puts virtual tokens before each row"
+        if getattr(config, "alora_invocation_tokens", None):
+            return "the adapter looks for its invocation tokens in each row (`alora_invocation_tokens`)"
+    if trainer.args.neftune_noise_alpha is not None:
+        return "the noise of `neftune_noise_alpha` depends on the width of the batch"
+    if trainer.args.n_gpu > 1:
+        return "one process drives several GPUs; start one for each (`accelerate launch`)"
     return None
