@@ -86,7 +86,7 @@ def packed_attention(
     if sliding_window is None and _slides(module):
         raise LayoutNotReadError("its attention keeps its sliding window to itself")
     layout.meet()
-    query_THD, key_KHD, value_KHD = (x[0].transpose(0, 1) for x in (query, key, value))
+    query_THD, key_KHD, value_KHD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if layout.shared:
         key_KHD, value_KHD = picked(key_KHD, layout.keys_K), picked(value_KHD, layout.keys_K)
     special = {name: options[name] for name in ("softcap", "s_aux") if options.get(name) is not None}
@@ -120,9 +120,13 @@ def _by_segments(
     """Each segment by transformers' own attention: sdpa, or the model's eager one where it knows more than sdpa."""
     eager = layout.implementation == "eager" or not options.keys() <= {"scaling", "dropout"}
     attend = _eager_attention(module) if eager else AttentionInterface()["sdpa"]
+    segments = layout.segments
+    # Split in one step: each slice by itself would get a gradient as large as the whole
+    of_queries = query_THD.split([segment.rows * segment.queries for segment in segments])
+    of_keys, of_values = (x.split([segment.rows * segment.keys for segment in segments]) for x in (key_KHD, value_KHD))
     outputs = []
-    for segment in layout.segments():
-        rows, queries, keys = segment.rows, segment.queries, segment.keys
+    for segment, *qkv in zip(segments, of_queries, of_keys, of_values, strict=True):
+        rows, queries, keys = segment
         window = sliding_window if sliding_window is not None and sliding_window < keys else None
         mask: Tensor | None = None
         if eager or window is not None or queries != keys:  # else sdpa is causal by itself
@@ -131,27 +135,16 @@ def _by_segments(
                 lowest = torch.finfo(query_THD.dtype).min
                 mask = torch.zeros_like(mask, dtype=query_THD.dtype).masked_fill_(~mask, lowest)
             mask = mask.expand(rows, 1, queries, keys)
-        output, _ = attend(
-            module,
-            _rows(query_THD, segment.first_query, rows, queries),
-            _rows(key_KHD, segment.first_key, rows, keys),
-            _rows(value_KHD, segment.first_key, rows, keys),
-            mask,
-            **options,
-        )
+        by_row = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in qkv)
+        output, _ = attend(module, *by_row, mask, **options)
         outputs.append(output.flatten(0, 1))
-    return torch.cat(outputs).unsqueeze(0)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
 
 def _eager_attention(module: nn.Module) -> Any:
     """The plain attention of the model's family, which stands beside its class."""
     files = (sys.modules[base.__module__] for base in type(module).__mro__)
     return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
-
-
-def _rows(x_THD: Tensor, start: int, rows: int, length: int) -> Tensor:
-    """Successive rows as `(rows, heads, length, head_size)`."""
-    return x_THD[start : start + rows * length].unflatten(0, (rows, length)).transpose(1, 2)
 
 
 def _varlen_serves(query_THD: Tensor, value_KHD: Tensor) -> bool:
@@ -176,19 +169,17 @@ def _varlen(
         x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1]))  # the kernel knows one head size (MLA: two)
         for x in (query_THD, key_KHD, value_KHD)
     ]
-    options: dict[str, Any] = {
-        "scale": scaling,
-        "window_size": (-1, 0) if sliding_window is None else (sliding_window - 1, 0),
-        "enable_gqa": key_KHD.shape[1] != query_THD.shape[1],
-    }
-    known = inspect.signature(attend).parameters  # they differ from one release of torch to the next
+    # torch 2.11 finds the groups of heads itself, later ones want to be told
+    groups = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
     output: Any = attend(
         *qkv,
         layout.query_starts,
         layout.key_starts,
         layout.longest_query,
         layout.longest_key,
-        **{name: value for name, value in options.items() if name in known},
+        scale=scaling,
+        window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
+        **groups,
     )
     return output[..., :size].unsqueeze(0)  # type: ignore[no-any-return]
 

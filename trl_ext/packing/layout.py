@@ -7,7 +7,7 @@ of neighbours finds the trie. Rows without anything in common are plain padding-
 Dimensions: B rows, S columns, T fed tokens, K keys (the tokens that each row with tokens of its own sees, row by row).
 """
 
-from collections.abc import Iterator
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +21,12 @@ class Segment(NamedTuple):
     Args:
         rows (`int`): how many.
         queries (`int`): tokens that each feeds.
-        keys (`int`): tokens that the last of these sees; the queries are the last of them.
-        first_query, first_key (`int`): where the segment begins among the T fed tokens and among the K keys.
+        keys (`int`): tokens that each sees; its own are the last of them.
     """
 
     rows: int
     queries: int
     keys: int
-    first_query: int
-    first_key: int
 
 
 class Layout:
@@ -44,6 +41,7 @@ class Layout:
         at_BS (`Tensor` of shape `(B, S)`): where in the fed row the token of each place lives; -1 where it is not fed.
         keys_K (`Tensor` of shape `(K,)`): where in the fed row each key lives.
         query_starts, key_starts (`Tensor`, int32): where each row with tokens of its own begins, and the end.
+        segments (`list[Segment]`): the fed row in parts, each of which is a batch without padding.
         shared (`bool`): whether some token is fed once for several rows; else keys are the fed tokens in order.
         longest_query, longest_key (`int`): of a row.
         implementation (`str`): the attention that the model's user chose.
@@ -98,10 +96,11 @@ class Layout:
         lengths = torch.stack([queries_B[lives_B], keys_B[lives_B]])
         starts = F.pad(lengths.cumsum(dim=1), (1, 0)).int()
         self.query_starts, self.key_starts = starts[0], starts[1]
-        self._lengths: list[tuple[int, int]] = [(q, k) for q, k in lengths.T.tolist()]
-        self.shared = any(q != k for q, k in self._lengths)
-        self.longest_query = max(q for q, _ in self._lengths)
-        self.longest_key = max(k for _, k in self._lengths)
+        segments = itertools.groupby(lengths.T.tolist())
+        self.segments = [Segment(len(list(rows)), queries, keys) for (queries, keys), rows in segments]
+        self.shared = any(segment.queries != segment.keys for segment in self.segments)
+        self.longest_query = max(segment.queries for segment in self.segments)
+        self.longest_key = max(segment.keys for segment in self.segments)
         self.implementation = implementation
         self._meetings = [0]  # one list for the copies on all devices
         self._masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
@@ -120,18 +119,6 @@ class Layout:
     def tokens(self) -> int:
         """How many tokens are fed."""
         return self.input_ids.numel()
-
-    def segments(self) -> Iterator[Segment]:
-        """The fed row as segments, each of which is one batch without padding."""
-        query = key = 0
-        index = 0
-        while index < len(self._lengths):
-            q, k = self._lengths[index]
-            rows = 1
-            while index + rows < len(self._lengths) and self._lengths[index + rows] == (q, k):
-                rows += 1
-            yield Segment(rows, q, k, query, key)
-            index, query, key = index + rows, query + rows * q, key + rows * k
 
     def mask(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
         """`(queries, keys)`, bool: whether a row's last `queries` tokens see each of its `keys` tokens.

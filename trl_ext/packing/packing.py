@@ -57,12 +57,15 @@ class Packing:
         """
         if self.why_padded is not None:
             return None
-        why = _why_this_batch_is_padded(model, positional, inputs, predicts_BS, self._longest)
+        why = _why_inputs_are_padded(model, positional, inputs, self._longest)
+        if why is None:
+            ids_BS, real_BS = inputs["input_ids"], _real(inputs)
+            needed_BS = predicts_BS.to(real_BS.device)
+            first_B, lengths_B = _span(real_BS)
+            why = _why_rows_are_padded(real_BS, needed_BS, lengths_B)
         if why is not None:
             self._say(f"A batch is fed padded: {why}.")
             return None
-        ids_BS, needed_BS = inputs["input_ids"], predicts_BS.to(inputs["input_ids"].device)
-        first_B, lengths_B = _span(_real(inputs))
         if not self.checked:
             self.checked = True
             self._check(model, inputs)
@@ -164,8 +167,8 @@ def _why_off(hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
     return f"on the first batch hidden states differ from the padded forward's by {off.nanmedian():.2g} of their norm"
 
 
-def _why_this_batch_is_padded(
-    model: Any, positional: tuple[Any, ...], inputs: dict[str, Any], needed_BS: Tensor, longest: int | None
+def _why_inputs_are_padded(
+    model: Any, positional: tuple[Any, ...], inputs: dict[str, Any], longest: int | None
 ) -> str | None:
     ids_BS = inputs.get("input_ids")
     if positional or ids_BS is None:
@@ -179,10 +182,13 @@ def _why_this_batch_is_padded(
         return "the noise of `neftune_noise_alpha` depends on its width"
     if longest is not None and ids_BS.shape[1] > longest:
         return f"the model's rotary embeddings depend on its length beyond {longest} tokens"
-    real_BS = _real(inputs)
-    if (_span(real_BS)[1] != real_BS.sum(dim=1)).any():
+    return None
+
+
+def _why_rows_are_padded(real_BS: Tensor, needed_BS: Tensor, lengths_B: Tensor) -> str | None:
+    if (lengths_B != real_BS.sum(dim=1)).any():
         return "its attention mask has padding between tokens of a row"
-    if (needed_BS.to(real_BS.device) & ~real_BS).any():
+    if (needed_BS & ~real_BS).any():
         return "a token is to be predicted from padding"
     return None
 
