@@ -99,6 +99,8 @@ def packed_attention(
         options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}
         return _users_flash(module, query_THD, key_KHD, value_KHD, layout, options), None
     if not special and dropout == 0.0 and _varlen_serves(query_THD, value_KHD):
+        dtype = _attended_in(query_THD)
+        query_THD, key_KHD, value_KHD = query_THD.to(dtype), key_KHD.to(dtype), value_KHD.to(dtype)
         return _varlen(query_THD, key_KHD, value_KHD, layout, scaling, sliding_window), None
     options = {"scaling": scaling, "dropout": dropout, **special}
     return _by_segments(module, query_THD, key_KHD, value_KHD, layout, sliding_window, options), None
@@ -182,7 +184,7 @@ def _varlen(
     scaling = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
     # The kernel knows one head size (MLA: two)
     widest = math.ceil(max(query_THD.shape[-1], size) / _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-    qkv = [x.to(_attended_in(query_THD)) for x in (query_THD, key_KHD, value_KHD)]
+    qkv = (query_THD, key_KHD, value_KHD)
     output: Any = attend(
         *(x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in qkv),
         layout.query_starts,
