@@ -18,6 +18,8 @@ class Case:
     model: str = "tied"  # a name of tiny.MODELS; "chat" also means conversational data
     config: dict[str, Any] = field(default_factory=dict)
     fast: bool = True
+    # Arguments that only our GRPOConfig knows. Per-micro-batch losses and metrics are compared in TRL's own order.
+    ours: dict[str, Any] = field(default_factory=lambda: {"keep_groups_together": False})
     steps: int = 2
     learning_rate: float = 0.05
     lora: dict[str, Any] = field(default_factory=dict)  # changes to tiny.lora_config

@@ -5,6 +5,7 @@ Run as a script it trains the named cases with `trl_ext` and writes JSON, so tha
 """
 
 import argparse
+import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator
@@ -49,6 +50,12 @@ class Trainers:
     @classmethod
     def of(cls, library: Any) -> "Trainers":
         return cls(library.DPOTrainer, library.DPOConfig, library.GRPOTrainer, library.GRPOConfig)
+
+    def only_ours(self, case: Case) -> dict[str, Any]:
+        """The arguments that `case` has for our GRPOConfig alone, where this is ours."""
+        config = getattr(self.grpo_config, "func", self.grpo_config)  # a test may have bound some of its arguments
+        known = {field.name for field in dataclasses.fields(config)}
+        return {name: value for name, value in case.ours.items() if name in known}
 
     def padded(self) -> "Trainers":
         """Our trainers, fed as TRL feeds: then the rows and the padding of each forward can be counted."""
@@ -233,7 +240,7 @@ def _grpo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Work
     base = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "temperature": 0.9}
     trainer = _recording(trainers.grpo_trainer, record)(
         reward_funcs=[REWARDS[name] for name in case.rewards],
-        args=trainers.grpo_config(**{**base, **config}),
+        args=trainers.grpo_config(**{**base, **config, **trainers.only_ours(case)}),
         train_dataset=train_dataset,
         eval_dataset=prompts(3, seed=2, conversational=conversational) if _evaluates(config) else None,
         rollout_func=None if case.rollout == "generate" else ROLLOUTS[case.rollout],

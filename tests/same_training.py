@@ -34,8 +34,8 @@ def assert_same(case: Case, ours: Record, stock: Record) -> None:
 
     assert len(ours.gradients) == len(stock.gradients) > 0, (len(ours.gradients), len(stock.gradients))
     for i, (got_grads, want_grads) in enumerate(zip(ours.gradients, stock.gradients, strict=True)):
-        wrong += _tensors_differ(f"gradient of step {i}", got_grads, want_grads)
-    wrong += _tensors_differ("weight update", ours.updates, stock.updates)
+        wrong += tensors_differ(f"gradient of step {i}", got_grads, want_grads)
+    wrong += tensors_differ("weight update", ours.updates, stock.updates)
 
     # Nothing compares equal to nothing, and NaN to NaN: such a case would prove little.
     assert all(math.isfinite(loss) for loss in stock.losses), f"{case.name}: stock's losses are {stock.losses}"
@@ -104,9 +104,7 @@ def _norm(tensors: dict[str, torch.Tensor | None]) -> float:
     return math.sqrt(sum(tensor.double().pow(2).sum().item() for tensor in tensors.values() if tensor is not None))
 
 
-def _tensors_differ(
-    what: str, ours: dict[str, torch.Tensor | None], stock: dict[str, torch.Tensor | None]
-) -> list[str]:
+def tensors_differ(what: str, ours: dict[str, torch.Tensor | None], stock: dict[str, torch.Tensor | None]) -> list[str]:
     """Each tensor's difference against the norm of all: a vector comparison, as sums of absolute values are blind."""
     if ours.keys() != stock.keys():
         return [f"{what}: other names: {sorted(ours.keys() ^ stock.keys())[:6]}"]

@@ -27,7 +27,8 @@ def built(workshop: Workshop, options: dict[str, Any] | None = None, /, **fields
     trainers = replace(OURS, grpo_config=partial(OURS.grpo_config, **(options or {})))
     keys = {key: fields.pop(key) for key in ("setup", "model", "lora", "rollout", "rewards", "vllm") if key in fields}
     with TemporaryDirectory() as output_dir:
-        yield build(Case("plan", "grpo", steps=1, config=fields, **keys), trainers, workshop, output_dir, Record())
+        case = Case("plan", "grpo", steps=1, config=fields, ours={}, **keys)
+        yield build(case, trainers, workshop, output_dir, Record())
 
 
 def explained(workshop: Workshop, options: dict[str, Any] | None = None, /, **fields: Any) -> Plan:
@@ -64,14 +65,20 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
 def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
     fields, decisions = PLANS[name]
     plan = explained(workshop, **fields)
-    assert [decision.name for decision in plan.decisions] == ["policy", "old policy", "reference", "packing"]
+    assert [decision.name for decision in plan.decisions] == [
+        "policy",
+        "old policy",
+        "reference",
+        "micro-batches",
+        "packing",
+    ]
     for pass_name, (action, reason) in decisions.items():
         assert plan[pass_name].action == action
         assert reason in plan[pass_name].reason
     table = str(plan)
     assert max(map(len, table.splitlines())) <= 118
     for decision in plan.decisions:
-        assert f"{decision.name:<12}{decision.action:<7}{decision.reason.split()[0]}" in table
+        assert f"{decision.name:<15}{decision.action:<7}{decision.reason.split()[0]}" in table
         assert set(decision.reason.split()) <= set(table.split())
 
 

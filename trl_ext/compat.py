@@ -1,6 +1,7 @@
 """Every name of TRL that is not public API, imported in this one file, and the versions for which that holds."""
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
@@ -19,6 +20,7 @@ if version("trl") not in SUPPORTED_TRL:
     )
 
 from accelerate.utils import is_peft_model  # noqa: E402
+from transformers.trainer_utils import has_length  # noqa: E402
 from trl.models import prepare_deepspeed  # noqa: E402
 from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
 from trl.trainer.utils import (  # noqa: E402
@@ -237,10 +239,16 @@ class GRPOInternals:
     )
 
     _rewards_per_function: torch.Tensor
+    _window_began = 0  # the micro-batch, counted from the first of all, with which the present window began
     vllm_importance_sampling_correction: bool
+    _metrics: dict[str, dict[str, list[float]]]
 
     def _generated(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Called with each batch that was generated and rewarded, before it is shuffled and split."""
+        return batch
+
+    def _shuffled(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Called in training with each generation batch that TRL has shuffled, before it is split into slices."""
         return batch
 
     def _about_to_visit(self) -> None:
@@ -330,10 +338,22 @@ class GRPOInternals:
             self.vllm_importance_sampling_correction = correction
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
-        if self._mode == "train":
-            self._about_to_visit()
+        if self._mode == "eval":
+            return super()._prepare_inputs(generation_batch)  # type: ignore[misc, no-any-return]
+        with _shuffling_followed_by(self._shuffled):
+            inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        self._about_to_visit()
         return inputs
+
+    def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
+        """Transformers' own; called when an accumulation window begins."""
+        self._window_began = self._step  # type: ignore[attr-defined]
+        return super().get_batch_samples(*positional, **keywords)  # type: ignore[misc]
+
+    def _micro_batches_of_an_epoch(self) -> int | None:
+        """How many micro-batches the training data makes; `None` where only its end will tell."""
+        loader = self.callback_handler.train_dataloader  # type: ignore[attr-defined]
+        return len(loader) if has_length(loader) else None
 
     def _slices_to_come(self) -> list[dict[str, Any]]:
         """The slices of the generation buffer, from that of the present micro-batch to the last before generation.
@@ -384,9 +404,31 @@ class GRPOInternals:
         """`"train"` or `"eval"`."""
         return "train" if self.model.training else "eval"  # type: ignore[attr-defined]
 
+    @contextmanager
+    def _metrics_set_aside(self) -> Iterator[None]:
+        """Within, what is appended to the metrics is not logged."""
+        metrics = self._metrics
+        self._metrics = {mode: defaultdict(list) for mode in metrics}
+        try:
+            yield
+        finally:
+            self._metrics = metrics
+
     def _mode_metrics(self) -> dict[str, list[float]]:
         """The metrics of the present mode, train or eval, since the last log: a value for each micro-batch."""
         return self._metrics[self._mode]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _shuffling_followed_by(rearrange: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Within, what TRL's GRPO trainer has shuffled, by its own draw, is replaced by what `rearrange` makes of it."""
+    module: Any = sys.modules[trl.GRPOTrainer.__module__]
+    original = module.shuffle_sequence_dict
+    module.shuffle_sequence_dict = lambda batch: rearrange(original(batch))
+    try:
+        yield
+    finally:
+        module.shuffle_sequence_dict = original
 
 
 def _class_pass(trainer: Any) -> Any:

@@ -9,6 +9,9 @@ _MASKABLE = {"full_attention", "sliding_attention"}
 _RELATIVE_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 # ... that change with the length of the batch
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
+# Families whose distances are not all that counts: their queries grow with the position, or a norm's weights come after
+# the rotation
+_BY_POSITION = {"beam", "hunyuan_v1_dense", "hunyuan_v1_moe"}
 
 
 def why_padded(model: Any) -> str | None:
@@ -39,11 +42,18 @@ def rebases(model: Any) -> bool:
     rotations = _rotations(config)
     return (
         bool(rotations)
+        and config.model_type not in _BY_POSITION
         and all(rotation.get("rope_type", "default") in _RELATIVE_ROTATIONS for rotation in rotations)
         and not any(rotation.get(name) for rotation in rotations for name in by_position)
         and not any(getattr(config, name, None) for name in by_position)
         and not _has_learned_positions(model)
     )
+
+
+def has_experts(model: Any) -> bool:
+    """Whether tokens are sent to experts, a choice that can turn on the last bit."""
+    config = model.config.get_text_config()
+    return any("experts" in name and isinstance(x, int) and x > 1 for name, x in vars(config).items())
 
 
 def longest_equal(model: Any) -> int | None:

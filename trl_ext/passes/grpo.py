@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .micro_batch_plan import plan_micro_batches
 from .plan import Decision, Plan
 from .sampler_ratio import RatioRule
 
@@ -15,7 +16,9 @@ class GRPOFacts:
     Args:
         per_device_batch_size, processes, gradient_accumulation_steps, steps_per_generation, num_iterations (`int`):
             the schedule.
+        epoch_is_known (`bool`): whether the training data has a length.
         num_generations (`int`): completions of a prompt.
+        loss_type (`str`): TRL's.
         beta (`float`): coefficient of the KL term.
         normalized_over_batch (`bool`): whether an advantage depends on other groups of its generation batch.
         has_own_loss (`bool`): whether a subclass has replaced TRL's loss, of which nothing is known then.
@@ -28,6 +31,9 @@ class GRPOFacts:
         sampler_gives_log_probs (`bool`): whether completions can come with the log-probs of their sampler.
         truncated_sampling (`tuple[str, ...]`): the sampling arguments that cut the sampler's distribution.
         max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
+        shares_prompts (`bool`): whether rows of one micro-batch feed the prompt that they have in common once.
+        keep_groups_together (`bool`, *optional*): the option; `None` stands for "where it changes no gradient".
+        max_tokens_per_micro_batch (`int`, *optional*): the option.
         force_on_policy_ratio, trust_sampling_log_probs, zero_advantages_of_equal_rewards (`bool`): the options.
     """
 
@@ -36,7 +42,9 @@ class GRPOFacts:
     gradient_accumulation_steps: int
     steps_per_generation: int
     num_iterations: int
+    epoch_is_known: bool
     num_generations: int
+    loss_type: str
     beta: float
     normalized_over_batch: bool
     has_own_loss: bool
@@ -50,6 +58,9 @@ class GRPOFacts:
     sampler_gives_log_probs: bool
     truncated_sampling: tuple[str, ...]
     max_draws: int
+    shares_prompts: bool
+    keep_groups_together: bool | None
+    max_tokens_per_micro_batch: int | None
     force_on_policy_ratio: bool
     trust_sampling_log_probs: bool
     zero_advantages_of_equal_rewards: bool
@@ -69,6 +80,8 @@ class GRPOPlan(Plan):
         sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
         trl_scores_old_policy (`bool`): whether stock TRL scores every generation batch.
         max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
+        keep_groups_together (`bool`): a group's rows are kept in one micro-batch, as far as there is room.
+        max_tokens (`int`, *optional*): the most tokens that a forward in training feeds.
     """
 
     leave_zero_advantages: bool
@@ -80,6 +93,8 @@ class GRPOPlan(Plan):
     sampler_ratio: RatioRule | None
     trl_scores_old_policy: bool
     max_draws: int
+    keep_groups_together: bool
+    max_tokens: int | None
 
 
 def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
@@ -99,8 +114,9 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         )
     every = facts.steps_per_generation * facts.num_iterations
     misaligned = facts.gradient_accumulation_steps % every != 0
+    micro_batches, keep_groups_together = plan_micro_batches(facts)
     return GRPOPlan(
-        decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts)),
+        decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts), micro_batches),
         leave_zero_advantages=leave_zero_advantages,
         leave_masked=not (facts.has_router_loss or facts.has_own_loss),
         score_tools=facts.has_own_loss,
@@ -110,6 +126,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         sampler_ratio=facts.sampler_ratio,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
         max_draws=facts.max_draws,
+        keep_groups_together=keep_groups_together,
+        max_tokens=facts.max_tokens_per_micro_batch,
         warnings=tuple(warnings),
     )
 

@@ -17,7 +17,7 @@ class Decision:
     """What happens to one pass.
 
     Args:
-        name (`str`): `"policy"`, `"old policy"` or `"reference"`.
+        name (`str`): `"policy"`, `"old policy"`, `"reference"` or `"micro-batches"`.
         action (`str`): `"run"`, `"reuse"` (values that were formed elsewhere) or `"skip"` (nothing needs them).
         reason (`str`): why, in words, for the user.
     """
@@ -47,7 +47,7 @@ class Plan:
         """A table of three columns: pass, action, reason."""
         lines = []
         for decision in self.decisions:
-            head = f"{decision.name:<12}{decision.action:<7}"
+            head = f"{decision.name:<15}{decision.action:<7}"
             lines += textwrap.wrap(
                 decision.reason,
                 _WIDTH,

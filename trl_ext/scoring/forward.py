@@ -98,7 +98,7 @@ class ScoringForward:
             layout = self.packing.layout(model, args, kwargs, predicts_BS, share=self._may_share(model))
         # Backbone and head are looked up on each call: FSDP and PEFT replace them after the forward was attached
         if layout is None:
-            backbone_outputs = model.base_model(*args, **kwargs)
+            backbone_outputs = _backbone(model)(*args, **kwargs)
         else:
             backbone_outputs = self.packing.run(model, layout, kwargs)
         hidden = backbone_outputs.last_hidden_state
@@ -185,6 +185,11 @@ def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForwar
 
     model.forward = types.MethodType(forward, model)
     return scoring
+
+
+def _backbone(model: Any) -> Any:
+    """The model below the head. Llama 4's text model names a `base_model` that it has not, and gets itself."""
+    return model.model if model.base_model is model else model.base_model
 
 
 def _router_loss(

@@ -6,6 +6,7 @@ from typing import Any
 
 import trl
 
+from .grpo_micro_batches import MicroBatchesMixin
 from .grpo_pass_arguments import GRPOPassArguments
 from .grpo_passes import GRPOPassesMixin
 from .head_arguments import HeadArguments
@@ -46,10 +47,16 @@ class GRPOConfig(GRPOPassArguments, HeadArguments, PackingArguments, ReferenceAr
             Replace groups without advantage by drawing further prompts, as DAPO does.
         dynamic_sampling_max_draws (`int`, *optional*, defaults to `10`):
             The most generation batches to draw for one, the first included.
+        keep_groups_together (`bool`, *optional*):
+            Whether the completions of a prompt share a micro-batch as far as there is room. `None`: where that changes
+            no gradient; `False`: TRL's order.
+        max_tokens_per_micro_batch (`int`, *optional*):
+            The most tokens that one forward of the policy feeds in training. The rows of a micro-batch are fed in as
+            many forwards and backwards as that takes; the gradient is the same.
     """
 
 
-class GRPOTrainer(HostedReferenceMixin, GRPOPassesMixin, trl.GRPOTrainer):
+class GRPOTrainer(HostedReferenceMixin, MicroBatchesMixin, GRPOPassesMixin, trl.GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact, and without the passes, rows and tokens that
     change nothing: same arguments, losses and metrics.

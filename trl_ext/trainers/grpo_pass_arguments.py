@@ -43,11 +43,30 @@ class GRPOPassArguments:
             "that are dead after the last draw stay."
         },
     )
+    keep_groups_together: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether the completions of a prompt share a micro-batch as far as there is room, among those of "
+            "one optimizer step. `None`: where that changes no gradient. `True`: an error before training where it "
+            "would. `False`: TRL's order."
+        },
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "The most tokens that one forward of the policy feeds in training; a longer row is fed alone. Rows "
+            "of a micro-batch are fed in as many forwards and backwards as that takes, which changes no gradient. "
+            "`None`: one forward."
+        },
+    )
 
     def __post_init__(self) -> None:
         draws = self.dynamic_sampling_max_draws
         if not isinstance(draws, int) or isinstance(draws, bool) or draws < 1:
             raise ValueError(f"`dynamic_sampling_max_draws` must be an integer of at least 1, got {draws!r}.")
+        budget = self.max_tokens_per_micro_batch
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
+            raise ValueError(f"`max_tokens_per_micro_batch` must be None or an integer of at least 1, got {budget!r}.")
         inherited = getattr(super(), "__post_init__", None)
         if inherited is not None:
             inherited()

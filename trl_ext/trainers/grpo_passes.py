@@ -41,7 +41,9 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 steps_per_generation=args.steps_per_generation,
                 num_iterations=trainer.num_iterations,
                 beta=trainer.beta,
+                epoch_is_known=hasattr(trainer.train_dataset, "__len__"),
                 num_generations=trainer.num_generations,
+                loss_type=trainer.loss_type,
                 normalized_over_batch=trainer.scale_rewards == "batch"
                 or trainer.multi_objective_aggregation == "normalize_then_sum",
                 has_own_loss=self._has_own_loss(),
@@ -61,6 +63,9 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 sampler_gives_log_probs=trainer.use_vllm or trainer.rollout_func is not None,
                 truncated_sampling=_truncated_sampling(args),
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
+                shares_prompts=self._packing_plan().share_in_training,
+                keep_groups_together=options.keep_groups_together,
+                max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
                 force_on_policy_ratio=options.force_on_policy_ratio,
                 trust_sampling_log_probs=options.trust_sampling_log_probs,
                 zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
@@ -110,31 +115,35 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
         with unrecorded_pass(self):
             for inputs in waiting:
                 scored = self._policy_tokens(inputs)
-                log_probs_RC = self._pass(trainer.model, inputs, scored)[0]
+                log_probs_RC = self._old_policy_pass(trainer.model, inputs, scored)
                 inputs["old_per_token_logps"] = scored.spread(log_probs_RC, torch.nan)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """TRL's own loss, on the log-probs of the passes that the plan has."""
-        trainer: Any = self
         scored = self._policy_tokens(inputs)
         with self._policy_scored_here():
-            policy_RC, entropies_RC, aux_loss = self._pass(
-                model, inputs, scored, compute_entropy=True, compute_aux_loss=trainer.aux_loss_enabled
-            )
+            policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items_in_batch)
         if "old_per_token_logps" not in inputs and self.plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
         visit = Visit.of(inputs, scored, policy_RC, entropies_RC, self.plan)
-        with self._answered_by(model, inputs, (visit.policy_BC, visit.entropies_BC, aux_loss)):
-            loss: torch.Tensor = super().compute_loss(  # type: ignore[misc]
-                model, visit.given_to_loss(inputs), return_outputs, num_items_in_batch
-            )
+        loss = self._loss_of(model, inputs, visit, aux_loss, return_outputs, num_items_in_batch)
         if self._mode == "train" and self.plan.trl_scores_old_policy:
             present = self._present_slice(inputs)
             if present is not None:
                 present.update(visit.kept)
         self._measure(visit)
+        return loss
+
+    def _loss_of(
+        self, model: Any, inputs: Any, visit: Visit, aux_loss: Any, return_outputs: bool, num_items_in_batch: Any
+    ) -> Tensor:
+        """TRL's loss of a micro-batch, on what the visit found."""
+        with self._answered_by(model, inputs, (visit.policy_BC, visit.entropies_BC, aux_loss)):
+            loss: Tensor = super().compute_loss(  # type: ignore[misc]
+                model, visit.given_to_loss(inputs), return_outputs, num_items_in_batch
+            )
         return loss
 
     def _measure(self, visit: Visit) -> None:
@@ -169,10 +178,26 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
             log_probs.append(scored.spread(self._pass(model, chunk, scored)[0]))
         return torch.cat(log_probs)
 
+    def _policy_pass(
+        self, model: Any, inputs: dict[str, Any], scored: ScoredTokens, num_items_in_batch: Any
+    ) -> tuple[Tensor, Any, Any]:
+        """The pass of the loss: log-probs and entropies `(R, C)`, and the router loss."""
+        aux_loss_enabled = self.aux_loss_enabled  # type: ignore[attr-defined]
+        return self._pass(model, inputs, scored, compute_entropy=True, compute_aux_loss=aux_loss_enabled)
+
+    def _old_policy_pass(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
+        """Log-probs `(R, C)` before the weights change."""
+        return self._pass(model, inputs, scored)[0]
+
     def _pass(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Tensor, Any, Any]:
         """One pass of `model` over the fed rows: log-probs and entropies `(R, C)`, and the router loss."""
-        outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
         self._skipped_tokens += scored.tokens_left_out(batch)
+        return self._run_pass(model, batch, scored, **options)
+
+    def _run_pass(
+        self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any
+    ) -> tuple[Tensor, Any, Any]:
+        outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
         return self._completion_log_probs(scored.labelled(model, outputs), scored.fed(batch), **options)
 
     def _rewarded_alike(self, batch: dict[str, Any]) -> Tensor:

@@ -1,6 +1,6 @@
 """The config fields of both trainers that decide which tokens of a padded batch are fed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -30,5 +30,6 @@ class PackingArguments:
         TRL's `DPOConfig` has a `padding_free` of its own, whose False is its default, and says nothing.
         """
         if isinstance(args, cls):
-            return args
+            # A copy: while TRL's `__init__` runs, `padding_free` of the config is not the user's
+            return cls(**{x.name: getattr(args, x.name) for x in fields(cls)})
         return cls(padding_free=getattr(args, "padding_free", None) or None)

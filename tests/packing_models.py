@@ -1,0 +1,212 @@
+"""Tiny models of the families that packing is judged on, and a mode in which float64 means float64.
+
+Weights are drawn wide and nothing is left at its initial value (norms, biases, sinks), so that a token that sees what
+it should not, or misses what it should see, moves every log-prob after it. Windows are shorter than the sequences.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers as t
+from peft import get_peft_model
+from torch.overrides import TorchFunctionMode
+
+from tiny import lora_config
+from trl_ext.scoring import ScoringForward, ScoringOptions, attach_scoring_forward
+
+V = 97
+WINDOW = 7
+_IDS = {"vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_BASE = {**_IDS, **_SHAPE, "tie_word_embeddings": False}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}
+_QUERY_AND_VALUE = ("q_proj", "v_proj")
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One configuration that is fed packed.
+
+    Args:
+        config: makes it.
+        eager_only: transformers has no other attention for it.
+        router: its router loss can be asked for.
+        learned_positions: a token's vector depends on its column, so only tokens in the same columns are the same.
+        adapted: modules that LoRA adapts, where "all-linear" does not do.
+    """
+
+    config: Callable[[], t.PreTrainedConfig]
+    eager_only: bool = False
+    router: bool = False
+    learned_positions: bool = False
+    adapted: tuple[str, ...] = ()
+
+
+def _of(config: type, **changes: Any) -> Callable[[], t.PreTrainedConfig]:
+    return lambda: config(**{**_BASE, **changes})
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_of(t.LlamaConfig, head_dim=8)),
+    "llama-yarn": Family(
+        _of(
+            t.LlamaConfig,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        )
+    ),
+    "qwen2": Family(_of(t.Qwen2Config)),
+    "qwen2-windows": Family(
+        _of(t.Qwen2Config, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, num_hidden_layers=3)
+    ),
+    "qwen3": Family(_of(t.Qwen3Config, head_dim=8, tie_word_embeddings=True)),
+    "gemma2": Family(
+        _of(t.Gemma2Config, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=2.0),
+        eager_only=True,
+    ),
+    "gemma3": Family(
+        _of(
+            t.Gemma3TextConfig,
+            head_dim=8,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=8,
+            layer_types=_MIXED,
+            num_hidden_layers=3,
+        )
+    ),
+    "mistral": Family(_of(t.MistralConfig, sliding_window=None, head_dim=8)),
+    "mistral-window": Family(_of(t.MistralConfig, sliding_window=WINDOW, head_dim=8)),
+    "phi3": Family(_of(t.Phi3Config, sliding_window=WINDOW)),
+    "olmo3": Family(_of(t.Olmo3Config, sliding_window=WINDOW, layer_types=_MIXED, num_hidden_layers=3)),
+    "gpt_neox": Family(
+        lambda: t.GPTNeoXConfig(**{k: v for k, v in _BASE.items() if k != "num_key_value_heads"}, rotary_pct=0.5)
+    ),
+    "gpt2": Family(
+        lambda: t.GPT2Config(
+            **_IDS, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        ),
+        learned_positions=True,
+        adapted=("c_attn", "c_proj", "c_fc"),
+    ),
+    "qwen3_moe": Family(
+        _of(t.Qwen3MoeConfig, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+        router=True,
+        adapted=_QUERY_AND_VALUE,
+    ),
+    "mixtral": Family(
+        _of(t.MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
+        router=True,
+        adapted=_QUERY_AND_VALUE,
+    ),
+    "gpt_oss": Family(
+        _of(
+            t.GptOssConfig,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=WINDOW,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+        eager_only=True,
+        router=True,
+        adapted=_QUERY_AND_VALUE,
+    ),
+    "deepseek_v3": Family(
+        _of(
+            t.DeepseekV3Config,
+            **_LATENT,
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            first_k_dense_replace=1,
+        ),
+        adapted=("q_b_proj", "kv_b_proj", "o_proj"),
+    ),
+    "smollm3": Family(_of(t.SmolLM3Config, no_rope_layer_interval=2)),
+}
+
+
+def fresh(config: t.PreTrainedConfig, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Any:
+    """A model with weights of its own, the same on every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = t.AutoModelForCausalLM.from_config(
+            # Grouped products of experts know no float64
+            config,
+            attn_implementation=attention,
+            experts_implementation="eager",
+            dtype=torch.float32,
+        )
+        with torch.no_grad():
+            embedding = model.get_input_embeddings().weight
+            for parameter in model.parameters():
+                if parameter is embedding:
+                    parameter.normal_(0, 0.6)
+                elif parameter.ndim >= 2:
+                    parameter.normal_(0, 0.2)
+                else:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model.to(dtype)
+
+
+def build(
+    name: str, attention: str | None = None, dtype: torch.dtype = torch.float32, lora: bool = False, **changes: Any
+) -> Any:
+    """The family's model, in training mode; with `lora` inside PEFT, the adapter's weights not zero."""
+    family = FAMILIES[name]
+    config = family.config()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = fresh(config, attention or ("eager" if family.eager_only else "sdpa"), dtype)
+    if lora:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            adapted = {"target_modules": list(family.adapted)} if family.adapted else {}
+            model = get_peft_model(model, lora_config(fan_in_fan_out=name == "gpt2", **adapted)).to(dtype)
+    return model.train()
+
+
+def attach(model: Any, **options: Any) -> ScoringForward:
+    """The scoring forward on the model inside PEFT, past the check of its first batch."""
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    scoring = attach_scoring_forward(inner, ScoringOptions(**{"outputs": ("log_probs", "entropy"), **options}))
+    scoring.packing.checked = True
+    return scoring
+
+
+class TrueFloat64(TorchFunctionMode):
+    """Within, what asks for fp32 gets float64.
+
+    transformers computes norms, softmaxes, rotary angles and routers in fp32 whatever the model's dtype is, which would
+    hide any difference below 1e-7.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        kwargs = {key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()}
+        return func(*args, **kwargs)

@@ -1,0 +1,110 @@
+"""One forward and backward at the seam, what came of it and what was fed; and whether two of them are the same."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packing_batches import Batch
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one scoring forward gave, and the gradients of a loss that weighs every token differently."""
+
+    fields: dict[str, Tensor]  # `(B, S - 1)`
+    label_mask: Tensor
+    loss: Tensor
+    aux_loss: Tensor | None
+    gradients: dict[str, Tensor]
+    fed: int  # tokens that met the input embedding
+
+
+def see(model: Any, batch: Batch, grad: bool = True, through: Any = None, **call: Any) -> Seen:
+    """Score `batch`, and go back from log-probs, entropy and router loss where `grad`.
+
+    Args:
+        through: what wraps `model`, and is called in its place.
+    """
+    model.zero_grad(set_to_none=True)
+    fed: list[int] = []
+    embedding = model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda module, args, output: fed.append(args[0].numel()))
+    try:
+        out = (model if through is None else through)(**batch.inputs, fused_lm_head=True, **call)
+    finally:
+        hook.remove()
+    fields = {name: getattr(out, name) for name in ("log_probs", "entropy") if getattr(out, name) is not None}
+    if grad:
+        rng = torch.Generator().manual_seed(11)
+        weights = [torch.randn(out.log_probs.shape, generator=rng, dtype=torch.float64) for _ in fields]
+        total = sum((x.double() * w).sum() for x, w in zip(fields.values(), weights, strict=True))
+        if out.aux_loss is not None:
+            total = total + 50 * out.aux_loss
+        total.backward()
+    gradients = {name: x.grad.detach() for name, x in model.named_parameters() if x.grad is not None}
+    fields = {name: x.detach() for name, x in fields.items()}
+    return Seen(fields, out.label_mask, out.loss.detach(), out.aux_loss, gradients, sum(fed))
+
+
+def apart(ours: Seen, other: Seen) -> dict[str, float]:
+    """Largest differences, on their scale: a log-prob's or entropy's own size, at least 1; of gradients the largest."""
+    assert torch.equal(ours.label_mask, other.label_mask)
+    assert ours.fields.keys() == other.fields.keys()
+    assert ours.gradients.keys() == other.gradients.keys()
+    assert (ours.aux_loss is None) == (other.aux_loss is None)
+    found = {name: _relative(x, other.fields[name]) for name, x in ours.fields.items()}
+    found["loss"] = _relative(ours.loss, other.loss)
+    if other.aux_loss is not None:
+        found["aux_loss"] = _relative(ours.aux_loss, other.aux_loss)
+    # The scale is the model's: GPT-2's key bias has a gradient of zero but for rounding. So has every weight where
+    # experts are balanced and nothing else is in the loss.
+    scale = max([0.1, *(float(x.abs().max()) for x in other.gradients.values())])
+    for name, gradient in other.gradients.items():
+        difference = (ours.gradients[name].double() - gradient.double()).abs().max()
+        found[f"gradient of {name}"] = float(difference) / scale
+    return found
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    assert a.shape == b.shape
+    return float(((a - b).abs() / b.abs().clamp(min=1)).max()) if a.numel() else 0.0
+
+
+def assert_same(ours: Seen, other: Seen, tolerance: float) -> None:
+    for name, distance in apart(ours, other).items():
+        assert distance <= tolerance, name  # also where it is NaN
+
+
+@dataclass
+class Call:
+    """One scoring forward of a model, from outside: the padded batch that came in, and what was fed."""
+
+    batch: Batch
+    grad: bool
+    training: bool
+    router: bool
+    fed: int = 0
+
+
+def watch(model: Any, calls: list[Call]) -> None:
+    """Append every scoring forward of `model` (the one inside PEFT) from now on; generation is none."""
+    inside: list[Call] = []
+
+    def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        inside.clear()
+        if kwargs.get("fused_lm_head"):
+            batch = Batch(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
+            inside.append(
+                Call(batch, torch.is_grad_enabled(), module.training, kwargs.get("output_router_logits", False))
+            )
+            calls.append(inside[0])
+
+    def fed(module: Any, args: Any, output: Tensor) -> None:
+        if inside:
+            inside[0].fed += args[0].numel()
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.get_input_embeddings().register_forward_hook(fed)

@@ -1,0 +1,361 @@
+"""Where a model or batch cannot be one row, the padded batch is fed, with the padded results and a reason."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from peft import PromptTuningConfig, get_peft_model
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaModel
+
+from packing_batches import EXAMPLES, Batch, dpo_example, grpo, grpo_example, tokens_needed
+from packing_models import attach, build, fresh
+from packing_runs import Seen, assert_same, see
+from tiny import lora_config
+from trl_ext.scoring import ScoringForward, ScoringOptions, attach_scoring_forward
+
+SHAPE = {
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def of(config: type, **changes: Any) -> Callable[[], t.PreTrainedConfig]:
+    return lambda: config(**{**SHAPE, **changes})
+
+
+def vision() -> t.PreTrainedConfig:
+    text = {**SHAPE, "rope_parameters": {"type": "default", "mrope_section": [1, 1, 2]}, "tie_word_embeddings": False}
+    sight = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4}
+    return t.Qwen2VLConfig(text_config=text, vision_config=sight)
+
+
+# What is known from the class and the config: the model, and a word of the reason
+KNOWN: dict[str, tuple[Callable[[], t.PreTrainedConfig], str]] = {
+    "qwen3_next": (of(t.Qwen3NextConfig, **EXPERTS, **LINEAR, shared_expert_intermediate_size=24), "state"),
+    "qwen3_5": (of(t.Qwen3_5TextConfig, **LINEAR), "state"),
+    "mamba": (lambda: t.MambaConfig(vocab_size=97, hidden_size=32, state_size=4, num_hidden_layers=2), "state"),
+    "lfm2": (of(t.Lfm2Config, layer_types=["conv", "full_attention"]), "conv"),
+    "minimax": (
+        of(t.MiniMaxConfig, **EXPERTS, layer_types=["linear_attention", "full_attention"], block_size=8),
+        "linear_attention",
+    ),
+    "llama4": (
+        of(t.Llama4TextConfig, **EXPERTS, intermediate_size_mlp=48, attention_chunk_size=8, num_hidden_layers=4),
+        "chunked_attention",
+    ),
+    "bloom": (lambda: t.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), "interface"),
+    "gptj": (lambda: t.GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "interface"),
+    "bidirectional": (of(t.Gemma3TextConfig, use_bidirectional_attention=True, sliding_window=8), "causal"),
+    "vision-language": (vision, "text"),
+}
+EAGER_ONLY = dict.fromkeys(("mamba", "bloom", "gptj"), "eager")
+
+
+# Models of which nothing is known that speaks against it, and the first batch does
+
+
+class DeafAttention(LlamaAttention):
+    """Hands nothing on that it does not know."""
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, position_embeddings, attention_mask)
+
+
+class OwnPositions(LlamaModel):
+    """Numbers the columns itself."""
+
+    def forward(self, input_ids: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1])[None], **kwargs)
+
+
+class Neighbours(LlamaDecoderLayer):
+    """Adds to each column the one before it, whosever it is."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        before = torch.nn.functional.pad(hidden_states[:, :-1], (0, 0, 1, 0))
+        return super().forward(hidden_states + 0.3 * before, **kwargs)
+
+
+class NamedPositions(LlamaDecoderLayer):
+    """Adds to each column a vector of its position's own."""
+
+    def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        assert position_ids is not None
+        return super().forward(hidden_states + position_ids[..., None].mul(0.7).sin(), **kwargs)
+
+
+def deaf(config: t.PreTrainedConfig) -> Any:
+    model = fresh(config)
+    model.model.layers[1].self_attn.__class__ = DeafAttention
+    return model
+
+
+def own_positions(config: t.PreTrainedConfig) -> Any:
+    model = fresh(config)
+    model.model.__class__ = OwnPositions
+    return model
+
+
+def neighbours(config: t.PreTrainedConfig) -> Any:
+    model = fresh(config)
+    model.model.layers[1].__class__ = Neighbours
+    return model
+
+
+# Of transformers: positions counted from the mask, keywords that are not handed on, a window that is not
+FOUND: dict[str, Callable[[], Any]] = {
+    "deaf attention": lambda: deaf(of(t.LlamaConfig)()),
+    "neighbours": lambda: neighbours(of(t.LlamaConfig)()),
+    "opt": lambda: fresh(of(t.OPTConfig, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)()),
+    "nemotron": lambda: fresh(of(t.NemotronConfig)()),
+    "phimoe": lambda: fresh(
+        of(t.PhimoeConfig, **EXPERTS, sliding_window=7, input_jitter_noise=0.0, router_jitter_noise=0.0)()
+    ),
+}
+
+
+def checked(model: Any, **options: Any) -> ScoringForward:
+    """The scoring forward with the check of the first batch before it, in training mode."""
+    model.train()
+    return attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy"), **options))
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [x.getMessage() for x in caplog.records if x.name == "trl_ext" and x.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_models_that_are_known_to_need_padding(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    config, word = KNOWN[name]
+
+    def made() -> Any:
+        if name == "vision-language":
+            torch.manual_seed(0)
+            return t.Qwen2VLForConditionalGeneration(config())
+        return fresh(config(), attention=EAGER_ONLY.get(name, "sdpa"))
+
+    ours, padded = made(), made()
+    scoring = checked(ours)
+    checked(padded, padding_free=False)
+    assert scoring.packing.why_padded is not None
+    assert word in scoring.packing.why_padded
+    for example in EXAMPLES.values():
+        batch = example()
+        seen = see(ours, batch)
+        assert seen.fed == batch.input_ids.numel()
+        assert_same(seen, see(padded, batch), 0.0)
+
+
+@pytest.mark.parametrize("first", ["grpo", "dpo", "one row"])
+@pytest.mark.parametrize("name", FOUND)
+def test_models_that_the_first_batch_finds_out(name: str, first: str, caplog: pytest.LogCaptureFixture) -> None:
+    ours, padded = FOUND[name](), FOUND[name]()
+    scoring = checked(ours)
+    checked(padded, padding_free=False)
+    assert scoring.packing.why_padded is None
+    batches = [grpo_example(), dpo_example(), grpo_example(1)]
+    batches.insert(0, grpo_example().rows([3]) if first == "one row" else EXAMPLES[first]())
+    for batch in batches:
+        assert_same(see(ours, batch), see(padded, batch), 0.0)
+    assert scoring.packing.why_padded
+    (warning,) = warned(caplog)
+    assert scoring.packing.why_padded in warning
+    assert see(ours, batches[1]).fed == batches[1].input_ids.numel()
+
+
+def named_positions(config: t.PreTrainedConfig) -> Any:
+    model = fresh(config)
+    model.model.layers[0].__class__ = NamedPositions
+    return model
+
+
+# Fed without padding, and right, whatever of it may be shared
+POSITIONED: dict[str, Callable[[], Any]] = {
+    "own positions": lambda: own_positions(of(t.LlamaConfig)()),
+    "named positions": lambda: named_positions(of(t.LlamaConfig)()),
+    "a norm after the rotation": lambda: fresh(of(t.HunYuanDenseV1Config)()),
+    "queries that grow with the position": lambda: fresh(of(t.Ministral3Config)()),
+}
+
+
+@pytest.mark.parametrize("first", ["grpo", "dpo", "one row"])
+@pytest.mark.parametrize("name", POSITIONED)
+def test_rows_are_not_moved_where_positions_count(name: str, first: str) -> None:
+    ours, padded = POSITIONED[name](), POSITIONED[name]()
+    scoring = checked(ours)
+    checked(padded, padding_free=False)
+    batches = [grpo_example(), dpo_example(), grpo_example(2)]
+    batches.insert(0, grpo_example().rows([3]) if first == "one row" else EXAMPLES[first]())
+    for batch in batches:
+        assert_same(see(ours, batch), see(padded, batch), 1e-5)
+        assert see(ours, batch).fed <= tokens_needed(batch, share=False)
+    assert scoring.packing.why_padded is None
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("length", [16, 64], ids=["within the batch", "beyond it"])
+def test_rotations_that_follow_the_length_of_a_batch(kind: str, length: int) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": length}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    changes = {"rope_parameters": rope, "max_position_embeddings": length if kind == "dynamic" else 4 * length}
+    ours, padded = (fresh(of(t.LlamaConfig, **changes)()) for _ in range(2))
+    checked(ours)
+    checked(padded, padding_free=False)
+    for example in (grpo_example, dpo_example, grpo_example):
+        batch = example()
+        assert_same(see(ours, batch), see(padded, batch), 1e-5)
+
+
+def seen_as_padded(inputs: dict[str, Any], model: str = "llama") -> tuple[int, Any, Any]:
+    """Tokens fed by a call that packing does not know, and the outputs of the packed and the padded forward."""
+    outputs, fed = [], []
+    for options in ({}, {"padding_free": False}):
+        built = build(model)
+        attach(built, **options)
+        hook = lambda module, args, kwargs: fed.append(kwargs.get("input_ids"))  # noqa: E731
+        built.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+        outputs.append(built(**inputs, fused_lm_head=True))
+    return fed[0], *outputs
+
+
+def with_positions(batch: Batch) -> dict[str, Any]:
+    positions = (batch.attention_mask.cumsum(1) - 1).clamp(min=0)
+    return {**batch.inputs, "position_ids": positions}
+
+
+def with_embeddings(batch: Batch) -> dict[str, Any]:
+    inputs = dict(batch.inputs)
+    ids = inputs.pop("input_ids")
+    return {**inputs, "inputs_embeds": build("llama").get_input_embeddings()(ids).detach()}
+
+
+def with_shifted_labels(batch: Batch) -> dict[str, Any]:
+    inputs = dict(batch.inputs)
+    return {**inputs, "shift_labels": torch.nn.functional.pad(inputs.pop("labels")[:, 1:], (0, 1), value=-100)}
+
+
+def with_a_hole(batch: Batch) -> dict[str, Any]:
+    mask, labels = batch.attention_mask.clone(), batch.labels.clone()
+    row = int((labels != -100).sum(1).argmax())
+    hole = int((labels[row] != -100).nonzero()[2])
+    mask[row, hole], labels[row, hole] = 0, -100
+    labels[row, hole + 1] = -100
+    return {**batch.inputs, "attention_mask": mask, "labels": labels}
+
+
+def predicted_from_padding(batch: Batch) -> dict[str, Any]:
+    labels = batch.labels.clone()
+    row = int(batch.attention_mask[:, 0].argmin())
+    first = int(batch.attention_mask[row].argmax())
+    assert first > 0
+    labels[row, first] = batch.input_ids[row, first]
+    return {**batch.inputs, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    "change", [with_positions, with_embeddings, with_shifted_labels, with_a_hole, predicted_from_padding]
+)
+def test_batches_that_need_padding(change: Any) -> None:
+    batch = grpo_example()
+    inputs = change(batch)
+    fed, packed, padded = seen_as_padded(inputs)
+    assert fed is None or torch.equal(fed, batch.input_ids)
+    assert torch.equal(packed.log_probs, padded.log_probs)
+    assert torch.equal(packed.label_mask, padded.label_mask)
+    assert torch.equal(packed.loss, padded.loss)
+
+
+def test_a_batch_without_a_mask_is_all_real() -> None:
+    batch = grpo([([5, 6, 7], [[8, 9, 10], [11, 12, 13]])])
+    inputs = dict(batch.inputs)
+    del inputs["attention_mask"]
+    fed, packed, padded = seen_as_padded(inputs)
+    assert fed.shape == (1, tokens_needed(batch))
+    assert float((packed.log_probs - padded.log_probs).detach().abs().max()) < 1e-5
+
+
+def test_one_padded_batch_does_not_end_packing() -> None:
+    model = build("llama")
+    scoring = attach(model)
+    batch = grpo_example()
+    model(**with_positions(batch), fused_lm_head=True)
+    assert scoring.packing.why_padded is None
+    assert see(model, batch).fed == tokens_needed(batch)
+
+
+def with_prompt_tuning(**options: Any) -> Any:
+    model = build("llama")
+    attach(model, **options)
+    torch.manual_seed(0)
+    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def test_prompt_tuning() -> None:
+    for example in EXAMPLES.values():
+        seen: list[Seen] = [see(with_prompt_tuning(**options), example()) for options in ({}, {"padding_free": False})]
+        assert_same(*seen, 0.0)
+        assert seen[0].gradients
+
+
+def dropping(lora: float = 0.0, attention: float = 0.0, **options: Any) -> tuple[Any, ScoringForward]:
+    model = build("llama", attention_dropout=attention)
+    scoring = attach(model, **options)
+    if lora:
+        model = get_peft_model(model, lora_config(lora_dropout=lora))
+    return model, scoring
+
+
+@pytest.mark.parametrize("rates", [{"lora": 0.5}, {"attention": 0.5}])
+def test_active_dropout_shares_no_prompts(rates: dict[str, float]) -> None:
+    """A shared prompt would have one mask for all of its completions."""
+    batch = grpo([([5, 6, 7, 8, 9, 10, 11], [[12, 13, 14, 15], [16, 17, 18]])], more=(2, 1))
+    model, scoring = dropping(**rates)
+    model.train()
+    assert see(model, batch).fed in (tokens_needed(batch, share=False), batch.input_ids.numel())
+    # Two equal rows have a mask each
+    twins = batch.rows([0, 0])
+    seen = see(model, twins)
+    assert seen.fed in (tokens_needed(twins, share=False), twins.input_ids.numel())
+    assert not torch.equal(*seen.fields["log_probs"])
+    model.eval()
+    seen = see(model, batch)
+    assert scoring.packing.why_padded is not None or seen.fed == tokens_needed(batch)
+    padded, _ = dropping(**rates, padding_free=False)
+    padded.load_state_dict(model.state_dict())
+    assert_same(seen, see(padded.eval(), batch), 1e-5)
+
+
+def test_dropout_of_lora_is_drawn_for_each_token() -> None:
+    """Its mean over many draws is what the padded forward's is."""
+    batch = grpo([([5, 6, 7, 8], [[9, 10, 11], [12, 13, 14]])], more=(2, 1))
+    means = []
+    for options in ({}, {"padding_free": False}):
+        torch.manual_seed(3)
+        model, _ = dropping(lora=0.2, **options)
+        torch.manual_seed(4)
+        with torch.no_grad():
+            draws = torch.stack([see(model, batch, grad=False).fields["log_probs"] for _ in range(300)])
+        means.append((draws.mean(0), draws.std(0) / 300**0.5))
+    (ours, error), (padded, other) = means
+    assert float(((ours - padded).abs() / (error**2 + other**2).sqrt().clamp(min=1e-6)).max()) < 5

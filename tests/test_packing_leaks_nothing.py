@@ -1,0 +1,149 @@
+"""In one fed row no sequence sees another: a token moves the log-probs of its own sequences, and of no others."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from packing_batches import Batch, dpo, grpo, tokens_needed, words
+from packing_models import FAMILIES, attach, build
+from packing_runs import see
+
+ROUNDING = 1e-6
+# Two groups of three completions; the first two of each begin alike
+PROMPTS, COMPLETIONS = (13, 9), (11, 8, 12)
+# Rows of another completion, of the same group and of the other, and which of the pair it is
+ELSEWHERE = {"a sibling": 1, "another group": 4}
+
+
+def some_fast(names: Any, fast: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
+FEW = ("llama", "gemma3", "gpt2", "gpt_oss", "deepseek_v3", "mistral-window")
+
+
+def groups() -> Batch:
+    rng = random.Random(0)
+    found = []
+    for prompt in PROMPTS:
+        alike = words(rng, 4)
+        starts = (alike, alike, [])
+        lengths = zip(starts, COMPLETIONS, strict=True)
+        found.append((words(rng, prompt), [start + words(rng, n - len(start)) for start, n in lengths]))
+    return grpo(found)
+
+
+def pairs() -> Batch:
+    """Chosen of both pairs, then rejected; the completions of a pair begin alike."""
+    rng = random.Random(1)
+    found = []
+    for prompt in PROMPTS:
+        alike = words(rng, 4)
+        found.append((words(rng, prompt), alike + words(rng, 9), alike + words(rng, 7)))
+    return dpo(found)
+
+
+def moved(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).abs().max())
+
+
+def scored(model: Any, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch.inputs, fused_lm_head=True).log_probs
+
+
+def gradients_of(model: Any, batch: Batch, rows: list[int]) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    model(**batch.inputs, fused_lm_head=True).log_probs[rows].sum().backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters()}
+
+
+def without_start(batch: Batch, row: int, start: int) -> torch.Tensor:
+    """Columns of a row's labelled tokens, but for the first `start`."""
+    return (batch.labels[row] != -100).nonzero()[start:, 0]
+
+
+@pytest.mark.parametrize("keep", [0, 4], ids=["from its first token", "after the common start"])
+@pytest.mark.parametrize("where", ["a sibling", "another group", "the rejected of a pair"])
+@pytest.mark.parametrize("name", some_fast(FAMILIES, FEW))
+def test_a_completions_tokens_move_no_other_row(name: str, where: str, keep: int) -> None:
+    batch, row = (pairs(), 2) if "pair" in where else (groups(), ELSEWHERE[where])
+    model = build(name)
+    attach(model)
+    columns = without_start(batch, row, keep)
+    other = batch.with_tokens(row, columns, words(random.Random(5), len(columns)))
+    others = [i for i in range(len(batch.labels)) if i != row]
+    before, after = scored(model, batch), scored(model, other)
+    assert moved(before[others], after[others]) <= ROUNDING
+    assert moved(before[row], after[row]) > 0.1
+    before, after = gradients_of(model, batch, others), gradients_of(model, other, others)
+    scale = max(float(x.abs().max()) for x in before.values())
+    assert max(moved(x, after[parameter]) for parameter, x in before.items()) <= ROUNDING * scale
+
+
+@pytest.mark.parametrize("column", ["first", "last"])
+@pytest.mark.parametrize("name", some_fast(FAMILIES, FEW))
+def test_a_prompts_token_moves_its_own_group(name: str, column: str) -> None:
+    batch = groups()
+    model = build(name)
+    attach(model)
+    first = int((batch.attention_mask[0] == 1).nonzero()[0])
+    place = first if column == "first" else first + PROMPTS[0] - 1
+    other = batch
+    for row in range(3):
+        other = other.with_tokens(row, [place], [3 + (int(batch.input_ids[0, place]) + 10) % 90])
+    before, after = scored(model, batch), scored(model, other)
+    assert moved(before[3:], after[3:]) <= ROUNDING
+    for row in range(3):
+        # A row's last tokens may be too far for its windows
+        assert moved(before[row, : first + PROMPTS[0] + 1], after[row, : first + PROMPTS[0] + 1]) > 1e-4
+
+
+@pytest.mark.parametrize("name", some_fast(FAMILIES, FEW))
+def test_a_rows_gradient_reaches_its_own_tokens_alone(name: str) -> None:
+    """Of the vectors that enter the model exactly those on the row's own way have a gradient; the others' is 0."""
+    batch = groups()
+    model = build(name)
+    attach(model)
+    entered: list[torch.Tensor] = []
+
+    def keep(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.retain_grad()
+        entered.append(output)
+
+    model.get_input_embeddings().register_forward_hook(keep)
+    log_probs = model(**batch.inputs, fused_lm_head=True).log_probs
+    (vectors,) = entered
+    assert vectors.shape[:2] == (1, tokens_needed(batch, in_columns=FAMILIES[name].learned_positions))
+    for row in range(len(batch.labels)):
+        (gradient,) = torch.autograd.grad(log_probs[row].sum(), vectors, retain_graph=True)
+        reached = gradient[0].abs().amax(-1) > 0
+        # With windows a long prompt's first tokens may be out of reach
+        own = tokens_needed(batch.rows([row]))
+        assert int(reached.sum()) <= own
+        if name in ("llama", "gpt2", "qwen3", "deepseek_v3", "qwen3_moe"):
+            assert int(reached.sum()) == own
+
+
+@pytest.mark.parametrize("name", some_fast(FAMILIES, ("llama", "gpt2")))
+def test_rows_in_another_order_score_the_same(name: str) -> None:
+    batch = groups()
+    order = [4, 0, 5, 2, 1, 3]
+    model = build(name)
+    attach(model)
+    ours, other = see(model, batch), see(model, batch.rows(order))
+    assert ours.fed == other.fed
+    assert moved(ours.fields["log_probs"][order], other.fields["log_probs"]) <= ROUNDING * 10
+
+
+@pytest.mark.parametrize("name", some_fast(FAMILIES, ("llama", "gpt2")))
+def test_padding_moves_nothing(name: str) -> None:
+    """What stands under the mask is never fed, whatever it is."""
+    batch = groups()
+    model = build(name)
+    attach(model)
+    hidden = batch.attention_mask == 0
+    filled = Batch(batch.input_ids.masked_fill(hidden, 96), batch.attention_mask, batch.labels)
+    assert torch.equal(scored(model, batch), scored(model, filled))
