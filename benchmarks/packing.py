@@ -36,7 +36,7 @@ from transformers import PrinterCallback
 import trl_ext
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
-GRPO = Shape(hidden=256, layers=4, vocabulary=1024, prompt=512, completion=64, steps=4, rounds=3, ragged=True)
+GRPO = Shape(hidden=256, layers=4, vocabulary=1024, prompt=512, completion=64, steps=4, rounds=2, ragged=True)
 DPO = dataclasses.replace(GRPO, prompt=384, completion=128, steps=5)
 SMOKE = Shape(hidden=32, layers=1, vocabulary=64, prompt=8, completion=4, steps=3, rounds=1, ragged=True)
 # Qwen3-0.6B's
