@@ -52,20 +52,18 @@ CONFIGS = {
 BY_SEGMENTS = {"softcap"}  # the kernel knows no softcap
 
 
-class Called(TorchDispatchMode):
-    """Names of the operators that run within."""
+class Varlen(TorchDispatchMode):
+    """The calls of torch's varlen attention within: their arguments by name."""
 
     def __init__(self):
         super().__init__()
-        self.names = set()
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(str(func))
+        if str(func) == "torch_attn._varlen_attn.default":
+            names = [argument.name for argument in func._schema.arguments]
+            self.calls.append(dict(zip(names, args, strict=False)) | (kwargs or {}))
         return func(*args, **(kwargs or {}))
-
-    @property
-    def varlen(self):
-        return any("torch_attn._varlen_attn" in name for name in self.names)
 
 
 def batch(device, seed=0):
@@ -152,11 +150,11 @@ def test_attention_is_its_definition_forward_and_backward(name, share, device):
         torch.randn(1, T, heads, size, generator=generator, device=device).to(dtype).transpose(1, 2).requires_grad_()
         for heads, size in shapes
     ]
-    with Called() as called:
+    with Varlen() as varlen:
         output, _ = packed_attention(
             attention, *qkv, None, packed_layout=layout, scaling=attention.scaling, sliding_window=window
         )
-    assert called.varlen == (device == "cuda")
+    assert len(varlen.calls) == (device == "cuda")
     assert layout.shared == share
     reference = plain_attention(*qkv, layout, lengths, attention.scaling, window)
     upstream = torch.randn(reference.shape, generator=generator, device=device).to(dtype)
@@ -175,10 +173,17 @@ def test_varlen_attention_takes_our_call(kv_heads, sizes, window):
     T, K = layout.tokens, layout.keys_K.numel()
     shapes = (T, 4, sizes[0]), (K, kv_heads, sizes[0]), (K, kv_heads, sizes[1])
     qkv = [torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True) for shape in shapes]
-    with Called() as called:
+    with Varlen() as varlen:
         output = _varlen(*qkv, layout.to("meta"), None, window)
         gradients = torch.autograd.grad(output.sum(), qkv)
-    assert called.varlen
+    (call,) = varlen.calls
+    assert call["query"].shape[-1] == call["key"].shape[-1] == call["value"].shape[-1]
+    assert call["query"].shape[-1] % 8 == 0
+    # What is added to a head is not in the scale; a window counts the token itself
+    assert call["scale"] == sizes[0] ** -0.5
+    assert call["is_causal"] == (window is None)
+    assert call["window_size"] == ([-1, 0] if window is None else [6, 0])
+    assert (call["max_q"], call["max_k"]) == (layout.longest_query, layout.longest_key)
     assert output.shape == (1, T, 4, sizes[1])
     assert [gradient.shape for gradient in gradients] == [x.shape for x in qkv]
 
@@ -209,7 +214,9 @@ def with_gradients(model, log_probs):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(
+    "checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "checkpointing"]
+)
 @pytest.mark.parametrize("precision", ["bf16 weights", "bf16 autocast"])
 @pytest.mark.parametrize("name", ["qwen3", "window", "softcap"])
 def test_a_bf16_model_is_as_near_float64_as_padded(name, precision, checkpointing, device):
@@ -227,9 +234,9 @@ def test_a_bf16_model_is_as_near_float64_as_padded(name, precision, checkpointin
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         attach_scoring_forward(model, ScoringOptions(padding_free=packed, share_prompts=packed))
-        with Called() as called:
+        with Varlen() as varlen:
             found[packed] = scored(model, batch(device), autocast)
-        assert called.varlen == (packed and device == "cuda" and name not in BY_SEGMENTS)
+        assert bool(varlen.calls) == (packed and device == "cuda" and name not in BY_SEGMENTS)
     for of in (0, 1):
         padded, packed = (off(found[x][of], expected[of].double()) for x in (False, True))
         assert 0 < packed < 1.5 * padded
