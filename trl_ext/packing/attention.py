@@ -151,7 +151,10 @@ def _by_segments(
 def _eager_attention(module: nn.Module) -> Any:
     """The plain attention of the model's family, which stands beside its class."""
     files = (sys.modules[base.__module__] for base in type(module).__mro__)
-    return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+    found = [file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")]
+    if not found:
+        raise LayoutNotReadError("its plain attention does not stand beside its class")
+    return found[0]
 
 
 def _varlen_serves(query_THD: Tensor, value_KHD: Tensor) -> bool:
