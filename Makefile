@@ -5,7 +5,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TRL_1_15 := .venv-trl-1.15/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short test test-all test-part lint types bench bench-passes bench-gpu clean
+.PHONY: demo demo-check demo-short test test-all test-part lint types bench bench-passes bench-packing bench-gpu clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -58,16 +58,22 @@ types: $(VENV)
 bench: $(VENV)
 	$(PYTHON) benchmarks/head.py --device cpu --smoke --results runs/bench
 	$(PYTHON) benchmarks/passes.py --smoke --results runs/bench
+	$(PYTHON) benchmarks/packing.py --smoke --results runs/bench
 
 # Whole training steps beside stock TRL's, on whatever device there is
 bench-passes: $(VENV)
 	$(PYTHON) benchmarks/passes.py
 
+# Full steps, the model without its head, and what packing costs where it saves nothing
+bench-packing: $(VENV)
+	$(PYTHON) benchmarks/packing.py
+
 # On the GPU's own machine, with what is installed there: make bench-gpu PYTHON=python3
 bench-gpu: $(VENV)
 	$(PYTHON) benchmarks/head.py --device cuda
 	$(PYTHON) benchmarks/passes.py
-	$(PYTHON) -m pytest -n 0 -q tests/test_hosted_reference_gpu.py
+	$(PYTHON) benchmarks/packing.py
+	$(PYTHON) -m pytest -n 0 -q tests/test_hosted_reference_gpu.py tests/test_packing_gpu.py
 
 clean:
 	rm -rf .venv .venv-trl-1.15 runs

@@ -13,53 +13,22 @@ line it writes to benchmarks/results/passes-<date>-<device>.jsonl is one case:
 """
 
 import argparse
-import json
-import logging
-import os
-import platform
 import statistics
 import tempfile
-import time
-import warnings
-import zlib
-from collections import Counter
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL's own switch: `rollout_func` warns without it
-
-import datasets
-import torch
 import trl
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from steps import GROUP, Shape, StepTimes, dpo, grpo, number_of, policy, quiet, write
+from steps import reward as rewarded
+from transformers import PrinterCallback
 
 import trl_ext
 
-GROUP = 8
-WARM_UP_STEPS = 2
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of model and data."""
-
-    hidden: int
-    layers: int
-    vocabulary: int
-    prompt: int
-    completion: int
-    steps: int
-    rounds: int
-
-
 SHAPE = Shape(hidden=256, layers=4, vocabulary=4096, prompt=64, completion=64, steps=8, rounds=3)
 SMOKE = Shape(hidden=32, layers=1, vocabulary=64, prompt=4, completion=4, steps=4, rounds=1)
+DPO_PAIRS = 8  # of a step
 
 
 @dataclass(frozen=True)
@@ -84,107 +53,26 @@ CASES = (
 )
 
 
-class StepTimes(TrainerCallback):
-    """Milliseconds of each optimizer step, and what entered the model in it."""
+def trainer_of(library: Any, case: Case, shape: Shape, folder: str) -> Any:
+    if case.trainer == "dpo":
+        config: dict[str, Any] = {"per_device_train_batch_size": DPO_PAIRS, **case.config}
+        if library is trl_ext:
+            config["reference_store"] = "memory"
+        return dpo(library, shape, folder, config, pairs=DPO_PAIRS * shape.steps // 2)
 
-    def __init__(self) -> None:
-        self.milliseconds: list[float] = []
-        self.counts: Counter[str] = Counter()
-        self.warm = False
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.warm = state.global_step >= first_counted_step(args)
-        _wait()
-        self._start = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        _wait()
-        if self.warm:
-            self.milliseconds.append(1e3 * (time.perf_counter() - self._start))
-
-    def watch(self, model: torch.nn.Module) -> None:
-        """Count what enters `model`."""
-
-        def enter(module: Any, args: Any, output: Any) -> None:
-            if self.warm:
-                self.counts["tokens"] += args[0].numel()
-                self.counts["no_grad_forwards"] += not torch.is_grad_enabled()
-
-        model.get_input_embeddings().register_forward_hook(enter)  # type: ignore[operator]
-
-
-def first_counted_step(args: Any) -> int:
-    """DPO's first epoch fills the store of reference log-probs: the steps after it are measured."""
-    return args.max_steps // 2 if isinstance(args, trl.DPOConfig) else WARM_UP_STEPS
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    words = {f"w{i}": i for i in range(vocabulary)}
-    tokens = Tokenizer(models.WordLevel(words, unk_token="w2"))
-    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="w0", eos_token="w1", unk_token="w2")
-
-
-def policy(shape: Shape) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=shape.hidden,
-        intermediate_size=3 * shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=shape.hidden // 4,
-        vocab_size=shape.vocabulary,
-        pad_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def words(seed: int, count: int, vocabulary: int) -> list[int]:
-    """`count` token ids that depend on the seed alone."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, vocabulary, (count,), generator=generator).tolist()
-
-
-def number_of(key: str) -> int:
-    """The same in every process, as Python's `hash` is not."""
-    return zlib.crc32(key.encode())
-
-
-def text(ids: list[int]) -> str:
-    return " ".join(f"w{i}" for i in ids)
-
-
-def grpo(library: Any, case: Case, shape: Shape, folder: str) -> Any:
-    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        seeds = [number_of(f"{prompt} {i} {trainer.state.global_step}") for i, prompt in enumerate(prompts)]
-        ids = [[*words(seed, shape.completion - 1, shape.vocabulary), 1] for seed in seeds]
-        return {
-            "prompt_ids": trainer.processing_class(list(prompts))["input_ids"],
-            "completion_ids": ids,
-            "logprobs": [[-8.0] * shape.completion for _ in ids] if case.sampler else None,
-        }
-
-    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(prompts: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
         dead = [number_of(prompt) % 100 < 100 * case.dead_share for prompt in prompts]
-        return [0.5 if is_dead else sum(ids) % 101 / 101 for is_dead, ids in zip(dead, completion_ids, strict=True)]
+        lively = rewarded(prompts, completion_ids, **columns)
+        return [0.5 if is_dead else x for is_dead, x in zip(dead, lively, strict=True)]
 
-    rows = [{"prompt": text(words(i, shape.prompt, shape.vocabulary))} for i in range(64)]
-    config = {"num_generations": GROUP, "per_device_train_batch_size": 4 * GROUP, **case.config}
-    trainer = library.GRPOTrainer(
-        policy(shape),
-        reward_funcs=reward,
-        rollout_func=rollout,
-        args=library.GRPOConfig(folder, max_completion_length=shape.completion, **config, **common(shape)),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(shape.vocabulary),
+    trainer = grpo(
+        library,
+        shape,
+        folder,
+        {"per_device_train_batch_size": 4 * GROUP, **case.config},
+        model=policy(shape),
+        reward=reward,
+        sampler_log_prob=-8.0 if case.sampler else None,
     )
     if case.sampler:  # as vLLM's trainer does it, with its weights in step
         trainer.use_vllm = True
@@ -192,50 +80,12 @@ def grpo(library: Any, case: Case, shape: Shape, folder: str) -> Any:
     return trainer
 
 
-def dpo(library: Any, case: Case, shape: Shape, folder: str) -> Any:
-    size = 8
-    rows = [
-        {
-            "prompt": text(words(i, shape.prompt, shape.vocabulary)),
-            "chosen": " " + text(words(1000 + i, shape.completion, shape.vocabulary)),
-            "rejected": " " + text(words(2000 + i, shape.completion, shape.vocabulary)),
-        }
-        for i in range(size * shape.steps // 2)
-    ]
-    config = dict(common(shape), per_device_train_batch_size=size)
-    if library is trl_ext:
-        config["reference_store"] = "memory"
-    return library.DPOTrainer(
-        policy(shape),
-        ref_model=policy(shape),
-        args=library.DPOConfig(folder, **config),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(shape.vocabulary),
-    )
-
-
-def common(shape: Shape) -> dict[str, Any]:
-    return {
-        "max_steps": shape.steps,
-        "seed": 0,
-        "bf16": torch.cuda.is_available(),
-        "use_cpu": not torch.cuda.is_available(),
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1000,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
-    }
-
-
 def run(library: Any, case: Case, shape: Shape) -> StepTimes:
-    times = StepTimes()
+    # DPO's first epoch fills the store of reference log-probs
+    times = StepTimes(shape.steps // 2) if case.trainer == "dpo" else StepTimes()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = (grpo if case.trainer == "grpo" else dpo)(library, case, shape, folder)
-        for model in filter(None, (trainer.model, trainer.ref_model)):
-            times.watch(model)
-        trainer.add_callback(times)
+        trainer = trainer_of(library, case, shape, folder)
+        times.watch(trainer)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return times
@@ -261,25 +111,17 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny model: that it runs")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
     arguments = parser.parse_args()
-    logging.getLogger("trl_ext").setLevel(logging.WARNING)
-    datasets.disable_progress_bars()
-    warnings.simplefilter("ignore", FutureWarning)  # of the libraries', on names of their own
+    quiet()
     shape = SMOKE if arguments.smoke else SHAPE
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    versions = {name: version(name) for name in ("torch", "transformers", "trl")}
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    path = arguments.results / f"passes-{datetime.now(UTC):%Y%m%d-%H%M%S}-{device.replace(' ', '-')}.jsonl"
-    lines = []
+    results = []
     print(f"{'case':<56}{'TRL ms':>9}{'ours ms':>9}{'ratio':>7}{'tokens fed, ours / TRL':>24}")
     for case in CASES:
         result = measure(case, shape)
         fed = result["tokens"]["trl_ext"] / result["tokens"]["trl"]
         ours, stock = result["step_ms"]["trl_ext"], result["step_ms"]["trl"]
         print(f"{case.name:<56}{stock:>9.1f}{ours:>9.1f}{result['ratio']:>7.2f}{fed:>24.2f}", flush=True)
-        lines.append(json.dumps({"device": device, "threads": torch.get_num_threads(), **versions, **result}))
-    partial = path.with_suffix(".partial")
-    partial.write_text("\n".join(lines) + "\n")
-    partial.replace(path)
+        results.append(result)
+    write("passes", results, arguments.results)
 
 
 if __name__ == "__main__":

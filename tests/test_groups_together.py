@@ -264,7 +264,7 @@ def _cut_short(trainers: Trainers, micro_batches: int) -> Trainers:
     return replace(trainers, grpo_trainer=CutShort)
 
 
-@pytest.mark.parametrize("micro_batches", [5, 6])
+@pytest.mark.parametrize("micro_batches", fast_first([5, 6], 5))
 def test_an_epoch_that_ends_within_a_generation_batch_moves_the_windows(
     micro_batches: int, workshop: Workshop, tmp_path: Path
 ) -> None:
@@ -292,7 +292,7 @@ class _EndAfter(TrainerCallback):
         control.should_epoch_stop = self.left == 0
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", fast_first([1, 2], 1))
 def test_an_epoch_that_a_callback_ends_moves_the_windows(
     micro_batches: int, workshop: Workshop, tmp_path: Path
 ) -> None:
@@ -313,6 +313,7 @@ def test_an_epoch_that_a_callback_ends_moves_the_windows(
     assert torch.equal(ours.random_state, stock.random_state)
 
 
+@pytest.mark.slow
 def test_training_that_is_resumed_within_an_epoch_meets_the_same_rows(workshop: Workshop, tmp_path: Path) -> None:
     case = case_of(2, 4, steps=5, prompts=8, save_strategy="steps", save_steps=3)
     stock, ours = (run(case, trainers, workshop, tmp_path / name) for name, trainers in LIBRARIES.items())

@@ -1,13 +1,12 @@
 """A reference model that is kept on the host, on CUDA: the same values bit for bit, and the memory that it frees."""
 
-import gc
-
 import pytest
 import torch
 import trl
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import trl_ext
+from device_memory import allocated_by
 from tiny import V_WORDS, preferences, word_tokenizer
 from trl_ext.reference import host_reference
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
@@ -28,18 +27,6 @@ def config(**changes):
 def scored(model, tokens, autocast):
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         return model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
-
-
-def allocated_by(step):
-    """Device memory that `step` needed at its peak, above what was allocated before it."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 @pytest.mark.parametrize("tied", [True, False])

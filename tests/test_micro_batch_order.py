@@ -39,7 +39,7 @@ def cut(order: list[int], size: int) -> list[list[int]]:
     return [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(generation_batches())
 def test_any_batch_is_rearranged_within_units_and_never_feeds_more(batch: tuple[FedTokens, int, int]) -> None:
     fed, capacity, unit = batch
@@ -54,7 +54,7 @@ def test_any_batch_is_rearranged_within_units_and_never_feeds_more(batch: tuple[
     assert order[whole:] == before[whole:]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
 def test_groups_that_fit_are_whole(size: int, groups: int, factor: int, random: Any) -> None:
     """Groups of one size, slices of as much or of a multiple of it or of a part: each prompt as seldom as can be."""
@@ -120,3 +120,12 @@ def test_entries_of_every_kind_follow_their_rows() -> None:
     assert got["rows"].tolist() == got["list"] == got["wide"].argmax(dim=1).tolist() == order
     assert got["none"] is None
     assert got["count"] is batch["count"]
+
+
+def test_an_order_that_feeds_no_more_stays() -> None:
+    # Groups would be whole in another order, and a slice without a live row, which feeds one token
+    fed = FedTokens([1, 1, 0, -1, -1, 1], [100, 100, 1, 0, 0, 100], [6, 1, 3, 0, 0, 2])
+    assert grouped_order(fed, rows_of_a_slice=2, slices_of_a_unit=3) == list(range(6))
+    # Nothing to gain
+    fed = FedTokens([0, 0, 1, 1], [10] * 4, [1] * 4)
+    assert grouped_order(fed, rows_of_a_slice=2, slices_of_a_unit=2) == list(range(4))

@@ -6,6 +6,7 @@ user chose. A module that gradient checkpointing runs again in the backward is h
 """
 
 import inspect
+import math
 import sys
 from typing import Any
 
@@ -22,7 +23,11 @@ KEYWORD = "packed_layout"
 _NAME = "trl_ext_packed"
 # Of torch's varlen flash attention
 _LARGEST_HEAD = 256
+_HEAD_MULTIPLE = 8
 _HALF = (torch.bfloat16, torch.float16)
+_OLDEST_GPU = (8, 0)
+# torch 2.11 takes fewer heads of keys than of queries as they are, later ones only where they are told
+_TELLS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class LayoutNotReadError(RuntimeError):
@@ -94,6 +99,8 @@ def packed_attention(
         options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}
         return _users_flash(module, query_THD, key_KHD, value_KHD, layout, options), None
     if not special and dropout == 0.0 and _varlen_serves(query_THD, value_KHD):
+        dtype = _attended_in(query_THD)
+        query_THD, key_KHD, value_KHD = query_THD.to(dtype), key_KHD.to(dtype), value_KHD.to(dtype)
         return _varlen(query_THD, key_KHD, value_KHD, layout, scaling, sliding_window), None
     options = {"scaling": scaling, "dropout": dropout, **special}
     return _by_segments(module, query_THD, key_KHD, value_KHD, layout, sliding_window, options), None
@@ -144,12 +151,26 @@ def _by_segments(
 def _eager_attention(module: nn.Module) -> Any:
     """The plain attention of the model's family, which stands beside its class."""
     files = (sys.modules[base.__module__] for base in type(module).__mro__)
-    return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+    found = [file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")]
+    if not found:
+        raise LayoutNotReadError("its plain attention does not stand beside its class")
+    return found[0]
 
 
 def _varlen_serves(query_THD: Tensor, value_KHD: Tensor) -> bool:
     sizes = query_THD.shape[-1], value_KHD.shape[-1]
-    return query_THD.is_cuda and query_THD.dtype in _HALF and max(sizes) <= _LARGEST_HEAD
+    return (
+        query_THD.is_cuda
+        and _attended_in(query_THD) in _HALF
+        and max(sizes) <= _LARGEST_HEAD
+        and torch.cuda.get_device_capability(query_THD.device) >= _OLDEST_GPU
+    )
+
+
+def _attended_in(query_THD: Tensor) -> torch.dtype:
+    """The dtype that sdpa would compute in: autocast, which leaves fp32 behind a norm, knows sdpa but not varlen."""
+    device = query_THD.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_THD.dtype
 
 
 def _varlen(
@@ -164,22 +185,18 @@ def _varlen(
     attend: Any = varlen_attn
     size = value_KHD.shape[-1]
     scaling = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
-    widest = max(query_THD.shape[-1], size)
-    qkv = [
-        x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1]))  # the kernel knows one head size (MLA: two)
-        for x in (query_THD, key_KHD, value_KHD)
-    ]
-    # torch 2.11 finds the groups of heads itself, later ones want to be told
-    groups = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
+    # The kernel knows one head size (MLA: two)
+    widest = math.ceil(max(query_THD.shape[-1], size) / _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+    qkv = (query_THD, key_KHD, value_KHD)
     output: Any = attend(
-        *qkv,
+        *(x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in qkv),
         layout.query_starts,
         layout.key_starts,
         layout.longest_query,
         layout.longest_key,
         scale=scaling,
         window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
-        **groups,
+        **({"enable_gqa": key_KHD.shape[1] != query_THD.shape[1]} if _TELLS_GQA else {}),
     )
     return output[..., :size].unsqueeze(0)  # type: ignore[no-any-return]
 

@@ -53,7 +53,7 @@ class MicroBatchesMixin(GRPOPassesMixin):
     def _policy_pass(
         self, model: Any, inputs: dict[str, Any], scored: ScoredTokens, num_items_in_batch: Any
     ) -> tuple[Tensor, Any, Any]:
-        if self._mode == "eval" or self.plan.max_tokens is None:
+        if self.plan.max_tokens is None or self._mode == "eval" or not torch.is_grad_enabled():
             return super()._policy_pass(model, inputs, scored, num_items_in_batch)
         parts = self._parts(inputs, scored)
         *earlier, last = parts.parts

@@ -1,0 +1,19 @@
+"""What a step needs of the GPU's memory."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def allocated_by(step: Callable[[], Any]) -> int:
+    """Bytes of device memory that `step` needed at its peak, above what was allocated before it."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
