@@ -76,7 +76,8 @@ FOUR_GROUPS = {"per_device_train_batch_size": GROUP, "gradient_accumulation_step
 ONE_GROUP = {"per_device_train_batch_size": GROUP}
 CPU_CASES = (
     Case("grpo, 4 groups, rows shuffled as by TRL", "grpo", GRPO, FOUR_GROUPS, {"keep_groups_together": False}),
-    Case("grpo, 4 groups, groups kept together", "grpo", GRPO, FOUR_GROUPS, goal=3.0),
+    # True: the benchmark's clock stands in `_prepare_inputs`, and only reads
+    Case("grpo, 4 groups, groups kept together", "grpo", GRPO, FOUR_GROUPS, {"keep_groups_together": True}, goal=3.0),
     Case("grpo, 1 group, no accumulation", "grpo", GRPO, ONE_GROUP, goal=3.0),
     Case("dpo", "dpo", DPO, {"per_device_train_batch_size": 4}, {"reference_store": "off"}, goal=1.5),
 )

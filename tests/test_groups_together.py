@@ -343,11 +343,72 @@ def test_trls_order_stays_where_micro_batches_count(name: str, workshop: Worksho
     fields, words = COUNT[name]
     with pytest.raises(ValueError, match=f"keep_groups_together=True.*{words}"):
         build(case_of(2, 2, **fields), OURS, workshop, str(tmp_path), Record())
-    case = case_of(2, 2, keep=None, **fields)
-    stock, ours = (run(case, trainers, workshop, tmp_path / name) for name, trainers in LIBRARIES.items())
-    whole = slice(2) if name == "dropout" else slice(None)  # without padding it draws fewer numbers
-    assert ours.micro_batches[whole] == stock.micro_batches[whole]
-    assert torch.equal(ours.random_state, stock.random_state) == (name != "dropout")
+    trainer = plain(build(case_of(2, 2, keep=None, **fields), OURS, workshop, str(tmp_path), Record()))
+    decision = trainer.explain()["micro-batches"]
+    assert decision.action == "skip"
+    assert words in decision.reason
+    batch: dict[str, Any] = {}
+    assert trainer._shuffled(batch) is batch
+
+
+def plain(trainer: Any) -> Any:
+    """The trainer without what the tests record with: then `None` is decided for our class itself."""
+    trainer.__class__ = OURS.grpo_trainer
+    return trainer
+
+
+def _of_its_own(method: str) -> type:
+    def same(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(subclass, self), method)(*args, **kwargs)
+
+    subclass = type("GRPOTrainer", (OURS.grpo_trainer,), {method: same})
+    return subclass
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "_prepare_inputs", "training_step"])
+@pytest.mark.parametrize("where", ["subclass", "instance"])
+def test_trls_order_stays_where_other_code_is_given_micro_batches(
+    where: str, method: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    def decided(keep: bool | None) -> tuple[str, str]:
+        trainer = plain(build(case_of(2, 2, keep=keep), OURS, workshop, str(tmp_path), Record()))
+        assert trainer._make_plan().keep_groups_together
+        if where == "subclass":
+            trainer.__class__ = _of_its_own(method)
+        else:
+            setattr(trainer, method, getattr(trainer, method))
+        decision = trainer._make_plan()["micro-batches"]
+        return decision.action, decision.reason
+
+    action, reason = decided(None)
+    assert action == "skip"
+    assert f"a `{method}` of its own" in reason
+    assert decided(True)[0] == "run"
+
+
+def test_a_loss_scaled_by_micro_batch_trains_as_with_stock_trl(workshop: Workshop, tmp_path: Path) -> None:
+    """Its gradient depends on which rows share a micro-batch, which no argument says."""
+
+    def scaled(trainer: type) -> type:
+        class Scaled(trainer):
+            def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+                loss = super().compute_loss(*args, **kwargs)
+                return loss * (1 + loss.detach().abs())
+
+        Scaled.__name__ = trainer.__name__
+        return Scaled
+
+    stock, ours = (
+        run(
+            case_of(2, 2, keep=None, loss_type="grpo"),
+            replace(trainers, grpo_trainer=scaled(trainers.grpo_trainer)),
+            workshop,
+            tmp_path / name,
+        )
+        for name, trainers in LIBRARIES.items()
+    )
+    assert ours.micro_batches == stock.micro_batches
+    assert_same_steps(ours, stock)
 
 
 def _with_own_loss(trainer: type) -> type:
@@ -363,7 +424,7 @@ def test_the_plan_says_what_becomes_of_the_order(workshop: Workshop, tmp_path: P
         decision = build(case, trainers, workshop, str(tmp_path), Record()).explain()["micro-batches"]
         return decision.action, decision.reason
 
-    action, reason = decided(case_of(4, 2, keep=None))
+    action, reason = decided(case_of(4, 2))
     assert action == "run"
     assert "within 2 micro-batches" in reason
     assert decided(case_of(4, 2, keep=False)) == ("skip", "rows in TRL's order (`keep_groups_together=False`).")
@@ -381,9 +442,9 @@ def test_the_plan_says_what_becomes_of_the_order(workshop: Workshop, tmp_path: P
         decided(case_of(4, 2), own)
 
 
-def test_on_its_own_it_is_on_and_rows_that_are_not_fed_fill_up(workshop: Workshop, tmp_path: Path) -> None:
+def test_rows_that_are_not_fed_fill_up(workshop: Workshop, tmp_path: Path) -> None:
     """Two live groups of 4 and two dead ones, in two micro-batches of 8: each has one live prompt."""
-    case = case_of(2, 2, rows=8, keep=None, rewards=("half_dead",), shuffle_dataset=False)
+    case = case_of(2, 2, rows=8, rewards=("half_dead",), shuffle_dataset=False)
     ours, stock = both(case, workshop, tmp_path)
     live = [[len(_live(rows)) for rows in seen.micro_batches] for seen in (ours, stock)]
     assert live[0] == [1, 1] * 2
@@ -430,8 +491,10 @@ def test_trls_shuffle_is_put_back(workshop: Workshop, tmp_path: Path) -> None:
 
 
 def test_fewer_tokens_are_fed(workshop: Workshop, tmp_path: Path) -> None:
-    together, apart = (
-        sum(feed.tokens for feed in run(case_of(2, 2, keep=keep), OURS, workshop, tmp_path).record.feeds if feed.grad)
-        for keep in (True, False)
-    )
-    assert together < apart
+    """On its own, too."""
+    fed = {}
+    for keep in (None, True, False):
+        record = Record()
+        plain(build(case_of(2, 2, keep=keep), OURS, workshop, str(tmp_path), record)).train()
+        fed[keep] = sum(feed.tokens for feed in record.feeds if feed.grad)
+    assert fed[None] == fed[True] < fed[False]

@@ -300,6 +300,14 @@ class GRPOInternals:
         """Whether a subclass has replaced TRL's loss."""
         return type(self)._compute_loss is not trl.GRPOTrainer._compute_loss  # type: ignore[attr-defined]
 
+    def _own_step(self) -> str | None:
+        """The name of a method, given whole micro-batches, that a subclass or this instance has replaced."""
+        ours = next(cls for cls in type(self).__mro__ if "_trl_trainer" in vars(cls))
+        for name in ("training_step", "_prepare_inputs", "compute_loss"):
+            if name in vars(self) or getattr(type(self), name) is not getattr(ours, name):
+                return name
+        return None
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self._generated(self._draw(inputs))
 

@@ -22,6 +22,7 @@ class GRPOFacts:
         beta (`float`): coefficient of the KL term.
         normalized_over_batch (`bool`): whether an advantage depends on other groups of its generation batch.
         has_own_loss (`bool`): whether a subclass has replaced TRL's loss, of which nothing is known then.
+        own_step (`str`, *optional*): a method that is given whole micro-batches and that a subclass has replaced.
         of_sequences (`bool`): whether the importance ratio is one of a completion, instead of one of a token.
         has_images (`bool`): whether batches can hold images, whose rows are not told apart.
         has_entropy_bonus, has_router_loss (`bool`): terms of the loss in which every row takes part.
@@ -48,6 +49,7 @@ class GRPOFacts:
     beta: float
     normalized_over_batch: bool
     has_own_loss: bool
+    own_step: str | None
     of_sequences: bool
     has_images: bool
     has_entropy_bonus: bool

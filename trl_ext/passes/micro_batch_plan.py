@@ -41,6 +41,13 @@ def _groups(facts: "GRPOFacts") -> Decision:
                 "which takes TRL's order then."
             )
         return Decision("micro-batches", "skip", f"rows in TRL's order: {against}.")
+    if facts.own_step is not None and not facts.keep_groups_together:
+        return Decision(
+            "micro-batches",
+            "skip",
+            f"rows in TRL's order: this trainer has a `{facts.own_step}` of its own, which may look at a micro-batch "
+            "as a whole. `keep_groups_together=True` says that it does not.",
+        )
     together = math.gcd(facts.steps_per_generation, facts.gradient_accumulation_steps)
     if together == 1:
         return Decision(

@@ -47,6 +47,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 normalized_over_batch=trainer.scale_rewards == "batch"
                 or trainer.multi_objective_aggregation == "normalize_then_sum",
                 has_own_loss=self._has_own_loss(),
+                own_step=self._own_step(),
                 of_sequences=trainer.importance_sampling_level == "sequence",
                 has_images=self._takes_images(),
                 has_entropy_bonus=self._entropy_requires_grad(),
