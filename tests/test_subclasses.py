@@ -98,6 +98,31 @@ def with_passes_of_its_rewards(trainer):
     return Scored
 
 
+def with_methods_put_on_the_trainer(trainer):
+    class Patched(trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            loss, prepare, scored = self.compute_loss, self._prepare_inputs, self._get_per_token_logps_and_entropies
+
+            def decayed(*args, **kwargs):
+                return loss(*args, **kwargs) + 0.01 * sum((param**2).sum() for param in self.model.parameters())
+
+            def doubled(inputs):
+                prepared = dict(prepare(inputs))
+                if self.model.training:
+                    prepared["advantages"] = prepared["advantages"] * 2
+                return prepared
+
+            def halved(*args, **kwargs):
+                log_probs, entropies, aux_loss = scored(*args, **kwargs)
+                return log_probs * 0.5, entropies, aux_loss
+
+            self.compute_loss, self._prepare_inputs = decayed, doubled
+            self._get_per_token_logps_and_entropies = halved
+
+    return Patched
+
+
 def case(name, **config):
     chosen = config.pop("rewards", ("id",))
     rollout = config.pop("rollout", "scripted")
@@ -132,6 +157,15 @@ SUBCLASSES = [
 def test_a_subclass_trains_as_that_of_trls_trainer(workshop: Workshop, subclass, config):
     run = case("subclass", **config)
     ours, stock = (updates(run, workshop, library, subclass) for library in (trl_ext, trl))
+    assert stock.norm() > 0
+    assert (ours - stock).norm() <= 1e-4 * stock.norm()
+
+
+@pytest.mark.parametrize("budget", [None, 24])
+def test_methods_put_on_the_trainer_stay_on_it(workshop: Workshop, budget):
+    run = case("patched", num_iterations=2, beta=0.1)
+    run = replace(run, ours={**run.ours, "max_tokens_per_micro_batch": budget})
+    ours, stock = (updates(run, workshop, library, with_methods_put_on_the_trainer) for library in (trl_ext, trl))
     assert stock.norm() > 0
     assert (ours - stock).norm() <= 1e-4 * stock.norm()
 

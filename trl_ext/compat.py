@@ -4,6 +4,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -240,6 +241,7 @@ class GRPOInternals:
 
     _rewards_per_function: torch.Tensor
     _window_began = 0  # the micro-batch, counted from the first of all, with which the present window began
+    _get_per_token_logps_and_entropies: Callable[..., Any]
     vllm_importance_sampling_correction: bool
     _metrics: dict[str, dict[str, list[float]]]
 
@@ -256,23 +258,26 @@ class GRPOInternals:
 
     @contextmanager
     def _in_place_of(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Within, these stand for the methods of the same names, also for those of a subclass."""
+        """Within, these stand for the methods of the same names, also for those of a subclass or of the instance."""
+        held = {name: vars(self)[name] for name in methods if name in vars(self)}
         vars(self).update(methods)
         try:
             yield
         finally:
             for name in methods:
                 vars(self).pop(name, None)
+            vars(self).update(held)
 
     @contextmanager
     def _answered_by(self, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]) -> Iterator[None]:
         """Within, TRL's pass of `model` over `batch` is `answer`: log-probs, entropies and router loss. Others run."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        unanswered = self._get_per_token_logps_and_entropies
 
         def answered(called: Any, input_ids: torch.Tensor, *positional: Any, **options: Any) -> Any:
             if called is model and torch.equal(input_ids, ids):
                 return answer
-            return _class_pass(self)(self, called, input_ids, *positional, **options)
+            return unanswered(called, input_ids, *positional, **options)
 
         with self._in_place_of(_get_per_token_logps_and_entropies=answered):
             yield
@@ -285,8 +290,8 @@ class GRPOInternals:
         Args:
             options: TRL's `batch_size`, `compute_entropy` and `compute_aux_loss`.
         """
-        log_probs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] = _class_pass(self)(
-            self,
+        log_probs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+        log_probs = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
@@ -314,6 +319,10 @@ class GRPOInternals:
     def _draw(self, inputs: Any) -> dict[str, Any]:
         """Completions of `inputs`, rewarded, without log-probs."""
         generate, calculate_rewards = self._generate, self._calculate_rewards  # type: ignore[attr-defined]
+        # The user's rollout and reward functions may run passes of their own
+        undeferred = partial(
+            self._in_place_of, _get_per_token_logps_and_entropies=self._get_per_token_logps_and_entropies
+        )
 
         def deferred(*_: Any, **__: Any) -> tuple[None, None, None]:
             return None, None, None
@@ -326,13 +335,6 @@ class GRPOInternals:
         def generated(*positional: Any, **keywords: Any) -> Any:
             with undeferred():
                 return generate(*positional, **keywords)
-
-        @contextmanager
-        def undeferred() -> Iterator[None]:
-            # The user's rollout and reward functions may run passes of their own
-            vars(self).pop("_get_per_token_logps_and_entropies")
-            yield
-            self._get_per_token_logps_and_entropies = deferred
 
         # Without the correction TRL forms no ratio, which would need the old policy's log-probs
         correction = self.vllm_importance_sampling_correction
@@ -437,8 +439,3 @@ def _shuffling_followed_by(rearrange: Callable[[dict[str, Any]], dict[str, Any]]
         yield
     finally:
         module.shuffle_sequence_dict = original
-
-
-def _class_pass(trainer: Any) -> Any:
-    """TRL's log-prob pass, or a subclass's, whatever stands in its place on the instance."""
-    return type(trainer)._get_per_token_logps_and_entropies
