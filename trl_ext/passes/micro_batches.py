@@ -106,7 +106,8 @@ def grouped_order(fed: FedTokens, *, rows_of_a_slice: int, slices_of_a_unit: int
     """The rows in an order in which each unit holds the rows it held, and each slice few prompts.
 
     A group's rows in a unit lie in one slice where there is room; the slices are balanced by the tokens that they feed.
-    Where a unit would not feed fewer tokens, nor its largest slice, its order stays.
+    Where a unit would not feed fewer tokens, nor its largest slice, its order stays; so it does where the largest slice
+    would feed more, as memory follows it.
     """
     rows = len(fed.prompt_B)
     size = rows_of_a_slice * slices_of_a_unit
@@ -116,14 +117,13 @@ def grouped_order(fed: FedTokens, *, rows_of_a_slice: int, slices_of_a_unit: int
         before = [unit[i : i + rows_of_a_slice] for i in range(0, size, rows_of_a_slice)]
         after = _slices(fed, unit, rows_of_a_slice)
         _balance(fed, after)
-        best = min(before, after, key=lambda slices: _cost(fed, slices))
-        order += [row for of_slice in best for row in of_slice]
+        order += [row for of_slice in (after if _is_better(fed, after, before) else before) for row in of_slice]
     return order + list(range(len(order), rows))
 
 
-def _cost(fed: FedTokens, slices: list[list[int]]) -> tuple[int, int]:
-    tokens = [fed.of_rows(rows) for rows in slices]
-    return sum(tokens), max(tokens)
+def _is_better(fed: FedTokens, slices: list[list[int]], than: list[list[int]]) -> bool:
+    ours, theirs = ([fed.of_rows(rows) for rows in either] for either in (slices, than))
+    return max(ours) <= max(theirs) and (sum(ours), max(ours)) < (sum(theirs), max(theirs))
 
 
 def _slices(fed: FedTokens, unit: list[int], capacity: int) -> list[list[int]]:
