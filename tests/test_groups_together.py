@@ -214,16 +214,12 @@ def test_rows_change_places_within_one_optimizer_step(
     ours, stock = both(case, workshop, tmp_path)
     unit = UNITS[schedule]
     assert (ours.micro_batches == stock.micro_batches) == (unit == 1)
-    # The fewest that are possible, in each unit: of c groups in s slices
-    for seen in (ours, stock):
-        of_units = [
-            (sum(seen.prompts[i : i + unit]), _fewest(seen.micro_batches[i : i + unit]))
-            for i in range(0, len(seen.prompts), unit)
-        ]
-        if seen is ours:
-            assert all(met == fewest for met, fewest in of_units)
-        elif unit > 1:
-            assert any(met > fewest for met, fewest in of_units)
+    # The fewest that are possible, in each unit: of c groups in s slices. Or stock's order, where memory wants it.
+    for i in range(0, len(ours.prompts), unit):
+        ours_of_unit, stock_of_unit = (seen.micro_batches[i : i + unit] for seen in (ours, stock))
+        if ours_of_unit != stock_of_unit:
+            assert sum(ours.prompts[i : i + unit]) == _fewest(ours_of_unit) <= sum(stock.prompts[i : i + unit])
+    assert sum(ours.prompts) < sum(stock.prompts) or unit == 1
 
 
 def _fewest(slices: list[list[tuple[Row, Row]]]) -> int:
