@@ -178,11 +178,14 @@ REFUSED = {
     "entropy bonus": ({"entropy_coef": 0.05}, "entropy bonus"),
     "router loss": ({"model": "experts"}, "router loss"),
     "entropy quantile": ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2"),
+    "lomo": ({"optim": "lomo"}, "`lomo` steps in every backward"),
+    "adalomo": ({"optim": "adalomo"}, "`adalomo` steps in every backward"),
+    "layerwise": ({"optim": "galore_adamw_layerwise"}, "`galore_adamw_layerwise` steps in every backward"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_where_rows_of_a_micro_batch_count_together(name: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_refused_where_parts_would_train_otherwise(name: str, workshop: Workshop, tmp_path: Path) -> None:
     fields, words = REFUSED[name]
     with pytest.raises(ValueError, match=f"max_tokens_per_micro_batch=24.*{words}"):
         build(case_of(BUDGET, **fields), OURS, workshop, str(tmp_path), Record())

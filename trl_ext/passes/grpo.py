@@ -33,6 +33,7 @@ class GRPOFacts:
         truncated_sampling (`tuple[str, ...]`): the sampling arguments that cut the sampler's distribution.
         max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
         shares_prompts (`bool`): whether rows of one micro-batch feed the prompt that they have in common once.
+        optimizer (`str`): `args.optim`.
         keep_groups_together (`bool`, *optional*): the option; `None` stands for "where it changes no gradient".
         max_tokens_per_micro_batch (`int`, *optional*): the option.
         force_on_policy_ratio, trust_sampling_log_probs, zero_advantages_of_equal_rewards (`bool`): the options.
@@ -61,6 +62,7 @@ class GRPOFacts:
     truncated_sampling: tuple[str, ...]
     max_draws: int
     shares_prompts: bool
+    optimizer: str
     keep_groups_together: bool | None
     max_tokens_per_micro_batch: int | None
     force_on_policy_ratio: bool

@@ -21,10 +21,14 @@ def plan_micro_batches(facts: "GRPOFacts") -> tuple[Decision, bool]:
     if budget is None:
         return decision, together
     against = why_micro_batches_count(facts)
+    consequence = "parts of a micro-batch have another gradient"
+    if facts.optimizer in ("lomo", "adalomo") or facts.optimizer.endswith("_layerwise"):
+        against = f"the optimizer `{facts.optimizer}` steps in every backward"
+        consequence = "it would step after each part of a micro-batch"
     if against is not None:
         raise ValueError(
-            f"`max_tokens_per_micro_batch={budget}` cannot be had here: {against}, so parts of a micro-batch have "
-            "another gradient. Leave `max_tokens_per_micro_batch` at None."
+            f"`max_tokens_per_micro_batch={budget}` cannot be had here: {against}, so {consequence}. Leave "
+            "`max_tokens_per_micro_batch` at None."
         )
     parts = f" Each is fed in parts of at most {budget} tokens, with one exchange of gradients at the end."
     return Decision(decision.name, "run", decision.reason + parts), together

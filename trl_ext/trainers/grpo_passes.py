@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.training_args import OptimizerNames
 
 from ..compat import GRPOInternals, reference_pass, unrecorded_pass
 from ..dropout import has_dropout
@@ -65,6 +66,7 @@ class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
                 truncated_sampling=_truncated_sampling(args),
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
                 shares_prompts=self._packing_plan().share_in_training,
+                optimizer=OptimizerNames(args.optim).value,
                 keep_groups_together=options.keep_groups_together,
                 max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
                 force_on_policy_ratio=options.force_on_policy_ratio,
