@@ -6,6 +6,7 @@ Tokens are counted by a hook on the input embedding. The reference is the same t
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,38 @@ def test_a_loss_that_is_changed_afterwards_stops_training(factor: float, worksho
 
     with expected():
         run(case_of(BUDGET), workshop, tmp_path, OURS.with_loss_times(factor))
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_loss_that_is_left_out_stops_training(calls: int, workshop: Workshop, tmp_path: Path) -> None:
+    """The gradients of all parts but the last are there already."""
+
+    class Leaving(trl_ext.GRPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            losses = [super(Leaving, self).compute_loss(*args, **kwargs) for _ in range(calls)]
+            return losses[-1] if calls > 1 else torch.zeros((), requires_grad=True)
+
+    with pytest.raises(RuntimeError, match=r"compute_loss.*max_tokens_per_micro_batch"):
+        run(case_of(BUDGET), workshop, tmp_path, replace(OURS, grpo_trainer=Leaving))
+
+
+def test_a_loss_that_someone_else_asks_for_is_one_forward(workshop: Workshop, tmp_path: Path) -> None:
+    """Its gradient goes where he wants it, and nowhere else."""
+
+    class Probed(trl_ext.GRPOTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self._buffered_inputs:
+                loss = self.compute_loss(self.model, self._buffered_inputs[0])
+                torch.autograd.grad(loss, list(self.model.parameters()), allow_unused=True)
+            return super().training_step(*args, **kwargs)
+
+    fields = {"num_iterations": 2, "steps": 4}
+    parts = run(case_of(BUDGET, **fields), workshop, tmp_path / "parts", replace(OURS, grpo_trainer=Probed))
+    whole = run(case_of(None, **fields), workshop, tmp_path / "whole")
+    probes = [size for size in sizes(parts, **POLICY_BATCHES) if size > BUDGET]
+    assert len(probes) == 3
+    for got, want in zip(parts.gradients, whole.gradients, strict=True):
+        assert not tensors_differ("gradient", got, want)
 
 
 @pytest.mark.parametrize("budget", [0, -1, 2.5, True, "many"])

@@ -89,8 +89,21 @@ def check_gradients_alike(of_parts: list[Tensor], of_last: Tensor) -> None:
         `RuntimeError`: they differ, because what was made of the last one's loss was not made of the others'.
     """
     if any(not torch.equal(gradient, of_last) for gradient in of_parts):
-        raise RuntimeError(
-            "The loss was changed after it was computed, by a `compute_loss` of this trainer's class. With "
-            "`max_tokens_per_micro_batch` that reaches only the last of several forwards. Override `_compute_loss` "
-            "instead, and leave `max_tokens_per_micro_batch` at None."
-        )
+        raise RuntimeError(_CHANGED)
+
+
+def check_all_trained(last_parts_to_come: int) -> None:
+    """After a training step, no micro-batch may be left whose last part got no gradient, while the others did.
+
+    Raises:
+        `RuntimeError`: there is one, because what was made of its loss left it out.
+    """
+    if last_parts_to_come:
+        raise RuntimeError(_CHANGED)
+
+
+_CHANGED = (
+    "The loss was changed after it was computed, by a `compute_loss` of this trainer's class. With "
+    "`max_tokens_per_micro_batch` that reaches only the last of several forwards. Override `_compute_loss` "
+    "instead, and leave `max_tokens_per_micro_batch` at None."
+)

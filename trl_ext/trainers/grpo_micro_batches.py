@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from ..passes.micro_batches import FedTokens, kept_together, slices_of_a_unit
-from ..passes.parts import Parts, check_gradients_alike
+from ..passes.parts import Parts, check_all_trained, check_gradients_alike
 from ..passes.rows import ScoredTokens
 from ..passes.visit import Visit
 from .grpo_passes import GRPOPassesMixin
@@ -22,6 +22,8 @@ class MicroBatchesMixin(GRPOPassesMixin):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         self._gradients_of_parts: list[Tensor] = []  # what the losses of a micro-batch's parts have got
+        self._last_parts_to_come = 0  # micro-batches of which the backward of all parts but the last has run
+        self._in_training_step = False
         super().__init__(*positional, **keywords)
 
     def _shuffled(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -40,6 +42,16 @@ class MicroBatchesMixin(GRPOPassesMixin):
             ),
         )
 
+    def training_step(self, *positional: Any, **keywords: Any) -> Tensor:
+        """TRL's own; only here are micro-batches fed in parts, as only here a backward of the loss follows."""
+        self._in_training_step, self._last_parts_to_come = True, 0
+        try:
+            loss: Tensor = super().training_step(*positional, **keywords)  # type: ignore[misc]
+        finally:
+            self._in_training_step = False
+        check_all_trained(self._last_parts_to_come)
+        return loss
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
@@ -47,13 +59,18 @@ class MicroBatchesMixin(GRPOPassesMixin):
         self._gradients_of_parts = []
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._gradients_of_parts:
-            loss.register_hook(partial(check_gradients_alike, self._gradients_of_parts))
+            self._last_parts_to_come += 1
+            loss.register_hook(partial(self._last_part_trained, self._gradients_of_parts))
         return loss
+
+    def _last_part_trained(self, of_others: list[Tensor], gradient: Tensor) -> None:
+        check_gradients_alike(of_others, gradient)
+        self._last_parts_to_come -= 1
 
     def _policy_pass(
         self, model: Any, inputs: dict[str, Any], scored: ScoredTokens, num_items_in_batch: Any
     ) -> tuple[Tensor, Any, Any]:
-        if self.plan.max_tokens is None or self._mode == "eval" or not torch.is_grad_enabled():
+        if self.plan.max_tokens is None or not self._in_training_step or not torch.is_grad_enabled():
             return super()._policy_pass(model, inputs, scored, num_items_in_batch)
         parts = self._parts(inputs, scored)
         *earlier, last = parts.parts
