@@ -1,5 +1,7 @@
 """The check of the first batch: it leaves nothing behind, meets every batch, and finds what the static rule cannot."""
 
+import copy
+
 import pytest
 import torch
 import transformers as t
@@ -129,7 +131,7 @@ def test_sdpa_treats_a_softcap_as_it_does_for_who_chose_it():
     results = []
     for free in (False, True):
         torch.manual_seed(0)
-        model = t.Gemma2ForCausalLM(config).eval()
+        model = t.Gemma2ForCausalLM(copy.deepcopy(config)).eval()
         model.config._attn_implementation = "sdpa"  # some releases make it the default
         attach_scoring_forward(model, ScoringOptions(padding_free=free)).packing.checked = True
         try:

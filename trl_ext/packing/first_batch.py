@@ -68,7 +68,9 @@ def why_off(
                 found[share] = str(error)
                 continue
             fed_BS = layout.at_BS >= 0
-            found[share] = _why_far(model, hidden_TH[layout.at_BS[fed_BS]], padded_BSH[fed_BS])
+            # A model split over devices can end on another one than it begins on
+            at_N, fed_BS = layout.at_BS[fed_BS].to(hidden_TH.device), fed_BS.to(padded_BSH.device)
+            found[share] = _why_far(model, hidden_TH[at_N], padded_BSH[fed_BS])
     return found
 
 

@@ -86,7 +86,7 @@ class Layout:
         self.input_ids = ids_BS[order_B].flatten()[fed_T].unsqueeze(0)
         position_BS = columns_S if rebase else first_B.unsqueeze(1) + columns_S
         self.position_ids = position_BS.expand(B, S).flatten()[fed_T].unsqueeze(0)
-        self.at_BS = torch.full_like(input_ids, -1)
+        self.at_BS = torch.full_like(input_ids, -1, dtype=torch.long)
         rows, columns = needed_BS.nonzero(as_tuple=True)
         places = at_BS[rows, columns]
         self.at_BS[order_B[rows], first_B[rows] + columns] = places
