@@ -18,6 +18,7 @@ Every line it writes to benchmarks/results/packing-<date>-<device>.jsonl has a r
 
 import argparse
 import dataclasses
+import gc
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -53,7 +54,8 @@ GPU = Shape(
     head_size=128,
     ragged=True,
 )
-TOKENS = 60_000  # that each subject is fed in a comparison of calls, but at least 10 calls
+# That each subject is fed in a comparison of calls; and how many calls that is at least and at most
+TOKENS, FEWEST, MOST = 60_000, 10, 300
 # (rows, tokens of a row)
 FULL_ROWS = ((1, 576), (4, 576), (8, 576), (1, 64), (8, 64))
 SMOKE_ROWS = ((1, 8), (2, 8))
@@ -97,6 +99,7 @@ def trainer_of(library: Any, case: Case, folder: str) -> Any:
 
 
 def run(library: Any, case: Case) -> StepTimes:
+    gc.collect()  # the trainer before this one is no part of its peak
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(library, case, folder)
@@ -173,8 +176,10 @@ def backbone(shape: Shape, name: str, prompts: list[int]) -> dict[str, Any]:
 
 def nothing_to_share(shape: Shape, rows: int, length: int) -> dict[str, Any]:
     """A line of kind `nothing to share`."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = policy(shape).train().to(device)
+    model = policy(shape).train()
+    if torch.cuda.is_available():
+        model = model.bfloat16()
+    device = model.device
     attached = {
         name: attach_scoring_forward(model, ScoringOptions(padding_free=padding_free))
         for name, padding_free in (("padded", False), ("packed", True))
@@ -191,7 +196,9 @@ def nothing_to_share(shape: Shape, rows: int, length: int) -> dict[str, Any]:
 
     subjects = {name: partial(step, scoring) for name, scoring in attached.items()}
     attached["packed"].packing.checked = True
-    ratio, medians, tokens = compared(model, subjects, 2 if shape is SMOKE else max(10, TOKENS // (rows * length)))
+    ratio, medians, tokens = compared(
+        model, subjects, 2 if shape is SMOKE else min(MOST, max(FEWEST, TOKENS // (rows * length)))
+    )
     line = {"kind": "nothing to share", "case": f"{rows} rows of {length}", "ratio": ratio, "goal": 0.97}
     return {**line, "ms": medians, "tokens": tokens}
 
@@ -228,7 +235,7 @@ def measurements(smoke: bool) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     on_gpu = torch.cuda.is_available() and not smoke
     cases = GPU_CASES if on_gpu else CPU_CASES
     if smoke:
-        cases = tuple(dataclasses.replace(case, shape=SMOKE) for case in cases)
+        cases = tuple(dataclasses.replace(case, shape=SMOKE) for case in CPU_CASES + GPU_CASES)
     shape = SMOKE if smoke else GRPO
     found = [(case.name, partial(steps, case)) for case in cases]
     if not on_gpu:
