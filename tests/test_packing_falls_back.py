@@ -166,7 +166,7 @@ def test_models_that_are_known_to_need_padding(name: str, caplog: pytest.LogCapt
         assert_same(seen, see(padded, batch), 0.0)
 
 
-@pytest.mark.parametrize("first", ["grpo", "dpo", "one row"])
+@pytest.mark.parametrize("first", ["grpo", pytest.param("dpo", marks=pytest.mark.slow), "one row"])
 @pytest.mark.parametrize("name", FOUND)
 def test_models_that_the_first_batch_finds_out(name: str, first: str, caplog: pytest.LogCaptureFixture) -> None:
     ours, padded = FOUND[name](), FOUND[name]()
@@ -198,7 +198,7 @@ POSITIONED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("first", ["grpo", "dpo", "one row"])
+@pytest.mark.parametrize("first", ["grpo", pytest.param("dpo", marks=pytest.mark.slow), "one row"])
 @pytest.mark.parametrize("name", POSITIONED)
 def test_rows_are_not_moved_where_positions_count(name: str, first: str) -> None:
     ours, padded = POSITIONED[name](), POSITIONED[name]()
@@ -346,6 +346,7 @@ def test_active_dropout_shares_no_prompts(rates: dict[str, float]) -> None:
     assert_same(seen, see(padded.eval(), batch), 1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_of_lora_is_drawn_for_each_token() -> None:
     """Its mean over many draws is what the padded forward's is."""
     batch = grpo([([5, 6, 7, 8], [[9, 10, 11], [12, 13, 14]])], more=(2, 1))

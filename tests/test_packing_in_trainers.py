@@ -113,6 +113,7 @@ def test_the_plan_has_a_row_for_what_is_fed(name: str, kind: str, workshop: Work
     assert "packing" in str(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"share_prompts": False}, {"padding_free": False}], ids=str)
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_the_options_are_what_is_fed(kind: str, options: dict[str, Any], workshop: Workshop, tmp_path: Path) -> None:
@@ -151,6 +152,7 @@ def test_dropout_in_training_shares_in_evaluation_alone(
     assert len(remedies) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_a_model_that_must_be_padded_trains_as_stock_does(
     kind: str, workshop: Workshop, tmp_path: Path, bloom: str

@@ -88,13 +88,13 @@ def test_lora(name: str, adapter_off: bool) -> None:
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", some_fast(FAMILIES, ("qwen3", "gemma2")))
+@pytest.mark.parametrize("name", some_fast(FAMILIES, ("gemma2",)))
 def test_gradient_checkpointing(name: str, checkpointing: str, lora: bool) -> None:
     packed, padded = both(name, EXAMPLES["grpo"](), checkpointing=checkpointing, lora=lora)
     assert_same(packed, padded, FLOAT32)
 
 
-@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("sharing", some_fast(SHARING, ("shared",)))
 @pytest.mark.parametrize("example", some_fast(EXAMPLES, ("grpo",)))
 @pytest.mark.parametrize("name", ROUTED)
 def test_router_loss(name: str, example: str, sharing: str) -> None:
@@ -171,7 +171,7 @@ def check_drawn(name: str, batch: Batch, share: bool, router: bool) -> None:
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_a_few_drawn_batches(kind: str) -> None:
-    @settings(max_examples=15, **_SETTINGS)
+    @settings(max_examples=8, **_SETTINGS)
     @given(batch=BATCHES[kind], name=st.sampled_from(DRAWN), share=st.booleans())
     def check(batch: Batch, name: str, share: bool) -> None:
         check_drawn(name, batch, share, router=False)
@@ -183,7 +183,7 @@ def test_a_few_drawn_batches(kind: str) -> None:
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("name", [*DRAWN, *ROUTED])
 def test_many_drawn_batches(name: str, kind: str) -> None:
-    @settings(max_examples=60, **_SETTINGS)
+    @settings(max_examples=40, **_SETTINGS)
     @given(batch=BATCHES[kind], share=st.sampled_from([True, True, False]))
     def check(batch: Batch, share: bool) -> None:
         check_drawn(name, batch, share, router=name in ROUTED)

@@ -21,7 +21,7 @@ def some_fast(names: Any, fast: tuple[str, ...]) -> list[Any]:
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 
-FEW = ("llama", "gemma3", "gpt2", "gpt_oss", "deepseek_v3", "mistral-window")
+FEW = ("llama", "gemma3", "gpt2", "deepseek_v3")
 
 
 def groups() -> Batch:

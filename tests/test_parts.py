@@ -127,6 +127,15 @@ def test_the_old_policy_is_scored_in_parts_too(workshop: Workshop, tmp_path: Pat
     assert max(sizes(parts, **OLD_POLICY)) <= BUDGET < max(sizes(whole, **OLD_POLICY))
 
 
+def test_a_prompt_counts_once_a_part_or_once_a_row(workshop: Workshop, tmp_path: Path) -> None:
+    for budget in (15, 18, 21, 30):
+        apart = run(case_of(budget, shape={"share_prompts": False}), workshop, tmp_path)
+        shared = run(case_of(budget), workshop, tmp_path)
+        assert max(sizes(apart, **POLICY_BATCHES)) <= budget
+        assert len(sizes(shared, **POLICY_BATCHES)) <= len(sizes(apart, **POLICY_BATCHES))
+        assert shared.fed("tokens", **POLICY_BATCHES) < apart.fed("tokens", **POLICY_BATCHES)
+
+
 def test_a_padded_batch_is_cut_by_its_rows_and_width(workshop: Workshop, tmp_path: Path) -> None:
     parts, whole = both(workshop, tmp_path, budget=30, shape={"padding_free": False})
     fed = [(feed.rows, feed.tokens) for feed in parts.feeds]
