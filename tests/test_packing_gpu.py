@@ -105,7 +105,7 @@ def plain_attention(query, key, value, layout, lengths, scaling, window):
     groups = query.shape[1] // key.shape[1]
     output = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
     written = set()
-    for row in layout.order_B.tolist():
+    for row in range(len(layout.at_BS)):
         at = layout.at_BS[row]
         at = at[at >= 0]
         assert len(at) == lengths[row]
