@@ -128,7 +128,8 @@ def policy(shape: Shape) -> Qwen3ForCausalLM:
         eos_token_id=1,
         tie_word_embeddings=True,
     )
-    return Qwen3ForCausalLM(config)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return Qwen3ForCausalLM(config)
 
 
 def words(seed: int, count: int, vocabulary: int) -> list[int]:

@@ -1,7 +1,10 @@
-"""The check of the first batch leaves nothing behind: no random draw, no mode, no gradient."""
+"""The check of the first batch: it leaves nothing behind, meets every batch, and finds what the static rule cannot."""
+
+import copy
 
 import pytest
 import torch
+import transformers as t
 
 from definition import floats_apart
 from test_scoring_forward import batch, build
@@ -44,8 +47,6 @@ def test_training_is_the_same_with_and_without_it(dropout):
 
 def test_a_model_that_takes_other_positions_for_padded_rows_is_fed_padded(caplog):
     """OPT counts positions by its mask, so that padding before a row does not move it: the columns are not its own."""
-    import transformers as t
-
     torch.manual_seed(0)
     config = t.OPTConfig(
         vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
@@ -61,3 +62,95 @@ def test_a_model_that_takes_other_positions_for_padded_rows_is_fed_padded(caplog
     assert "differ from the padded forward's" in scoring.packing.why_padded
     assert scoring.packing.why_padded in caplog.text
     assert floats_apart(results[1], results[0]) == 0
+
+
+def feeds(model, inputs, labels):
+    """The shape of each forward of one training pass, the check's among them."""
+    shapes = []
+    handle = model.get_input_embeddings().register_forward_hook(
+        lambda _, args, out: shapes.append(tuple(args[0].shape))
+    )
+    model(**inputs, labels=labels, fused_lm_head=True).log_probs.sum().backward()
+    handle.remove()
+    return shapes
+
+
+def test_a_batch_may_be_as_wide_as_the_model_has_positions():
+    inputs, labels = batch()
+    torch.manual_seed(0)
+    model = t.GPT2LMHeadModel(
+        t.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=labels.shape[1])
+    ).train()
+    scoring = attach_scoring_forward(model, ScoringOptions())
+    assert len(feeds(model, inputs, labels)) == 4
+    assert scoring.packing.why_padded is None
+
+
+@pytest.mark.parametrize("what", ["as usual", "padding alone", "a gap", "nothing scored", "predicted from padding"])
+def test_every_rank_runs_as_many_forwards_whatever_its_batch_is_like(what):
+    """A sharded model exchanges its weights in each of them."""
+    inputs, labels = batch()
+    if what == "padding alone":
+        inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
+    if what in ("padding alone", "nothing scored"):
+        labels = torch.full_like(labels, -100)
+    if what == "a gap":
+        inputs["attention_mask"][0, -3] = 0
+        labels[0, -3:] = -100
+    if what == "predicted from padding":
+        inputs["attention_mask"][0, :4] = 0
+        labels[0, 4] = 5
+    model = build("untied").train()
+    attach_scoring_forward(model, ScoringOptions())
+    assert len(feeds(model, inputs, labels)) == 4  # padded, shared, unshared, and the pass itself
+
+
+def test_attention_that_is_not_causal_is_found():
+    torch.manual_seed(0)
+    config = t.BertConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
+    )
+    inputs, labels = batch()
+    results = []
+    for free in (False, True):
+        torch.manual_seed(0)
+        model = t.BertLMHeadModel(config).eval()  # `is_decoder` is False in its config
+        scoring = attach_scoring_forward(model, ScoringOptions(padding_free=free))
+        with torch.no_grad():
+            results.append(model(**inputs, labels=labels, fused_lm_head=True).log_probs)
+    assert "not causal" in scoring.packing.why_padded
+    assert floats_apart(results[1], results[0]) == 0
+
+
+def test_sdpa_treats_a_softcap_as_it_does_for_who_chose_it():
+    config = t.Gemma2Config(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48, attn_logit_softcapping=2.0
+    )  # fmt: skip
+    inputs, labels = batch()
+    results = []
+    for free in (False, True):
+        torch.manual_seed(0)
+        model = t.Gemma2ForCausalLM(copy.deepcopy(config)).eval()
+        model.config._attn_implementation = "sdpa"  # some releases make it the default
+        attach_scoring_forward(model, ScoringOptions(padding_free=free)).packing.checked = True
+        try:
+            with torch.no_grad():
+                results.append(model(**inputs, labels=labels, fused_lm_head=True).log_probs)
+        except ValueError as error:  # newer releases of transformers refuse it
+            results.append(str(error))
+    if isinstance(results[0], str):
+        assert results[0] == results[1]
+    else:
+        assert floats_apart(results[1], results[0]) <= 1e-5
+
+
+def test_a_users_own_attention_is_left_alone(caplog):
+    t.AttentionInterface.register("of_my_own", t.AttentionInterface()["sdpa"])
+    t.AttentionMaskInterface.register("of_my_own", t.AttentionMaskInterface()["sdpa"])
+    model = build("untied").train()
+    model.set_attn_implementation("of_my_own")
+    attach_scoring_forward(model, ScoringOptions())
+    inputs, labels = batch()
+    assert feeds(model, inputs, labels) == [tuple(labels.shape)]
+    assert "`of_my_own`" in caplog.text

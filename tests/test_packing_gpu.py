@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from device_memory import allocated_by
-from trl_ext.packing import Layout
+from trl_ext.packing import Layout, picked
 from trl_ext.packing.attention import _varlen, packed_attention
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
@@ -105,7 +105,7 @@ def plain_attention(query, key, value, layout, lengths, scaling, window):
     groups = query.shape[1] // key.shape[1]
     output = query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])
     written = set()
-    for row in layout.order_B.tolist():
+    for row in range(len(layout.at_BS)):
         at = layout.at_BS[row]
         at = at[at >= 0]
         assert len(at) == lengths[row]
@@ -163,6 +163,18 @@ def test_attention_is_its_definition_forward_and_backward(name, share, device):
     expected = torch.autograd.grad(reference, qkv, upstream.double())
     for gradient, by_definition in zip(gradients, expected, strict=True):
         assert off(gradient, by_definition.double()) < close
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_a_shared_token_are_rounded_once(dtype, device):
+    x = torch.zeros(3, 50, dtype=dtype, device=device, requires_grad=True)
+    index = torch.arange(2, device=device).repeat(64)  # two tokens of 64 rows, and one that nobody picks
+    upstream = 1 + torch.rand(128, 50, device=device).to(dtype)
+    (gradient,) = torch.autograd.grad(picked(x, index), x, upstream)
+    sums = upstream.double().view(64, 2, 50).sum(dim=0)
+    assert torch.equal(gradient[:2], sums.to(dtype))
+    assert gradient[2].eq(0).all()
 
 
 @pytest.mark.parametrize("window", [None, 7])

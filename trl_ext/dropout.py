@@ -1,5 +1,7 @@
 """Whether a model's dropout or jitter is active, so that two passes over the same tokens differ."""
 
+from typing import Any
+
 from torch import nn
 
 _RATES = ("drop", "jitter")
@@ -8,15 +10,21 @@ _RATES = ("drop", "jitter")
 def draws_at_random(module: nn.Module) -> bool:
     """Whether `module` itself, its children aside, drops or disturbs something in training.
 
-    transformers' attention takes its rate from an attribute (`attention_dropout`, `attn_pdrop`, ...), and its routers
-    of experts the width of their noise (`jitter_noise`, ...), all of which TRL's `disable_dropout` leaves.
+    transformers' attention takes its rate from an attribute (`attention_dropout`, `attn_pdrop`, ...), its routers of
+    experts the width of their noise (`jitter_noise`, ...), all of which TRL's `disable_dropout` leaves, and PEFT's
+    layers keep a rate for each adapter (`rank_dropout`, ...).
     """
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return any(
-        isinstance(value, float) and value > 0 and any(rate in name for rate in _RATES)
-        for name, value in vars(module).items()
-    )
+    bases = type(module).__mro__
+    if any(base.__name__ == "PveraLayer" for base in bases):
+        return True  # it draws its vectors for each token
+    if isinstance(module, nn.modules.dropout._DropoutNd) or "Dropout" in bases[0].__name__:
+        return bool(getattr(module, "p", 0.0) > 0)
+    return any(_is_active(value) for name, value in vars(module).items() if any(rate in name for rate in _RATES))
+
+
+def _is_active(rate: Any) -> bool:
+    rates = rate.values() if isinstance(rate, dict) else (rate,)
+    return any(isinstance(x, float) and x > 0 for x in rates)
 
 
 def has_dropout(model: nn.Module) -> bool:

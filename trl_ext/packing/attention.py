@@ -88,6 +88,8 @@ def packed_attention(
         raise LayoutNotReadError("its layers do not hand their keyword arguments on to their attention")
     if options.get("position_bias") is not None:
         raise LayoutNotReadError("its attention adds a bias by position")
+    if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
+        raise LayoutNotReadError("its attention is not causal")
     if sliding_window is None and _slides(module):
         raise LayoutNotReadError("its attention keeps its sliding window to itself")
     layout.meet()
@@ -125,7 +127,9 @@ def _by_segments(
     options: dict[str, Any],
 ) -> Tensor:
     """Each segment by transformers' own attention: sdpa, or the model's eager one where it knows more than sdpa."""
-    eager = layout.implementation == "eager" or not options.keys() <= {"scaling", "dropout"}
+    # What sdpa does not know, it leaves out or refuses: as it does for the user who chose it
+    special = not options.keys() <= {"scaling", "dropout"}
+    eager = layout.implementation == "eager" or (special and layout.implementation != "sdpa")
     attend = _eager_attention(module) if eager else AttentionInterface()["sdpa"]
     segments = layout.segments
     # Split in one step: each slice by itself would get a gradient as large as the whole

@@ -37,7 +37,6 @@ class Layout:
     Attributes:
         input_ids (`Tensor` of shape `(1, T)`): the tokens that are fed.
         position_ids (`Tensor` of shape `(1, T)`): their positions.
-        order_B (`Tensor` of shape `(B,)`): the rows, in the order in which they are fed: neighbours start alike.
         at_BS (`Tensor` of shape `(B, S)`): where in the fed row the token of each place lives; -1 where it is not fed.
         keys_K (`Tensor` of shape `(K,)`): where in the fed row each key lives.
         query_starts, key_starts (`Tensor`, int32): where each row with tokens of its own begins, and the end.
@@ -65,28 +64,21 @@ class Layout:
         needed_BS = columns_S < lengths_B.unsqueeze(1)
         source_BS = (first_B.unsqueeze(1) + columns_S).clamp(max=S - 1)  # rows aligned at their first token
         ids_BS = input_ids.gather(1, source_BS).masked_fill(~needed_BS, -1)
-        order_B = torch.arange(B, device=device)
-        own_BS = needed_BS
+        order_B, alike_BS = torch.arange(B, device=device), torch.zeros_like(needed_BS)
         if share and B > 1:
-            start_B1 = torch.zeros_like(first_B).unsqueeze(1) if rebase else first_B.unsqueeze(1)
-            content = torch.cat([start_B1, ids_BS], dim=1)
-            order_B = torch.unique(content, dim=0, return_inverse=True)[1].argsort(stable=True)
-            content = content[order_B]
-            alike = (content[1:] == content[:-1]).cumprod(dim=1)[:, 1:].bool()
-            own_BS = needed_BS[order_B]
-            own_BS[1:] &= ~alike
+            order_B, alike_BS = _neighbours(ids_BS, torch.zeros_like(first_B) if rebase else first_B)
         needed_BS, first_B = needed_BS[order_B], first_B[order_B]
+        own_BS = needed_BS & ~alike_BS
         fed_T = own_BS.flatten().nonzero().squeeze(1)
         number_BS = own_BS.flatten().cumsum(0).view(B, S) - 1
         # A shared token lives in the last row before it, in sorted order, that has one of its own in this column
         owner_BS = torch.where(own_BS, torch.arange(B, device=device).unsqueeze(1), 0).cummax(dim=0).values
         at_BS = number_BS.gather(0, owner_BS)
-        self.order_B = order_B
         self._device = device
         self.input_ids = ids_BS[order_B].flatten()[fed_T].unsqueeze(0)
         position_BS = columns_S if rebase else first_B.unsqueeze(1) + columns_S
         self.position_ids = position_BS.expand(B, S).flatten()[fed_T].unsqueeze(0)
-        self.at_BS = torch.full_like(input_ids, -1)
+        self.at_BS = torch.full_like(input_ids, -1, dtype=torch.long)
         rows, columns = needed_BS.nonzero(as_tuple=True)
         places = at_BS[rows, columns]
         self.at_BS[order_B[rows], first_B[rows] + columns] = places
@@ -128,9 +120,8 @@ class Layout:
         """
         name = queries, keys, window, device
         if name not in self._masks:
-            distance = torch.arange(keys - queries, keys, device=device).unsqueeze(1) - torch.arange(
-                keys, device=device
-            )
+            columns = torch.arange(keys, device=device)
+            distance = columns[keys - queries :].unsqueeze(1) - columns
             seen = distance >= 0
             self._masks[name] = seen if window is None else seen & (distance < window)
         return self._masks[name]
@@ -148,3 +139,18 @@ class Layout:
                     setattr(copy, name, value.to(device))
             self._copies[device] = copy
         return self._copies[device]
+
+
+def _neighbours(ids_BS: Tensor, start_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The order of rows by content, and, in this order, the columns up to which each equals the row before it.
+
+    Args:
+        ids_BS (`Tensor` of shape `(B, S)`): rows aligned at their first token, -1 behind their last.
+        start_B (`Tensor` of shape `(B,)`): rows of which this differs have nothing in common.
+    """
+    content = torch.cat([start_B.unsqueeze(1), ids_BS], dim=1)
+    order_B = torch.unique(content, dim=0, return_inverse=True)[1].argsort(stable=True)
+    content = content[order_B]
+    alike_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
+    alike_BS[1:] = (content[1:] == content[:-1]).cumprod(dim=1)[:, 1:].bool()
+    return order_B, alike_BS

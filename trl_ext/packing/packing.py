@@ -1,25 +1,22 @@
 """Runs a model's backbone on a padded batch as one row, where the model can, and says where each hidden state is."""
 
+import functools
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .attention import KEYWORD, LayoutNotReadError, accept_layouts
+from .first_batch import Rows, why_off
 from .layout import Layout
-from .support import has_experts, longest_equal, rebases, why_padded
+from .support import longest_equal, rebases, why_padded
 
 logger = logging.getLogger("trl_ext")
 
 # What may come beside ids and mask, where it is not None; other inputs have a row for each of the batch
 _NOT_BY_ROW = {"use_cache", "output_router_logits", "return_dict", "output_attentions", "output_hidden_states"}
-_ROWS_CHECKED = 3
-_COLUMNS_PREPENDED = 3
-# Of a hidden state's norm, and how many may be further off: a router of experts can flip on the last bit
-_OFF_FULL, _OFF_HALF, _MAY_BE_OFF = 1e-3, 0.1, 0.1
+_KNOWN_ATTENTION = ("sdpa", "eager", "flex_attention")
 
 
 class Packing:
@@ -57,20 +54,22 @@ class Packing:
         """
         if self.why_padded is not None:
             return None
-        why = _why_inputs_are_padded(model, positional, inputs, self._longest)
-        if why is None:
-            ids_BS, real_BS = inputs["input_ids"], _real(inputs)
-            needed_BS = predicts_BS.to(real_BS.device)
-            first_B, lengths_B = _span(real_BS)
-            why = _why_rows_are_padded(real_BS, needed_BS, lengths_B)
+        why = _why_inputs_are_padded(model, positional, inputs)
         if why is not None:
             self._say(f"A batch is fed padded: {why}.")
             return None
+        ids_BS, real_BS = inputs["input_ids"], _real(inputs)
+        first_B, lengths_B = _span(real_BS)
         if not self.checked:
             self.checked = True
-            self._check(model, inputs)
+            self._check(model, Rows(ids_BS, first_B, lengths_B))
             if self.why_padded is not None:
                 return None
+        needed_BS = predicts_BS.to(real_BS.device)
+        why = _why_rows_are_padded(real_BS, needed_BS, lengths_B, self._longest)
+        if why is not None:
+            self._say(f"A batch is fed padded: {why}.")
+            return None
         if not inputs.get("output_router_logits"):  # the router loss counts every token
             lengths_B = _up_to_last(needed_BS, first_B)
         layout = self._laid_out(model, ids_BS, lengths_B, first_B, share=share and self.why_unshared is None)
@@ -108,29 +107,15 @@ class Packing:
             raise LayoutNotReadError("its layers do not hand their keyword arguments on to their attention")
         return outputs
 
-    def _check(self, model: Any, inputs: dict[str, Any]) -> None:
-        """Compare a few rows of the first batch with their padded forward, and stay with what agrees.
-
-        Every rank runs the same forwards, whatever they show.
-        """
-        ids_BS, real_BS = inputs["input_ids"], _real(inputs)
-        first_B, lengths_B = _span(real_BS)
-        some = Layout(ids_BS, lengths_B, first_B, share=True, rebase=True, implementation="").order_B[-_ROWS_CHECKED:]
-        ids, real = _with_a_twin(ids_BS[some], real_BS[some])
-        # Prepended padding tells whether the model takes the columns as positions
-        ids, real = (torch.nn.functional.pad(x, (_COLUMNS_PREPENDED, 0)) for x in (ids, real))
-        first, lengths = _span(real)
-        given = {name: x for name, x in inputs.items() if name in {"use_cache"}}
-        off: dict[bool, str | None] = {}
-        with _evaluating(model):
-            padded = model.base_model(input_ids=ids, attention_mask=real.to(ids_BS.dtype), **given).last_hidden_state
-            for share in (True, False) if self.why_unshared is None else (False,):
-                layout = self._laid_out(model, ids, lengths, first, share=share)
-                try:
-                    hidden = self.run(model, layout, given).last_hidden_state[0]
-                    off[share] = _why_off(model, hidden[layout.at_BS[real]], padded[real])
-                except LayoutNotReadError as error:
-                    off[share] = str(error)
+    def _check(self, model: Any, batch: Rows) -> None:
+        """Compare a few rows of the first batch with their padded forward, and stay with what agrees."""
+        off = why_off(
+            model,
+            batch,
+            run=lambda layout: self.run(model, layout, {"use_cache": False}),
+            laid_out=functools.partial(self._laid_out, model),
+            shares=(True, False) if self.why_unshared is None else (False,),
+        )
         if off[False] is not None:
             self.why_padded = off[False]
             self._say(f"Every token of the padded batch is fed: {off[False]} ({type(model).__name__}).")
@@ -144,48 +129,8 @@ class Packing:
             logger.warning(message)
 
 
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Within, nothing of `model` is drawn at random, and no gradient is recorded."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _with_a_twin(ids_BS: Tensor, real_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows, and the longest once more with another second half.
-
-    So there is always a start to share and an end that is not shared, of an eighth of the tokens or more where there
-    are at most four rows.
-    """
-    longest = real_BS.sum(dim=1).argmax()
-    twin_S = ids_BS[longest].clone()
-    columns = real_BS[longest].nonzero().squeeze(1)
-    end = columns[len(columns) // 2 :]
-    twin_S[end] = twin_S[columns[: len(end)]]
-    return torch.cat([ids_BS, twin_S.unsqueeze(0)]), torch.cat([real_BS, real_BS[longest].unsqueeze(0)])
-
-
-def _why_off(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
-    half = padded_NH.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(padded_NH.device.type)
-    off_N = (hidden_NH - padded_NH).float().norm(dim=1) / padded_NH.float().norm(dim=1).clamp(min=1e-30)
-    too_far = ~(off_N <= (_OFF_HALF if half else _OFF_FULL))
-    may_be_off = _MAY_BE_OFF if half or has_experts(model) else 0.0
-    # A model that has itself gone to NaN is not the packing's doing; and padding alone shows nothing
-    if not len(off_N) or not padded_NH.isfinite().all() or too_far.float().mean() <= may_be_off:
-        return None
-    return f"on the first batch hidden states differ from the padded forward's by {off_N.max():.2g} of their norm"
-
-
-def _why_inputs_are_padded(
-    model: Any, positional: tuple[Any, ...], inputs: dict[str, Any], longest: int | None
-) -> str | None:
+def _why_inputs_are_padded(model: Any, positional: tuple[Any, ...], inputs: dict[str, Any]) -> str | None:
+    """What every rank finds alike, whatever its rows are."""
     ids_BS = inputs.get("input_ids")
     if positional or ids_BS is None:
         return "its token ids are not given as `input_ids`"
@@ -196,12 +141,15 @@ def _why_inputs_are_padded(
         return f"it comes with `{others[0]}`"
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
         return "the noise of `neftune_noise_alpha` depends on its width"
-    if longest is not None and ids_BS.shape[1] > longest:
-        return f"the model's rotary embeddings depend on its length beyond {longest} tokens"
+    attention = model.config.get_text_config()._attn_implementation or "eager"
+    if attention not in _KNOWN_ATTENTION and "flash" not in attention:
+        return f"its attention, `{attention}`, is not one of transformers"
     return None
 
 
-def _why_rows_are_padded(real_BS: Tensor, needed_BS: Tensor, lengths_B: Tensor) -> str | None:
+def _why_rows_are_padded(real_BS: Tensor, needed_BS: Tensor, lengths_B: Tensor, longest: int | None) -> str | None:
+    if longest is not None and real_BS.shape[1] > longest:
+        return f"the model's rotary embeddings depend on its length beyond {longest} tokens"
     if (lengths_B != real_BS.sum(dim=1)).any():
         return "its attention mask has padding between tokens of a row"
     if (needed_BS & ~real_BS).any():

@@ -112,7 +112,8 @@ class ScoringForward:
         if layout is None:
             hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(device)[mask_BS]
         else:
-            hidden_NH = picked(hidden.squeeze(0), layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)]).to(device)
+            at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)]
+            hidden_NH = picked(hidden.squeeze(0), at_N.to(hidden.device)).to(device)
         scored = self._score(hidden_NH, lm_head, shift_labels[mask_BS], outputs)
         fields = {
             name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x)

@@ -1,0 +1,130 @@
+"""The check of the first batch: a few of its rows, fed padded and as one row, must have the same hidden states.
+
+What the static rule cannot know of a model shows here. Every rank runs the same forwards, whatever its batch is like
+and whatever they show: a sharded model needs all ranks in each of them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import LayoutNotReadError
+from .layout import Layout
+from .support import has_experts, longest_equal
+
+_ROWS, _COLUMNS = 3, 1024
+_PREPENDED = 3
+# Of a hidden state's norm, in fp32 and in less; and how many tokens may be further off: a router of experts can flip on
+# the last bit
+_OFF, _OFF_COARSE, _MAY_BE_OFF = 1e-3, 0.2, 0.1
+
+
+class Rows(NamedTuple):
+    """Rows without gaps: `ids_BS` `(B, S)`, and of each the column of its first token and its length, `(B,)`."""
+
+    ids_BS: Tensor
+    first_B: Tensor
+    lengths_B: Tensor
+
+    @property
+    def real_BS(self) -> Tensor:
+        """`(B, S)`, bool: the tokens that are not padding."""
+        columns_S = torch.arange(self.ids_BS.shape[1], device=self.ids_BS.device)
+        begun_BS = columns_S >= self.first_B.unsqueeze(1)
+        return begun_BS & (columns_S < (self.first_B + self.lengths_B).unsqueeze(1))
+
+
+def why_off(
+    model: Any,
+    batch: Rows,
+    run: Callable[[Layout], Any],
+    laid_out: Callable[..., Layout],
+    shares: tuple[bool, ...],
+) -> dict[bool, str | None]:
+    """For each of `shares`, why rows fed as one differ from the padded batch; None where they do not.
+
+    Args:
+        batch (`Rows`): the first batch.
+        run (`Callable`): a layout -> the backbone's outputs.
+        laid_out (`Callable`): `ids_BS`, `lengths_B`, `first_B` and `share` -> a layout.
+        shares (`tuple[bool]`): whether tokens that rows have in common are fed once.
+    """
+    rows = _rows_to_check(model, batch)
+    # The last token of a row is fed in the padded batch only, as in training: nothing before it may see it
+    lengths_B = (rows.lengths_B - 1).clamp(min=1)
+    found: dict[bool, str | None] = {}
+    with _evaluating(model):
+        mask = rows.real_BS.to(rows.ids_BS.dtype)
+        padded_BSH = model.base_model(input_ids=rows.ids_BS, attention_mask=mask, use_cache=False).last_hidden_state
+        for share in shares:
+            layout = laid_out(rows.ids_BS, lengths_B, rows.first_B, share=share)
+            try:
+                hidden_TH = run(layout).last_hidden_state[0]
+            except LayoutNotReadError as error:
+                found[share] = str(error)
+                continue
+            fed_BS = layout.at_BS >= 0
+            # A model split over devices can end on another one than it begins on
+            at_N, fed_BS = layout.at_BS[fed_BS].to(hidden_TH.device), fed_BS.to(padded_BSH.device)
+            found[share] = _why_far(model, hidden_TH[at_N], padded_BSH[fed_BS])
+    return found
+
+
+def _rows_to_check(model: Any, batch: Rows) -> Rows:
+    """The first rows of the batch, and the longest of them once more with another second half.
+
+    So there is always a start to share, and an end that is not shared, of more than a tenth of the tokens. Padding is
+    put before them, by which a model shows whether it takes the columns as positions.
+    """
+    limits = (longest_equal(model), getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    most = min(_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0))
+    first_B, lengths_B = batch.first_B[:_ROWS], batch.lengths_B[:_ROWS].clamp(min=1, max=max(most, 1))
+    width = int(lengths_B.max())
+    columns_S = torch.arange(width, device=first_B.device)
+    source_BS = (first_B.unsqueeze(1) + columns_S).clamp(max=batch.ids_BS.shape[1] - 1)
+    ids_BS = batch.ids_BS[:_ROWS].gather(1, source_BS)
+    longest = lengths_B.argmax()
+    half = width - width // 2
+    twin_S = torch.cat([ids_BS[longest, :half], ids_BS[longest, : width // 2]])
+    ids_BS = F.pad(torch.cat([ids_BS, twin_S.unsqueeze(0)]), (_PREPENDED, 0))
+    lengths_B = torch.cat([lengths_B, lengths_B[longest].unsqueeze(0)])
+    return Rows(ids_BS, torch.full_like(lengths_B, _PREPENDED), lengths_B)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Within, nothing of `model` is drawn at random, and no gradient is recorded."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _why_far(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
+    off_N = (hidden_NH - padded_NH).float().norm(dim=1) / padded_NH.float().norm(dim=1).clamp(min=1e-30)
+    coarse = _is_coarse(model, padded_NH)
+    too_far = ~(off_N <= (_OFF_COARSE if coarse else _OFF))
+    may_be_off = _MAY_BE_OFF if coarse or has_experts(model) else 0.0
+    # A model that has itself gone to NaN is not the packing's doing
+    if not padded_NH.isfinite().all() or too_far.float().mean() <= may_be_off:
+        return None
+    return f"on the first batch hidden states differ from the padded forward's by {off_N.max():.2g} of their norm"
+
+
+def _is_coarse(model: Any, hidden_NH: Tensor) -> bool:
+    """Whether products have fewer digits than fp32: then the shape of a batch changes hidden states visibly."""
+    return (
+        hidden_NH.dtype in (torch.bfloat16, torch.float16)
+        or torch.is_autocast_enabled(hidden_NH.device.type)
+        or torch.get_float32_matmul_precision() != "highest"
+        or getattr(model, "is_quantized", False)
+    )
