@@ -59,6 +59,8 @@ def _set_attention(module: nn.Module, name: str) -> None:
     config._attn_implementation_internal = name
 
 
+# Every batch has lengths of its own: compiled, it would be compiled again for each
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
     query: Tensor,

@@ -141,6 +141,9 @@ def _why_inputs_are_padded(model: Any, positional: tuple[Any, ...], inputs: dict
         return f"it comes with `{others[0]}`"
     if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
         return "the noise of `neftune_noise_alpha` depends on its width"
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        return "its attention mask is not one of rows and columns"
     attention = model.config.get_text_config()._attn_implementation or "eager"
     if attention not in _KNOWN_ATTENTION and "flash" not in attention:
         return f"its attention, `{attention}`, is not one of transformers"
@@ -148,8 +151,8 @@ def _why_inputs_are_padded(model: Any, positional: tuple[Any, ...], inputs: dict
 
 
 def _why_rows_are_padded(real_BS: Tensor, needed_BS: Tensor, lengths_B: Tensor, longest: int | None) -> str | None:
-    if longest is not None and real_BS.shape[1] > longest:
-        return f"the model's rotary embeddings depend on its length beyond {longest} tokens"
+    if longest is not None and real_BS.shape[1] >= longest:
+        return f"the model's rotary embeddings depend on its length from {longest} tokens on"
     if (lengths_B != real_BS.sum(dim=1)).any():
         return "its attention mask has padding between tokens of a row"
     if (needed_BS & ~real_BS).any():

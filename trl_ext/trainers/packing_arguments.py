@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+# On the command line the bare flag is True, as that of any bool
+_FLAG: dict[str, Any] = {"nargs": "?", "const": True}
+
 
 @dataclass
 class PackingArguments:
@@ -11,15 +14,17 @@ class PackingArguments:
     padding_free: bool | None = field(
         default=None,
         metadata={
+            **_FLAG,
             "help": "Whether rows are fed without their padding, as one row. `None`: where the model can. `True`: an "
-            "error before training where it cannot. `False`: the padded batch, as in TRL."
+            "error before training where it cannot. `False`: the padded batch, as in TRL.",
         },
     )
     share_prompts: bool | None = field(
         default=None,
         metadata={
+            **_FLAG,
             "help": "Whether leading tokens that several rows have in common are fed once. `None`: where that trains "
-            "the same, which it does not while dropout is active. `True`: an error before training where it does not."
+            "the same, which it does not while dropout is active. `True`: an error before training where it does not.",
         },
     )
 
