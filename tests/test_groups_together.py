@@ -429,6 +429,10 @@ def test_the_plan_says_what_becomes_of_the_order(workshop: Workshop, tmp_path: P
     assert "a loss of its own" in reason
     with pytest.raises(ValueError, match=r"keep_groups_together=True.*a loss of its own"):
         decided(case_of(4, 2), own)
+    trainer = build(case_of(4, 2), OURS, workshop, str(tmp_path), Record())
+    trainer._compute_loss = trainer._compute_loss
+    with pytest.raises(ValueError, match=r"keep_groups_together=True.*a loss of its own"):
+        trainer.explain()
 
 
 def test_rows_that_are_not_fed_fill_up(workshop: Workshop, tmp_path: Path) -> None:
