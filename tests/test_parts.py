@@ -230,7 +230,7 @@ def test_a_loss_that_is_left_out_stops_training(calls: int, workshop: Workshop, 
 
 
 def test_a_loss_that_someone_else_asks_for_is_one_forward(workshop: Workshop, tmp_path: Path) -> None:
-    """Its gradient goes where he wants it, and nowhere else."""
+    """Its gradient goes where he wants it, and nowhere else; so it is where none is wanted."""
 
     class Probed(trl_ext.GRPOTrainer):
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -238,6 +238,11 @@ def test_a_loss_that_someone_else_asks_for_is_one_forward(workshop: Workshop, tm
                 loss = self.compute_loss(self.model, self._buffered_inputs[0])
                 torch.autograd.grad(loss, list(self.model.parameters()), allow_unused=True)
             return super().training_step(*args, **kwargs)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            with torch.no_grad():
+                super().compute_loss(*args, **kwargs)
+            return super().compute_loss(*args, **kwargs)
 
     fields = {"num_iterations": 2, "steps": 4}
     parts = run(case_of(BUDGET, **fields), workshop, tmp_path / "parts", replace(OURS, grpo_trainer=Probed))

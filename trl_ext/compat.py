@@ -302,8 +302,9 @@ class GRPOInternals:
         return log_probs
 
     def _has_own_loss(self) -> bool:
-        """Whether a subclass has replaced TRL's loss."""
-        return type(self)._compute_loss is not trl.GRPOTrainer._compute_loss  # type: ignore[attr-defined]
+        """Whether a subclass or this instance has replaced TRL's loss."""
+        of_class = type(self)._compute_loss  # type: ignore[attr-defined]
+        return "_compute_loss" in vars(self) or of_class is not trl.GRPOTrainer._compute_loss
 
     def _own_step(self) -> str | None:
         """The name of a method, given whole micro-batches, that a subclass or this instance has replaced."""

@@ -30,13 +30,15 @@ def plan_micro_batches(facts: "GRPOFacts") -> tuple[Decision, bool]:
             f"`max_tokens_per_micro_batch={budget}` cannot be had here: {against}, so {consequence}. Leave "
             "`max_tokens_per_micro_batch` at None."
         )
-    parts = f" Each is fed in parts of at most {budget} tokens, with one exchange of gradients at the end."
+    parts = f" Each micro-batch is fed in parts of at most {budget} tokens, with a forward and a backward of their own."
     return Decision(decision.name, "run", decision.reason + parts), together
 
 
 def _groups(facts: "GRPOFacts") -> Decision:
     if facts.keep_groups_together is False:
         return Decision("micro-batches", "skip", "rows in TRL's order (`keep_groups_together=False`).")
+    if facts.steps_per_generation == 1:
+        return Decision("micro-batches", "skip", "rows in TRL's order: a generation batch is one micro-batch.")
     against = _why_rows_stay(facts)
     if against is not None:
         if facts.keep_groups_together:
@@ -45,36 +47,18 @@ def _groups(facts: "GRPOFacts") -> Decision:
                 "which takes TRL's order then."
             )
         return Decision("micro-batches", "skip", f"rows in TRL's order: {against}.")
-    if facts.own_step is not None and not facts.keep_groups_together:
-        return Decision(
-            "micro-batches",
-            "skip",
-            f"rows in TRL's order: this trainer has a `{facts.own_step}` of its own, which may look at a micro-batch "
-            "as a whole. `keep_groups_together=True` says that it does not.",
-        )
-    together = math.gcd(facts.steps_per_generation, facts.gradient_accumulation_steps)
-    if together == 1:
-        return Decision(
-            "micro-batches",
-            "skip",
-            "rows in TRL's order: no two micro-batches of a generation batch surely meet the same optimizer step "
-            f"(`gradient_accumulation_steps`={facts.gradient_accumulation_steps}, "
-            f"`steps_per_generation`={facts.steps_per_generation}).",
-        )
-    if not facts.epoch_is_known:
-        return Decision(
-            "micro-batches",
-            "skip",
-            "rows in TRL's order: where an epoch of a streaming data set ends, and an optimizer step with it, is not "
-            "known beforehand.",
-        )
     return Decision(
         "micro-batches",
         "run",
-        f"a group's rows are kept together, as far as there is room, within {together} micro-batches that meet the "
-        "same optimizer step: fewer prompts are fed, and the gradient of the step is the same. What is logged as a "
-        "mean over micro-batches is one over others.",
+        f"a group's rows are kept together, as far as there is room, within {_steps_share(facts)} micro-batches that "
+        "meet the same optimizer step: fewer prompts are fed, and the gradient of the step is the same. What is logged "
+        "as a mean over micro-batches is one over others.",
     )
+
+
+def _steps_share(facts: "GRPOFacts") -> int:
+    """How many micro-batches of a generation batch surely meet the same optimizer step."""
+    return math.gcd(facts.steps_per_generation, facts.gradient_accumulation_steps)
 
 
 def _why_rows_stay(facts: "GRPOFacts") -> str | None:
@@ -84,6 +68,19 @@ def _why_rows_stay(facts: "GRPOFacts") -> str | None:
         return f"{rule}, so other micro-batches have another gradient"
     if not facts.shares_prompts:
         return "prompts are not shared in training, so nothing would be saved"
+    if _steps_share(facts) == 1:
+        return (
+            "no two micro-batches of a generation batch surely meet the same optimizer step "
+            f"(`gradient_accumulation_steps`={facts.gradient_accumulation_steps}, "
+            f"`steps_per_generation`={facts.steps_per_generation})"
+        )
+    if not facts.epoch_is_known:
+        return "where an epoch of a streaming data set ends, and an optimizer step with it, is not known beforehand"
+    if facts.own_step is not None and not facts.keep_groups_together:
+        return (
+            f"this trainer has a `{facts.own_step}` of its own, which may look at a micro-batch as a whole "
+            "(`keep_groups_together=True` says that it does not)"
+        )
     return None
 
 

@@ -48,8 +48,8 @@ class GRPOPassArguments:
         metadata={
             "help": "Whether the completions of a prompt share a micro-batch as far as there is room, among those of "
             "one optimizer step. `None`: where that changes no gradient. `True`: an error before training where it "
-            "would; it also says that what a subclass overrides does not look at a micro-batch as a whole. `False`: "
-            "TRL's order."
+            "would, or would save nothing; it also says that what a subclass overrides does not look at a micro-batch "
+            "as a whole. `False`: TRL's order."
         },
     )
     max_tokens_per_micro_batch: int | None = field(
