@@ -3,6 +3,5 @@
 from .gather import picked
 from .layout import Layout
 from .packing import Packing
-from .support import why_padded
 
-__all__ = ["Layout", "Packing", "picked", "why_padded"]
+__all__ = ["Layout", "Packing", "picked"]

@@ -25,6 +25,8 @@ _NAME = "trl_ext_packed"
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _HALF = (torch.bfloat16, torch.float16)
+# Tensors that layers hand to their attention beside its arguments: sinks are honoured, and positions are in the queries
+_KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
 _OLDEST_GPU = (8, 0)
 # torch 2.11 takes fewer heads of keys than of queries as they are, later ones only where they are told
 _TELLS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -80,7 +82,10 @@ def packed_attention(
         query, key, value (`Tensor` of shape `(1, heads, T, head_size)`): of the fed row; keys and values may have fewer
             heads.
         attention_mask (`Tensor`): not read; the layout says who sees whom.
-        options: `softcap` and `s_aux` (sinks) are honoured; what else the layer passes does not change attention.
+        options: `softcap` and `s_aux` (sinks) are honoured.
+
+    Raises:
+        `LayoutNotReadError`: the layer attends otherwise than a layout can say.
 
     Returns:
         `(1, T, heads, head_size)`, and no attention weights.
@@ -88,8 +93,11 @@ def packed_attention(
     layout = packed_layout
     if layout is None:
         raise LayoutNotReadError("its layers do not hand their keyword arguments on to their attention")
-    if options.get("position_bias") is not None:
-        raise LayoutNotReadError("its attention adds a bias by position")
+    if attention_mask is None or attention_mask.shape != (1, 1, 1, 1):
+        raise LayoutNotReadError("its layers make a mask of their own")
+    for name in options.keys() - _KNOWN_TENSORS:
+        if isinstance(options[name], Tensor):
+            raise LayoutNotReadError(f"its attention is handed `{name}`")
     if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
         raise LayoutNotReadError("its attention is not causal")
     if sliding_window is None and _slides(module):

@@ -139,8 +139,6 @@ def _why_inputs_are_padded(model: Any, positional: tuple[Any, ...], inputs: dict
     others += [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
     if others:
         return f"it comes with `{others[0]}`"
-    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
-        return "the noise of `neftune_noise_alpha` depends on its width"
     mask = inputs.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         return "its attention mask is not one of rows and columns"

@@ -1,7 +1,7 @@
 """Which log-prob passes run, and why: policy, old policy, reference; and which rows and tokens of them."""
 
 from .dpo import DPOFacts, DPOPlan, plan_dpo
-from .packing import PackingFacts, PackingPlan, plan_packing
+from .packing import PackingFacts, PackingPlan, check_packing_options, plan_packing
 from .plan import Decision, Plan
 from .skipped import Skipped
 
@@ -13,6 +13,7 @@ __all__ = [
     "PackingPlan",
     "Plan",
     "Skipped",
+    "check_packing_options",
     "plan_dpo",
     "plan_packing",
 ]

@@ -45,13 +45,24 @@ class PackingPlan:
     warnings: tuple[str, ...] = ()
 
 
-def plan_packing(facts: PackingFacts) -> PackingPlan:
-    """The plan that follows from `facts`.
+def check_packing_options(facts: PackingFacts) -> None:
+    """Raise `ValueError` if an option asks for what the model cannot give.
 
-    Raises:
-        `ValueError`: an option asks for what the model cannot give.
+    It is asked before training. What the first batch shows is said in a warning, and the plan follows it.
     """
-    _check_options(facts)
+    for name, asked in (("padding_free", facts.padding_free), ("share_prompts", facts.share_prompts)):
+        if asked and facts.unsupported:
+            raise ValueError(f"`{name}=True` cannot be had here: {facts.unsupported}. Leave `{name}` at None.")
+    if facts.share_prompts and facts.padding_free is False:
+        raise ValueError(
+            "`share_prompts=True` needs rows without padding, but `padding_free=False`. Leave `padding_free` at None."
+        )
+    if facts.share_prompts and facts.active_dropout:
+        raise ValueError(f"`share_prompts=True` cannot be had in training: {_DROPOUT}. {_REMEDY}")
+
+
+def plan_packing(facts: PackingFacts) -> PackingPlan:
+    """The plan that follows from `facts`."""
     if facts.padding_free is False:
         return _unpacked("every token of the padded batch is fed (`padding_free=False`).")
     if facts.unsupported:
@@ -67,18 +78,6 @@ def plan_packing(facts: PackingFacts) -> PackingPlan:
             warnings=(f"Prompts are not shared in training: {_DROPOUT}. {_REMEDY}",),
         )
     return _packed(f"{free}; {once}.", shares=True)
-
-
-def _check_options(facts: PackingFacts) -> None:
-    for name, asked in (("padding_free", facts.padding_free), ("share_prompts", facts.share_prompts)):
-        if asked and facts.unsupported:
-            raise ValueError(f"`{name}=True` cannot be had here: {facts.unsupported}. Leave `{name}` at None.")
-    if facts.share_prompts and facts.padding_free is False:
-        raise ValueError(
-            "`share_prompts=True` needs rows without padding, but `padding_free=False`. Leave `padding_free` at None."
-        )
-    if facts.share_prompts and facts.active_dropout:
-        raise ValueError(f"`share_prompts=True` cannot be had in training: {_DROPOUT}. {_REMEDY}")
 
 
 def _unpacked(reason: str) -> PackingPlan:

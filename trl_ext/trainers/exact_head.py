@@ -30,10 +30,8 @@ class ExactHeadMixin(PackedMixin):
         self.scoring_forwards: list[ScoringForward] = []
         with head_attached_by(self._attach, self._trl_trainer), padding_free_is_ours(config):
             super().__init__(*positional, **keywords)  # type: ignore[call-arg]
-        self._tell_packing_of_the_run()
-        self.padding_free = (
-            self._packing_plan().padding_free
-        )  # a wrong argument is an error here, not at the first step
+        self._tell_packing_of_the_run()  # a wrong argument is an error here, not at the first step
+        self.padding_free = self._packing_plan().padding_free
 
     @staticmethod
     def _config_among(positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from peft import PeftModel
 
 from ..dropout import has_dropout
-from ..passes import PackingFacts, PackingPlan, plan_packing
+from ..passes import PackingFacts, PackingPlan, check_packing_options, plan_packing
 from .packing_arguments import PackingArguments
 
 
@@ -22,28 +22,29 @@ class PackedMixin:
     scoring_forwards: list[Any]
 
     def _packing_plan(self) -> PackingPlan:
-        """What is fed of a padded batch, as far as it is known now.
+        """What is fed of a padded batch, as far as it is known now."""
+        return plan_packing(self._packing_facts())
+
+    def _packing_facts(self) -> PackingFacts:
+        packing = self.scoring_forwards[0].packing
+        return PackingFacts(
+            padding_free=self.packing_arguments.padding_free,
+            share_prompts=self.packing_arguments.share_prompts,
+            unsupported=packing.why_padded,
+            unshared=packing.why_unshared,
+            active_dropout=has_dropout(self.model),  # type: ignore[attr-defined]
+        )
+
+    def _tell_packing_of_the_run(self) -> None:
+        """What forbids one row for all beside the model itself.
 
         Raises:
             `ValueError`: an option asks for what the model cannot give.
         """
-        trainer: Any = self
-        packing = self.scoring_forwards[0].packing
-        return plan_packing(
-            PackingFacts(
-                padding_free=self.packing_arguments.padding_free,
-                share_prompts=self.packing_arguments.share_prompts,
-                unsupported=packing.why_padded,
-                unshared=packing.why_unshared,
-                active_dropout=has_dropout(trainer.model),
-            )
-        )
-
-    def _tell_packing_of_the_run(self) -> None:
-        """What forbids one row for all beside the model itself."""
         reason = _why_padded(self)
         for scoring in self.scoring_forwards if reason else ():
             scoring.packing.why_padded = reason
+        check_packing_options(self._packing_facts())
 
     def _packed_away(self) -> int:
         """Tokens of padded batches that were not fed on this rank, since the last call."""
