@@ -154,3 +154,18 @@ def test_a_users_own_attention_is_left_alone(caplog):
     inputs, labels = batch()
     assert feeds(model, inputs, labels) == [tuple(labels.shape)]
     assert "`of_my_own`" in caplog.text
+
+
+def test_layers_that_make_a_mask_of_their_own_are_found_before_it_shows():
+    """Doge learns what its mask holds; as long as that is 0, hidden states are right, and gradients are missing."""
+    torch.manual_seed(0)
+    config = t.DogeConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    model = t.DogeForCausalLM(config).train()
+    scoring = attach_scoring_forward(model, ScoringOptions())
+    inputs, labels = batch()
+    model(**inputs, labels=labels, fused_lm_head=True).log_probs.sum().backward()
+    assert "a mask of their own" in scoring.packing.why_padded
+    assert [name for name, param in model.named_parameters() if param.grad is None] == []

@@ -17,7 +17,7 @@ class Decision:
     """What happens to one pass.
 
     Args:
-        name (`str`): `"policy"`, `"old policy"`, `"reference"` or `"micro-batches"`.
+        name (`str`): `"policy"`, `"old policy"` or `"reference"`; or, of what is fed, `"micro-batches"` or `"packing"`.
         action (`str`): `"run"`, `"reuse"` (values that were formed elsewhere) or `"skip"` (nothing needs them).
         reason (`str`): why, in words, for the user.
     """

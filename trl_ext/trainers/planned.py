@@ -54,7 +54,7 @@ class PlannedPassesMixin:
         self._plan = self._make_plan()
         if self.accelerator.is_main_process:  # type: ignore[attr-defined]
             plan = self.explain()
-            _show(f"{type(self).__name__}: log-prob passes\n{plan}")
+            _show(f"{type(self).__name__}: what runs, and why\n{plan}")
             for warning in plan.warnings:
                 logger.warning(warning)
         return super().train(*positional, **keywords)  # type: ignore[misc]
