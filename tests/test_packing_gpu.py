@@ -150,9 +150,10 @@ def test_attention_is_its_definition_forward_and_backward(name, share, device):
         torch.randn(1, T, heads, size, generator=generator, device=device).to(dtype).transpose(1, 2).requires_grad_()
         for heads, size in shapes
     ]
+    mask = torch.full((1, 1, 1, 1), torch.nan, device=device)  # as comes with a layout
     with Varlen() as varlen:
         output, _ = packed_attention(
-            attention, *qkv, None, packed_layout=layout, scaling=attention.scaling, sliding_window=window
+            attention, *qkv, mask, packed_layout=layout, scaling=attention.scaling, sliding_window=window
         )
     assert len(varlen.calls) == (device == "cuda")
     assert layout.shared == share
