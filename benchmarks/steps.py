@@ -108,10 +108,12 @@ def now() -> float:
 
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    words = {f"w{i}": i for i in range(vocabulary)}
-    tokens = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    # Special tokens are found inside of words too: theirs must not begin another
+    special = ["<pad>", "</s>", "<unk>"]
+    words = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(len(special), vocabulary))])}
+    tokens = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="w0", eos_token="w1", unk_token="w2")
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
 def policy(shape: Shape) -> Qwen3ForCausalLM:
