@@ -86,6 +86,14 @@ def test_a_batch_may_be_as_wide_as_the_model_has_positions():
     assert scoring.packing.why_padded is None
 
 
+def test_a_model_may_know_no_limit_of_its_positions():
+    model = build("untied").train()
+    object.__setattr__(model.config, "max_position_embeddings", None)  # as in a family that has none
+    scoring = attach_scoring_forward(model, ScoringOptions())
+    assert len(feeds(model, *batch())) == 4
+    assert scoring.packing.why_padded is None
+
+
 @pytest.mark.parametrize("what", ["as usual", "padding alone", "a gap", "nothing scored", "predicted from padding"])
 def test_every_rank_runs_as_many_forwards_whatever_its_batch_is_like(what):
     """A sharded model exchanges its weights in each of them."""

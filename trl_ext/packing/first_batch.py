@@ -81,7 +81,7 @@ def _rows_to_check(model: Any, batch: Rows) -> Rows:
     put before them, by which a model shows whether it takes the columns as positions.
     """
     limits = (longest_equal(model), getattr(model.config.get_text_config(), "max_position_embeddings", None))
-    most = min(_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0))
+    most = min([_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0)])
     first_B, lengths_B = batch.first_B[:_ROWS], batch.lengths_B[:_ROWS].clamp(min=1, max=max(most, 1))
     width = int(lengths_B.max())
     columns_S = torch.arange(width, device=first_B.device)

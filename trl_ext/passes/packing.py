@@ -16,7 +16,8 @@ class PackingFacts:
 
     Args:
         padding_free, share_prompts (`bool`, *optional*): the options; `None` stands for "where it can".
-        unsupported (`str`, *optional*): why tokens of several sequences cannot be fed in one row to this model.
+        unsupported (`str`, *optional*): why tokens of several sequences are not fed in one row; `padding_free=False` is
+            a reason, too.
         unshared (`str`, *optional*): why leading tokens that rows have in common cannot be fed once.
         active_dropout (`bool`): whether two passes over the same tokens differ in training.
     """
@@ -53,10 +54,6 @@ def check_packing_options(facts: PackingFacts) -> None:
     for name, asked in (("padding_free", facts.padding_free), ("share_prompts", facts.share_prompts)):
         if asked and facts.unsupported:
             raise ValueError(f"`{name}=True` cannot be had here: {facts.unsupported}. Leave `{name}` at None.")
-    if facts.share_prompts and facts.padding_free is False:
-        raise ValueError(
-            "`share_prompts=True` needs rows without padding, but `padding_free=False`. Leave `padding_free` at None."
-        )
     if facts.share_prompts and facts.active_dropout:
         raise ValueError(f"`share_prompts=True` cannot be had in training: {_DROPOUT}. {_REMEDY}")
 
