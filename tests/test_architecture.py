@@ -13,10 +13,11 @@ ROOMS = {
     "compat": set(),
     "dropout": set(),
     "packing": set(),
-    "scoring": {"heads", "packing", "dropout", "compat"},
+    "engines": set(),
+    "scoring": {"heads", "packing", "engines", "dropout", "compat"},
     "passes": set(),
     "reference": {"dropout", "compat"},
-    "trainers": {"heads", "packing", "scoring", "passes", "reference", "dropout", "compat"},
+    "trainers": {"heads", "packing", "engines", "scoring", "passes", "reference", "dropout", "compat"},
 }
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
 
