@@ -35,6 +35,8 @@ __all__ = [
     "FusedCausalLMOutput",
     "GRPOInternals",
     "OwnReference",
+    "TensorParallelInternals",
+    "gathered_by",
     "head_attached_by",
     "loaded_models_recorded",
     "maybe_gather_lm_head_ctx",
@@ -129,6 +131,27 @@ def loaded_models_recorded(trainer_class: type) -> Iterator[list[Loaded]]:
     finally:
         module.create_model_from_path, module.hash_module = original, hash_module
         loaded.clear()
+
+
+class TensorParallelInternals:
+    """Mixed in before a TRL trainer: what of its private attributes counts the ranks of a tensor-parallel group."""
+
+    def _tokens_are_counted_once(self) -> None:
+        """Tell TRL that its gathered counts hold each token once."""
+        if hasattr(self, "_tp_size"):  # DPO's
+            self._tp_size = 1
+
+
+@contextmanager
+def gathered_by(accelerator: Any, trainer_class: type) -> Iterator[None]:
+    """Within, what `trainer_class` gathers by its module's names, it gathers by the methods of `accelerator`."""
+    module: Any = sys.modules[trainer_class.__module__]
+    gather, gather_object = module.gather, module.gather_object
+    module.gather, module.gather_object = accelerator.gather, accelerator.gather_object
+    try:
+        yield
+    finally:
+        module.gather, module.gather_object = gather, gather_object
 
 
 class OwnReference:
@@ -256,6 +279,10 @@ class GRPOInternals:
     def _about_to_visit(self) -> None:
         """Called in training before each micro-batch."""
 
+    def _agreed(self, value: Any) -> Any:
+        """Called with what a turn of generation is given, with what it gives, and with what all turns together give."""
+        return value
+
     @contextmanager
     def _in_place_of(self, **methods: Callable[..., Any]) -> Iterator[None]:
         """Within, these stand for the methods of the same names, also for those of a subclass or of the instance."""
@@ -320,6 +347,7 @@ class GRPOInternals:
     def _draw(self, inputs: Any) -> dict[str, Any]:
         """Completions of `inputs`, rewarded, without log-probs."""
         generate, calculate_rewards = self._generate, self._calculate_rewards  # type: ignore[attr-defined]
+        generate_turn = self._generate_single_turn  # type: ignore[attr-defined]
         # The user's rollout and reward functions may run passes of their own
         undeferred = partial(
             self._in_place_of, _get_per_token_logps_and_entropies=self._get_per_token_logps_and_entropies
@@ -334,8 +362,11 @@ class GRPOInternals:
             return self._rewards_per_function
 
         def generated(*positional: Any, **keywords: Any) -> Any:
-            with undeferred():
-                return generate(*positional, **keywords)
+            with undeferred(), self._in_place_of(_generate_single_turn=turn):
+                return self._agreed(generate(*positional, **keywords))
+
+        def turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
+            return self._agreed(generate_turn(self._agreed(prompt_ids), *positional, **keywords))
 
         # Without the correction TRL forms no ratio, which would need the old policy's log-probs
         correction = self.vllm_importance_sampling_correction
