@@ -1,4 +1,4 @@
-"""Runs cases of a test on several real processes over gloo, under DDP or FSDP2 on the CPU, and brings the results back.
+"""Runs cases of a test on several real processes over gloo, under an engine, and brings the results back.
 
 A test file holds `CASES`, from names to functions that take a [`Rank`], and asks for some of them with
 [`run_on_ranks`]: one launch of the ranks runs them all, one after another, because starting Python costs far more than
@@ -51,7 +51,7 @@ class Rank:
     Attributes:
         index (`int`): of this process, from 0.
         processes (`int`): how many ranks there are.
-        engine (`str`): `"ddp"` or `"fsdp2"`.
+        engine (`str`): a name in `ENGINES`.
         folder (`Path`): shared by the ranks and by the cases of one launch.
     """
 
@@ -72,11 +72,18 @@ class Rank:
         accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
         assert dist.get_backend() == "gloo"
         assert accelerator.device.type == "cpu"
-        assert dist.get_world_size() == accelerator.num_processes == self.processes
-        assert dist.get_rank() == accelerator.process_index == self.index
+        assert dist.get_world_size() == accelerator.state.num_processes == self.processes
+        assert dist.get_rank() == accelerator.state.process_index == self.index
         if self.engine == "ddp":
             assert accelerator.distributed_type == DistributedType.MULTI_CPU, accelerator.distributed_type
             assert type(wrapped) is DistributedDataParallel, type(wrapped)
+        elif self.engine == "tp":
+            assert accelerator.distributed_type == DistributedType.MULTI_GPU, accelerator.distributed_type
+            assert accelerator.parallelism_config.tp_size == 2
+            meshes = {param.device_mesh for param in wrapped.parameters() if isinstance(param.data, DTensor)}
+            assert meshes
+            assert all("tp" in mesh.mesh_dim_names for mesh in meshes), meshes
+            assert not isinstance(wrapped, DistributedDataParallel)
         else:
             assert accelerator.distributed_type == DistributedType.FSDP, accelerator.distributed_type
             assert accelerator.is_fsdp2
