@@ -236,7 +236,7 @@ def on_one_process(workshop: Workshop, folder: Path, kind: str, adapter: bool = 
 def far(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """How far apart two sets of tensors are, against the size of the other."""
     assert ours.keys() == other.keys()
-    ours_all, other_all = (torch.cat([x.double().flatten() for x in each.values()]) for each in (ours, other))
+    ours_all, other_all = (torch.cat([each[name].double().flatten() for name in other]) for each in (ours, other))
     return ((ours_all - other_all).norm() / other_all.norm()).item()
 
 
