@@ -1,4 +1,4 @@
-"""Runs cases of a test on several real processes over gloo, under DDP or FSDP2 on the CPU, and brings the results back.
+"""Runs cases of a test on several real processes over gloo, under an engine, and brings the results back.
 
 A test file holds `CASES`, from names to functions that take a [`Rank`], and asks for some of them with
 [`run_on_ranks`]: one launch of the ranks runs them all, one after another, because starting Python costs far more than
@@ -40,6 +40,8 @@ ENGINES: dict[str, dict[str, str]] = {
         "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
         "FSDP_ACTIVATION_CHECKPOINTING": "false",
     },
+    # The case loads its model with a `DistributedConfig` of transformers, which splits it over two ranks
+    "tp": {"ACCELERATE_TORCH_DEVICE": "cpu"},
 }
 
 
@@ -49,7 +51,7 @@ class Rank:
     Attributes:
         index (`int`): of this process, from 0.
         processes (`int`): how many ranks there are.
-        engine (`str`): `"ddp"` or `"fsdp2"`.
+        engine (`str`): a name in `ENGINES`.
         folder (`Path`): shared by the ranks and by the cases of one launch.
     """
 
@@ -70,11 +72,18 @@ class Rank:
         accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
         assert dist.get_backend() == "gloo"
         assert accelerator.device.type == "cpu"
-        assert dist.get_world_size() == accelerator.num_processes == self.processes
-        assert dist.get_rank() == accelerator.process_index == self.index
+        assert dist.get_world_size() == accelerator.state.num_processes == self.processes
+        assert dist.get_rank() == accelerator.state.process_index == self.index
         if self.engine == "ddp":
             assert accelerator.distributed_type == DistributedType.MULTI_CPU, accelerator.distributed_type
             assert type(wrapped) is DistributedDataParallel, type(wrapped)
+        elif self.engine == "tp":
+            assert accelerator.distributed_type == DistributedType.MULTI_GPU, accelerator.distributed_type
+            assert accelerator.parallelism_config.tp_size == 2
+            meshes = {param.device_mesh for param in wrapped.parameters() if isinstance(param.data, DTensor)}
+            assert meshes
+            assert all("tp" in mesh.mesh_dim_names for mesh in meshes), meshes
+            assert not isinstance(wrapped, DistributedDataParallel)
         else:
             assert accelerator.distributed_type == DistributedType.FSDP, accelerator.distributed_type
             assert accelerator.is_fsdp2
@@ -171,8 +180,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -
     raise AssertionError(("The ranks hang. " if timed_out else "A rank failed. ") + "\n\n".join(report))
 
 
-def _turn_fsdp_on_without_an_accelerator() -> None:
-    """Accelerate takes FSDP for what GPUs do. Say that these ranks are such, over gloo; all that follows is its own."""
+def _be_like_gpus() -> None:
+    """Accelerate has FSDP and tensor parallelism on GPUs alone. Say that these ranks are such, over gloo; all that
+    follows is its own."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -218,8 +228,8 @@ def _run(rank: Rank, script: Path, cases: list[str]) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
 
     torch.set_num_threads(1)
-    if rank.engine == "fsdp2":
-        _turn_fsdp_on_without_an_accelerator()
+    if rank.engine != "ddp":
+        _be_like_gpus()
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[script.stem] = module
