@@ -83,7 +83,11 @@ class _Attendant:
         self.ended = threading.Event()
         self._heard: str | None = None
         self._trains = threading.get_ident()
-        self._store = store
+        # One client takes one request at a time, and the collectives' own may wait in one. New clients would try for
+        # long to reach a store that is gone.
+        self._of_thread, self._store = (store.clone() for _ in range(2))
+        for client in (self._of_thread, self._store):
+            client.set_timeout(timedelta(seconds=3 * _PATIENCE))
         self._name = f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"
         store.set(f"name/{self.rank}", self._name)
         threading.Thread(target=self._attend, name="trl_ext roll call", daemon=True).start()
@@ -91,9 +95,7 @@ class _Attendant:
     # The thread
 
     def _attend(self) -> None:
-        # One client takes one request at a time, and the training thread may wait in it
-        store = self._store.clone()
-        store.set_timeout(timedelta(seconds=3 * _PATIENCE))
+        store = self._of_thread
         try:
             while not self.ended.wait(_POLL):
                 if store.check([_CALLED]):
@@ -154,14 +156,12 @@ class _Attendant:
         return store.get(key).decode() if store.check([key]) else f"Rank {rank}"
 
     def _in_time(self, ask: Callable[[Store], str]) -> str | None:
-        """`ask` of a client of the store; None where the store is gone, or does not answer."""
+        """`ask` of the store; None where the store is gone, or does not answer."""
         answers: SimpleQueue[str | None] = SimpleQueue()
 
         def asked() -> None:
             try:
-                store = self._store.clone()
-                store.set_timeout(timedelta(seconds=3 * _PATIENCE))
-                answers.put(ask(store))
+                answers.put(ask(self._store))
             except dist.DistError:
                 answers.put(None)
 
