@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ def train(
     **config: Any,
 ) -> dict[str, torch.Tensor]:
     """Four steps, saved after each; the change of the weights. With `ends` the rank ends in the third."""
+    if not torch.distributed.is_initialized():
+        # Transformers leaves `ddp_timeout` out where ACCELERATE_USE_CPU is set
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     torch.manual_seed(0)
     common = {
         "output_dir": str(rank.folder / trainer_name),
