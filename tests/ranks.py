@@ -18,10 +18,11 @@ import time
 import tomllib
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TESTS = Path(__file__).parent
 
@@ -112,14 +113,82 @@ def run_on_ranks(
         `AssertionError`: a rank failed (with the traceback of the one that failed first), or the ranks did not end in
         time (with the stack of each). No process is left behind.
     """
+    with _launched(script, cases, engine, folder, processes, timeout) as ranks:
+        _wait(ranks, folder, time.monotonic() + timeout)
+    import torch
+
+    results = [torch.load(_file(folder, rank, "results"), weights_only=False) for rank in range(processes)]
+    return {case: [of_rank[case] for of_rank in results] for case in cases}
+
+
+class End(NamedTuple):
+    """How a rank ended.
+
+    Args:
+        status (`int`): its exit status, less than 0 where a signal ended it.
+        seconds (`float`): from the first end of a rank to this.
+        failure (`str`): the traceback it failed with, else empty.
+    """
+
+    status: int
+    seconds: float
+    failure: str
+
+
+def ends_of_ranks(
+    script: Path | str,
+    case: str,
+    engine: str,
+    folder: Path,
+    processes: int = 2,
+    timeout: float = 120.0,
+    launchers_store: bool = True,
+    stopped: int | None = None,
+) -> list[End]:
+    """As [`run_on_ranks`], for a case that is meant to fail: how each rank ended.
+
+    Args:
+        launchers_store (`bool`): whether the rendezvous store outlives rank 0, as under torchrun; else it lies in it.
+        stopped (`int`, *optional*): a rank that stops itself, and is not waited for. Its end is not among the result.
+    """
+    ends: dict[int, End] = {}
+    first = None
+    deadline = time.monotonic() + timeout
+    with _launched(script, [case], engine, folder, processes, timeout, launchers_store) as ranks:
+        while len(ends) < processes - (stopped is not None):
+            assert time.monotonic() < deadline, f"The ranks hang; those that ended: {ends}"
+            time.sleep(0.05)
+            for rank, process in enumerate(ranks):
+                if process.poll() is not None and rank not in ends:
+                    first = time.monotonic() if first is None else first
+                    failure = _file(folder, rank, "failure")
+                    words = failure.read_text() if failure.exists() else ""
+                    ends[rank] = End(process.poll(), time.monotonic() - first, words)
+    return [ends[rank] for rank in sorted(ends)]
+
+
+@contextmanager
+def _launched(
+    script: Path | str,
+    cases: Sequence[str],
+    engine: str,
+    folder: Path,
+    processes: int,
+    timeout: float,
+    launchers_store: bool = True,
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The ranks, started; none of them is left behind."""
     from torch.distributed import TCPStore
 
     # The store is ours, on a port that the system chose, so no other process can take the port before rank 0 does
     store = TCPStore("127.0.0.1", 0, processes, True, timedelta(seconds=timeout), wait_for_workers=False)
+    port = store.port
+    if not launchers_store:
+        del store
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(launchers_store),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
@@ -135,16 +204,12 @@ def run_on_ranks(
             environment = {**os.environ, **ENGINES[engine], **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with _file(folder, rank, "output").open("wb") as output:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-        _wait(ranks, folder, time.monotonic() + timeout)
+        yield ranks
     finally:
         for process in ranks:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    import torch
-
-    results = [torch.load(_file(folder, rank, "results"), weights_only=False) for rank in range(processes)]
-    return {case: [of_rank[case] for of_rank in results] for case in cases}
 
 
 def _file(folder: Path, rank: int, what: str) -> Path:
