@@ -94,7 +94,7 @@ class LaunchedRank(ranks.Rank):
 
     def prepare(self) -> None:
         if ENGINES[self.engine].as_accelerators:
-            ranks.turn_fsdp_on_without_an_accelerator()
+            ranks.be_like_gpus()
         if self.is_zero:
             # Else DeepSpeed compiles an all-reduce through shared memory, which only inference uses. Where it cannot be
             # compiled, gloo serves (deepspeed/comm/torch.py: build_shm_op). The table is open to edits (deepspeed/ops).

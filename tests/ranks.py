@@ -61,8 +61,8 @@ class Rank:
 
     def prepare(self) -> None:
         """What must happen in this process before the first case."""
-        if self.engine == "fsdp2":
-            turn_fsdp_on_without_an_accelerator()
+        if self.engine != "ddp":
+            be_like_gpus()
 
     def check(self, trainer: Any) -> None:
         """Assert that `trainer`, which has trained, did so under this engine, on this many ranks."""
@@ -176,8 +176,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -
     raise AssertionError(("The ranks hang. " if timed_out else "A rank failed. ") + "\n\n".join(report))
 
 
-def turn_fsdp_on_without_an_accelerator() -> None:
-    """Accelerate takes FSDP for what GPUs do. Say that these ranks are such, over gloo; all that follows is its own."""
+def be_like_gpus() -> None:
+    """Accelerate has FSDP and tensor parallelism on GPUs alone. Say that these ranks are such, over gloo; all that
+    follows is its own."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
