@@ -99,7 +99,6 @@ class LaunchedRank(ranks.Rank):
             # Else DeepSpeed compiles an all-reduce through shared memory, which only inference uses. Where it cannot be
             # compiled, gloo serves (deepspeed/comm/torch.py: build_shm_op). The table is open to edits (deepspeed/ops).
             import deepspeed.ops
-            import deepspeed.runtime.engine  # warns when it is imported
 
             deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
@@ -124,8 +123,9 @@ class LaunchedRank(ranks.Rank):
         accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
         assert dist.get_backend() == "gloo"
         assert accelerator.device.type == "cpu"
-        assert dist.get_world_size() == accelerator.num_processes == self.processes > 1
-        assert dist.get_rank() == accelerator.process_index == self.index
+        # The trainer's accelerator may count a tensor-parallel group as one process
+        assert dist.get_world_size() == accelerator.state.num_processes == self.processes > 1
+        assert dist.get_rank() == accelerator.state.process_index == self.index
         kind = (accelerator.distributed_type.value, *[of.__name__ for of in type(wrapped).__mro__])
         params = list(wrapped.parameters())
         if self.engine == "ddp":

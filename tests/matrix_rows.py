@@ -2,26 +2,55 @@
 
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, TrainerCallback
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, TrainerCallback
 
 import trl_ext
 from rewards import id_reward
 from run_losses import Trainers
-from tiny import preferences, prompts
+from tiny import V_WORDS, lora_config, preferences, prompts, word_tokenizer
 
-STEPS, ACCUMULATION, GENERATIONS = 5, 2, 4
-MICRO_BATCH = {"dpo": 4, "grpo": 6}  # rows of all ranks together; 6 of 4 a group: some groups lie on two ranks
-TRAINERS = ("dpo", "grpo")
-MODES = ("full", "lora")
-MODELS = ("untied", "tied", "odd")
+STEPS, ACCUMULATION = 5, 2
+MICRO_BATCH = 12  # rows of all ranks together, or pairs
+GENERATIONS = 8  # so that 2 ranks, or 4, have a part of a group each
+_SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,  # tensor parallelism splits heads: over 2, 3 or 4 ranks
+    "num_key_value_heads": 12,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "dtype": "float32",
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+MODELS = {
+    "untied": LlamaConfig(**_SHAPE, vocab_size=100, tie_word_embeddings=False),
+    "tied": Qwen3Config(**_SHAPE, vocab_size=100, tie_word_embeddings=True),
+    "odd": LlamaConfig(**_SHAPE, vocab_size=V_WORDS, tie_word_embeddings=False),
+}
+ROWS = [(trainer, mode, model) for trainer in ("dpo", "grpo") for mode in ("full", "lora") for model in MODELS]
+
+
+def save_models(folder: Path) -> None:
+    """The checkpoints that the rows start from, each with an adapter beside it whose weights are not zero."""
+    for name, config in MODELS.items():
+        torch.manual_seed(1234)
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(folder / name)
+        word_tokenizer().save_pretrained(folder / name)
+        # Column-wise linears alone: PEFT takes no others under tensor parallelism
+        adapter = lora_config(target_modules=["q_proj", "v_proj", "up_proj"])
+        get_peft_model(model, adapter).save_pretrained(folder / name / "adapter")
 
 
 class Engine(Protocol):
@@ -93,7 +122,7 @@ def trained(trainer: Any) -> dict[str, torch.nn.Parameter]:
 
 def train(engine: Engine, trainer: str, mode: str, model: str, synced: bool = True, library: Any = trl_ext) -> Seen:
     """Train one row, from the checkpoint `model` and, with LoRA, the adapter saved beside it."""
-    per_device = MICRO_BATCH[trainer] // (1 if engine.replicates_tokens else engine.processes)
+    per_device = MICRO_BATCH // (1 if engine.replicates_tokens else engine.processes)
     trainers = Trainers.of(library)
     build = _dpo if trainer == "dpo" else _grpo
     row = build(engine, trainers, mode, Path(os.environ["MATRIX_MODELS"]) / model, per_device)
@@ -147,7 +176,7 @@ def _policy(engine: Engine, mode: str, path: Path) -> Any:
 def _dpo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
     arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
     config = trainers.dpo_config(**_config(engine, per_device), model_init_kwargs=arguments)
-    return trainers.dpo_trainer(_policy(engine, mode, path), args=config, train_dataset=preferences(48, seed=1))
+    return trainers.dpo_trainer(_policy(engine, mode, path), args=config, train_dataset=preferences(STEPS * ACCUMULATION * MICRO_BATCH, seed=1))
 
 
 def _grpo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
@@ -180,14 +209,10 @@ def _rollout(engine: Engine, texts: list[str], trainer: Any) -> dict[str, Any]:
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
 
-def rows() -> Iterator[tuple[str, str, str]]:
-    return ((trainer, mode, model) for trainer in TRAINERS for mode in MODES for model in MODELS)
+def _case(rank: Any, row: tuple[str, str, str], synced: bool) -> Seen:
+    return train(rank, *row, synced=synced)
 
 
-CASES = {
-    "-".join(row) + ("" if synced else "-unsynced"): partial(
-        lambda rank, row, synced: vars(train(rank, *row, synced=synced)), row=row, synced=synced
-    )
-    for row in rows()
-    for synced in (True, False)
-}
+CASES = {"-".join(row): partial(_case, row=row, synced=True) for row in ROWS}
+CONTROLS = {f"{name}-unsynced": partial(_case, row=row, synced=False) for name, row in zip(CASES, ROWS, strict=True)}
+CASES |= CONTROLS
