@@ -8,12 +8,13 @@ from transformers import TrainingArguments
 
 from ..compat import head_attached_by
 from ..scoring import ScoringForward, ScoringOptions, attach_scoring_forward
+from .guarded_engine import GuardedEngineMixin
 from .head_arguments import HeadArguments
 from .packed import PackedMixin, padding_free_is_ours
 from .packing_arguments import PackingArguments
 
 
-class ExactHeadMixin(PackedMixin):
+class ExactHeadMixin(PackedMixin, GuardedEngineMixin):
     """Mixed in before a TRL trainer: its models are scored by our forward.
 
     Attributes:
