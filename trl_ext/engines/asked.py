@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-SHARDED_PARAMETERS, TENSOR_PARALLEL = "sharded parameters", "tensor parallel"
+SHARDED_PARAMETERS, TENSOR_PARALLEL = "sharding of parameters", "tensor parallelism"
 
 # What MPI's launchers, and torchrun, tell each process of how many there are
 _COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -93,7 +93,7 @@ def _by_arguments(args: Any) -> list[Wish]:
     if args.parallelism_config is not None:
         wishes += _sizes(
             lambda axis: getattr(args.parallelism_config, f"{axis}_size"),
-            lambda axis, size: f"`{axis}_size={size}` of the argument `parallelism_config`",
+            lambda axis, size: f"`parallelism_config.{axis}_size={size}`",
             {"tp": TENSOR_PARALLEL, "dp_shard": SHARDED_PARAMETERS},
         )
     config = (args.model_init_kwargs or {}).get("distributed_config")
@@ -101,7 +101,7 @@ def _by_arguments(args: Any) -> list[Wish]:
         sizes = config if isinstance(config, dict) else vars(config)
         wishes += _sizes(
             lambda axis: sizes.get(f"{axis}_size") or 1,
-            lambda axis, size: f"`{axis}_size={size}` of `distributed_config` in the argument `model_init_kwargs`",
+            lambda axis, size: f"`distributed_config.{axis}_size={size}`",
             {"tp": TENSOR_PARALLEL, "fsdp": "FSDP2"},
         )
     return wishes

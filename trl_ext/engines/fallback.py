@@ -28,7 +28,9 @@ def fallback(asked: Asked, running: Running) -> str | None:
     Of accelerate's types for TPU and Megatron-LM nothing is known here, and nothing said.
     """
     known = running.distributed_type in ("NO", "FSDP", "DEEPSPEED") or running.distributed_type.startswith("MULTI_")
-    return (_unrelated(asked, running) or _other_engine(asked, running) or _other_wrapping(running)) if known else None
+    if not known:
+        return None
+    return _unrelated(asked, running) or _other_engine(asked, running) or _twice(running) or _other_wrapping(running)
 
 
 def _unrelated(asked: Asked, running: Running) -> str | None:
@@ -92,6 +94,16 @@ def _remedy(wish: Wish, asked: Asked, running: Running) -> str:
     if running.device == "cpu" and running.processes == 1:
         return _FIND_GPU
     return f"Launch with `accelerate launch` and a config of `{_CONFIGS}`."
+
+
+def _twice(running: Running) -> str | None:
+    """Of a model that transformers has sharded, and accelerate is to shard again."""
+    if running.fsdp_version is not None and running.sharded_at_loading:
+        return (
+            "The model was sharded as it was loaded (`distributed_config`), and the config of `accelerate launch`, or the "
+            f"argument `fsdp`, asks to shard it again. Leave out one: launch with `{_CONFIGS}/tp_fsdp2.yaml`."
+        )
+    return None
 
 
 def _other_wrapping(running: Running) -> str | None:

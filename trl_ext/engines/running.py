@@ -71,7 +71,7 @@ class Running:
 
     @property
     def name(self) -> str:
-        """In words, such as `"DDP"` or `"tensor parallel x FSDP2"`."""
+        """In words, such as `"DDP"` or `"tensor parallelism x FSDP2"`."""
         engines = [TENSOR_PARALLEL] if self.tensor_parallel > 1 else []
         return " x ".join([*engines, *filter(None, [self.data_engine])]) or "one process"
 
@@ -105,7 +105,8 @@ class Running:
         if self.sharded_at_loading:
             return [*held, f"parameters sharded over {self.model_axes.get('fsdp', 1)} as they were loaded"]
         if self.fsdp_version is not None:
-            return [*held, f"parameters sharded over {others // self.sizes.get('dp_replicate', 1)}"]
+            over = self.sizes.get("dp_shard", 1) * self.sizes.get("cp", 1) if self.sizes else others
+            return [*held, f"parameters sharded over {over}"]
         return [*held, _HELD_BY_ALL] if others > 1 else held
 
 
@@ -113,7 +114,7 @@ def running(accelerator: Any, model: nn.Module, wrapped: nn.Module | None = None
     """What runs, by the trainer's `accelerator` and `model`, and by the model `wrapped` as `prepare` returned it."""
     state = accelerator.state
     distributed_type = state.distributed_type.value
-    parallelism = accelerator.parallelism_config
+    parallelism = getattr(accelerator, "parallelism_config", None)  # accelerate 1.10 and later
     axes = () if parallelism is None else ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     return Running(
         distributed_type=distributed_type,
