@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 TESTS = Path(__file__).parent
 
@@ -58,6 +58,11 @@ class Rank:
         self.engine = engine
         self.folder = folder
         self.checked = False
+
+    def prepare(self) -> None:
+        """What must happen in this process before the first case."""
+        if self.engine != "ddp":
+            be_like_gpus()
 
     def check(self, trainer: Any) -> None:
         """Assert that `trainer`, which has trained, did so under this engine, on this many ranks."""
@@ -124,7 +129,7 @@ def run_on_ranks(
     try:
         for rank in range(processes):
             environment = {**os.environ, **ENGINES[engine], **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with _file(folder, rank, "output").open("wb") as output:
+            with file_of(folder, rank, "output").open("wb") as output:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
         _wait(ranks, folder, time.monotonic() + timeout)
     finally:
@@ -134,11 +139,11 @@ def run_on_ranks(
             process.wait()
     import torch
 
-    results = [torch.load(_file(folder, rank, "results"), weights_only=False) for rank in range(processes)]
+    results = [torch.load(file_of(folder, rank, "results"), weights_only=False) for rank in range(processes)]
     return {case: [of_rank[case] for of_rank in results] for case in cases}
 
 
-def _file(folder: Path, rank: int, what: str) -> Path:
+def file_of(folder: Path, rank: int, what: str) -> Path:
     return folder / f"rank{rank}.{what}"
 
 
@@ -165,14 +170,15 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -
         report.append(f"{failures[0].stem} failed first:\n{failures[0].read_text()}")
     for rank in range(len(ranks)):
         if timed_out and rank in hanging:
-            report.append(f"stack of rank {rank}:\n{_file(folder, rank, 'stack').read_text()}")
+            report.append(f"stack of rank {rank}:\n{file_of(folder, rank, 'stack').read_text()}")
         elif not failures:
-            report.append(f"the end of rank {rank}'s output:\n{_file(folder, rank, 'output').read_text()[-4000:]}")
+            report.append(f"the end of rank {rank}'s output:\n{file_of(folder, rank, 'output').read_text()[-4000:]}")
     raise AssertionError(("The ranks hang. " if timed_out else "A rank failed. ") + "\n\n".join(report))
 
 
-def _turn_fsdp_on_without_an_accelerator() -> None:
-    """Accelerate takes FSDP for what GPUs do. Say that these ranks are such, over gloo; all that follows is its own."""
+def be_like_gpus() -> None:
+    """Accelerate has FSDP and tensor parallelism on GPUs alone. Say that these ranks are such, over gloo; all that
+    follows is its own."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -184,6 +190,7 @@ def _as_pytest_does() -> None:
     settings = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
     for line in settings["tool"]["pytest"]["ini_options"]["filterwarnings"]:
         action, message, category = (line.split(":") + ["", "Warning"])[:3] if ":" in line else (line, "", "Warning")
+        action = {"error": "default"}.get(action, action) if os.environ.get("EXPLORE") else action
         warnings.filterwarnings(action, message, getattr(builtins, category))
 
 
@@ -194,16 +201,20 @@ def _one_rank() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("cases", nargs="+")
     arguments = parser.parse_args()
-    rank = Rank(arguments.engine, arguments.folder)
-    faulthandler.register(signal.SIGUSR1, file=_file(rank.folder, rank.index, "stack").open("w"), all_threads=True)
+    serve(Rank(arguments.engine, arguments.folder), arguments.script, arguments.cases)
+
+
+def serve(rank: Rank, script: Path, cases: list[str]) -> NoReturn:
+    """Be this rank: run `cases` of `script`, leave their results or the failure in its folder, and end the process."""
+    faulthandler.register(signal.SIGUSR1, file=file_of(rank.folder, rank.index, "stack").open("w"), all_threads=True)
     try:
-        results = _run(rank, arguments.script, arguments.cases)
+        results = _run(rank, script, cases)
         import torch
 
-        torch.save(results, _file(rank.folder, rank.index, "results"))
+        torch.save(results, file_of(rank.folder, rank.index, "results"))
         status = 0
     except BaseException:
-        _file(rank.folder, rank.index, "failure").write_text(traceback.format_exc())
+        file_of(rank.folder, rank.index, "failure").write_text(traceback.format_exc())
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
@@ -218,8 +229,7 @@ def _run(rank: Rank, script: Path, cases: list[str]) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
 
     torch.set_num_threads(1)
-    if rank.engine == "fsdp2":
-        _turn_fsdp_on_without_an_accelerator()
+    rank.prepare()
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[script.stem] = module

@@ -100,8 +100,8 @@ def _twice(running: Running) -> str | None:
     """Of a model that transformers has sharded, and accelerate is to shard again."""
     if running.fsdp_version is not None and running.sharded_at_loading:
         return (
-            "The model was sharded as it was loaded (`distributed_config`), and the config of `accelerate launch`, or the "
-            f"argument `fsdp`, asks to shard it again. Leave out one: launch with `{_CONFIGS}/tp_fsdp2.yaml`."
+            "The model was sharded as it was loaded (`distributed_config`), and the config of `accelerate launch`, or "
+            f"the argument `fsdp`, asks to shard it again. Leave out one: launch with `{_CONFIGS}/tp_fsdp2.yaml`."
         )
     return None
 
