@@ -1,5 +1,6 @@
 """Where the rows of the head's weight lie at the moment it is used, read without gathering them."""
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -7,7 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named anew in torch 2.13
 
@@ -68,9 +69,9 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
         if not weight.placements[axis].is_shard(0):
             return None
         engine: Literal["tensor parallel", "FSDP2"] = "tensor parallel"
-        whole_rows: list[Any] = [x if x is None else _redistributed(x, placements) for x in (weight, bias)]
+        locals_: list[Any] = [x if x is None else _read(x, placements) for x in (weight, bias)]
     elif weight.device_mesh.ndim == 1 and weight.placements[0] == Shard(0):
-        axis, engine, whole_rows = 0, "FSDP2", [weight, bias]
+        axis, engine, locals_ = 0, "FSDP2", [x if x is None else x.to_local() for x in (weight, bias)]
     else:
         return None
     # A DTensor is cut into ceil(V / R) rows a rank, as long as there are any
@@ -78,8 +79,7 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
     edges = [min(rank * size, weight.shape[0]) for rank in range(weight.device_mesh.size(axis) + 1)]
     ranges = [[(first, end - first)] for first, end in pairwise(edges)]
     first, count = ranges[weight.device_mesh.get_local_rank(axis)][0]
-    local = whole_rows[0].to_local()
-    local_bias = None if bias is None else whole_rows[1].to_local()
+    local, local_bias = locals_
     if len(local) != count or (local_bias is not None and len(local_bias) != count):
         return None
     return ShardedWeight(
@@ -91,8 +91,41 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
     )
 
 
-def _redistributed(x: DTensor, placements: list[Any]) -> DTensor:
-    return x if list(x.placements) == placements else x.redistribute(placements=placements)
+def whole_tensor(x: DTensor) -> Tensor:
+    """All of `x` on this rank; its gradient is as [`with_mean_gradient`] says."""
+    return _read(x, [Replicate()] * x.device_mesh.ndim)
+
+
+def _read(x: DTensor, placements: list[Any]) -> Tensor:
+    """What is here of `x` so placed.
+
+    The ranks of a "tp" axis have the same tokens and the same gradient. Those of any other have tokens of their own,
+    and each the gradient of its own loss: DTensor would take that of this rank for that of all.
+    """
+    mesh = x.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    of_gradient = [kept if name == "tp" else Partial() for name, kept in zip(names, placements, strict=True)]
+    ranks = math.prod(mesh.size(axis) for axis, name in enumerate(names) if name != "tp")
+    placed = x if list(x.placements) == placements else x.redistribute(placements=placements)
+    return with_mean_gradient(placed.to_local(grad_placements=of_gradient), ranks)
+
+
+def with_mean_gradient(x: Tensor, ranks: int) -> Tensor:
+    """`x`, to which the mean over `ranks` comes back where the sum of their gradients would: what an engine that
+    averages gradients expects of a parameter that it has not averaged itself."""
+    mean: Tensor = _MeanGradient.apply(x, ranks)  # type: ignore[no-untyped-call]
+    return mean
+
+
+class _MeanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.ranks, None
 
 
 def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:

@@ -5,12 +5,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..compat import maybe_gather_lm_head_ctx
-from ..engines import ShardedWeight, is_zero3, sharded_weight
+from ..engines import ShardedWeight, is_zero3, sharded_weight, whole_tensor, with_mean_gradient
 from ..heads import Block, OwnTokens, RowsHere, RowsInTurn, SameTokens, VocabularyShard, tokens_of_ranks
 
 
@@ -85,8 +84,8 @@ def _here(sharded: ShardedWeight, exchange: SameTokens | OwnTokens, reason: str)
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
     if isinstance(exchange, OwnTokens):
         # The engine's gradient is the mean over its ranks; here that of the sum of their losses comes back
-        weight = _Averaged.apply(weight, sharded.group.size())
-        bias = None if bias is None else _Averaged.apply(bias, sharded.group.size())
+        weight = with_mean_gradient(weight, sharded.group.size())
+        bias = None if bias is None else with_mean_gradient(bias, sharded.group.size())
     blocks = tuple(Block(*block) for block in sharded.blocks)
     shard = VocabularyShard(
         sharded.vocabulary,
@@ -115,22 +114,9 @@ def _whole(lm_head: nn.Module) -> HeadRows:
         reason = "the whole weight is gathered for each pass"
     elif is_zero3(weight):
         reason = "DeepSpeed gathers the whole weight"
-    weight, bias = (x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias))
+    weight, bias = (whole_tensor(x) if isinstance(x, DTensor) else x for x in (weight, bias))
     # Under ZeRO-3 weight and bias are gathered while they are read, here and again in the backward
     return HeadRows(weight, bias, trained, None, None, partial(maybe_gather_lm_head_ctx, weight, bias), reason)
-
-
-class _Averaged(torch.autograd.Function):
-    """A tensor whose gradient is divided by `ranks`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.ranks, None
 
 
 def _mib(count: int) -> str:

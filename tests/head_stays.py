@@ -1,0 +1,77 @@
+"""Watches that the head's weight is never gathered: a recorder around what torch gathers with, which changes nothing."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+_OF_GROUPS = ("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "broadcast")
+
+
+class HeadGathered(AssertionError):
+    """The head's weight, or as many numbers as it has, came together on this rank."""
+
+
+@contextmanager
+def head_stays(shape: tuple[int, int], *, only_ours: bool = False) -> Iterator[list[str]]:
+    """Within, bringing a weight of this shape together raises; the list gets a line for each collective seen.
+
+    Args:
+        only_ours (`bool`): whether to look at what our head and scoring call alone. FSDP2 gathers layers itself, and
+            among them may be one of this size.
+    """
+    seen: list[str] = []
+
+    def look(what: str, numbers: int) -> None:
+        files = [frame.filename for frame in traceback.extract_stack()]
+        if only_ours and not any(part in name for name in files for part in ("trl_ext/heads", "trl_ext/scoring")):
+            return
+        seen.append(f"{what} of {numbers}")
+        if numbers >= shape[0] * shape[1]:
+            raise HeadGathered(f"{what}: {numbers} numbers")
+
+    def watch_group(name: str) -> Any:
+        own = getattr(dist.ProcessGroup, name)
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            look(name, _numbers(args[0]))
+            return own(self, *args, **kwargs)
+
+        return patch.object(dist.ProcessGroup, name, watched)
+
+    full_tensor, redistribute, all_gather = DTensor.full_tensor, DTensor.redistribute, functional.all_gather_tensor
+
+    def watched_full_tensor(self: DTensor, **kwargs: Any) -> Tensor:
+        if tuple(self.shape) == shape:
+            look("full_tensor", self.numel())
+        return full_tensor(self, **kwargs)
+
+    def watched_redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> DTensor:
+        # By placements beside one another: FSDP2 may have spread what tensor parallelism has left on a rank
+        gathered = [a.is_shard() and b.is_replicate() for a, b in zip(self.placements, placements or (), strict=False)]
+        if tuple(self.shape) == shape and gathered and not any(isinstance(x, Shard) for x in placements):
+            look("redistribute", self.numel())
+        return redistribute(self, device_mesh, placements, **kwargs)
+
+    def watched_all_gather(x: Tensor, gather_dim: int, group: Any, *args: Any, **kwargs: Any) -> Tensor:
+        gathered = all_gather(x, gather_dim, group, *args, **kwargs)
+        look("all_gather_tensor", gathered.numel())
+        return gathered
+
+    with ExitStack() as stack:
+        for name in _OF_GROUPS:
+            stack.enter_context(watch_group(name))
+        stack.enter_context(patch.object(DTensor, "full_tensor", watched_full_tensor))
+        stack.enter_context(patch.object(DTensor, "redistribute", watched_redistribute))
+        stack.enter_context(patch.object(functional, "all_gather_tensor", watched_all_gather))
+        yield seen
+
+
+def _numbers(output: Any) -> int:
+    return output.numel() if isinstance(output, Tensor) else sum(_numbers(x) for x in output)
