@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-_OF_GROUPS = ("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "broadcast")
+_OF_GROUPS = [name for name in dir(dist.ProcessGroup) if "gather" in name] + ["broadcast"]
 
 
 class HeadGathered(AssertionError):

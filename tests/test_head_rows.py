@@ -1,8 +1,8 @@
 """Which rows of a real DTensor head a rank scores with, on two ranks: the choice, values, gradients, the check."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -149,3 +149,54 @@ def refused_split(group: dist.ProcessGroup, case: Case) -> bool:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.way == WHOLE])
 def test_the_watch_sees_a_weight_that_is_gathered(ranks, name):
     assert ranks.run(refused_split, 2, CASES[name]) == [True, True]
+
+
+def wrong_values(right: Any, self: Any, outputs: Any) -> Any:
+    results = right(self, outputs)
+    return results._replace(log_probs=results.log_probs + 0.01)
+
+
+def times_1_5(right: Any, self: Any, *args: Any) -> Any:
+    return right(self, *args) * 1.5
+
+
+def not_combined(right: Any, self: Any, sums: Any) -> None:
+    pass
+
+
+# Where, what, and for which cases
+BREAKS = {
+    "values": (tiled.RunningStatistics, "results", wrong_values, "log_probs", ("frozen", "trained", "in turn")),
+    "sums of all ranks": (tiled.RunningStatistics, "take_sums_", not_combined, "log_probs", ("frozen", "trained")),
+    "rescaling": (tiled.RunningStatistics, "fold_", times_1_5, "hidden states", ("frozen", "in turn")),
+    "recomputation": (tiled.Coefficients, "of_others_", times_1_5, "hidden states", ("trained",)),
+    "weight gradient": (tiled.Coefficients, "with_target_", times_1_5, "gradient of the weight", ("trained",)),
+}
+BROKEN = {
+    "tp, frozen": Case("tp", (3, 3), LOCAL_TP),
+    "tp, trained": Case("tp", (3, 3), LOCAL_TP, trained=True),
+    "fsdp, frozen": Case("fsdp", (3, 2), LOCAL),
+    "fsdp, trained": Case("fsdp", (3, 2), LOCAL, trained=True),
+    "fsdp, in turn": Case("fsdp", (12, 12), IN_TURN),
+}
+
+
+def broken(group: dist.ProcessGroup, case: Case, name: str) -> str:
+    where, what, wrong, *_ = BREAKS[name]
+    right = getattr(where, what)
+    with patch.object(where, what, lambda *args: wrong(right, *args)):
+        try:
+            scored_split(group, case, False)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [(name, case) for name in BREAKS for case in BROKEN if case.split(", ")[1] in BREAKS[name][-1]],
+)
+def test_the_check_of_the_first_batch_stops_a_broken_head_on_every_rank(ranks, name, case):
+    for message in ranks.run(broken, 2, BROKEN[case], name):
+        assert "disagrees with the dense definition on the first batch" in message
+        assert BREAKS[name][3] in message
