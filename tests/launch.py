@@ -20,7 +20,10 @@ from unittest.mock import patch
 
 import ranks
 
-_MULTI_GPU: dict[str, Any] = {"distributed_type": "MULTI_GPU", "mixed_precision": "no"}  # accelerate's word for torch.distributed.run
+_MULTI_GPU: dict[str, Any] = {
+    "distributed_type": "MULTI_GPU",
+    "mixed_precision": "no",
+}  # accelerate's word for torch.distributed.run
 _FSDP: dict[str, Any] = {
     "distributed_type": "FSDP",
     "mixed_precision": "no",
@@ -99,7 +102,6 @@ class LaunchedRank(ranks.Rank):
             # Else DeepSpeed compiles an all-reduce through shared memory, which only inference uses. Where it cannot be
             # compiled, gloo serves (deepspeed/comm/torch.py: build_shm_op). The table is open to edits (deepspeed/ops).
             import deepspeed.ops
-            import deepspeed.runtime.engine  # warns when it is imported
 
             deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
@@ -124,8 +126,9 @@ class LaunchedRank(ranks.Rank):
         accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
         assert dist.get_backend() == "gloo"
         assert accelerator.device.type == "cpu"
-        assert dist.get_world_size() == accelerator.num_processes == self.processes > 1
-        assert dist.get_rank() == accelerator.process_index == self.index
+        # The trainer's accelerator may count a tensor-parallel group as one process
+        assert dist.get_world_size() == accelerator.state.num_processes == self.processes > 1
+        assert dist.get_rank() == accelerator.state.process_index == self.index
         kind = (accelerator.distributed_type.value, *[of.__name__ for of in type(wrapped).__mro__])
         params = list(wrapped.parameters())
         if self.engine == "ddp":
@@ -259,12 +262,18 @@ def launch(
     import torch
 
     how = ENGINES[engine]
-    environment = os.environ | how.environment | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ranks.TESTS), str(ranks.TESTS.parent), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = (
+        os.environ
+        | how.environment
+        | {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                [str(ranks.TESTS), str(ranks.TESTS.parent), os.environ.get("PYTHONPATH", "")]
+            ),
+        }
+    )
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(_config(how, folder, processes))),
         *(__file__, "--script", str(script), "--engine", engine, "--folder", str(folder), *cases),

@@ -12,9 +12,10 @@ from .guarded_engine import GuardedEngineMixin
 from .head_arguments import HeadArguments
 from .packed import PackedMixin, padding_free_is_ours
 from .packing_arguments import PackingArguments
+from .tensor_parallel import TensorParallelMixin
 
 
-class ExactHeadMixin(PackedMixin, GuardedEngineMixin):
+class ExactHeadMixin(PackedMixin, GuardedEngineMixin, TensorParallelMixin):
     """Mixed in before a TRL trainer: its models are scored by our forward.
 
     Attributes:
