@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..compat import head_attached_by
+from ..passes import Decision
 from ..scoring import ScoringForward, ScoringOptions, attach_scoring_forward
 from .guarded_engine import GuardedEngineMixin
 from .head_arguments import HeadArguments
@@ -39,6 +40,12 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, TensorParallelMixin):
     def _config_among(positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """The trainer's `args`, wherever in the call they stand: DPO's and GRPO's positions differ."""
         return next((x for x in (*positional, *keywords.values()) if isinstance(x, TrainingArguments)), None)
+
+    def _head_decision(self) -> Decision:
+        """The row `head` of the plan: which rows of the head's weight the policy's last pass was scored with."""
+        how = {"tiled": "log-probs in tiles, without the logits", "dense": "from all logits of a batch at once"}
+        seen = self.scoring_forwards[0].head_rows or "where the rows of its weight lie is seen at each pass"
+        return Decision("head", "run", f"{how[self.head_arguments.head]}; {seen}.")
 
     def _entropy_requires_grad(self) -> bool:
         """Whether a term of the loss sends a gradient through the policy's entropy."""

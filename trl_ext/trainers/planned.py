@@ -21,6 +21,7 @@ class PlannedPassesMixin:
     _plan: Plan | None = None
     _packing_plan: Callable[[], PackingPlan]
     _engine_decision: Callable[[], Decision]
+    _head_decision: Callable[[], Decision]
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         self.skipped = Skipped()
@@ -49,7 +50,7 @@ class PlannedPassesMixin:
         plan, packing = self._plan or self._make_plan(), self._packing_plan()
         return dataclasses.replace(
             plan,
-            decisions=(self._engine_decision(), *plan.decisions, packing.decision),
+            decisions=(self._engine_decision(), *plan.decisions, packing.decision, self._head_decision()),
             warnings=(*plan.warnings, *packing.warnings),
         )
 
