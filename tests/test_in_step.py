@@ -57,7 +57,7 @@ class Calls(TrainerCallback):
             if with_gradient:
                 output.register_hook(self._back)
 
-        layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+        layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
         layers[-1].register_forward_hook(after)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
