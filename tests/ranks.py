@@ -1,4 +1,4 @@
-"""Runs cases of a test on several real processes over gloo, under DDP or FSDP2 on the CPU, and brings the results back.
+"""Runs cases of a test on several real processes over gloo, under an engine, and brings the results back.
 
 A test file holds `CASES`, from names to functions that take a [`Rank`], and asks for some of them with
 [`run_on_ranks`]: one launch of the ranks runs them all, one after another, because starting Python costs far more than
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 TESTS = Path(__file__).parent
 
@@ -41,6 +41,8 @@ ENGINES: dict[str, dict[str, str]] = {
         "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
         "FSDP_ACTIVATION_CHECKPOINTING": "false",
     },
+    # The case loads its model with a `DistributedConfig` of transformers, which splits it over two ranks
+    "tp": {"ACCELERATE_TORCH_DEVICE": "cpu"},
 }
 
 
@@ -50,7 +52,7 @@ class Rank:
     Attributes:
         index (`int`): of this process, from 0.
         processes (`int`): how many ranks there are.
-        engine (`str`): `"ddp"` or `"fsdp2"`.
+        engine (`str`): a name in `ENGINES`.
         folder (`Path`): shared by the ranks and by the cases of one launch.
     """
 
@@ -59,6 +61,11 @@ class Rank:
         self.engine = engine
         self.folder = folder
         self.checked = False
+
+    def prepare(self) -> None:
+        """What must happen in this process before the first case."""
+        if self.engine != "ddp":
+            be_like_gpus()
 
     def check(self, trainer: Any) -> None:
         """Assert that `trainer`, which has trained, did so under this engine, on this many ranks."""
@@ -71,11 +78,18 @@ class Rank:
         accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
         assert dist.get_backend() == "gloo"
         assert accelerator.device.type == "cpu"
-        assert dist.get_world_size() == accelerator.num_processes == self.processes
-        assert dist.get_rank() == accelerator.process_index == self.index
+        assert dist.get_world_size() == accelerator.state.num_processes == self.processes
+        assert dist.get_rank() == accelerator.state.process_index == self.index
         if self.engine == "ddp":
             assert accelerator.distributed_type == DistributedType.MULTI_CPU, accelerator.distributed_type
             assert type(wrapped) is DistributedDataParallel, type(wrapped)
+        elif self.engine == "tp":
+            assert accelerator.distributed_type == DistributedType.MULTI_GPU, accelerator.distributed_type
+            assert accelerator.parallelism_config.tp_size == 2
+            meshes = {param.device_mesh for param in wrapped.parameters() if isinstance(param.data, DTensor)}
+            assert meshes
+            assert all("tp" in mesh.mesh_dim_names for mesh in meshes), meshes
+            assert not isinstance(wrapped, DistributedDataParallel)
         else:
             assert accelerator.distributed_type == DistributedType.FSDP, accelerator.distributed_type
             assert accelerator.is_fsdp2
@@ -108,7 +122,7 @@ def run_on_ranks(
         _wait(ranks, folder, time.monotonic() + timeout)
     import torch
 
-    results = [torch.load(_file(folder, rank, "results"), weights_only=False) for rank in range(processes)]
+    results = [torch.load(file_of(folder, rank, "results"), weights_only=False) for rank in range(processes)]
     return {case: [of_rank[case] for of_rank in results] for case in cases}
 
 
@@ -154,7 +168,7 @@ def ends_of_ranks(
             for rank, process in enumerate(ranks):
                 if process.poll() is not None and rank not in ends:
                     first = time.monotonic() if first is None else first
-                    failure = _file(folder, rank, "failure")
+                    failure = file_of(folder, rank, "failure")
                     words = failure.read_text() if failure.exists() else ""
                     ends[rank] = End(process.poll(), time.monotonic() - first, words)
     return [ends[rank] for rank in sorted(ends)]
@@ -195,7 +209,7 @@ def _launched(
     try:
         for rank in range(processes):
             environment = {**os.environ, **ENGINES[engine], **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with _file(folder, rank, "output").open("wb") as output:
+            with file_of(folder, rank, "output").open("wb") as output:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
         yield ranks
     finally:
@@ -205,7 +219,7 @@ def _launched(
             process.wait()
 
 
-def _file(folder: Path, rank: int, what: str) -> Path:
+def file_of(folder: Path, rank: int, what: str) -> Path:
     return folder / f"rank{rank}.{what}"
 
 
@@ -230,7 +244,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -
     report += [stacks] if stacks else []
     for rank in range(len(ranks)):
         if not failures and not (timed_out and rank in hanging):
-            report.append(f"the end of rank {rank}'s output:\n{_file(folder, rank, 'output').read_text()[-4000:]}")
+            report.append(f"the end of rank {rank}'s output:\n{file_of(folder, rank, 'output').read_text()[-4000:]}")
     raise AssertionError(("The ranks hang. " if timed_out else "A rank failed. ") + "\n\n".join(report))
 
 
@@ -238,11 +252,12 @@ def _stacks(ranks: list[subprocess.Popen[bytes]], folder: Path, hanging: list[in
     for rank in hanging:
         ranks[rank].send_signal(signal.SIGUSR1)
     time.sleep(1)
-    return "\n\n".join(f"stack of rank {rank}:\n{_file(folder, rank, 'stack').read_text()}" for rank in hanging)
+    return "\n\n".join(f"stack of rank {rank}:\n{file_of(folder, rank, 'stack').read_text()}" for rank in hanging)
 
 
-def _turn_fsdp_on_without_an_accelerator() -> None:
-    """Accelerate takes FSDP for what GPUs do. Say that these ranks are such, over gloo; all that follows is its own."""
+def be_like_gpus() -> None:
+    """Accelerate has FSDP and tensor parallelism on GPUs alone. Say that these ranks are such, over gloo; all that
+    follows is its own."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -254,6 +269,7 @@ def _as_pytest_does() -> None:
     settings = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
     for line in settings["tool"]["pytest"]["ini_options"]["filterwarnings"]:
         action, message, category = (line.split(":") + ["", "Warning"])[:3] if ":" in line else (line, "", "Warning")
+        action = {"error": "default"}.get(action, action) if os.environ.get("EXPLORE") else action
         warnings.filterwarnings(action, message, getattr(builtins, category))
 
 
@@ -264,16 +280,20 @@ def _one_rank() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("cases", nargs="+")
     arguments = parser.parse_args()
-    rank = Rank(arguments.engine, arguments.folder)
-    faulthandler.register(signal.SIGUSR1, file=_file(rank.folder, rank.index, "stack").open("w"), all_threads=True)
+    serve(Rank(arguments.engine, arguments.folder), arguments.script, arguments.cases)
+
+
+def serve(rank: Rank, script: Path, cases: list[str]) -> NoReturn:
+    """Be this rank: run `cases` of `script`, leave their results or the failure in its folder, and end the process."""
+    faulthandler.register(signal.SIGUSR1, file=file_of(rank.folder, rank.index, "stack").open("w"), all_threads=True)
     try:
-        results = _run(rank, arguments.script, arguments.cases)
+        results = _run(rank, script, cases)
         import torch
 
-        torch.save(results, _file(rank.folder, rank.index, "results"))
+        torch.save(results, file_of(rank.folder, rank.index, "results"))
         status = 0
     except BaseException:
-        _file(rank.folder, rank.index, "failure").write_text(traceback.format_exc())
+        file_of(rank.folder, rank.index, "failure").write_text(traceback.format_exc())
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
@@ -288,8 +308,7 @@ def _run(rank: Rank, script: Path, cases: list[str]) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
 
     torch.set_num_threads(1)
-    if rank.engine == "fsdp2":
-        _turn_fsdp_on_without_an_accelerator()
+    rank.prepare()
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[script.stem] = module

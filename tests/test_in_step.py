@@ -189,9 +189,7 @@ def grpo(folder: Path, seed: int, processes: int, library: Any = trl_ext) -> Any
 TRAINERS = {"dpo": dpo, "grpo": grpo}
 
 
-def run(
-    folder: Path, kind: str, seed: int, processes: int = 2, library: Any = trl_ext
-) -> tuple[Any, dict[str, Any]]:
+def run(folder: Path, kind: str, seed: int, processes: int = 2, library: Any = trl_ext) -> tuple[Any, dict[str, Any]]:
     trainer = TRAINERS[kind](folder, seed, processes, library)
     calls = Calls()
     trainer.add_callback(calls)

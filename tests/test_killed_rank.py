@@ -189,7 +189,11 @@ def test_an_error_of_a_rank_is_its_own_and_named_to_the_others(
     [
         ("stopped", True, r"Rank 1 \(\S+, pid \d+\) does not answer: it was killed.* or hangs"),
         ("0-stopped", False, r"Rank 0 \(\S+\) does not answer, nor does the rendezvous store, which lies in it"),
-        ("sleeps", True, r"A collective failed, and every rank answers\. Rank 1 \(\S+, pid \d+\) is in `sleeps` \(.*test_killed_rank\.py:\d+\)\."),
+        (
+            "sleeps",
+            True,
+            r"A collective failed, and every rank answers\. Rank 1 \(\S+, pid \d+\) is in `sleeps` \(.*test_killed_rank\.py:\d+\)\.",
+        ),
     ],
 )
 def test_a_rank_that_hangs_is_named_after_the_timeout(
@@ -197,9 +201,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(
 ):
     monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
     hanging = 0 if case.startswith("0") else 1
-    (other,) = ends_of_ranks(
-        __file__, f"dpo-{case}", "ddp", tmp_path, launchers_store=launchers_store, stopped=hanging
-    )
+    (other,) = ends_of_ranks(__file__, f"dpo-{case}", "ddp", tmp_path, launchers_store=launchers_store, stopped=hanging)
     named(other, words)
 
 
