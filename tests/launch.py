@@ -20,7 +20,10 @@ from unittest.mock import patch
 
 import ranks
 
-_MULTI_GPU: dict[str, Any] = {"distributed_type": "MULTI_GPU", "mixed_precision": "no"}  # accelerate's word for torch.distributed.run
+_MULTI_GPU: dict[str, Any] = {
+    "distributed_type": "MULTI_GPU",
+    "mixed_precision": "no",
+}  # accelerate's word for torch.distributed.run
 _FSDP: dict[str, Any] = {
     "distributed_type": "FSDP",
     "mixed_precision": "no",
@@ -259,12 +262,18 @@ def launch(
     import torch
 
     how = ENGINES[engine]
-    environment = os.environ | how.environment | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ranks.TESTS), str(ranks.TESTS.parent), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = (
+        os.environ
+        | how.environment
+        | {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                [str(ranks.TESTS), str(ranks.TESTS.parent), os.environ.get("PYTHONPATH", "")]
+            ),
+        }
+    )
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(_config(how, folder, processes))),
         *(__file__, "--script", str(script), "--engine", engine, "--folder", str(folder), *cases),

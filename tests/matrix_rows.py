@@ -176,7 +176,9 @@ def _policy(engine: Engine, mode: str, path: Path) -> Any:
 def _dpo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
     arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
     config = trainers.dpo_config(**_config(engine, per_device), model_init_kwargs=arguments)
-    return trainers.dpo_trainer(_policy(engine, mode, path), args=config, train_dataset=preferences(STEPS * ACCUMULATION * MICRO_BATCH, seed=1))
+    return trainers.dpo_trainer(
+        _policy(engine, mode, path), args=config, train_dataset=preferences(STEPS * ACCUMULATION * MICRO_BATCH, seed=1)
+    )
 
 
 def _grpo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:

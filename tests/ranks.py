@@ -1,4 +1,4 @@
-"""Runs cases of a test on several real processes over gloo, under DDP or FSDP2 on the CPU, and brings the results back.
+"""Runs cases of a test on several real processes over gloo, under an engine, and brings the results back.
 
 A test file holds `CASES`, from names to functions that take a [`Rank`], and asks for some of them with
 [`run_on_ranks`]: one launch of the ranks runs them all, one after another, because starting Python costs far more than
@@ -18,10 +18,11 @@ import time
 import tomllib
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 TESTS = Path(__file__).parent
 
@@ -40,6 +41,8 @@ ENGINES: dict[str, dict[str, str]] = {
         "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
         "FSDP_ACTIVATION_CHECKPOINTING": "false",
     },
+    # The case loads its model with a `DistributedConfig` of transformers, which splits it over two ranks
+    "tp": {"ACCELERATE_TORCH_DEVICE": "cpu"},
 }
 
 
@@ -49,7 +52,7 @@ class Rank:
     Attributes:
         index (`int`): of this process, from 0.
         processes (`int`): how many ranks there are.
-        engine (`str`): `"ddp"` or `"fsdp2"`.
+        engine (`str`): a name in `ENGINES`.
         folder (`Path`): shared by the ranks and by the cases of one launch.
     """
 
@@ -75,11 +78,18 @@ class Rank:
         accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
         assert dist.get_backend() == "gloo"
         assert accelerator.device.type == "cpu"
-        assert dist.get_world_size() == accelerator.num_processes == self.processes
-        assert dist.get_rank() == accelerator.process_index == self.index
+        assert dist.get_world_size() == accelerator.state.num_processes == self.processes
+        assert dist.get_rank() == accelerator.state.process_index == self.index
         if self.engine == "ddp":
             assert accelerator.distributed_type == DistributedType.MULTI_CPU, accelerator.distributed_type
             assert type(wrapped) is DistributedDataParallel, type(wrapped)
+        elif self.engine == "tp":
+            assert accelerator.distributed_type == DistributedType.MULTI_GPU, accelerator.distributed_type
+            assert accelerator.parallelism_config.tp_size == 2
+            meshes = {param.device_mesh for param in wrapped.parameters() if isinstance(param.data, DTensor)}
+            assert meshes
+            assert all("tp" in mesh.mesh_dim_names for mesh in meshes), meshes
+            assert not isinstance(wrapped, DistributedDataParallel)
         else:
             assert accelerator.distributed_type == DistributedType.FSDP, accelerator.distributed_type
             assert accelerator.is_fsdp2
@@ -108,14 +118,82 @@ def run_on_ranks(
         `AssertionError`: a rank failed (with the traceback of the one that failed first), or the ranks did not end in
         time (with the stack of each). No process is left behind.
     """
+    with _launched(script, cases, engine, folder, processes, timeout) as ranks:
+        _wait(ranks, folder, time.monotonic() + timeout)
+    import torch
+
+    results = [torch.load(file_of(folder, rank, "results"), weights_only=False) for rank in range(processes)]
+    return {case: [of_rank[case] for of_rank in results] for case in cases}
+
+
+class End(NamedTuple):
+    """How a rank ended.
+
+    Args:
+        status (`int`): its exit status, less than 0 where a signal ended it.
+        seconds (`float`): from the first end of a rank to this.
+        failure (`str`): the traceback it failed with, else empty.
+    """
+
+    status: int
+    seconds: float
+    failure: str
+
+
+def ends_of_ranks(
+    script: Path | str,
+    case: str,
+    engine: str,
+    folder: Path,
+    processes: int = 2,
+    timeout: float = 120.0,
+    launchers_store: bool = True,
+    stopped: int | None = None,
+) -> list[End]:
+    """As [`run_on_ranks`], for a case that is meant to fail: how each rank ended.
+
+    Args:
+        launchers_store (`bool`): whether the rendezvous store outlives rank 0, as under torchrun; else it lies in it.
+        stopped (`int`, *optional*): a rank that stops itself, and is not waited for. Its end is not among the result.
+    """
+    ends: dict[int, End] = {}
+    first = None
+    deadline = time.monotonic() + timeout
+    with _launched(script, [case], engine, folder, processes, timeout, launchers_store) as ranks:
+        while len(ends) < processes - (stopped is not None):
+            assert time.monotonic() < deadline, f"The ranks hang; those that ended: {ends}"
+            time.sleep(0.05)
+            for rank, process in enumerate(ranks):
+                if process.poll() is not None and rank not in ends:
+                    first = time.monotonic() if first is None else first
+                    failure = file_of(folder, rank, "failure")
+                    words = failure.read_text() if failure.exists() else ""
+                    ends[rank] = End(process.poll(), time.monotonic() - first, words)
+    return [ends[rank] for rank in sorted(ends)]
+
+
+@contextmanager
+def _launched(
+    script: Path | str,
+    cases: Sequence[str],
+    engine: str,
+    folder: Path,
+    processes: int,
+    timeout: float,
+    launchers_store: bool = True,
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The ranks, started; none of them is left behind."""
     from torch.distributed import TCPStore
 
     # The store is ours, on a port that the system chose, so no other process can take the port before rank 0 does
     store = TCPStore("127.0.0.1", 0, processes, True, timedelta(seconds=timeout), wait_for_workers=False)
+    port = store.port
+    if not launchers_store:
+        del store
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(launchers_store),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
@@ -131,16 +209,12 @@ def run_on_ranks(
             environment = {**os.environ, **ENGINES[engine], **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with file_of(folder, rank, "output").open("wb") as output:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-        _wait(ranks, folder, time.monotonic() + timeout)
+        yield ranks
     finally:
         for process in ranks:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    import torch
-
-    results = [torch.load(file_of(folder, rank, "results"), weights_only=False) for rank in range(processes)]
-    return {case: [of_rank[case] for of_rank in results] for case in cases}
 
 
 def file_of(folder: Path, rank: int, what: str) -> Path:

@@ -35,6 +35,9 @@ __all__ = [
     "FusedCausalLMOutput",
     "GRPOInternals",
     "OwnReference",
+    "TensorParallelInternals",
+    "adapters_made_by",
+    "gathered_by",
     "head_attached_by",
     "loaded_models_recorded",
     "maybe_gather_lm_head_ctx",
@@ -129,6 +132,39 @@ def loaded_models_recorded(trainer_class: type) -> Iterator[list[Loaded]]:
     finally:
         module.create_model_from_path, module.hash_module = original, hash_module
         loaded.clear()
+
+
+class TensorParallelInternals:
+    """Mixed in before a TRL trainer: what of its private attributes counts the ranks of a tensor-parallel group."""
+
+    def _tokens_are_counted_once(self) -> None:
+        """Tell TRL that its gathered counts hold each token once."""
+        if hasattr(self, "_tp_size"):  # DPO's
+            self._tp_size = 1
+
+
+@contextmanager
+def adapters_made_by(make: Callable[..., Any], trainer_class: type) -> Iterator[None]:
+    """Within, `trainer_class.__init__` puts an adapter on its model with `make(get_peft_model, model, config, ...)`."""
+    module: Any = sys.modules[trainer_class.__module__]
+    original = module.get_peft_model
+    module.get_peft_model = partial(make, original)
+    try:
+        yield
+    finally:
+        module.get_peft_model = original
+
+
+@contextmanager
+def gathered_by(accelerator: Any, trainer_class: type) -> Iterator[None]:
+    """Within, what `trainer_class` gathers by its module's names, it gathers by the methods of `accelerator`."""
+    module: Any = sys.modules[trainer_class.__module__]
+    gather, gather_object = module.gather, module.gather_object
+    module.gather, module.gather_object = accelerator.gather, accelerator.gather_object
+    try:
+        yield
+    finally:
+        module.gather, module.gather_object = gather, gather_object
 
 
 class OwnReference:
@@ -242,6 +278,8 @@ class GRPOInternals:
     _rewards_per_function: torch.Tensor
     _window_began = 0  # the micro-batch, counted from the first of all, with which the present window began
     _get_per_token_logps_and_entropies: Callable[..., Any]
+    # Called with what a turn of generation is given, with what it gives, and with what all turns together give
+    _agreed: Callable[[Any], Any]
     vllm_importance_sampling_correction: bool
     _metrics: dict[str, dict[str, list[float]]]
 
@@ -320,6 +358,7 @@ class GRPOInternals:
     def _draw(self, inputs: Any) -> dict[str, Any]:
         """Completions of `inputs`, rewarded, without log-probs."""
         generate, calculate_rewards = self._generate, self._calculate_rewards  # type: ignore[attr-defined]
+        generate_turn = self._generate_single_turn  # type: ignore[attr-defined]
         # The user's rollout and reward functions may run passes of their own
         undeferred = partial(
             self._in_place_of, _get_per_token_logps_and_entropies=self._get_per_token_logps_and_entropies
@@ -334,8 +373,11 @@ class GRPOInternals:
             return self._rewards_per_function
 
         def generated(*positional: Any, **keywords: Any) -> Any:
-            with undeferred():
-                return generate(*positional, **keywords)
+            with undeferred(), self._in_place_of(_generate_single_turn=turn):
+                return self._agreed(generate(*positional, **keywords))
+
+        def turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
+            return self._agreed(generate_turn(self._agreed(prompt_ids), *positional, **keywords))
 
         # Without the correction TRL forms no ratio, which would need the old policy's log-probs
         correction = self.vllm_importance_sampling_correction

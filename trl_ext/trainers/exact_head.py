@@ -11,9 +11,10 @@ from ..scoring import ScoringForward, ScoringOptions, attach_scoring_forward
 from .head_arguments import HeadArguments
 from .packed import PackedMixin, padding_free_is_ours
 from .packing_arguments import PackingArguments
+from .tensor_parallel import TensorParallelMixin
 
 
-class ExactHeadMixin(PackedMixin):
+class ExactHeadMixin(PackedMixin, TensorParallelMixin):
     """Mixed in before a TRL trainer: its models are scored by our forward.
 
     Attributes:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from ..engines.roll_call import roll_call
 from ..passes import PackingPlan, Plan, Skipped
 
 logger = logging.getLogger("trl_ext")
@@ -50,14 +51,19 @@ class PlannedPassesMixin:
         )
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
-        """TRL's own, after the plan was made and logged."""
+        """TRL's own, after the plan was made and logged.
+
+        Raises:
+            `RankError`: a collective failed because of another rank, which the message names.
+        """
         self._plan = self._make_plan()
         if self.accelerator.is_main_process:  # type: ignore[attr-defined]
             plan = self.explain()
             _show(f"{type(self).__name__}: what runs, and why\n{plan}")
             for warning in plan.warnings:
                 logger.warning(warning)
-        return super().train(*positional, **keywords)  # type: ignore[misc]
+        with roll_call():
+            return super().train(*positional, **keywords)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's own, with `skipped/*`: totals since the last log, of all ranks."""
