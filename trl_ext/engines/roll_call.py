@@ -85,7 +85,7 @@ class _Attendant:
         self._trains = threading.get_ident()
         # One client takes one request at a time, and the collectives' own may wait in one. New clients would try for
         # long to reach a store that is gone.
-        self._of_thread, self._store = (store.clone()  # type: ignore[attr-defined] for _ in range(2))
+        self._of_thread, self._store = (store.clone() for _ in range(2))  # type: ignore[attr-defined]
         for client in (self._of_thread, self._store):
             client.set_timeout(timedelta(seconds=3 * _PATIENCE))
         self._name = f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"

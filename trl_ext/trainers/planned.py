@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..engines.roll_call import roll_call
-from ..passes import PackingPlan, Plan, Skipped
+from ..passes import Decision, PackingPlan, Plan, Skipped
 
 logger = logging.getLogger("trl_ext")
 
@@ -20,6 +20,8 @@ class PlannedPassesMixin:
 
     _plan: Plan | None = None
     _packing_plan: Callable[[], PackingPlan]
+    _engine_decision: Callable[[], Decision]
+    _head_decision: Callable[[], Decision]
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         self.skipped = Skipped()
@@ -41,13 +43,15 @@ class PlannedPassesMixin:
         return self._plan
 
     def explain(self) -> Plan:
-        """Which log-prob passes run, are reused or are skipped, which tokens are fed, and why.
+        """Which engine runs; which log-prob passes run, are reused or are skipped, which tokens are fed; and why.
 
         `print(trainer.explain())` shows a table. Before training it speaks of the arguments as they are now.
         """
         plan, packing = self._plan or self._make_plan(), self._packing_plan()
         return dataclasses.replace(
-            plan, decisions=(*plan.decisions, packing.decision), warnings=(*plan.warnings, *packing.warnings)
+            plan,
+            decisions=(self._engine_decision(), *plan.decisions, packing.decision, self._head_decision()),
+            warnings=(*plan.warnings, *packing.warnings),
         )
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
