@@ -33,7 +33,7 @@ class TensorParallelMixin(TensorParallelInternals):
         self.tensor_parallel = TensorParallel.of(self.model)  # type: ignore[attr-defined]
         if self.tensor_parallel is not None:
             complete_adapters(self.model)  # type: ignore[attr-defined]
-            self.accelerator: Any = OncePerCopy(self.accelerator, self.tensor_parallel)
+            self.accelerator: Any = OncePerCopy(self.accelerator, self.tensor_parallel, self.model)  # type: ignore[attr-defined]
             # Transformers has bound the other's already, for the first evaluation
             by_objects = self.args.eval_use_gather_object  # type: ignore[attr-defined]
             self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=by_objects)
