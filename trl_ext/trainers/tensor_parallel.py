@@ -32,8 +32,9 @@ class TensorParallelMixin(TensorParallelInternals):
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.tensor_parallel = TensorParallel.of(self.model)  # type: ignore[attr-defined]
         if self.tensor_parallel is not None:
-            complete_adapters(self.model)  # type: ignore[attr-defined]
-            self.accelerator: Any = OncePerCopy(self.accelerator, self.tensor_parallel, self.model)  # type: ignore[attr-defined]
+            model: Any = self.model  # type: ignore[attr-defined]
+            complete_adapters(model, self.tensor_parallel)
+            self.accelerator: Any = OncePerCopy(self.accelerator, self.tensor_parallel, model)
             # Transformers has bound the other's already, for the first evaluation
             by_objects = self.args.eval_use_gather_object  # type: ignore[attr-defined]
             self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=by_objects)
@@ -54,7 +55,7 @@ def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywor
     ranks = TensorParallel.of(model)
     if ranks is None:
         return make(model, config, *positional, **keywords)
-    check_adapter(config)
+    check_adapter(config, ranks)
     made = make(model, config, *positional, **keywords)
     draw_adapters(made, ranks)
     return made
