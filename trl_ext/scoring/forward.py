@@ -148,6 +148,7 @@ class ScoringForward:
         rows = rows_of_head(
             lm_head,
             hidden_NH,
+            outputs=outputs,
             whole=options.head == "dense",
             gradient=torch.is_grad_enabled(),
             entropy_grad=options.entropy_requires_grad and "entropy" in outputs,
