@@ -57,7 +57,7 @@ class Calls(TrainerCallback):
             if with_gradient:
                 output.register_hook(self._back)
 
-        layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+        layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
         layers[-1].register_forward_hook(after)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -134,9 +134,9 @@ def dpo(folder: Path, seed: int, processes: int, library: Any = trl_ext) -> Any:
     a_rank = draw.choice([1, 2])
     config |= {"loss_type": [loss_type], **DPO_LOSSES[loss_type]}
     config |= {"max_length": draw.choice([None, 6]), "precompute_ref_log_probs": draw.random() < 0.3}
-    if library is trl_ext:
-        config["reference_store"] = "memory" if config["precompute_ref_log_probs"] else draw.choice(["memory", "off"])
-        config |= {"padding_free": draw.choice([None, False]), "share_prompts": draw.choice([None, False])}
+    store = "memory" if config["precompute_ref_log_probs"] else draw.choice(["memory", "off"])
+    fed = {"padding_free": draw.choice([None, False]), "share_prompts": draw.choice([None, False])}
+    config |= {"reference_store": store, **fed} if library is trl_ext else {}
     collator = SomeUnlabelled(pad_token_id=0, max_length=config["max_length"])
     collator.marks = frozenset(draw.sample(range(3, 97), 30))
     torch.manual_seed(0)
