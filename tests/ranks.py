@@ -40,6 +40,16 @@ ENGINES: dict[str, dict[str, str]] = {
         "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
         "FSDP_ACTIVATION_CHECKPOINTING": "false",
     },
+    **{
+        f"zero{stage}": {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+            "DS_ACCELERATOR": "cpu",
+        }
+        for stage in (1, 2, 3)
+    },
 }
 
 
@@ -75,6 +85,9 @@ class Rank:
         if self.engine == "ddp":
             assert accelerator.distributed_type == DistributedType.MULTI_CPU, accelerator.distributed_type
             assert type(wrapped) is DistributedDataParallel, type(wrapped)
+        elif self.engine.startswith("zero"):
+            assert accelerator.distributed_type == DistributedType.DEEPSPEED, accelerator.distributed_type
+            assert wrapped.zero_optimization_stage() == int(self.engine[-1])
         else:
             assert accelerator.distributed_type == DistributedType.FSDP, accelerator.distributed_type
             assert accelerator.is_fsdp2

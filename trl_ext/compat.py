@@ -35,10 +35,12 @@ __all__ = [
     "FusedCausalLMOutput",
     "GRPOInternals",
     "OwnReference",
+    "WholeBatches",
     "head_attached_by",
     "loaded_models_recorded",
     "maybe_gather_lm_head_ctx",
     "reference_pass",
+    "sequence_parallelism_hidden",
     "unrecorded_pass",
 ]
 
@@ -223,6 +225,63 @@ class OwnReference:
 
 
 _REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+class WholeBatches:
+    """Mixed in before a TRL trainer: what TRL and transformers do where several ranks are given the same batch.
+
+    Both take it that sequence parallelism splits batches before the trainer meets them.
+    """
+
+    _ranks_alike = 1
+    accelerator: Any
+    args: Any
+    model: Any
+
+    def _ranks_given_the_same(self, ranks: int) -> None:
+        """Count once what `ranks` ranks are given alike."""
+        self._ranks_alike = ranks
+        self._tp_size = ranks  # by which TRL's DPO divides its count of tokens
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        """The batch as it is, for our scoring forward to split."""
+        if self._ranks_alike == 1:
+            return super()._prepare_context_parallel_inputs(model, inputs)  # type: ignore[misc]
+        return nullcontext, inputs
+
+    def get_sp_size(self) -> int:
+        """How many micro-batches transformers makes of one that the data loader gives."""
+        return 1 if self._ranks_alike > 1 else super().get_sp_size()  # type: ignore[misc, no-any-return]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Transformers' own, in which the ranks of a group count once."""
+        total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        config = self.accelerator.parallelism_config
+        return total // config.sp_size if self._ranks_alike > 1 else total
+
+    @contextmanager
+    def _generation_batch_of_groups(self) -> Iterator[None]:
+        """Within, TRL's GRPO takes groups of ranks for ranks where it lays out the prompts of a generation batch."""
+        whole = getattr(self.args, "generation_batch_size", None)
+        if whole is not None:
+            self.args.generation_batch_size = whole // self._ranks_alike
+        try:
+            yield
+        finally:
+            if whole is not None:
+                self.args.generation_batch_size = whole
+
+
+@contextmanager
+def sequence_parallelism_hidden(config: Any) -> Iterator[None]:
+    """Within, TRL's `GRPOConfig` does not find the context or sequence parallelism that it refuses."""
+    asked = config.parallelism_config
+    if asked is not None and (asked.cp_enabled or asked.sp_enabled):
+        config.parallelism_config = None
+    try:
+        yield
+    finally:
+        config.parallelism_config = asked
 
 
 class GRPOInternals:

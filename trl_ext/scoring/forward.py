@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 from ..dropout import has_dropout
+from ..engines.sequence_parallel import SequenceGroup, Shard, with_gradient_times
 from ..heads import LinearLogProbs, LogitTransform, run_head
 from ..packing import Layout, Packing, picked
 from .families import logit_transform
@@ -54,7 +55,10 @@ class ScoringForward:
     Attributes:
         used (`bool`): set on every call, for a caller to reset and look at.
         packing (`Packing`): feeds the batch as one row, where the model can.
+        sequence_group (`SequenceGroup`, *optional*): the ranks over which the tokens of a row are split.
     """
+
+    sequence_group: SequenceGroup | None = None
 
     def __init__(self, model: nn.Module, options: ScoringOptions) -> None:
         self.options = options
@@ -96,6 +100,7 @@ class ScoringForward:
             shift_labels = labels[:, 1:]
             predicts_BS = torch.nn.functional.pad(shift_labels != -100, (0, 1))
             layout = self.packing.layout(model, args, kwargs, predicts_BS, share=self._may_share(model))
+        shard, factor = self._split(layout, kwargs.get("input_ids"), kwargs.get("attention_mask"), shift_labels)
         # Backbone and head are looked up on each call: FSDP and PEFT replace them after the forward was attached
         if layout is None:
             backbone_outputs = _backbone(model)(*args, **kwargs)
@@ -107,17 +112,26 @@ class ScoringForward:
         device = lm_head.weight.device
         shift_labels = shift_labels.to(device)
         mask_BS = shift_labels != -100
+        targets_N = shift_labels[mask_BS]
         # A batch without labels stays in the graph this way: a zero that can be backpropagated
         outputs = self.options.outputs if head_outputs is None else head_outputs
         if layout is None:
             hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(device)[mask_BS]
         else:
-            at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)]
-            hidden_NH = picked(hidden.squeeze(0), at_N.to(hidden.device)).to(device)
-        scored = self._score(hidden_NH, lm_head, shift_labels[mask_BS], outputs)
+            at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)].to(hidden.device)
+            if shard is not None:
+                owner_N = shard.owner(at_N)
+                own_N = owner_N == shard.rank
+                at_N, targets_N = at_N[own_N] - shard.first, targets_N[own_N.to(device)]
+            hidden_NH = picked(hidden.squeeze(0), at_N).to(device)
+        scored = self._score(hidden_NH, lm_head, targets_N, outputs)._asdict()
+        if shard is not None:
+            scored = {name: None if x is None else shard.gathered(x, owner_N) for name, x in scored.items()}
         fields = {
-            name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x)
-            for name, x in scored._asdict().items()
+            name: None
+            if x is None
+            else with_gradient_times(x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x), factor)
+            for name, x in scored.items()
         }
         items = mask_BS.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         log_probs = fields["log_probs"]
@@ -126,9 +140,36 @@ class ScoringForward:
         aux_loss = None
         if kwargs.get("output_router_logits"):
             attention_mask = kwargs.get("attention_mask")
-            aux_loss = _router_loss(backbone_outputs.router_logits, text_config, attention_mask, layout)
+            router_logits = backbone_outputs.router_logits
+            if shard is not None:
+                router_logits = tuple(shard.whole(x.flatten(0, -2)) for x in router_logits)
+            aux_loss = _router_loss(router_logits, text_config, attention_mask, layout)
+            aux_loss = with_gradient_times(aux_loss, factor)
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
+
+    def _split(self, layout: Layout | None, *batch: Tensor | None) -> tuple[Shard | None, float]:
+        """This rank's shard of the row, and what the gradient is multiplied by.
+
+        Raises:
+            `RuntimeError`: a forward with gradients is fed another batch on another rank of the group.
+        """
+        group = self.sequence_group
+        if group is None or group.processes is None:
+            return None, 1.0
+        tokens = -1 if layout is None else layout.tokens
+        if not group.alike(*batch, torch.full((1,), tokens, device=group.device)):
+            if not torch.is_grad_enabled():  # as in evaluation: each rank scores its own batch
+                return None, 1.0
+            raise RuntimeError(
+                f"The {group.size} ranks that split the tokens of a batch (`{group.kind}_size`) were given different "
+                "batches. A data loader or collator of your own must give all of them the same, and what draws at "
+                "random must draw the same on each."
+            )
+        if layout is None:
+            return None, group.gradient_factor / group.size  # each rank scores all of it
+        layout.shard = shard = group.shard(tokens)
+        return shard, group.gradient_factor
 
     def _may_share(self, model: Any) -> bool:
         """Whether two rows that start alike are alike there: not where each has a dropout mask of its own."""

@@ -11,9 +11,10 @@ from ..scoring import ScoringForward, ScoringOptions, attach_scoring_forward
 from .head_arguments import HeadArguments
 from .packed import PackedMixin, padding_free_is_ours
 from .packing_arguments import PackingArguments
+from .sequence_split import SequenceSplitMixin
 
 
-class ExactHeadMixin(PackedMixin):
+class ExactHeadMixin(PackedMixin, SequenceSplitMixin):
     """Mixed in before a TRL trainer: its models are scored by our forward.
 
     Attributes:
@@ -32,6 +33,7 @@ class ExactHeadMixin(PackedMixin):
             super().__init__(*positional, **keywords)  # type: ignore[call-arg]
         self._tell_packing_of_the_run()  # a wrong argument is an error here, not at the first step
         self.padding_free = self._packing_plan().padding_free
+        self._meet_sequence_group()
 
     @staticmethod
     def _config_among(positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
