@@ -1,6 +1,7 @@
 """The tokens of a batch split over two ranks, by accelerate's context and sequence parallelism, train as on one."""
 
 import os
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,10 @@ def on_rank(method: Any, **options: Any) -> Any:
 
             parallel_state_sp._release_sequence_parallel_groups()
             groups.mpu = None
-        return method(rank, folder=rank.folder, engine=rank.engine, **options)
+        with warnings.catch_warnings():
+            if rank.engine != "fsdp2":
+                warnings.simplefilter("ignore")  # DeepSpeed imports and configures with many of its own
+            return method(rank, folder=rank.folder, engine=rank.engine, **options)
 
     return case
 

@@ -210,7 +210,7 @@ def _signature(x: Tensor) -> Tensor:
     bits = bits.long()
     places = torch.arange(1, bits.numel() + 1, device=x.device)
     mixed = (places * 6364136223846793005 + 1442695040888963407) * (bits + 1013904223)
-    sizes = torch.tensor([x.shape[0], x.numel()], device=x.device)
+    sizes = torch.tensor([x.shape[0] if x.dim() else 0, x.numel()], device=x.device)
     return torch.cat([sizes, bits.sum().view(1), (mixed ^ (mixed >> 29)).sum().view(1)])
 
 
