@@ -50,6 +50,8 @@ ENGINES: dict[str, dict[str, str]] = {
         }
         for stage in (1, 2, 3)
     },
+    # The case loads its model with a `DistributedConfig` of transformers, which splits it over two ranks
+    "tp": {"ACCELERATE_TORCH_DEVICE": "cpu"},
 }
 
 
@@ -184,8 +186,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -
     raise AssertionError(("The ranks hang. " if timed_out else "A rank failed. ") + "\n\n".join(report))
 
 
-def _turn_fsdp_on_without_an_accelerator() -> None:
-    """Accelerate takes FSDP for what GPUs do. Say that these ranks are such, over gloo; all that follows is its own."""
+def _be_like_gpus() -> None:
+    """Accelerate has FSDP and tensor parallelism on GPUs alone. Say that these ranks are such, over gloo; all that
+    follows is its own."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -231,8 +234,8 @@ def _run(rank: Rank, script: Path, cases: list[str]) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
 
     torch.set_num_threads(1)
-    if rank.engine == "fsdp2":
-        _turn_fsdp_on_without_an_accelerator()
+    if rank.engine in ("fsdp2", "tp"):
+        _be_like_gpus()
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[script.stem] = module

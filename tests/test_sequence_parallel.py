@@ -2,23 +2,19 @@
 
 import os
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import trl
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
 import trl_ext
-from ranks import Rank, run_on_ranks
+from ranks import Rank
 from rewards import id_reward
 from run_losses import Trainers
-from tiny import Workshop, lora_config, preferences, prompts, scripted_rollout
+from tiny import lora_config, preferences, prompts, scripted_rollout
 
 
 def trained(trainer: Any) -> dict[str, torch.Tensor]:

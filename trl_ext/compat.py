@@ -35,7 +35,9 @@ __all__ = [
     "FusedCausalLMOutput",
     "GRPOInternals",
     "OwnReference",
+    "TensorParallelInternals",
     "WholeBatches",
+    "gathered_by",
     "head_attached_by",
     "loaded_models_recorded",
     "maybe_gather_lm_head_ctx",
@@ -133,6 +135,27 @@ def loaded_models_recorded(trainer_class: type) -> Iterator[list[Loaded]]:
         loaded.clear()
 
 
+class TensorParallelInternals:
+    """Mixed in before a TRL trainer: what of its private attributes counts the ranks of a tensor-parallel group."""
+
+    def _tokens_are_counted_once(self) -> None:
+        """Tell TRL that its gathered counts hold each token once."""
+        if hasattr(self, "_tp_size"):  # DPO's
+            self._tp_size = 1
+
+
+@contextmanager
+def gathered_by(accelerator: Any, trainer_class: type) -> Iterator[None]:
+    """Within, what `trainer_class` gathers by its module's names, it gathers by the methods of `accelerator`."""
+    module: Any = sys.modules[trainer_class.__module__]
+    gather, gather_object = module.gather, module.gather_object
+    module.gather, module.gather_object = accelerator.gather, accelerator.gather_object
+    try:
+        yield
+    finally:
+        module.gather, module.gather_object = gather, gather_object
+
+
 class OwnReference:
     """Mixed in before TRL's `DPOTrainer`: its reference log-probs are asked for, and given, by the names below."""
 
@@ -228,48 +251,31 @@ _REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
 class WholeBatches:
-    """Mixed in before a TRL trainer: what TRL and transformers do where several ranks are given the same batch.
+    """Mixed in before a TRL trainer: what transformers does where the ranks of a sequence group get whole batches.
 
-    Both take it that sequence parallelism splits batches before the trainer meets them.
+    It takes it that batches are split over them before the trainer meets them.
     """
 
-    _ranks_alike = 1
+    _ranks_of_group = 1
     accelerator: Any
     args: Any
     model: Any
-
-    def _ranks_given_the_same(self, ranks: int) -> None:
-        """Count once what `ranks` ranks are given alike."""
-        self._ranks_alike = ranks
-        self._tp_size = ranks  # by which TRL's DPO divides its count of tokens
+    _mode: str
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
         """The batch as it is, for our scoring forward to split."""
-        if self._ranks_alike == 1:
+        if self._ranks_of_group == 1:
             return super()._prepare_context_parallel_inputs(model, inputs)  # type: ignore[misc]
         return nullcontext, inputs
 
     def get_sp_size(self) -> int:
-        """How many micro-batches transformers makes of one that the data loader gives."""
-        return 1 if self._ranks_alike > 1 else super().get_sp_size()  # type: ignore[misc, no-any-return]
+        """How many micro-batches are made of each that a data loader gives."""
+        return 1 if self._ranks_of_group > 1 else super().get_sp_size()  # type: ignore[misc, no-any-return]
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Transformers' own, in which the ranks of a group count once."""
         total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
-        config = self.accelerator.parallelism_config
-        return total // config.sp_size if self._ranks_alike > 1 else total
-
-    @contextmanager
-    def _generation_batch_of_groups(self) -> Iterator[None]:
-        """Within, TRL's GRPO takes groups of ranks for ranks where it lays out the prompts of a generation batch."""
-        whole = getattr(self.args, "generation_batch_size", None)
-        if whole is not None:
-            self.args.generation_batch_size = whole // self._ranks_alike
-        try:
-            yield
-        finally:
-            if whole is not None:
-                self.args.generation_batch_size = whole
+        return total // self.accelerator.parallelism_config.sp_size if self._ranks_of_group > 1 else total
 
 
 @contextmanager
@@ -314,6 +320,10 @@ class GRPOInternals:
 
     def _about_to_visit(self) -> None:
         """Called in training before each micro-batch."""
+
+    def _agreed(self, value: Any) -> Any:
+        """Called with what a turn of generation is given, with what it gives, and with what all turns together give."""
+        return value
 
     @contextmanager
     def _in_place_of(self, **methods: Callable[..., Any]) -> Iterator[None]:
@@ -379,6 +389,7 @@ class GRPOInternals:
     def _draw(self, inputs: Any) -> dict[str, Any]:
         """Completions of `inputs`, rewarded, without log-probs."""
         generate, calculate_rewards = self._generate, self._calculate_rewards  # type: ignore[attr-defined]
+        generate_turn = self._generate_single_turn  # type: ignore[attr-defined]
         # The user's rollout and reward functions may run passes of their own
         undeferred = partial(
             self._in_place_of, _get_per_token_logps_and_entropies=self._get_per_token_logps_and_entropies
@@ -393,8 +404,11 @@ class GRPOInternals:
             return self._rewards_per_function
 
         def generated(*positional: Any, **keywords: Any) -> Any:
-            with undeferred():
-                return generate(*positional, **keywords)
+            with undeferred(), self._in_place_of(_generate_single_turn=turn):
+                return self._agreed(generate(*positional, **keywords))
+
+        def turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
+            return self._agreed(generate_turn(self._agreed(prompt_ids), *positional, **keywords))
 
         # Without the correction TRL forms no ratio, which would need the old policy's log-probs
         correction = self.vllm_importance_sampling_correction

@@ -7,18 +7,17 @@ batches and its attention are not used: docs/sequence-parallel.md says why, line
 Dimensions: T tokens, n ranks, c = ceil(T / n) tokens of each, A heads, D features of a head.
 """
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
 from torch import Tensor
+
+from .tensor_parallel import TensorParallel
 
 
 class SequenceGroup:
@@ -58,6 +57,12 @@ class SequenceGroup:
         return parallel_state_sp._SEQUENCE_PARALLEL_GROUP  # type: ignore[no-any-return]
 
     @property
+    def ranks(self) -> TensorParallel:
+        """The group as one of ranks that do the same; which such a group is outside the forward."""
+        index, processes = self._accelerator.process_index, self._accelerator.num_processes
+        return TensorParallel(self.processes, self.rank, self.size, index // self.size, processes // self.size)
+
+    @property
     def device(self) -> torch.device:
         """Of this process."""
         return self._accelerator.device  # type: ignore[no-any-return]
@@ -69,17 +74,6 @@ class SequenceGroup:
         others = torch.empty((self.size, *signature.shape), dtype=signature.dtype, device=signature.device)
         dist.all_gather(list(others.unbind()), signature, group=self.processes)
         return bool((others == signature).all())
-
-    def draw_alike(self) -> None:
-        """Put the random number generators of all ranks in the state that those of the group's first rank have."""
-        devices = [] if self.device.type == "cpu" else [torch.get_device_module(self.device).get_rng_state(self.device)]
-        states = [random.getstate(), np.random.get_state(), torch.get_rng_state(), devices]
-        dist.broadcast_object_list(states, group=self.processes, group_src=0, device=self.device)
-        random.setstate(states[0])  # type: ignore[arg-type]
-        np.random.set_state(states[1])  # type: ignore[arg-type]
-        torch.set_rng_state(states[2])  # type: ignore[arg-type]
-        for state in states[3]:  # type: ignore[attr-defined]
-            torch.get_device_module(self.device).set_rng_state(state, self.device)
 
     def shard(self, tokens: int) -> "Shard":
         """What of a row of `tokens` tokens is this rank's."""
@@ -220,8 +214,8 @@ def batches_stay_whole(accelerator: Any, group: SequenceGroup) -> None:
         # Its hooks would take the attention mask from every layer, also in generation, where rows begin with padding
         accelerator._prepare_cp = lambda *args: args
         return
-    handler = accelerator.parallelism_config.sp_handler
-    name = handler.sp_attn_implementation
+    _loaders_are_of_groups(accelerator, group)
+    name = accelerator.parallelism_config.sp_handler.sp_attn_implementation
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attention: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(name)
@@ -240,20 +234,18 @@ def batches_stay_whole(accelerator: Any, group: SequenceGroup) -> None:
     accelerator.deepspeed_ulysses_dl_adapter = loader_as_it_is
 
 
-@contextmanager
-def loader_of_group(accelerator: Any, group: SequenceGroup | None) -> Iterator[None]:
-    """Within, a data loader that accelerate prepares gives every rank of a group the same batches."""
-    if group is None or group.kind == "cp":  # accelerate does so by itself
-        yield
-        return
-    index, processes = accelerator.process_index // group.size, accelerator.num_processes // group.size
+def _loaders_are_of_groups(accelerator: Any, group: SequenceGroup) -> None:
+    """Have accelerate prepare data loaders that give every rank of a group the same, as for context parallelism."""
+    ranks = group.ranks
 
     def prepared(loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader
         placed = prepare_data_loader(
             loader,
             accelerator.device,
-            num_processes=processes,
-            process_index=index,
+            num_processes=ranks.copies,
+            process_index=ranks.copy,
             split_batches=accelerator.split_batches,
             put_on_device=accelerator.device_placement if device_placement is None else device_placement,
             rng_types=accelerator.rng_types.copy(),
@@ -269,10 +261,6 @@ def loader_of_group(accelerator: Any, group: SequenceGroup | None) -> Iterator[N
         return placed
 
     accelerator.prepare_data_loader = prepared
-    try:
-        yield
-    finally:
-        del accelerator.prepare_data_loader
 
 
 def why_not_split(accelerator: Any, group: SequenceGroup, config: Any) -> str | None:

@@ -1,20 +1,31 @@
 """Hidden states to per-token log-probs and statistics of the logits. Knows torch only."""
 
 from .dense import dense_logits, log_probs_of
+from .exchange import OwnTokens, SameTokens, tokens_of_ranks
 from .linear_log_probs import HEADS, linear_log_probs, operand_dtype, run_head
 from .logits import LogitTransform
 from .outputs import OUTPUTS, LinearLogProbs
-from .tiled import tiled_log_probs
+from .rows import Block, RowsHere, RowsInTurn
+from .tiled import Head, tiled_log_probs
+from .vocabulary import VocabularyShard
 
 __all__ = [
     "HEADS",
     "OUTPUTS",
+    "Block",
+    "Head",
     "LinearLogProbs",
     "LogitTransform",
+    "OwnTokens",
+    "RowsHere",
+    "RowsInTurn",
+    "SameTokens",
+    "VocabularyShard",
     "dense_logits",
     "linear_log_probs",
     "log_probs_of",
     "operand_dtype",
     "run_head",
     "tiled_log_probs",
+    "tokens_of_ranks",
 ]

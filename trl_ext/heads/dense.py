@@ -26,10 +26,9 @@ def dense_log_probs(
     *,
     operand_dtype: torch.dtype,
     entropy_requires_grad: bool = False,
-    chunk_size: int | None = None,
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> LinearLogProbs:
-    """Per-token results from the whole (N, V) matrix of logits. `chunk_size` has no meaning here."""
+    """Per-token results from the whole (N, V) matrix of logits."""
     accumulate = statistics_dtype(operand_dtype)
     logits_NV = dense_logits(hidden, weight, bias, transform, operand_dtype, accumulate, readable)
     return log_probs_of(logits_NV, targets, outputs, entropy_requires_grad=entropy_requires_grad)

@@ -6,14 +6,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .dense import dense_log_probs
 from .logits import LogitTransform
 from .outputs import OUTPUTS, LinearLogProbs
-from .tiled import tiled_log_probs
+from .tiled import Head, tiled_log_probs
+from .vocabulary import VocabularyShard, shard_of_group
 
-HEADS = {"tiled": tiled_log_probs, "dense": dense_log_probs}
+HEADS = ("tiled", "dense")
 
 
 def linear_log_probs(
@@ -28,6 +30,10 @@ def linear_log_probs(
     outputs: tuple[str, ...] = ("log_probs",),
     entropy_requires_grad: bool = False,
     chunk_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    first_class: int = 0,
+    vocab_size: int | None = None,
+    own_tokens: bool = False,
 ) -> LinearLogProbs:
     """Per-token log-probabilities of `targets` under `softmax(z)`, straight from hidden states, without the logits.
 
@@ -39,13 +45,13 @@ def linear_log_probs(
         hidden (`torch.Tensor` of shape `(..., H)`):
             Hidden states, bf16, fp16, fp32 or float64.
         weight (`torch.Tensor` of shape `(V, H)`):
-            Weight of the head, V at least 2. Of hidden and weight, the wider dtype is that of the operands; under
-            autocast both are cast to autocast's dtype (unless float64) and the head's own arithmetic runs with
-            autocast and TF32 off.
+            Weight of the head, V at least 2; with `group` this rank's rows of it, also none. Of hidden and weight, the
+            wider dtype is that of the operands; under autocast both are cast to autocast's dtype (unless float64) and
+            the head's own arithmetic runs with autocast and TF32 off.
         targets (`torch.Tensor` of shape `(...)`):
             Class ids in `[0, V)`, integer. Out of range they raise on the CPU and give NaN on other devices.
         bias (`torch.Tensor` of shape `(V,)`, *optional*):
-            Bias of the head.
+            Bias of the head, as many as `weight` has rows.
         temperature (`float`, *optional*, defaults to `1.0`):
             What the logits are divided by, last.
         logit_scale (`float`, *optional*, defaults to `1.0`):
@@ -59,16 +65,28 @@ def linear_log_probs(
             in the forward (two matrix products in all); with it, or with a trained weight, tiles are recomputed.
         chunk_size (`int`, *optional*):
             Tokens in a tile. None chooses it.
+        group (`torch.distributed.ProcessGroup`, *optional*):
+            Ranks over which the rows of the weight are spread, consecutive rows on each. All call this function
+            together, with the same options. A few fp32 numbers a token are exchanged, never logits or rows of the
+            weight.
+        first_class (`int`, *optional*, defaults to `0`):
+            With `group`, the class id of this rank's first row.
+        vocab_size (`int`, *optional*):
+            With `group`, V, to be checked. `None` adds up the ranks' rows.
+        own_tokens (`bool`, *optional*, defaults to `False`):
+            With `group`, whether each rank has tokens of its own, in its own number (as under FSDP2); then they are
+            gathered. False: all ranks have the same tokens (as under tensor parallelism).
 
     Returns:
         [`LinearLogProbs`]: tensors of shape `(...)`, fp32 (float64 for float64 operands; `is_top1` bool), None where
         not asked for. Gradients flow through `log_probs` to `hidden`, `weight` and `bias`, and through `entropy` where
-        `entropy_requires_grad`.
+        `entropy_requires_grad`. With `group` they are those of the sum of losses: of each token once, be it on one rank
+        (`own_tokens`) or on all.
 
     Raises:
         `TypeError`: hidden or weight is not floating point, targets are not integers.
         `ValueError`: shapes or devices do not fit, a target on the CPU is out of range, an unknown output, an option
-        out of its range.
+        out of its range, the ranks' rows are not the vocabulary.
         `RuntimeError`: in the backward, a second derivative is asked for (`create_graph=True`).
 
     Example:
@@ -81,8 +99,17 @@ def linear_log_probs(
     torch.Size([2, 5])
     ```
     """
-    _check_tensors(hidden, weight, targets, bias)
     _check_options(temperature, logit_scale, softcap, outputs, chunk_size)
+    _check_tensors(hidden, weight, targets, bias)
+    shard = None
+    if group is not None:
+        tokens = targets.numel()
+        shard = shard_of_group(group, weight.shape[0], first_class, vocab_size, tokens, own_tokens)
+    elif first_class or own_tokens or vocab_size not in (None, weight.shape[0]):
+        raise ValueError(
+            "`first_class`, `vocab_size` and `own_tokens` describe a share of the weight: give its `group`."
+        )
+    _check_classes(weight, targets, shard)
     return run_head(
         "tiled",
         hidden,
@@ -93,6 +120,7 @@ def linear_log_probs(
         outputs=outputs,
         entropy_requires_grad=entropy_requires_grad,
         chunk_size=chunk_size,
+        shard=shard,
     )
 
 
@@ -110,6 +138,7 @@ def run_head(
     entropy_requires_grad: bool = False,
     chunk_size: int | None = None,
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    shard: VocabularyShard | None = None,
 ) -> LinearLogProbs:
     """Call the head `name` of `HEADS` on checked input; shapes, dtypes and results as [`linear_log_probs`].
 
@@ -117,20 +146,22 @@ def run_head(
         readable (`Callable`, *optional*):
             Makes a context in which weight and bias can be read, for engines that shard parameters. Entered in the
             forward and, where the weight is read there, in the backward.
+        shard (`VocabularyShard`, *optional*):
+            What this rank holds of the vocabulary, for the tiled head; `weight` then has the rows that are here, or,
+            where the shard has its own rows, is read for its dtype alone.
     """
-    shape = targets.shape
-    results = HEADS[name](
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        targets.reshape(-1).long(),
-        transform,
-        outputs,
-        operand_dtype=operand_dtype(hidden, weight),
-        entropy_requires_grad=entropy_requires_grad,
-        chunk_size=chunk_size,
-        readable=readable,
-    )
+    shape, dtype = targets.shape, operand_dtype(hidden, weight)
+    hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
+    if name == "dense":
+        results = dense_log_probs(
+            *(hidden_NH, weight, bias, targets_N, transform, outputs),
+            operand_dtype=dtype,
+            entropy_requires_grad=entropy_requires_grad,
+            readable=readable,
+        )
+    else:
+        head = Head(*(dtype, transform, outputs, shard or VocabularyShard()), chunk_size=chunk_size, readable=readable)
+        results = tiled_log_probs(head, hidden_NH, weight, bias, targets_N, entropy_requires_grad=entropy_requires_grad)
     return LinearLogProbs(*(None if x is None else x.view(shape) for x in results))
 
 
@@ -154,8 +185,8 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
             raise TypeError(f"`{name}` must be floating point (bf16, fp16, fp32 or float64), got {tensor.dtype}.")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise TypeError(f"`targets` must hold integer class ids, got {targets.dtype}.")
-    if weight.ndim != 2 or weight.shape[0] < 2:
-        raise ValueError(f"`weight` must have shape (V, H) with V at least 2, got {tuple(weight.shape)}.")
+    if weight.ndim != 2:
+        raise ValueError(f"`weight` must have shape (V, H), got {tuple(weight.shape)}.")
     vocabulary, width = weight.shape
     if hidden.ndim < 1 or hidden.shape[-1] != width:
         raise ValueError(
@@ -172,6 +203,12 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
     for name, tensor in (named | {"targets": targets}).items():
         if tensor.device != hidden.device:
             raise ValueError(f"`{name}` must be on the device of `hidden`, {hidden.device}, got {tensor.device}.")
+
+
+def _check_classes(weight: Tensor, targets: Tensor, shard: VocabularyShard | None) -> None:
+    vocabulary = (shard and shard.vocabulary) or weight.shape[0]
+    if vocabulary < 2:
+        raise ValueError(f"`weight` must have shape (V, H) with V at least 2, got {tuple(weight.shape)}.")
     # Elsewhere than on the CPU the look at the values would wait for the device
     if targets.device.type == "cpu" and targets.numel():
         lowest, highest = int(targets.min()), int(targets.max())

@@ -27,9 +27,12 @@ class RunningStatistics:
         vocabulary (`int`): V, at least 2.
         outputs: names of `LinearLogProbs` that will be asked for.
         dtype (`torch.dtype`): fp32 or float64.
+        partial (`bool`): whether other ranks fold the rest of the vocabulary's tiles.
     """
 
-    def __init__(self, targets: Tensor, vocabulary: int, outputs: tuple[str, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self, targets: Tensor, vocabulary: int, outputs: tuple[str, ...], dtype: torch.dtype, *, partial: bool = False
+    ) -> None:
         def full(value: float) -> Tensor:
             return torch.full(targets.shape, value, dtype=dtype, device=targets.device)
 
@@ -39,6 +42,8 @@ class RunningStatistics:
         self.sum_exp = full(0.0)
         # NaN until its tile comes: a target outside the vocabulary, which CUDA inputs are not checked for, stays loud
         self.target_logit = full(torch.nan)
+        if partial:  # another rank may add it
+            self.target_logit.masked_fill_((targets >= 0) & (targets < vocabulary), 0.0)
         self.sum_shifted_exp = full(0.0) if "entropy" in outputs else None
         self.sum_sq_exp = full(0.0) if "log_sum_sq_probs" in outputs else None
         self.sum_logits = full(0.0) if "mean_logits" in outputs else None
@@ -83,6 +88,36 @@ class RunningStatistics:
         self.sum_exp[rows] = self.sum_exp[rows] * rescale + exponentials.sum(-1)
         self.max[rows] = new_max
         return rescale[:, None]
+
+    def maxima(self) -> Tensor:
+        """What takes a max over the ranks that hold the vocabulary's tiles, of shape (1 or 2, N)."""
+        return torch.stack([x for x in (self.max, self.max_before_target) if x is not None])
+
+    def move_to_(self, maxima: Tensor) -> Tensor:
+        """Take the maxima of all ranks; returns what the sums were rescaled by, of shape (N,)."""
+        moved = self.max - maxima[0]
+        rescale = torch.exp(moved)
+        if self.sum_shifted_exp is not None:
+            self.sum_shifted_exp = (self.sum_shifted_exp + moved * self.sum_exp) * rescale
+        if self.sum_sq_exp is not None:
+            self.sum_sq_exp = self.sum_sq_exp * rescale.square()
+        self.sum_exp = self.sum_exp * rescale
+        self.max = maxima[0]
+        if self.max_before_target is not None:
+            self.max_before_target = maxima[1]
+        return rescale
+
+    _SUMS = ("sum_exp", "target_logit", "sum_shifted_exp", "sum_sq_exp", "sum_logits")
+
+    def sums(self) -> Tensor:
+        """What is summed over the ranks, once all have the same maxima: of shape (2 to 5, N)."""
+        return torch.stack([x for x in (getattr(self, name) for name in self._SUMS) if x is not None])
+
+    def take_sums_(self, sums: Tensor) -> None:
+        """Take the sums of all ranks."""
+        names = [name for name in self._SUMS if getattr(self, name) is not None]
+        for name, total in zip(names, sums, strict=True):
+            setattr(self, name, total)
 
     @property
     def log_odds(self) -> Tensor:

@@ -4,7 +4,10 @@
 possible because d log p / dh does not depend on the gradient that will come in (2 products). `TrainedHead` recomputes
 each tile in the backward (4 products, 3 if only the entropy's gradient asked for it). Without a gradient there is one.
 
-Dimensions: N tokens, H hidden size, V vocabulary, n and v those of a tile.
+Where the rows of the weight lie on several ranks, `Exchange` brings tokens, statistics and sums together, and the loops
+below are the same.
+
+Dimensions: N tokens, H hidden size, V vocabulary, n and v those of a tile, M tokens scored together with other ranks'.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .coefficients import Coefficients
+from .exchange import Part
 from .logits import LogitTransform
 from .outputs import LinearLogProbs
 from .products import (
@@ -26,8 +30,10 @@ from .products import (
     refuse_second_derivative,
     statistics_dtype,
 )
+from .rows import Block, Rows, RowsHere
 from .statistics import RunningStatistics
 from .tiles import columns_per_tile, rows_per_tile
+from .vocabulary import VocabularyShard
 
 
 @dataclass(frozen=True)
@@ -41,76 +47,106 @@ class Head:
     dtype: torch.dtype  # of the operands
     transform: LogitTransform
     outputs: tuple[str, ...]
-    chunk_size: int | None
-    columns: int | None
-    readable: Callable[[], AbstractContextManager[Any]]
+    shard: VocabularyShard
+    chunk_size: int | None = None
+    columns: int | None = None
+    readable: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def tiles(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> "Iterator[tuple[slice, slice, Tensor, Tensor, Tensor, Tensor]]":
-        """Yield (rows, columns, logits_nv, scratch_nv, hidden_nH, weight_vH) for every tile, columns outermost.
+    def parts(self, hidden: Tensor) -> list[Part]:
+        """The tokens of this rank, in parts that are scored together."""
+        return self.shard.exchange.parts(len(hidden), hidden.device)
+
+    def rows(self, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Rows:
+        """The rows that this rank folds."""
+        if self.shard.rows_for is not None:
+            return self.shard.rows_for(targets)
+        # An engine may have made the weight's rows readable only now
+        vocabulary = self.shard.vocabulary or len(weight)
+        return RowsHere((Block(self.shard.first, weight, bias),), targets, vocabulary)
+
+    def tiles(self, hidden: Tensor, rows: Rows) -> "Iterator[tuple[slice, slice, Tensor, Tensor, Tensor, Tensor]]":
+        """Yield (rows, classes, logits_nv, scratch_nv, hidden_nH, weight_vH) for every tile, classes outermost.
 
         So each slice of the weight is cast once. `logits` and `scratch` are buffers that the next tile overwrites.
         """
         accumulate = statistics_dtype(self.dtype)
-        N, V = hidden.shape[0], weight.shape[0]
+        N = hidden.shape[0]
         n = rows_per_tile(N, hidden.device, self.chunk_size)
-        v = columns_per_tile(n, V, hidden.device, self.columns)
+        v = columns_per_tile(n, rows.vocabulary, hidden.device, self.columns)
         buffers = hidden.new_empty(2, n * v, dtype=accumulate)
-        for start in range(0, V, v):
-            columns = slice(start, min(start + v, V))
-            weight_vH = weight[columns].to(self.dtype)
-            width = columns.stop - columns.start
-            for first in range(0, N, n):
-                rows = slice(first, min(first + n, N))
-                shape = (rows.stop - rows.start, width)
-                logits, scratch = (buffer[: shape[0] * width].view(shape) for buffer in buffers)
-                hidden_nH = hidden[rows].to(self.dtype)
-                project_into(logits, hidden_nH, weight_vH)
-                if bias is not None:
-                    logits.add_(bias[columns].to(self.dtype))
-                self.transform.apply_(logits)
-                yield rows, columns, logits, scratch, hidden_nH, weight_vH
+        for block in rows.blocks():
+            for start in range(0, len(block.weight), v):
+                columns = slice(start, min(start + v, len(block.weight)))
+                weight_vH = block.weight[columns].to(self.dtype)
+                width = columns.stop - columns.start
+                classes = slice(block.first + columns.start, block.first + columns.stop)
+                for first in range(0, N, n):
+                    tokens = slice(first, min(first + n, N))
+                    shape = (tokens.stop - tokens.start, width)
+                    logits, scratch = (buffer[: shape[0] * width].view(shape) for buffer in buffers)
+                    hidden_nH = hidden[tokens].to(self.dtype)
+                    project_into(logits, hidden_nH, weight_vH)
+                    if block.bias is not None:
+                        logits.add_(block.bias[columns].to(self.dtype))
+                    self.transform.apply_(logits)
+                    yield tokens, classes, logits, scratch, hidden_nH, weight_vH
 
-    def add_targets_(self, sums_NH: Tensor, coefficient_N: Tensor, weight: Tensor, targets: Tensor) -> None:
+    def add_targets_(self, sums_NH: Tensor, coefficient_N: Tensor, rows: Rows) -> None:
         """Add each target's row of the weight, times its coefficient.
 
         In fp32: it stays out of the product in half precision, whose rounding would not cancel against 1 - p.
         """
         n = rows_per_tile(sums_NH.shape[0], sums_NH.device, self.chunk_size)
         for first in range(0, sums_NH.shape[0], n):
-            rows = slice(first, first + n)
-            # Clamped for other devices than the CPU: a target out of range has NaN for its coefficient
-            target_nH = weight[targets[rows].clamp(0, weight.shape[0] - 1)].to(self.dtype).to(sums_NH.dtype)
-            sums_NH[rows].addcmul_(target_nH, coefficient_N[rows, None])
+            some = slice(first, first + n)
+            target_nH = rows.of_targets(some).to(self.dtype).to(sums_NH.dtype)
+            sums_NH[some].addcmul_(target_nH, coefficient_N[some, None])
 
 
-def scan(
-    head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, others_NH: Tensor | None = None
-) -> RunningStatistics:
+def scan(head: Head, hidden: Tensor, rows: Rows, targets: Tensor, others_NH: Tensor | None = None) -> RunningStatistics:
     """Fold every tile; with `others_NH`, also leave there sum_{v != t} exp(z_v - max) dz_v/dx_v W_v (fp32)."""
-    statistics = RunningStatistics(targets, weight.shape[0], head.outputs, statistics_dtype(head.dtype))
-    for rows, columns, logits, scratch, _, weight_vH in head.tiles(hidden, weight, bias):
+    statistics = RunningStatistics(
+        targets, rows.vocabulary, head.outputs, statistics_dtype(head.dtype), partial=head.shard.partial
+    )
+    first_class = None
+    for tokens, classes, logits, scratch, _, weight_vH in head.tiles(hidden, rows):
+        first_class = classes.start if first_class is None else first_class
         # Read before the target's column is put out: that column holds no logit
         slope = head.transform.derivative(logits) if others_NH is not None else None
-        statistics.take_target_(rows, columns.start, logits, scratch)
-        rescale = statistics.fold_(rows, logits, scratch)
+        statistics.take_target_(tokens, classes.start, logits, scratch)
+        rescale = statistics.fold_(tokens, logits, scratch)
         if others_NH is not None:
             coefficients = scratch.mul_(slope) if isinstance(slope, Tensor) else scratch
-            if columns.start:
-                others_NH[rows].mul_(rescale)
+            later = classes.start != first_class
+            if later:
+                others_NH[tokens].mul_(rescale)
             operand = as_operand(coefficients, head.dtype)
-            matmul_into(others_NH[rows], operand, weight_vH, accumulate=columns.start > 0)
-    if others_NH is not None and head.transform.softcap is None:
+            matmul_into(others_NH[tokens], operand, weight_vH, accumulate=later)
+    if others_NH is not None and first_class is None:
+        others_NH.zero_()  # a rank without a row of the weight
+    elif others_NH is not None and head.transform.softcap is None:
         others_NH.mul_(head.transform.logit_scale / head.transform.temperature)
     return statistics
+
+
+def score(head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> LinearLogProbs:
+    """Per-token results without a gradient."""
+    scored = []
+    with torch.no_grad(), head.readable(), exact_arithmetic(hidden.device):
+        for part in head.parts(hidden):
+            targets_M = part.gathered(targets)
+            statistics = scan(head, part.gathered(hidden), head.rows(weight, bias, targets_M), targets_M)
+            head.shard.exchange.combine_(statistics)
+            scored.append(part.own_results(statistics.results(head.outputs)))
+    return joined(scored)
 
 
 class FrozenHead(torch.autograd.Function):
     """Log-probs whose gradient goes to the hidden states alone, formed in the forward.
 
     d log p_t / dh = (1 - p_t) (c_t W_t - sum_{v != t} q_v c_v W_v), with q the softmax over the others and c = dz/dx.
-    Neither factor cancels when the target is nearly certain. It is kept in fp32 in the place of the hidden states.
+    Neither factor cancels when the target is nearly certain. It is kept in fp32 in the place of the hidden states. So
+    the backward exchanges nothing with other ranks.
     """
 
     @staticmethod
@@ -118,16 +154,24 @@ class FrozenHead(torch.autograd.Function):
         ctx: Any, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> LinearLogProbs:
         ctx.set_materialize_grads(False)
-        gradient_NH = torch.empty(hidden.shape, dtype=statistics_dtype(head.dtype), device=hidden.device)
+        scored, gradients = [], []
         with head.readable(), exact_arithmetic(hidden.device):
-            statistics = scan(head, hidden, weight, bias, targets, others_NH=gradient_NH)
-            others_share = torch.sigmoid(-statistics.log_odds)[:, None]
-            gradient_NH.mul_(-others_share / statistics.sum_exp[:, None])
-            slope = head.transform.derivative(statistics.target_logit)
-            head.add_targets_(gradient_NH, others_share[:, 0] * slope, weight, targets)
-        ctx.save_for_backward(gradient_NH)
+            for part in head.parts(hidden):
+                hidden_MH, targets_M = part.gathered(hidden), part.gathered(targets)
+                gradient_MH = torch.empty(hidden_MH.shape, dtype=statistics_dtype(head.dtype), device=hidden.device)
+                rows = head.rows(weight, bias, targets_M)
+                statistics = scan(head, hidden_MH, rows, targets_M, others_NH=gradient_MH)
+                rescale = head.shard.exchange.combine_(statistics)
+                others_share = torch.sigmoid(-statistics.log_odds)[:, None]
+                factor = -others_share / statistics.sum_exp[:, None]
+                gradient_MH.mul_(factor if rescale is None else factor * rescale)
+                slope = head.transform.derivative(statistics.target_logit)
+                head.add_targets_(gradient_MH, others_share[:, 0] * slope, rows)
+                gradients.append(part.summed(gradient_MH))
+                scored.append(part.own_results(statistics.results(head.outputs)))
+        ctx.save_for_backward(gradients[0] if len(gradients) == 1 else torch.cat(gradients))
         ctx.hidden_dtype = hidden.dtype
-        results = statistics.results(head.outputs)
+        results = joined(scored)
         ctx.mark_non_differentiable(*(x for x in results[1:] if x is not None))
         return results
 
@@ -143,19 +187,33 @@ class FrozenHead(torch.autograd.Function):
 
 
 class TrainedHead(torch.autograd.Function):
-    """Log-probs and entropy with a gradient to hidden states, weight and bias; the backward recomputes the tiles."""
+    """Log-probs and entropy with a gradient to hidden states, weight and bias; the backward recomputes the tiles.
+
+    On several ranks the gradient of the weight's rows that are here is that of the sum of all ranks' losses.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, entropy_grad: bool
+        ctx: Any,
+        head: Head,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        entropy_grad: bool,
     ) -> LinearLogProbs:
         ctx.set_materialize_grads(False)
+        scored, saved = [], []
         with head.readable(), exact_arithmetic(hidden.device):
-            statistics = scan(head, hidden, weight, bias, targets)
-        results = statistics.results(head.outputs)
-        entropy = results.entropy if entropy_grad else None
-        saved = (statistics.max, statistics.sum_exp, statistics.target_logit, entropy)
-        ctx.save_for_backward(hidden, weight, bias, targets, *saved)
+            for part in head.parts(hidden):
+                targets_M = part.gathered(targets)
+                statistics = scan(head, part.gathered(hidden), head.rows(weight, bias, targets_M), targets_M)
+                head.shard.exchange.combine_(statistics)
+                scored.append(part.own_results(statistics.results(head.outputs)))
+                saved.append([part.own(x) for x in (statistics.max, statistics.sum_exp, statistics.target_logit)])
+        results = joined(scored)
+        kept = [x[0] if len(saved) == 1 else torch.cat(x) for x in zip(*saved, strict=True)]
+        ctx.save_for_backward(hidden, weight, bias, targets, *kept, results.entropy if entropy_grad else None)
         ctx.head = head
         without_grad = results[2:] if entropy_grad else results[1:]
         ctx.mark_non_differentiable(*(x for x in without_grad if x is not None))
@@ -166,138 +224,133 @@ class TrainedHead(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        hidden, weight, bias, targets, maximum, sum_exp, target_logit, entropy = ctx.saved_tensors
         head: Head = ctx.head
-        if grad_log_probs is None and grad_entropy is None:
+        # The other ranks may have a gradient, and wait for this one
+        if grad_log_probs is None and grad_entropy is None and not head.shard.partial:
             return None, None, None, None, None, None
-        coefficients = _Coefficients(
-            maximum, sum_exp, target_logit, entropy, grad_log_probs, grad_entropy, head.transform
-        )
-        _, needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        hidden, weight, bias, targets, *statistics = ctx.saved_tensors
+        parts = head.parts(hidden)
+        grads = _Gradients(ctx.needs_input_grad, hidden, weight, bias, statistics[0].dtype, several=len(parts) > 1)
         with head.readable(), exact_arithmetic(hidden.device):
-            sums = {"dtype": maximum.dtype, "device": hidden.device}
-            grad_hidden = torch.empty(hidden.shape, **sums) if needs_hidden else None
-            # Zeros: with no token at all no tile is written
-            grad_weight = torch.zeros_like(weight) if needs_weight else None
-            grad_bias = torch.zeros(bias.shape, **sums) if needs_bias else None
-            unit = coefficients.unit()
-            for rows, columns, logits, scratch, hidden_nH, weight_vH in head.tiles(hidden, weight, bias):
-                local = targets[rows] - columns.start
-                tile = coefficients.of_others_(rows, local, logits, scratch)
-                if grad_hidden is not None:
-                    operand = as_operand(tile, head.dtype)
-                    matmul_into(grad_hidden[rows], operand, weight_vH, accumulate=columns.start > 0)
-                if grad_weight is None and grad_bias is None:
-                    continue
-                tile = coefficients.with_target_(rows, local, tile, unit)
-                if grad_bias is not None:
-                    grad_bias[columns] += tile.sum(0)
-                if grad_weight is not None:
-                    if rows.start == 0:
-                        grad_weight_vH = torch.empty(weight_vH.shape, **sums)
-                    operand = as_operand(tile, head.dtype)
-                    matmul_into(grad_weight_vH, operand.t(), hidden_nH, accumulate=rows.start > 0)
-                    if rows.stop == hidden.shape[0]:
-                        grad_weight[columns] = grad_weight_vH.mul_(unit)
-            if grad_hidden is not None:
-                grad_hidden.mul_(coefficients.row_factor[:, None])
-                head.add_targets_(grad_hidden, coefficients.target, weight, targets)
-                grad_hidden = grad_hidden.to(hidden.dtype)
-            if grad_bias is not None:
-                grad_bias = grad_bias.mul_(unit).to(bias.dtype)
-        return None, grad_hidden, grad_weight, grad_bias, None, None
+            for part in parts:
+                targets_M = part.gathered(targets)
+                of_tokens = _gathered_numbers(part, head, statistics, grad_log_probs, grad_entropy)
+                coefficients = Coefficients(*of_tokens, head.transform)
+                rows = head.rows(weight, bias, targets_M)
+                grads.add_(part, head, part.gathered(hidden), rows, targets_M, coefficients)
+        return None, grads.of_hidden(), grads.of_weight(), grads.of_bias(), None, None
 
 
-class _Coefficients:
-    """The gradient of each product x_v of a token, as a row factor times a tile that half precision holds well.
+def _gathered_numbers(
+    part: Part, head: Head, saved: list[Any], grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """What the coefficients of the tokens that are scored together are made of: numbers of shape (M,), or None."""
+    maximum, sum_exp, target_logit, entropy = saved
+    if not head.shard.partial:
+        return maximum, sum_exp, target_logit, entropy, grad_log_probs, grad_entropy
+    # Every rank sends as many numbers, also where one has no gradient
+    none = torch.zeros_like(maximum)
+    given = [maximum, sum_exp, target_logit, none if grad_log_probs is None else grad_log_probs]
+    if entropy is not None:
+        given += [entropy, none if grad_entropy is None else grad_entropy]
+    numbers = part.gathered(torch.stack(given, 1)).unbind(1)
+    # 0 where a rank's tokens were filled up: nothing comes back from there, but log 0 must not either
+    sum_exp_M = numbers[1].masked_fill(numbers[1] == 0, 1.0)
+    entropy_M, grad_entropy_M = numbers[4:] or (None, None)
+    return numbers[0], sum_exp_M, numbers[2], entropy_M, numbers[3], grad_entropy_M
 
-    With g and e the gradients of log p and of the entropy E, and c = dz/dx, it is c_v p_v (-g - e (log p_v + E)) for
-    v != t. With p_v = exp(z_v - max) * share that is share * s * [c_v exp(z_v - max) (a + b (z_v - max))]: s is the
-    larger of what stands at the largest logit and of e, so that the bracket is near 1 there, and exactly 1 without an
-    entropy. The target's is c_t ((1 - p_t) g - e p_t (log p_t + E)), of shape (N,), and kept in fp32.
-    """
+
+class _Gradients:
+    """The gradients of a backward, added up tile by tile and part by part."""
 
     def __init__(
         self,
-        maximum: Tensor,
-        sum_exp: Tensor,
-        target_logit: Tensor,
-        entropy: Tensor | None,
-        grad_log_probs: Tensor | None,
-        grad_entropy: Tensor | None,
-        transform: LogitTransform,
+        needs_input_grad: tuple[bool, ...],
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        several: bool,
     ) -> None:
-        self.maximum, self.transform = maximum, transform
-        log_odds = target_logit - maximum - sum_exp.log()
-        log_p, log_q = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
-        share = log_q.exp() / sum_exp
-        g = torch.zeros_like(maximum) if grad_log_probs is None else grad_log_probs
-        target = g * log_q.exp()
-        self.slope_of_surprise: Tensor | None = None
-        if grad_entropy is None or entropy is None:
-            row_factor = -g
-        else:
-            at_maximum = -g - grad_entropy * (log_q - sum_exp.log() + entropy)
-            row_factor = torch.where(at_maximum.abs() >= grad_entropy.abs(), at_maximum, -grad_entropy)
-            nonzero = torch.where(row_factor == 0, 1.0, row_factor)
-            self.offset, self.slope_of_surprise = at_maximum / nonzero, -grad_entropy / nonzero
-            target = target - grad_entropy * log_p.exp() * (log_p + entropy)
-        self.row_factor = row_factor * share
-        self.target = target * transform.derivative(target_logit)
+        _, self.needs_hidden, needs_weight, needs_bias, *_ = needs_input_grad
+        self.sums: dict[str, Any] = {"dtype": dtype, "device": hidden.device}
+        self.hidden_shape, self.hidden_dtype = hidden.shape, hidden.dtype
+        self.hidden: list[Tensor] = []
+        # Zeros: with no token at all no tile is written
+        sums_of_weight = self.sums["dtype"] if several else weight.dtype
+        self.weight = torch.zeros_like(weight, dtype=sums_of_weight) if needs_weight else None
+        self.weight_dtype = weight.dtype
+        self.bias = torch.zeros(bias.shape, **self.sums) if needs_bias and bias is not None else None
+        self.bias_dtype = None if bias is None else bias.dtype
 
-    def of_others_(self, rows: slice, local: Tensor, logits: Tensor, scratch: Tensor) -> Tensor:
-        """The bracket for this tile, 0 in the target's column; both buffers are overwritten."""
-        slope = self.transform.derivative(logits)
-        shifted = logits.sub_(self.maximum[rows, None])
-        bracket = torch.exp(shifted, out=scratch).mul_(slope)
-        if self.slope_of_surprise is not None:
-            bracket.mul_(shifted.mul_(self.slope_of_surprise[rows, None]).add_(self.offset[rows, None]))
-        return _put(bracket, local, torch.zeros_like(self.maximum[rows]))
+    def add_(
+        self, part: Part, head: Head, hidden_MH: Tensor, rows: Rows, targets_M: Tensor, coefficients: Coefficients
+    ) -> None:
+        """Add the tiles of the tokens of `part`, of all ranks."""
+        grad_hidden = torch.zeros(hidden_MH.shape, **self.sums) if self.needs_hidden else None
+        unit = coefficients.unit()
+        for tokens, classes, logits, scratch, hidden_nH, weight_vH in head.tiles(hidden_MH, rows):
+            local = targets_M[tokens] - classes.start
+            tile = coefficients.of_others_(tokens, local, logits, scratch)
+            if grad_hidden is not None:
+                matmul_into(grad_hidden[tokens], as_operand(tile, head.dtype), weight_vH, accumulate=True)
+            if self.weight is None and self.bias is None:
+                continue
+            tile = coefficients.with_target_(tokens, local, tile, unit)
+            columns = slice(classes.start - head.shard.first, classes.stop - head.shard.first)
+            if self.bias is not None:
+                self.bias[columns].add_(tile.sum(0) * unit)
+            if self.weight is not None:
+                if tokens.start == 0:
+                    grad_weight_vH = torch.empty(weight_vH.shape, **self.sums)
+                operand = as_operand(tile, head.dtype)
+                matmul_into(grad_weight_vH, operand.t(), hidden_nH, accumulate=tokens.start > 0)
+                if tokens.stop == len(hidden_MH):
+                    self.weight[columns] += grad_weight_vH.mul_(unit)
+        if grad_hidden is not None:
+            grad_hidden.mul_(coefficients.row_factor[:, None])
+            head.add_targets_(grad_hidden, coefficients.target, rows)
+            self.hidden.append(part.summed(grad_hidden))
 
-    def with_target_(self, rows: slice, local: Tensor, bracket: Tensor, unit: Tensor) -> Tensor:
-        """The whole gradient of this tile's products in units of `unit`, in the place of the bracket."""
-        return _put(bracket.mul_((self.row_factor / unit)[rows, None]), local, (self.target / unit)[rows])
+    def of_hidden(self) -> Tensor | None:
+        if not self.needs_hidden:
+            return None
+        every = self.hidden[0] if len(self.hidden) == 1 else torch.cat(self.hidden)
+        return every.to(self.hidden_dtype)
 
-    def unit(self) -> Tensor:
-        """A power of two near the largest coefficient, so that fp16 does not lose them where the loss is small."""
-        largest = torch.cat([self.row_factor, self.target, self.target.new_zeros(1)]).abs().amax()
-        return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+    def of_weight(self) -> Tensor | None:
+        return None if self.weight is None else self.weight.to(self.weight_dtype)
+
+    def of_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.to(self.bias_dtype)
 
 
-def _put(tile: Tensor, local: Tensor, value: Tensor) -> Tensor:
-    """Write `value` (n,) into the columns `local` of the tile (n, v), where they lie in it."""
-    inside = ((local >= 0) & (local < tile.shape[1]))[:, None]
-    column = local[:, None].clamp(0, tile.shape[1] - 1)
-    return tile.scatter_(1, column, torch.where(inside, value[:, None], tile.gather(1, column)))
+def joined(scored: list[LinearLogProbs]) -> LinearLogProbs:
+    """The results of parts as one."""
+    if len(scored) == 1:
+        return scored[0]
+    return LinearLogProbs(*(None if x[0] is None else torch.cat(x) for x in zip(*scored, strict=True)))
 
 
 def tiled_log_probs(
+    head: Head,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    transform: LogitTransform,
-    outputs: tuple[str, ...],
     *,
-    operand_dtype: torch.dtype,
     entropy_requires_grad: bool = False,
-    chunk_size: int | None = None,
-    columns: int | None = None,
-    readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> LinearLogProbs:
     """Per-token results tile by tile; chooses the path by what needs a gradient, which changes no result.
 
-    Tiles are `chunk_size` tokens by `columns` of the vocabulary, each chosen where None.
-
     Whether a gradient is recorded is read here: inside an autograd function grad mode is always off.
     """
-    head = Head(operand_dtype, transform, outputs, chunk_size, columns, readable)
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    entropy_grad = entropy_requires_grad and "entropy" in outputs
-    differentiable = "log_probs" in outputs or entropy_grad
+    entropy_grad = entropy_requires_grad and "entropy" in head.outputs
+    differentiable = "log_probs" in head.outputs or entropy_grad
     if not torch.is_grad_enabled() or not differentiable or not (hidden.requires_grad or trained):
-        with readable(), exact_arithmetic(hidden.device):
-            return scan(head, hidden, weight, bias, targets).results(outputs)
+        return score(head, hidden, weight, bias, targets)
     if trained or entropy_grad:
         return LinearLogProbs(*TrainedHead.apply(head, hidden, weight, bias, targets, entropy_grad))
     return LinearLogProbs(*FrozenHead.apply(head, hidden, weight, bias, targets))

@@ -4,15 +4,9 @@ from collections import defaultdict
 
 
 class Skipped:
-    """Totals for `"train"` and `"eval"` apart.
-
-    Attributes:
-        ranks_alike (`dict[str, int]`): in each, how many ranks are given the same batch; rows and tokens are
-            summed over all ranks.
-    """
+    """Totals for `"train"` and `"eval"` apart."""
 
     def __init__(self) -> None:
-        self.ranks_alike: dict[str, int] = {}
         self._known: dict[str, set[str]] = defaultdict(set)
         self._totals: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
 
@@ -21,8 +15,7 @@ class Skipped:
         for name, count in (("passes", passes), ("rows", rows), ("tokens", tokens)):
             if count is not None:
                 self._known[mode].add(name)
-                alike = 1 if name == "passes" else self.ranks_alike.get(mode, 1)
-                self._totals[mode][name] += count // alike
+                self._totals[mode][name] += count
 
     def take(self, mode: str) -> dict[str, float]:
         """Totals since the last call, as `skipped/passes`, `skipped/rows` and `skipped/tokens`.

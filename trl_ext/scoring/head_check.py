@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..heads import LinearLogProbs, LogitTransform, dense_logits, log_probs_of, operand_dtype, tiled_log_probs
+from ..heads import (
+    Head,
+    LinearLogProbs,
+    LogitTransform,
+    VocabularyShard,
+    dense_logits,
+    log_probs_of,
+    operand_dtype,
+    tiled_log_probs,
+)
 
 _TOKENS = 8
 # Of the values, in units of max(1, largest logit / 32); the head is exact to 1e-5 of that
@@ -68,13 +77,12 @@ def check_against_dense(
     # The caller's hooks on saved tensors (activation offloading) are for the model's own graph
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         h, w, *b = inputs()
-        tiled = tiled_log_probs(
-            *(h, w, b[0] if b else None, targets, transform, outputs),
-            operand_dtype=dtype,
-            entropy_requires_grad=entropy_requires_grad,
+        head = Head(
+            *(dtype, transform, outputs, VocabularyShard()),
             chunk_size=-(-len(some) // 3),
             columns=min(8192, -(-V // 3)),
         )
+        tiled = tiled_log_probs(head, h, w, b[0] if b else None, targets, entropy_requires_grad=entropy_requires_grad)
         found = with_gradients(tiled, [h, w, *b])
         h, w, *b = inputs()
         logits_NV = dense_logits(h, w, b[0] if b else None, transform, dtype, torch.float64)

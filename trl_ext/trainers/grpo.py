@@ -9,7 +9,7 @@ import trl
 from ..compat import sequence_parallelism_hidden
 from .grpo_micro_batches import MicroBatchesMixin
 from .grpo_pass_arguments import GRPOPassArguments
-from .grpo_passes import GRPOPassesMixin
+from .grpo_tensor_parallel import SameCompletionsMixin
 from .head_arguments import HeadArguments
 from .hosted_reference import HostedReferenceMixin
 from .packing_arguments import PackingArguments
@@ -62,7 +62,7 @@ class GRPOConfig(GRPOPassArguments, HeadArguments, PackingArguments, ReferenceAr
             super().__post_init__()
 
 
-class GRPOTrainer(HostedReferenceMixin, MicroBatchesMixin, GRPOPassesMixin, trl.GRPOTrainer):
+class GRPOTrainer(HostedReferenceMixin, MicroBatchesMixin, SameCompletionsMixin, trl.GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact, and without the passes, rows and tokens that
     change nothing: same arguments, losses and metrics.

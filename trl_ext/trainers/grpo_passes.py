@@ -126,6 +126,7 @@ class GRPOPassesMixin(GRPOSequenceSplitMixin, PlannedPassesMixin, GRPOInternals,
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """TRL's own loss, on the log-probs of the passes that the plan has."""
+        self._check_same_rows(inputs["completion_ids"])
         scored = self._policy_tokens(inputs)
         with self._policy_scored_here():
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items_in_batch)

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from ..compat import WholeBatches
-from ..engines.sequence_parallel import SequenceGroup, batches_stay_whole, loader_of_group, why_not_split
-from ..passes import Skipped
+from ..compat import WholeBatches, gathered_by
+from ..engines.sequence_parallel import SequenceGroup, batches_stay_whole, why_not_split
+from ..engines.tensor_parallel import OncePerCopy
 
 
 class SequenceSplitMixin(WholeBatches):
@@ -18,26 +18,30 @@ class SequenceSplitMixin(WholeBatches):
 
     sequence_group: SequenceGroup | None = None
     scoring_forwards: list[Any]
-    skipped: Skipped
 
-    def _meet_sequence_group(self) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
+        """Transformers' own, called in its `__init__`."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        group = SequenceGroup.of(self.accelerator)
+        if group is not None:
+            batches_stay_whole(self.accelerator, group)
+            self.accelerator = OncePerCopy(self.accelerator, group.ranks)
+            self.sequence_group, self._ranks_of_group = group, group.size
+
+    def _join_sequence_group(self) -> None:
         """Called once TRL's `__init__` has run.
 
         Raises:
             `ValueError`: the engine, the model or an argument forbids that tokens of a batch are split over ranks.
         """
-        group = SequenceGroup.of(self.accelerator)
+        group = self.sequence_group
         if group is None:
             return
         reason = self._why_not_split(group)
         if reason is not None:
             raise ValueError(f"`{group.kind}_size={group.size}` cannot be had here: {reason}.")
-        self.sequence_group = group
-        batches_stay_whole(self.accelerator, group)
         for scoring in self.scoring_forwards:
             scoring.sequence_group = group
-        self._ranks_given_the_same(group.size)
-        self.skipped.ranks_alike = {"train": group.size, "eval": group.size if group.kind == "cp" else 1}
 
     def _why_not_split(self, group: SequenceGroup) -> str | None:
         """The first reason that is met."""
@@ -50,45 +54,59 @@ class SequenceSplitMixin(WholeBatches):
                 return f"rows that are fed padded are not split, and here they are: {scoring.packing.why_padded}"
         return None
 
-    def get_train_dataloader(self) -> Any:
-        """TRL's own, with the same batches on all ranks of a group."""
-        with loader_of_group(self.accelerator, self.sequence_group), self._generation_batch_of_groups():
-            return super().get_train_dataloader()
-
 
 class GRPOSequenceSplitMixin(SequenceSplitMixin):
     """As [`SequenceSplitMixin`], for a trainer that generates: the ranks of a group draw the same completions."""
 
-    num_generations: int
+    _trl_trainer: type
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Transformers' own; then the rows of a generation batch are those of the groups.
+
+        Raises:
+            `ValueError`: the completions of a prompt do not fit into them.
+        """
+        super().create_accelerator_and_postprocess()
+        if self.sequence_group is not None:
+            _count_generation_batch(self.args, self.sequence_group)
 
     def _why_not_split(self, group: SequenceGroup) -> str | None:
-        reason = super()._why_not_split(group)
-        if reason is not None:
-            return reason
-        args = self.args
-        rows = args.per_device_train_batch_size * args.steps_per_generation
-        if rows % self.num_generations:
-            return (
-                f"the completions of a prompt must lie on one rank, and the {rows} rows that a rank generates "
-                f"(`per_device_train_batch_size * steps_per_generation`) do not divide by "
-                f"`num_generations={self.num_generations}`"
-            )
-        if args.use_vllm:
-            return "vLLM gives each rank completions of its own. Set `use_vllm=False`"
-        if getattr(args, "dynamic_sampling", False):
-            return "the ranks of a group would draw other further prompts. Set `dynamic_sampling=False`"
-        return None
+        for name in ("use_vllm", "use_transformers_continuous_batching"):
+            if getattr(self.args, name, False):
+                return f"the ranks of a group would be given other completions. Set `{name}=False`"
+        return super()._why_not_split(group)
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
         group = self.sequence_group
-        if group is None or self._mode == "eval":
-            return super()._draw(inputs)
-        group.draw_alike()
-        batch = super()._draw(inputs)
-        if not group.alike(*(x for _, x in sorted(batch.items()) if isinstance(x, torch.Tensor))):
+        if group is None:
+            return super()._draw(inputs)  # type: ignore[misc, no-any-return]
+        if group.processes is not None:
+            group.ranks.share_random_state(self.accelerator.device)
+        with gathered_by(self.accelerator, self._trl_trainer):
+            batch: dict[str, Any] = super()._draw(inputs)  # type: ignore[misc]
+        tensors = [x for _, x in sorted(batch.items()) if isinstance(x, torch.Tensor)]
+        if group.processes is not None and not group.alike(*tensors):
             raise RuntimeError(
                 f"The {group.size} ranks that split the tokens of a batch (`{group.kind}_size`) have generated "
                 "different completions, or rewarded them otherwise. A rollout or reward function that draws at random, "
                 "or asks a service, must give all ranks of a group the same."
             )
         return batch
+
+
+def _count_generation_batch(args: Any, group: SequenceGroup) -> None:
+    """TRL's config cannot know of the groups, and counts every rank as one with prompts of its own."""
+    copies = group.ranks.copies
+    args.generation_batch_size = args.per_device_train_batch_size * copies * args.steps_per_generation
+    sizes = [("train", args.generation_batch_size, args.num_generations)]
+    if args.eval_strategy != "no":
+        evaluated = args.per_device_eval_batch_size * copies
+        sizes.append(("eval", evaluated, args.num_generations_eval or args.num_generations))
+    for mode, rows, generations in sizes:
+        if rows % generations:
+            raise ValueError(
+                f"With `{group.kind}_size={group.size}` a group of ranks is given the prompts of one, so a generation "
+                f"batch has {rows} rows (`per_device_{mode}_batch_size` on {copies} groups), which must be a multiple "
+                f"of `num_generations`, {generations}. Multiply `per_device_{mode}_batch_size` by {group.size} to have "
+                "as many rows as the config asks for."
+            )

@@ -246,6 +246,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """TRL's own loss, on reference log-probs from where the plan says."""
+        self._check_same_rows(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
         with self._reference_for(inputs, from_columns), self._policy_scored_here():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]

@@ -1,0 +1,152 @@
+"""The tensor-parallel group of a model: the ranks that hold one copy of it together, and must do the same."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import gather_object, recursively_apply
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_MESH_DIMENSION = "tp"  # transformers' and accelerate's name
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The group of this rank.
+
+    Args:
+        group (`ProcessGroup`): its ranks.
+        rank (`int`): of this process in it.
+        size (`int`): how many ranks hold one copy of the model.
+        copy (`int`): which copy of the model this rank is a part of; ranks of one copy get the same data.
+        copies (`int`): how many there are.
+    """
+
+    group: Any
+    rank: int
+    size: int
+    copy: int
+    copies: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TensorParallel | None":
+        """The group of a model with parameters that are split over a mesh dimension "tp"; `None` for any other.
+
+        Raises:
+            `ValueError`: its ranks do not follow each other, as Accelerate's data loader takes for granted.
+        """
+        mesh = next((found for param in model.parameters() if (found := _mesh_of(param)) is not None), None)
+        if mesh is None or mesh.size() == 1:
+            return None
+        ranks = dist.get_process_group_ranks(mesh.get_group())
+        size = len(ranks)
+        if ranks != list(range(ranks[0], ranks[0] + size)) or ranks[0] % size:
+            raise ValueError(
+                f"The tensor-parallel group of this process is the ranks {ranks}, and Accelerate gives the same data "
+                f'to each {size} ranks that follow each other. Make "tp" the last dimension of the device mesh.'
+            )
+        copies = dist.get_world_size() // size
+        return cls(mesh.get_group(), dist.get_rank() - ranks[0], size, ranks[0] // size, copies)
+
+    @property
+    def _first(self) -> int:
+        return self.copy * self.size
+
+    def shared(self, value: Any, device: torch.device | None = None) -> Any:
+        """The `value` of the group's first rank: anything that can be pickled. One broadcast over the group."""
+        values = [value]
+        dist.broadcast_object_list(values, src=self._first, group=self.group, device=device)
+        return values[0]
+
+    def share_(self, tensor: Tensor) -> Tensor:
+        """`tensor`, now as it is on the group's first rank. One broadcast over the group."""
+        dist.broadcast(tensor, src=self._first, group=self.group)
+        return tensor
+
+    def share_random_state(self, device: torch.device) -> None:
+        """From here on the ranks of the group draw the same random numbers: Python's, numpy's and torch's."""
+        accelerated = torch.get_device_module(device) if device.type != "cpu" else None
+        mine = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        python, numpy, cpu, on_device = self.shared((*mine, accelerated and accelerated.get_rng_state()), device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if accelerated is not None:
+            accelerated.set_rng_state(on_device)
+
+    def check_same(self, ids: Tensor) -> None:
+        """Raise on every rank of the group where token ids are not the same on all. One gather of two integers."""
+        flat = ids.flatten().long()
+        weights = torch.arange(1, len(flat) + 1, device=ids.device) * 0x9E3779B1
+        mine = torch.stack([(flat * weights).sum(), torch.tensor(len(flat), device=ids.device)])
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, group=self.group)
+        if any(not torch.equal(other, mine) for other in found):
+            raise ValueError(
+                f"The {self.size} ranks of a tensor-parallel group hold one model together, and were given different "
+                "batches. Give all of them the same data in the same order: do not split the data set by rank, and "
+                "let the data collator draw no random numbers of its own."
+            )
+
+
+def _mesh_of(param: Tensor) -> Any:
+    if isinstance(param, DTensor) and _MESH_DIMENSION in (param.device_mesh.mesh_dim_names or ()):
+        return param.device_mesh[_MESH_DIMENSION]
+    return None
+
+
+class OncePerCopy:
+    """An accelerator for which each copy of the model is one process: what its ranks have in common counts once.
+
+    All but the members below is the accelerator's own, which still talks to every rank.
+    """
+
+    def __init__(self, accelerator: Accelerator, ranks: TensorParallel) -> None:
+        vars(self).update(_accelerator=accelerator, _ranks=ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_accelerator"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._accelerator, name, value)
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are with data of their own."""
+        return int(self._ranks.copies)
+
+    @property
+    def process_index(self) -> int:
+        """Which of them this is."""
+        return int(self._ranks.copy)
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerate's, of one rank of each copy."""
+        ranks: TensorParallel = self._ranks
+
+        def first_of_each_copy(gathered: Tensor) -> Tensor:
+            rows = len(gathered) // (ranks.copies * ranks.size)
+            return gathered.unflatten(0, (ranks.copies, ranks.size, rows))[:, 0].flatten(0, 1)
+
+        return recursively_apply(first_of_each_copy, self._accelerator.gather(tensor))
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As Accelerate's, of one rank of each copy."""
+        return Accelerator.gather_for_metrics(self, input_data, use_gather_object)  # type: ignore[arg-type]
+
+    def reduce(self, tensor: Any, reduction: str = "sum") -> Any:
+        """As Accelerate's sum or mean, of one rank of each copy."""
+        ranks: TensorParallel = self._ranks
+        once = tensor if ranks.rank == 0 else recursively_apply(torch.zeros_like, tensor)
+        total = self._accelerator.reduce(once, reduction="sum")
+        return total if reduction == "sum" else recursively_apply(lambda x: x / ranks.copies, total)
+
+    def gather_object(self, objects: list[Any]) -> list[Any]:
+        """As `accelerate.utils.gather_object` of lists, of one rank of each copy."""
+        lists = gather_object([objects])[:: self._ranks.size]
+        return [x for of_copy in lists for x in of_copy]
