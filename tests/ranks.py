@@ -82,8 +82,8 @@ class Rank:
         accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
         assert dist.get_backend() == "gloo"
         assert accelerator.device.type == "cpu"
-        assert dist.get_world_size() == accelerator.num_processes == self.processes
-        assert dist.get_rank() == accelerator.process_index == self.index
+        assert dist.get_world_size() == accelerator.state.num_processes == self.processes
+        assert dist.get_rank() == accelerator.state.process_index == self.index
         if self.engine == "ddp":
             assert accelerator.distributed_type == DistributedType.MULTI_CPU, accelerator.distributed_type
             assert type(wrapped) is DistributedDataParallel, type(wrapped)
