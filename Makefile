@@ -5,7 +5,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TRL_1_15 := .venv-trl-1.15/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short test test-all test-part lint types bench bench-passes bench-packing bench-gpu clean
+.PHONY: demo demo-check demo-short test test-all test-part test-nightly lint types bench bench-passes bench-packing bench-gpu clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -38,15 +38,19 @@ demo-short: $(VENV)
 
 # The fast tier
 test: $(VENV)
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not nightly'
 
 # Every judged count, and the same losses on the oldest supported TRL
 test-all: $(VENV) .venv-trl-1.15/installed
-	TRL_EXT_OTHER_PYTHON=$(TRL_1_15) $(PYTEST)
+	TRL_EXT_OTHER_PYTHON=$(TRL_1_15) $(PYTEST) -m 'not nightly'
 
 # PART=2/8: the third eighth of what `make test` leaves out
 test-part: $(VENV)
 	$(PYTEST) -m slow --part $(PART)
+
+# The launch matrix on 3 and 4 processes
+test-nightly: $(VENV)
+	$(PYTHON) -m pytest -n 0 -m nightly
 
 lint: $(VENV)
 	$(PYTHON) -m ruff check .

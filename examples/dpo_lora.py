@@ -11,7 +11,7 @@ One device:
 
 Several GPUs of one machine: the same options after
 
-    accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml --num_processes 4 examples/dpo_lora.py
+    accelerate launch --config_file examples/accelerate_configs/ddp.yaml --num_processes 4 examples/dpo_lora.py
 
 The options are TRL's own (`--help` lists them), and `--config options.yaml` reads them from a file. `--dataset_name`
 takes whatever `load_dataset` does: a name on the Hub, or a folder of JSONL files with the columns `prompt`, `chosen`

@@ -1,4 +1,4 @@
-"""Runs cases of a test on several real processes over gloo, under DDP or FSDP2 on the CPU, and brings the results back.
+"""Runs cases of a test on several real processes over gloo, under an engine, and brings the results back.
 
 A test file holds `CASES`, from names to functions that take a [`Rank`], and asks for some of them with
 [`run_on_ranks`]: one launch of the ranks runs them all, one after another, because starting Python costs far more than
@@ -18,10 +18,11 @@ import time
 import tomllib
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 TESTS = Path(__file__).parent
 
@@ -61,7 +62,7 @@ class Rank:
     Attributes:
         index (`int`): of this process, from 0.
         processes (`int`): how many ranks there are.
-        engine (`str`): `"ddp"` or `"fsdp2"`.
+        engine (`str`): a name in `ENGINES`.
         folder (`Path`): shared by the ranks and by the cases of one launch.
     """
 
@@ -70,6 +71,11 @@ class Rank:
         self.engine = engine
         self.folder = folder
         self.checked = False
+
+    def prepare(self) -> None:
+        """What must happen in this process before the first case."""
+        if self.engine in ("fsdp2", "tp"):
+            be_like_gpus()
 
     def check(self, trainer: Any) -> None:
         """Assert that `trainer`, which has trained, did so under this engine, on this many ranks."""
@@ -90,6 +96,13 @@ class Rank:
         elif self.engine.startswith("zero"):
             assert accelerator.distributed_type == DistributedType.DEEPSPEED, accelerator.distributed_type
             assert wrapped.zero_optimization_stage() == int(self.engine[-1])
+        elif self.engine == "tp":
+            assert accelerator.distributed_type == DistributedType.MULTI_GPU, accelerator.distributed_type
+            assert accelerator.parallelism_config.tp_size == 2
+            meshes = {param.device_mesh for param in wrapped.parameters() if isinstance(param.data, DTensor)}
+            assert meshes
+            assert all("tp" in mesh.mesh_dim_names for mesh in meshes), meshes
+            assert not isinstance(wrapped, DistributedDataParallel)
         else:
             assert accelerator.distributed_type == DistributedType.FSDP, accelerator.distributed_type
             assert accelerator.is_fsdp2
@@ -118,14 +131,82 @@ def run_on_ranks(
         `AssertionError`: a rank failed (with the traceback of the one that failed first), or the ranks did not end in
         time (with the stack of each). No process is left behind.
     """
+    with _launched(script, cases, engine, folder, processes, timeout) as ranks:
+        _wait(ranks, folder, time.monotonic() + timeout)
+    import torch
+
+    results = [torch.load(file_of(folder, rank, "results"), weights_only=False) for rank in range(processes)]
+    return {case: [of_rank[case] for of_rank in results] for case in cases}
+
+
+class End(NamedTuple):
+    """How a rank ended.
+
+    Args:
+        status (`int`): its exit status, less than 0 where a signal ended it.
+        seconds (`float`): from the first end of a rank to this.
+        failure (`str`): the traceback it failed with, else empty.
+    """
+
+    status: int
+    seconds: float
+    failure: str
+
+
+def ends_of_ranks(
+    script: Path | str,
+    case: str,
+    engine: str,
+    folder: Path,
+    processes: int = 2,
+    timeout: float = 120.0,
+    launchers_store: bool = True,
+    stopped: int | None = None,
+) -> list[End]:
+    """As [`run_on_ranks`], for a case that is meant to fail: how each rank ended.
+
+    Args:
+        launchers_store (`bool`): whether the rendezvous store outlives rank 0, as under torchrun; else it lies in it.
+        stopped (`int`, *optional*): a rank that stops itself, and is not waited for. Its end is not among the result.
+    """
+    ends: dict[int, End] = {}
+    first = None
+    deadline = time.monotonic() + timeout
+    with _launched(script, [case], engine, folder, processes, timeout, launchers_store) as ranks:
+        while len(ends) < processes - (stopped is not None):
+            assert time.monotonic() < deadline, f"The ranks hang; those that ended: {ends}"
+            time.sleep(0.05)
+            for rank, process in enumerate(ranks):
+                if process.poll() is not None and rank not in ends:
+                    first = time.monotonic() if first is None else first
+                    failure = file_of(folder, rank, "failure")
+                    words = failure.read_text() if failure.exists() else ""
+                    ends[rank] = End(process.poll(), time.monotonic() - first, words)
+    return [ends[rank] for rank in sorted(ends)]
+
+
+@contextmanager
+def _launched(
+    script: Path | str,
+    cases: Sequence[str],
+    engine: str,
+    folder: Path,
+    processes: int,
+    timeout: float,
+    launchers_store: bool = True,
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The ranks, started; none of them is left behind."""
     from torch.distributed import TCPStore
 
     # The store is ours, on a port that the system chose, so no other process can take the port before rank 0 does
     store = TCPStore("127.0.0.1", 0, processes, True, timedelta(seconds=timeout), wait_for_workers=False)
+    port = store.port
+    if not launchers_store:
+        del store
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(launchers_store),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
@@ -139,21 +220,17 @@ def run_on_ranks(
     try:
         for rank in range(processes):
             environment = {**os.environ, **ENGINES[engine], **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with _file(folder, rank, "output").open("wb") as output:
+            with file_of(folder, rank, "output").open("wb") as output:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-        _wait(ranks, folder, time.monotonic() + timeout)
+        yield ranks
     finally:
         for process in ranks:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    import torch
-
-    results = [torch.load(_file(folder, rank, "results"), weights_only=False) for rank in range(processes)]
-    return {case: [of_rank[case] for of_rank in results] for case in cases}
 
 
-def _file(folder: Path, rank: int, what: str) -> Path:
+def file_of(folder: Path, rank: int, what: str) -> Path:
     return folder / f"rank{rank}.{what}"
 
 
@@ -180,13 +257,13 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -
         report.append(f"{failures[0].stem} failed first:\n{failures[0].read_text()}")
     for rank in range(len(ranks)):
         if timed_out and rank in hanging:
-            report.append(f"stack of rank {rank}:\n{_file(folder, rank, 'stack').read_text()}")
+            report.append(f"stack of rank {rank}:\n{file_of(folder, rank, 'stack').read_text()}")
         elif not failures:
-            report.append(f"the end of rank {rank}'s output:\n{_file(folder, rank, 'output').read_text()[-4000:]}")
+            report.append(f"the end of rank {rank}'s output:\n{file_of(folder, rank, 'output').read_text()[-4000:]}")
     raise AssertionError(("The ranks hang. " if timed_out else "A rank failed. ") + "\n\n".join(report))
 
 
-def _be_like_gpus() -> None:
+def be_like_gpus() -> None:
     """Accelerate has FSDP and tensor parallelism on GPUs alone. Say that these ranks are such, over gloo; all that
     follows is its own."""
     from accelerate.state import PartialState
@@ -200,6 +277,7 @@ def _as_pytest_does() -> None:
     settings = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
     for line in settings["tool"]["pytest"]["ini_options"]["filterwarnings"]:
         action, message, category = (line.split(":") + ["", "Warning"])[:3] if ":" in line else (line, "", "Warning")
+        action = {"error": "default"}.get(action, action) if os.environ.get("EXPLORE") else action
         warnings.filterwarnings(action, message, getattr(builtins, category))
 
 
@@ -210,16 +288,20 @@ def _one_rank() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("cases", nargs="+")
     arguments = parser.parse_args()
-    rank = Rank(arguments.engine, arguments.folder)
-    faulthandler.register(signal.SIGUSR1, file=_file(rank.folder, rank.index, "stack").open("w"), all_threads=True)
+    serve(Rank(arguments.engine, arguments.folder), arguments.script, arguments.cases)
+
+
+def serve(rank: Rank, script: Path, cases: list[str]) -> NoReturn:
+    """Be this rank: run `cases` of `script`, leave their results or the failure in its folder, and end the process."""
+    faulthandler.register(signal.SIGUSR1, file=file_of(rank.folder, rank.index, "stack").open("w"), all_threads=True)
     try:
-        results = _run(rank, arguments.script, arguments.cases)
+        results = _run(rank, script, cases)
         import torch
 
-        torch.save(results, _file(rank.folder, rank.index, "results"))
+        torch.save(results, file_of(rank.folder, rank.index, "results"))
         status = 0
     except BaseException:
-        _file(rank.folder, rank.index, "failure").write_text(traceback.format_exc())
+        file_of(rank.folder, rank.index, "failure").write_text(traceback.format_exc())
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
@@ -234,8 +316,7 @@ def _run(rank: Rank, script: Path, cases: list[str]) -> dict[str, Any]:
     from accelerate.state import AcceleratorState
 
     torch.set_num_threads(1)
-    if rank.engine in ("fsdp2", "tp"):
-        _be_like_gpus()
+    rank.prepare()
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[script.stem] = module

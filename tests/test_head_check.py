@@ -11,7 +11,8 @@ from tiny import Workshop, lora_config, preferences
 from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.heads import LogitTransform
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
-from trl_ext.scoring.head_check import check_against_dense
+from trl_ext.scoring.head_check import check_head
+from trl_ext.scoring.head_rows import rows_of_head
 
 
 def trainer(workshop: Workshop, folder: str, setup: str = "lora", **options) -> DPOTrainer:
@@ -53,13 +54,13 @@ def wrong_rescaling(monkeypatch):
 
 
 def wrong_recomputation(monkeypatch):
-    of_others = tiled._Coefficients.of_others_
-    monkeypatch.setattr(tiled._Coefficients, "of_others_", lambda self, *args: of_others(self, *args).mul_(1.5))
+    of_others = tiled.Coefficients.of_others_
+    monkeypatch.setattr(tiled.Coefficients, "of_others_", lambda self, *args: of_others(self, *args).mul_(1.5))
 
 
 def wrong_weight_gradient(monkeypatch):
-    with_target = tiled._Coefficients.with_target_
-    monkeypatch.setattr(tiled._Coefficients, "with_target_", lambda self, *args: with_target(self, *args).mul_(1.5))
+    with_target = tiled.Coefficients.with_target_
+    monkeypatch.setattr(tiled.Coefficients, "with_target_", lambda self, *args: with_target(self, *args).mul_(1.5))
 
 
 @pytest.mark.parametrize(
@@ -94,17 +95,25 @@ def test_a_right_head_passes_however_confident_the_policy_is(dtype, certainty, t
         # With a softcap this drives the logits far into saturation
         hidden = (hidden + certainty / 64 * weight[targets].float()).to(dtype)
         transform = LogitTransform(0.5, 1.0, softcap)
-        check_against_dense(hidden, weight, bias, targets, transform, outputs, entropy, trained)
+        head = torch.nn.Linear(64, vocabulary, dtype=dtype)
+        for parameter, values, grad in zip((head.weight, head.bias), (weight, bias), trained, strict=True):
+            parameter.data = values
+            parameter.requires_grad_(grad)
+        rows = rows_of_head(head, hidden, whole=False, gradient=True, entropy_grad=entropy)
+        assert check_head(hidden, rows, targets, transform, outputs, entropy)
 
 
 def test_the_check_runs_once_and_leaves_no_trace(workshop, monkeypatch):
     import trl_ext.scoring.forward as forward
 
-    checks = []
-    check = forward.check_against_dense
-    monkeypatch.setattr(
-        forward, "check_against_dense", lambda *args, **kwargs: (checks.append(1), check(*args, **kwargs))
-    )
+    checks, check = [], forward.check_head
+
+    def counted(*args, **kwargs):
+        checked = check(*args, **kwargs)
+        checks.extend([1] * checked)
+        return checked
+
+    monkeypatch.setattr(forward, "check_head", counted)
     model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     attach_scoring_forward(model, ScoringOptions())
     ids = torch.arange(3, 15).view(2, 6)

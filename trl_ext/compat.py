@@ -36,6 +36,7 @@ __all__ = [
     "GRPOInternals",
     "OwnReference",
     "TensorParallelInternals",
+    "adapters_made_by",
     "WholeBatches",
     "gathered_by",
     "head_attached_by",
@@ -142,6 +143,18 @@ class TensorParallelInternals:
         """Tell TRL that its gathered counts hold each token once."""
         if hasattr(self, "_tp_size"):  # DPO's
             self._tp_size = 1
+
+
+@contextmanager
+def adapters_made_by(make: Callable[..., Any], trainer_class: type) -> Iterator[None]:
+    """Within, `trainer_class.__init__` puts an adapter on its model with `make(get_peft_model, model, config, ...)`."""
+    module: Any = sys.modules[trainer_class.__module__]
+    original = module.get_peft_model
+    module.get_peft_model = partial(make, original)
+    try:
+        yield
+    finally:
+        module.get_peft_model = original
 
 
 @contextmanager
@@ -307,6 +320,8 @@ class GRPOInternals:
     _rewards_per_function: torch.Tensor
     _window_began = 0  # the micro-batch, counted from the first of all, with which the present window began
     _get_per_token_logps_and_entropies: Callable[..., Any]
+    # Called with what a turn of generation is given, with what it gives, and with what all turns together give
+    _agreed: Callable[[Any], Any]
     vllm_importance_sampling_correction: bool
     _metrics: dict[str, dict[str, list[float]]]
 
@@ -320,10 +335,6 @@ class GRPOInternals:
 
     def _about_to_visit(self) -> None:
         """Called in training before each micro-batch."""
-
-    def _agreed(self, value: Any) -> Any:
-        """Called with what a turn of generation is given, with what it gives, and with what all turns together give."""
-        return value
 
     @contextmanager
     def _in_place_of(self, **methods: Callable[..., Any]) -> Iterator[None]:

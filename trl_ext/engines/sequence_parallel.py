@@ -36,9 +36,10 @@ class SequenceGroup:
         self.kind = "cp" if config.cp_enabled else "sp"
         self.size: int = config.cp_size if config.cp_enabled else config.sp_size
         self.rank: int = accelerator.process_index % self.size
-        # FSDP takes the mean over all ranks. DeepSpeed takes it over the batches, and the sum over a group
-        # (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py:1688 and stage3.py:1878)
-        self.gradient_factor = float(self.size) if config.cp_enabled else 1.0
+        # FSDP takes the mean over all ranks, and so does ZeRO-3 (deepspeed 0.19.8, stage3.py:1931). ZeRO-1 and 2 take the
+        # sum over a group and the mean over the groups (stage_1_and_2.py:1508 and :1688)
+        sums = not config.cp_enabled and zero_stage(accelerator) in (1, 2)
+        self.gradient_factor = 1.0 if sums else float(self.size)
         self._accelerator = accelerator
 
     @classmethod
@@ -80,6 +81,12 @@ class SequenceGroup:
         processes = self.processes
         assert processes is not None
         return Shard(tokens, -(-tokens // self.size), self.rank, self.size, processes)
+
+
+def zero_stage(accelerator: Any) -> int | None:
+    """DeepSpeed's, 0 to 3; None without DeepSpeed."""
+    plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
+    return None if plugin is None else int(plugin.zero_stage)
 
 
 class Shard(NamedTuple):

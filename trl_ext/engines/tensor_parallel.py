@@ -40,7 +40,7 @@ class TensorParallel:
         Raises:
             `ValueError`: its ranks do not follow each other, as Accelerate's data loader takes for granted.
         """
-        mesh = next((found for param in model.parameters() if (found := _mesh_of(param)) is not None), None)
+        mesh = next((found for param in model.parameters() if (found := tensor_parallel_mesh(param)) is not None), None)
         if mesh is None or mesh.size() == 1:
             return None
         ranks = dist.get_process_group_ranks(mesh.get_group())
@@ -94,7 +94,8 @@ class TensorParallel:
             )
 
 
-def _mesh_of(param: Tensor) -> Any:
+def tensor_parallel_mesh(param: Tensor) -> Any:
+    """The one-dimensional mesh over which tensor parallelism splits `param`, or `None`."""
     if isinstance(param, DTensor) and _MESH_DIMENSION in (param.device_mesh.mesh_dim_names or ()):
         return param.device_mesh[_MESH_DIMENSION]
     return None

@@ -1,7 +1,7 @@
 """Hidden states to per-token log-probs and statistics of the logits. Knows torch only."""
 
 from .dense import dense_logits, log_probs_of
-from .exchange import OwnTokens, SameTokens, tokens_of_ranks
+from .exchange import Exchange, OneProcess, OwnTokens, Part, SameTokens, all_gather, tokens_of_ranks
 from .linear_log_probs import HEADS, linear_log_probs, operand_dtype, run_head
 from .logits import LogitTransform
 from .outputs import OUTPUTS, LinearLogProbs
@@ -13,14 +13,18 @@ __all__ = [
     "HEADS",
     "OUTPUTS",
     "Block",
+    "Exchange",
     "Head",
     "LinearLogProbs",
     "LogitTransform",
+    "OneProcess",
     "OwnTokens",
+    "Part",
     "RowsHere",
     "RowsInTurn",
     "SameTokens",
     "VocabularyShard",
+    "all_gather",
     "dense_logits",
     "linear_log_probs",
     "log_probs_of",

@@ -76,14 +76,17 @@ class SameTokens:
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """The rows are spread over a group whose ranks have tokens of their own, also none: as under FSDP2 and ZeRO-3."""
+    """The rows are spread over a group whose ranks have tokens of their own, also none: as under FSDP2 and ZeRO-3.
+
+    `counts`: how many tokens each rank has.
+    """
 
     group: dist.ProcessGroup
+    counts: tuple[int, ...]
 
     def parts(self, tokens: int, device: torch.device) -> list[Part]:
-        counts = tokens_of_ranks(tokens, self.group, device)
-        most = max(counts)
-        step = max(1, _GATHERED_TOKENS["cpu" if device.type == "cpu" else "cuda"] // len(counts))
+        most = max(self.counts)
+        step = max(1, _GATHERED_TOKENS["cpu" if device.type == "cpu" else "cuda"] // len(self.counts))
         widths = [min(step, most - start) for start in range(0, most, step)]
         edges = [min(start, tokens) for start in range(0, most, step)] + [tokens]
         gathered = zip(edges, edges[1:], widths, strict=False)
@@ -96,12 +99,11 @@ class OwnTokens:
 Exchange = OneProcess | SameTokens | OwnTokens
 
 
-def tokens_of_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device) -> list[int]:
+def tokens_of_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:
     """How many tokens each rank of `group` has. Waits for the device."""
     counts = torch.empty(group.size(), dtype=torch.int64, device=device)
     all_gather(counts, torch.tensor([tokens], device=device), group=group)
-    found: list[int] = counts.tolist()
-    return found
+    return tuple(counts.tolist())
 
 
 class _Replicated(Part):

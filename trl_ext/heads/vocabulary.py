@@ -66,4 +66,5 @@ def shard_of_group(
             f"With `own_tokens=False` all ranks of the group must have the same tokens, they have "
             f"{[count for *_, count in shards]}. Set `own_tokens=True` if each rank has its own."
         )
-    return VocabularyShard(total, first, OwnTokens(group) if own_tokens else SameTokens(group))
+    exchange = OwnTokens(group, tuple(count for *_, count in shards)) if own_tokens else SameTokens(group)
+    return VocabularyShard(total, first, exchange)

@@ -17,7 +17,8 @@ class Decision:
     """What happens to one pass.
 
     Args:
-        name (`str`): `"policy"`, `"old policy"` or `"reference"`; or, of what is fed, `"micro-batches"` or `"packing"`.
+        name (`str`): `"policy"`, `"old policy"` or `"reference"`; of what is fed, `"micro-batches"` or `"packing"`;
+            of how, `"engine"` or `"head"`.
         action (`str`): `"run"`, `"reuse"` (values that were formed elsewhere) or `"skip"` (nothing needs them).
         reason (`str`): why, in words, for the user.
     """

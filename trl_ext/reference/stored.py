@@ -41,6 +41,9 @@ class StoredReference:
         identity (`str`): of the reference.
         gather_counts (`Callable`): a list of integers -> such lists of all ranks.
         gather_entries (`Callable`): entries -> entries of all ranks.
+        agreed (`Callable`):
+            The entries that this rank found for a batch -> those of the first of the ranks that get the same batch and
+            must feed the same rows.
     """
 
     def __init__(
@@ -49,9 +52,10 @@ class StoredReference:
         identity: str,
         gather_counts: Callable[[list[int]], list[list[int]]],
         gather_entries: Callable[[Entries], list[Entries]],
+        agreed: Callable[[Any], Any] = lambda found: found,
     ) -> None:
         self.store, self.identity = store, identity
-        self._gather_counts, self._gather_entries = gather_counts, gather_entries
+        self._gather_counts, self._gather_entries, self._agreed = gather_counts, gather_entries, agreed
 
     def __call__(self, batch: dict[str, Any], reference_pass: Pass, wanted: bool = True) -> Answer:
         """Reference log-probs of `batch`; every rank calls it, each with its own batch.
@@ -94,7 +98,8 @@ class StoredReference:
             values = self.store.get(key)
             if values is not None and len(values) == sequences.labels_in(row):
                 found[row] = values
-        return found
+        agreed: dict[int, Any] = self._agreed(found)
+        return agreed
 
     def _in_place(self, sequences: Sequences, values: dict[int, Any], device: torch.device) -> Tensor:
         if sequences.keys is None:

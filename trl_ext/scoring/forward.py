@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..compat import FusedCausalLMOutput, maybe_gather_lm_head_ctx
+from ..compat import FusedCausalLMOutput
 from ..dropout import has_dropout
+from ..engines import parameter_of
 from ..engines.sequence_parallel import SequenceGroup, Shard, with_gradient_times
 from ..heads import LinearLogProbs, LogitTransform, run_head
 from ..packing import Layout, Packing, picked
 from .families import logit_transform
-from .head_check import check_against_dense
+from .head_check import check_head
+from .head_rows import rows_of_head
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class ScoringForward:
     Attributes:
         used (`bool`): set on every call, for a caller to reset and look at.
         packing (`Packing`): feeds the batch as one row, where the model can.
+        head_rows (`str`, *optional*): with which rows of the head's weight the last pass was scored, and why.
         sequence_group (`SequenceGroup`, *optional*): the ranks over which the tokens of a row are split.
     """
 
@@ -64,6 +66,7 @@ class ScoringForward:
         self.options = options
         self.transform: LogitTransform = logit_transform(model.config, options.temperature)
         self.used = False
+        self.head_rows: str | None = None
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._dropout: bool | None = None
         self._checked = options.head == "dense"
@@ -109,7 +112,7 @@ class ScoringForward:
         hidden = backbone_outputs.last_hidden_state
         lm_head = model.get_output_embeddings()
         # A model split over devices (`device_map`) can end its backbone on another device than its head's
-        device = lm_head.weight.device
+        device = parameter_of(lm_head, "weight").device
         shift_labels = shift_labels.to(device)
         mask_BS = shift_labels != -100
         targets_N = shift_labels[mask_BS]
@@ -178,37 +181,38 @@ class ScoringForward:
         return not (model.training and self._dropout)
 
     def _score(self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor, outputs: tuple[str, ...]) -> LinearLogProbs:
-        weight, bias = lm_head.weight, lm_head.bias
-        trained = (weight.requires_grad, bias is not None and bias.requires_grad)
-        # FSDP2 leaves sharded parameters as DTensors
-        weight, bias = (x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias))
-        # Under ZeRO-3 weight and bias are gathered while they are read, here and again in the backward
-        readable = functools.partial(maybe_gather_lm_head_ctx, weight, bias)
+        options = self.options
         autocast: AbstractContextManager[Any] = nullcontext()
-        if self.options.cast_lm_head_to_fp32:
+        if options.cast_lm_head_to_fp32:
             hidden_NH = hidden_NH.float()
             autocast = torch.autocast(hidden_NH.device.type, enabled=False)
-        options = self.options
+        rows = rows_of_head(
+            lm_head,
+            hidden_NH,
+            whole=options.head == "dense",
+            gradient=torch.is_grad_enabled(),
+            entropy_grad=options.entropy_requires_grad and "entropy" in outputs,
+        )
+        self.head_rows = rows.reason
         # Entered once by every rank, also one without a token to check
-        with autocast, readable():
+        with autocast, rows.readable():
             # In inference mode no gradient can be checked: the first batch outside it will be
-            if not self._checked and targets_N.numel() and not torch.is_inference_mode_enabled():
-                check_against_dense(
-                    *(hidden_NH, weight, bias, targets_N),
+            if not self._checked and not torch.is_inference_mode_enabled():
+                self._checked = check_head(
+                    *(hidden_NH, rows, targets_N),
                     transform=self.transform,
                     outputs=options.outputs,
                     entropy_requires_grad=options.entropy_requires_grad,
-                    trained=trained,
                 )
-                self._checked = True
             return run_head(
-                *(options.head, hidden_NH, weight, targets_N),
-                bias=bias,
+                *(options.head, hidden_NH, rows.weight, targets_N),
+                bias=rows.bias,
                 transform=self.transform,
                 outputs=outputs,
                 entropy_requires_grad=options.entropy_requires_grad,
                 chunk_size=options.chunk_size,
-                readable=readable,
+                readable=rows.readable,
+                shard=rows.shard,
             )
 
 

@@ -4,22 +4,33 @@ A fused path that nobody checked has trained on wrong numbers before (positive l
 definition runs in float64, so that a confident policy, whose 1 - p is tiny, is judged rightly too.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed import ProcessGroup
 
 from ..heads import (
+    Exchange,
     Head,
     LinearLogProbs,
     LogitTransform,
+    OneProcess,
+    OwnTokens,
+    Part,
+    SameTokens,
     VocabularyShard,
+    all_gather,
     dense_logits,
     log_probs_of,
     operand_dtype,
     tiled_log_probs,
+    tokens_of_ranks,
 )
+from .head_rows import HeadRows
 
 _TOKENS = 8
 # Of the values, in units of max(1, largest logit / 32); the head is exact to 1e-5 of that
@@ -32,74 +43,42 @@ _NEGLIGIBLE, _NEGLIGIBLE_CAPPED = 1e-10, 1e-5
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def check_against_dense(
+def check_head(
     hidden_NH: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    rows: HeadRows,
     targets_N: Tensor,
     transform: LogitTransform,
     outputs: tuple[str, ...],
     entropy_requires_grad: bool,
-    trained: tuple[bool, bool],
-) -> None:
-    """Raise `RuntimeError` if the tiled head disagrees with the definition, in values or in gradients.
+) -> bool:
+    """Whether there was a token to check; raises `RuntimeError` if the tiled head disagrees with the definition.
 
-    At most 8 tokens are looked at, spread over the batch, in up to three tiles each way. The path taken is that of
-    training: weight and bias get a gradient here where `trained` says so of each.
+    At most 8 tokens are looked at, spread over the batch, in up to three tiles each way; 8 of all ranks together where
+    the weight's rows are spread, and then every rank calls this, also one without a token. Values and gradients are
+    compared, in the path that training takes: weight and bias get a gradient here where they do there.
     """
     if hidden_NH.device.type == "mps":
-        return  # it has no float64 to define the head in
-    N, V = len(targets_N), weight.shape[0]
-    some = torch.linspace(0, N - 1, min(_TOKENS, N), device=targets_N.device).long()
-    targets, dtype = targets_N[some], operand_dtype(hidden_NH, weight)
-    upstream = torch.linspace(1, 2, len(some), device=targets_N.device)
-    # A few rows of the weight's gradient stand for all: the targets' and others
-    rows = torch.cat([targets, torch.linspace(0, V - 1, 32, device=targets.device).long()])
-
-    def with_gradients(scored: LinearLogProbs, inputs: list[Tensor]) -> dict[str, Tensor]:
-        assert scored.log_probs is not None
-        loss = (scored.log_probs * upstream).sum()
-        if entropy_requires_grad and scored.entropy is not None:
-            loss = loss + (scored.entropy * upstream.flip(0)).sum()
-        gradients = torch.autograd.grad(loss, [x for x in inputs if x.requires_grad])
-        # Which of several equal logits is the first may turn on the last bit
-        seen = {k: v.detach() for k, v in scored._asdict().items() if v is not None and k != "is_top1"}
-        names = [name for name, x in zip(("hidden states", "weight", "bias"), inputs, strict=False) if x.requires_grad]
-        for name, gradient in zip(names, gradients, strict=True):
-            seen[f"gradient of the {name}"] = gradient if name == "hidden states" else gradient[rows]
-        return seen
-
-    def inputs() -> list[Tensor]:
-        given = zip((weight, bias), trained, strict=True)
-        parameters = [x.detach().requires_grad_(grad) for x, grad in given if x is not None]
-        return [hidden_NH[some].detach().requires_grad_(), *parameters]
-
+        return True  # it has no float64 to define the head in
+    sample = _sample(hidden_NH, rows, targets_N)
+    if sample is None:
+        return False
     # The caller's hooks on saved tensors (activation offloading) are for the model's own graph
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
-        h, w, *b = inputs()
-        head = Head(
-            *(dtype, transform, outputs, VocabularyShard()),
-            chunk_size=-(-len(some) // 3),
-            columns=min(8192, -(-V // 3)),
-        )
-        tiled = tiled_log_probs(head, h, w, b[0] if b else None, targets, entropy_requires_grad=entropy_requires_grad)
-        found = with_gradients(tiled, [h, w, *b])
-        h, w, *b = inputs()
-        logits_NV = dense_logits(h, w, b[0] if b else None, transform, dtype, torch.float64)
-        dense = log_probs_of(logits_NV, targets, outputs, entropy_requires_grad=entropy_requires_grad)
-        expected = with_gradients(dense, [h, w, *b])
+        found = _by_the_tiled_head(sample, rows, transform, outputs, entropy_requires_grad)
+        expected, largest_logit = _by_definition(sample, rows, transform, outputs, entropy_requires_grad)
     slope = abs(transform.logit_scale) / transform.temperature
     sizes = {
-        "gradient of the hidden states": w[rows].detach().double().norm() * slope,
-        "gradient of the weight": h.detach().double().norm() * slope,
-        "gradient of the bias": torch.tensor(slope * sqrt(len(some))),
+        "gradient of the hidden states": rows.weight.detach()[sample.seen_rows].double().norm() * slope,
+        "gradient of the weight": sample.hidden_nH.double().norm() * slope,
+        "gradient of the bias": torch.tensor(slope * sqrt(_TOKENS)),
     }
-    largest_logit = logits_NV.detach().abs().max()
     for name, value in expected.items():
         difference = (found[name].double() - value.double()).abs()
+        if not value.numel():
+            continue
         if name in sizes:
             # What fp16 cannot hold at all is lost to every head
-            finest = torch.finfo(value.dtype)
+            finest = torch.finfo(found[name].dtype)
             lost = finest.smallest_normal * finest.eps * sqrt(value.numel())
             negligible = _NEGLIGIBLE if transform.softcap is None else _NEGLIGIBLE_CAPPED
             allowed = _GRADIENT * value.double().norm() + negligible * sizes[name] + lost
@@ -107,6 +86,142 @@ def check_against_dense(
         else:
             allowed = _VALUES * (largest_logit / 32).clamp(min=1)
             _raise_if_off(name, value, difference, difference.amax() / allowed)
+    return True
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The tokens that are looked at: n of this rank, M of all whose tokens are scored together.
+
+    `seen_rows`: a few of this rank's rows of the weight, whose gradient stands for all: the targets' and others.
+    """
+
+    hidden_nH: Tensor
+    targets_n: Tensor
+    exchange: Exchange
+    part: Part
+    upstream_M: Tensor
+    entropy_upstream_M: Tensor
+    seen_rows: Tensor
+
+
+def _sample(hidden_NH: Tensor, rows: HeadRows, targets_N: Tensor) -> _Sample | None:
+    N, spread = len(targets_N), rows.sharded
+    exchange: Exchange = OneProcess()
+    counts: tuple[int, ...] = (min(N, _TOKENS),)
+    if spread is not None and spread.engine == "tensor parallel":
+        exchange = SameTokens(spread.group)
+    elif spread is not None:
+        every = tokens_of_ranks(N, spread.group, hidden_NH.device)
+        share = max(1, _TOKENS // len(every))
+        counts = tuple(min(count, share) if rank < _TOKENS else 0 for rank, count in enumerate(every))
+        exchange = OwnTokens(spread.group, counts)
+    if not any(counts):
+        return None
+    n = counts[spread.group.rank()] if isinstance(exchange, OwnTokens) and spread is not None else counts[0]
+    some = torch.linspace(0, N - 1, n, device=targets_N.device).long()
+    (part,) = exchange.parts(n, hidden_NH.device)
+    real_M = part.gathered(torch.ones(n, device=hidden_NH.device))
+    first = 0 if spread is None else spread.blocks[0][0]
+    local = part.gathered(targets_N[some]) - first
+    count = len(rows.weight)
+    others = torch.linspace(0, max(count - 1, 0), min(32, count), device=local.device).long()
+    seen_rows = torch.cat([local[(local >= 0) & (local < count)], others])
+    upstream_M = torch.linspace(1, 2, len(real_M), device=real_M.device)
+    upstreams = upstream_M * real_M, upstream_M.flip(0) * real_M
+    return _Sample(hidden_NH[some].detach(), targets_N[some], exchange, part, *upstreams, seen_rows)
+
+
+def _inputs(sample: _Sample, rows: HeadRows, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    bias = None if rows.bias is None else rows.bias.detach().requires_grad_(rows.trained[1])
+    return hidden.detach().requires_grad_(), rows.weight.detach().requires_grad_(rows.trained[0]), bias
+
+
+def _loss(scored: LinearLogProbs, upstream: Tensor, entropy_upstream: Tensor, entropy_requires_grad: bool) -> Tensor:
+    assert scored.log_probs is not None
+    loss = (scored.log_probs * upstream).sum()
+    if entropy_requires_grad and scored.entropy is not None:
+        loss = loss + (scored.entropy * entropy_upstream).sum()
+    return loss
+
+
+def _seen(
+    scored: LinearLogProbs, gradients: dict[str, Tensor], own: Callable[[Tensor], Tensor], rows: Tensor
+) -> dict[str, Tensor]:
+    # Which of several equal logits is the first may turn on the last bit
+    seen = {k: own(v.detach()) for k, v in scored._asdict().items() if v is not None and k != "is_top1"}
+    for name, gradient in gradients.items():
+        seen[f"gradient of the {name}"] = gradient if name == "hidden states" else gradient[rows]
+    return seen
+
+
+_NAMES = ("hidden states", "weight", "bias")
+
+
+def _by_the_tiled_head(
+    sample: _Sample,
+    rows: HeadRows,
+    transform: LogitTransform,
+    outputs: tuple[str, ...],
+    entropy_requires_grad: bool,
+) -> dict[str, Tensor]:
+    h, w, b = _inputs(sample, rows, sample.hidden_nH)
+    shard = rows.shard or VocabularyShard()
+    if shard.partial:
+        shard = replace(shard, exchange=sample.exchange)
+    head = Head(
+        *(operand_dtype(h, w), transform, outputs, shard),
+        chunk_size=-(-len(sample.upstream_M) // 3),
+        columns=min(8192, max(1, -(-len(w) // 3))),
+    )
+    scored = tiled_log_probs(head, h, w, b, sample.targets_n, entropy_requires_grad=entropy_requires_grad)
+    upstream = sample.part.own(sample.upstream_M), sample.part.own(sample.entropy_upstream_M)
+    trained = [(name, x) for name, x in zip(_NAMES, (h, w, b), strict=True) if x is not None and x.requires_grad]
+    loss = _loss(scored, *upstream, entropy_requires_grad)
+    gradients = torch.autograd.grad(loss, [x for _, x in trained])
+    named = {name: gradient for (name, _), gradient in zip(trained, gradients, strict=True)}
+    return _seen(scored, named, lambda x: x, sample.seen_rows)
+
+
+def _by_definition(
+    sample: _Sample,
+    rows: HeadRows,
+    transform: LogitTransform,
+    outputs: tuple[str, ...],
+    entropy_requires_grad: bool,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The same in float64, and the largest logit: from the logits of these few tokens over the whole vocabulary."""
+    part, spread = sample.part, rows.sharded
+    h, w, b = _inputs(sample, rows, part.gathered(sample.hidden_nH))
+    dtype = operand_dtype(h, w)
+    weights = [w] if spread is None or len(spread.blocks) == 1 else [block[1] for block in spread.blocks]
+    logits_Mv = torch.cat([dense_logits(h, x, b, transform, dtype, torch.float64) for x in weights], 1)
+    logits_MV = logits_Mv.detach()
+    if spread is not None:
+        counts = [sum(count for _, count in blocks) for blocks in spread.ranges]
+        logits_MV = _columns_of_all(logits_MV, counts, spread.group)
+    logits_MV.requires_grad_()
+    scored = log_probs_of(
+        logits_MV, part.gathered(sample.targets_n), outputs, entropy_requires_grad=entropy_requires_grad
+    )
+    loss = _loss(scored, sample.upstream_M, sample.entropy_upstream_M, entropy_requires_grad)
+    (gradient_MV,) = torch.autograd.grad(loss, logits_MV)
+    first = 0 if spread is None else spread.blocks[0][0]
+    trained = [(name, x) for name, x in zip(_NAMES, (h, w, b), strict=True) if x is not None and x.requires_grad]
+    upstream = gradient_MV[:, first : first + logits_Mv.shape[1]]
+    gradients = torch.autograd.grad(logits_Mv, [x for _, x in trained], upstream)
+    named = {name: gradient for (name, _), gradient in zip(trained, gradients, strict=True)}
+    named["hidden states"] = part.summed(named["hidden states"].double())
+    return _seen(scored, named, part.own, sample.seen_rows), logits_MV.detach().abs().max()
+
+
+def _columns_of_all(logits_Mv: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
+    """The columns of every rank beside each other: `(M, V)` from `(M, v)`, each rank's as many as `counts` says."""
+    own = logits_Mv.new_zeros(len(logits_Mv), max(counts))
+    own[:, : logits_Mv.shape[1]] = logits_Mv
+    every = own.new_empty(len(counts) * own.shape[0], own.shape[1])
+    all_gather(every, own, group=group)
+    return torch.cat([x[:, :count] for x, count in zip(every.chunk(len(counts)), counts, strict=True)], 1)
 
 
 def _raise_if_off(name: str, expected: Tensor, difference: Tensor, off: Tensor) -> None:

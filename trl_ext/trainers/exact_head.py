@@ -7,7 +7,9 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..compat import head_attached_by
+from ..passes import Decision
 from ..scoring import ScoringForward, ScoringOptions, attach_scoring_forward
+from .guarded_engine import GuardedEngineMixin
 from .head_arguments import HeadArguments
 from .packed import PackedMixin, padding_free_is_ours
 from .packing_arguments import PackingArguments
@@ -15,7 +17,7 @@ from .sequence_split import SequenceSplitMixin
 from .tensor_parallel import TensorParallelMixin
 
 
-class ExactHeadMixin(PackedMixin, SequenceSplitMixin, TensorParallelMixin):
+class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, TensorParallelMixin):
     """Mixed in before a TRL trainer: its models are scored by our forward.
 
     Attributes:
@@ -40,6 +42,12 @@ class ExactHeadMixin(PackedMixin, SequenceSplitMixin, TensorParallelMixin):
     def _config_among(positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """The trainer's `args`, wherever in the call they stand: DPO's and GRPO's positions differ."""
         return next((x for x in (*positional, *keywords.values()) if isinstance(x, TrainingArguments)), None)
+
+    def _head_decision(self) -> Decision:
+        """The row `head` of the plan: which rows of the head's weight the policy's last pass was scored with."""
+        how = {"tiled": "log-probs in tiles, without the logits", "dense": "from all logits of a batch at once"}
+        seen = self.scoring_forwards[0].head_rows or "where the rows of its weight lie is seen at each pass"
+        return Decision("head", "run", f"{how[self.head_arguments.head]}; {seen}.")
 
     def _entropy_requires_grad(self) -> bool:
         """Whether a term of the loss sends a gradient through the policy's entropy."""

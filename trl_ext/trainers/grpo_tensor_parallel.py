@@ -1,4 +1,4 @@
-"""GRPO under tensor parallelism: one copy of the model draws one set of completions, whatever number of ranks hold it."""
+"""GRPO under tensor parallelism: a copy of the model draws one set of completions, on however many ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,11 +47,6 @@ class SameCompletionsMixin(GRPOPassesMixin):
             self.tensor_parallel.share_random_state(self.accelerator.device)
         return batch
 
-    def _agreed(self, value: Any) -> Any:
-        if self.tensor_parallel is None:
-            return value
-        return self.tensor_parallel.shared(value, self.accelerator.device)
-
     @contextmanager
     def _sampling_in_step(self, ranks: TensorParallel) -> Iterator[None]:
         """Within, the model's `generate` draws the same tokens on all `ranks`.
@@ -90,8 +85,8 @@ def _refuse_other_samplers(args: Any) -> None:
     name = next((x for x in ("use_vllm", "use_transformers_continuous_batching") if getattr(args, x, False)), None)
     if name == "use_vllm":
         raise ValueError(
-            "`use_vllm=True` under tensor parallelism: TRL would load into vLLM, for each weight, the part of it that a "
-            "rank holds. Set `use_vllm=False`, or train with FSDP2 or DeepSpeed in the place of tensor parallelism."
+            "`use_vllm=True` under tensor parallelism: TRL would load into vLLM the part of a weight that a rank holds "
+            "for the whole. Set `use_vllm=False`, or train with FSDP2 or DeepSpeed in the place of tensor parallelism."
         )
     if name is not None:
         raise ValueError(
@@ -111,8 +106,8 @@ def _set_generation_batch_size(args: Any, ranks: TensorParallel) -> None:
     for mode, rows, group in sizes:
         if rows % group:
             raise ValueError(
-                f"Under tensor parallelism each {ranks.size} ranks hold one copy of the model and get the same prompts, "
-                f"so a generation batch has {rows} rows here (`per_device_{mode}_batch_size` on {ranks.copies} copies), "
-                f"which must be a multiple of `num_generations`, {group}. Multiply `per_device_{mode}_batch_size` by "
-                f"{ranks.size} to have as many rows as the config asks for."
+                f"Under tensor parallelism each {ranks.size} ranks hold one copy of the model and get the same "
+                f"prompts. A generation batch has {rows} rows then (`per_device_{mode}_batch_size` on {ranks.copies} "
+                f"copies), and must be a multiple of `num_generations`, which is {group}. Multiply "
+                f"`per_device_{mode}_batch_size` by {ranks.size} to have as many rows as the config asks for."
             )

@@ -40,6 +40,11 @@ class HostedReferenceMixin:
                     "policy is the policy without its adapter, in the same weights. Leave it unset."
                 )
             return  # beta is 0, or all was precomputed: what was asked for, no reference on the device, is so
+        if self.tensor_parallel is not None:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{asked} does not go with tensor parallelism, which spreads the reference model over the ranks "
+                "itself. Leave it unset."
+            )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # type: ignore[attr-defined]
             raise ValueError(
                 f"{asked} does not go with FSDP and DeepSpeed, which spread the reference model over the ranks "

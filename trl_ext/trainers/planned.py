@@ -5,7 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ..passes import PackingPlan, Plan, Skipped
+from ..engines.roll_call import roll_call
+from ..passes import Decision, PackingPlan, Plan, Skipped
 
 logger = logging.getLogger("trl_ext")
 
@@ -19,6 +20,8 @@ class PlannedPassesMixin:
 
     _plan: Plan | None = None
     _packing_plan: Callable[[], PackingPlan]
+    _engine_decision: Callable[[], Decision]
+    _head_decision: Callable[[], Decision]
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         self.skipped = Skipped()
@@ -40,24 +43,31 @@ class PlannedPassesMixin:
         return self._plan
 
     def explain(self) -> Plan:
-        """Which log-prob passes run, are reused or are skipped, which tokens are fed, and why.
+        """Which engine runs; which log-prob passes run, are reused or are skipped, which tokens are fed; and why.
 
         `print(trainer.explain())` shows a table. Before training it speaks of the arguments as they are now.
         """
         plan, packing = self._plan or self._make_plan(), self._packing_plan()
         return dataclasses.replace(
-            plan, decisions=(*plan.decisions, packing.decision), warnings=(*plan.warnings, *packing.warnings)
+            plan,
+            decisions=(self._engine_decision(), *plan.decisions, packing.decision, self._head_decision()),
+            warnings=(*plan.warnings, *packing.warnings),
         )
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
-        """TRL's own, after the plan was made and logged."""
+        """TRL's own, after the plan was made and logged.
+
+        Raises:
+            `RankError`: a collective failed because of another rank, which the message names.
+        """
         self._plan = self._make_plan()
         if self.accelerator.is_main_process:  # type: ignore[attr-defined]
             plan = self.explain()
             _show(f"{type(self).__name__}: what runs, and why\n{plan}")
             for warning in plan.warnings:
                 logger.warning(warning)
-        return super().train(*positional, **keywords)  # type: ignore[misc]
+        with roll_call():
+            return super().train(*positional, **keywords)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's own, with `skipped/*`: totals since the last log, of all ranks."""

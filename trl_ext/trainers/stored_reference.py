@@ -280,13 +280,13 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
                 store = DiskStore(folder, identity, writes=self._writes_to(folder))
                 if self.accelerator.is_local_main_process:
                     write_about(folder, self._identity_facts)
-            self._stored = StoredReference(store, identity, self._gather_counts, self._gather_entries)
+            self._stored = StoredReference(store, identity, self._gather_counts, self._gather_entries, self._agreed)
         return self._stored
 
     def _writes_to(self, folder: Any) -> bool:
         """One process for each file system: the main one, and on each node that does not see its files another."""
-        if self.accelerator.num_processes == 1:
-            return True
+        if self.accelerator.num_processes == 1:  # tensor parallelism may spread it over several ranks
+            return bool(self.accelerator.is_main_process)
         name = [f"{uuid.uuid4().hex}.seen"]
         broadcast_object_list(name, from_process=0)
         sign = folder / name[0]

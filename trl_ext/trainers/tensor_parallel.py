@@ -1,10 +1,12 @@
 """Trainers under tensor parallelism: the ranks that hold one copy of the model do the same, and count once."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ..compat import TensorParallelInternals
+from ..compat import TensorParallelInternals, adapters_made_by
+from ..engines.split_lora import check_adapter, complete_adapters, draw_adapters
 from ..engines.tensor_parallel import OncePerCopy, TensorParallel
 
 
@@ -17,20 +19,42 @@ class TensorParallelMixin(TensorParallelInternals):
     """
 
     tensor_parallel: TensorParallel | None = None
+    _trl_trainer: type
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        super().__init__(*positional, **keywords)
+        with adapters_made_by(_make_adapter, self._trl_trainer):
+            super().__init__(*positional, **keywords)
         if self.tensor_parallel is not None:
             self._tokens_are_counted_once()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Transformers' own, called in its `__init__`."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.tensor_parallel = TensorParallel.of(self.model)  # type: ignore[has-type]
+        self.tensor_parallel = TensorParallel.of(self.model)  # type: ignore[attr-defined]
         if self.tensor_parallel is not None:
+            complete_adapters(self.model)  # type: ignore[attr-defined]
             self.accelerator: Any = OncePerCopy(self.accelerator, self.tensor_parallel)
+            # Transformers has bound the other's already, for the first evaluation
+            by_objects = self.args.eval_use_gather_object  # type: ignore[attr-defined]
+            self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=by_objects)
+
+    def _agreed(self, value: Any) -> Any:
+        """The `value` of the first of the ranks that hold this copy of the model."""
+        if self.tensor_parallel is None:
+            return value
+        return self.tensor_parallel.shared(value, self.accelerator.device)
 
     def _check_same_rows(self, ids: Tensor) -> None:
         """The rows of a micro-batch must be those of the other ranks that hold this copy of the model."""
         if self.tensor_parallel is not None:
             self.tensor_parallel.check_same(ids)
+
+
+def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywords: Any) -> Any:
+    ranks = TensorParallel.of(model)
+    if ranks is None:
+        return make(model, config, *positional, **keywords)
+    check_adapter(config)
+    made = make(model, config, *positional, **keywords)
+    draw_adapters(made, ranks)
+    return made

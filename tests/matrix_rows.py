@@ -1,0 +1,220 @@
+"""The rows of the launch matrix: one training run of DPO or GRPO, the same on one process and under any engine."""
+
+import os
+import random
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, TrainerCallback
+
+import trl_ext
+from rewards import id_reward
+from run_losses import Trainers
+from tiny import V_WORDS, lora_config, preferences, prompts, word_tokenizer
+
+STEPS, ACCUMULATION = 5, 2
+MICRO_BATCH = 12  # rows of all ranks together, or pairs
+GENERATIONS = 8  # so that 2 ranks, or 4, have a part of a group each
+_SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,  # tensor parallelism splits heads: over 2, 3 or 4 ranks
+    "num_key_value_heads": 12,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "dtype": "float32",
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+MODELS = {
+    "untied": LlamaConfig(**_SHAPE, vocab_size=100, tie_word_embeddings=False),
+    "tied": Qwen3Config(**_SHAPE, vocab_size=100, tie_word_embeddings=True),
+    "odd": LlamaConfig(**_SHAPE, vocab_size=V_WORDS, tie_word_embeddings=False),
+}
+ROWS = [(trainer, mode, model) for trainer in ("dpo", "grpo") for mode in ("full", "lora") for model in MODELS]
+
+
+def save_models(folder: Path) -> None:
+    """The checkpoints that the rows start from, each with an adapter beside it whose weights are not zero."""
+    for name, config in MODELS.items():
+        torch.manual_seed(1234)
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(folder / name)
+        word_tokenizer().save_pretrained(folder / name)
+        # Column-wise linears alone: PEFT takes no others under tensor parallelism
+        adapter = lora_config(target_modules=["q_proj", "v_proj", "up_proj"])
+        get_peft_model(model, adapter).save_pretrained(folder / name / "adapter")
+
+
+class Engine(Protocol):
+    """What a run needs to know of what it runs on; `launch.LaunchedRank` is one."""
+
+    folder: Path
+    index: int
+    processes: int
+    replicates_tokens: bool
+
+    def training_arguments(self) -> dict[str, Any]: ...
+    def model_arguments(self) -> dict[str, Any]: ...
+    def whole(self, params: dict[str, Any]) -> dict[str, Any]: ...
+    def check(self, trainer: Any) -> None: ...
+    def without_gradient_sync(self, trainer: Any) -> None: ...
+
+
+@dataclass
+class OneProcess:
+    """Training without any engine: what all engines are held against."""
+
+    folder: Path
+    index: int = 0
+    processes: int = 1
+    replicates_tokens: bool = False
+
+    def training_arguments(self) -> dict[str, Any]:
+        return {"use_cpu": True}
+
+    def model_arguments(self) -> dict[str, Any]:
+        return {}
+
+    def whole(self, params: dict[str, Any]) -> dict[str, Any]:
+        return {name: param.detach().clone() for name, param in params.items()}
+
+    def check(self, trainer: Any) -> None:
+        assert trainer.accelerator.num_processes == 1
+
+
+@dataclass
+class Seen:
+    """What a run showed: of each optimizer step, and of all of them.
+
+    Attributes:
+        losses, grad_norms (`list[float]`): as logged.
+        start, change (`dict[str, Tensor]`): the trained weights before, and what was added to them.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    start: dict[str, torch.Tensor]
+    change: dict[str, torch.Tensor]
+
+
+class _Watch(TrainerCallback):
+    def __init__(self, engine: Engine, trainer: Any, synced: bool):
+        self.engine, self.trainer, self.synced = engine, trainer, synced
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.start = self.engine.whole(trained(self.trainer))
+        if not self.synced:
+            self.engine.without_gradient_sync(self.trainer)
+
+
+def trained(trainer: Any) -> dict[str, torch.nn.Parameter]:
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def train(engine: Engine, trainer: str, mode: str, model: str, synced: bool = True, library: Any = trl_ext) -> Seen:
+    """Train one row, from the checkpoint `model` and, with LoRA, the adapter saved beside it."""
+    per_device = MICRO_BATCH // (1 if engine.replicates_tokens else engine.processes)
+    trainers = Trainers.of(library)
+    build = _dpo if trainer == "dpo" else _grpo
+    row = build(engine, trainers, mode, Path(os.environ["MATRIX_MODELS"]) / model, per_device)
+    watch = _Watch(engine, row, synced)
+    row.add_callback(watch)
+    row.train()
+    engine.check(row)
+    end = engine.whole(trained(row))
+    logs = [log for log in row.state.log_history if "loss" in log]
+    assert len(logs) == STEPS
+    return Seen(
+        losses=[log["loss"] for log in logs],
+        grad_norms=[float(log["grad_norm"]) for log in logs],
+        start=watch.start,
+        change={name: weight - watch.start[name] for name, weight in end.items()},
+    )
+
+
+def _config(engine: Engine, per_device: int) -> dict[str, Any]:
+    return {
+        "output_dir": str(engine.folder / "run"),
+        "per_device_train_batch_size": per_device,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "max_steps": STEPS,
+        # The change of the weights is then the sum of the gradients. Adam's is not: it forgets their scale, so a
+        # gradient put in twice would pass, and makes a step of any rounding where a gradient is 0
+        "optim": "sgd",
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e9,  # logs the norm and never clips, which would hide a factor
+        "seed": 7,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **engine.training_arguments(),
+    }
+
+
+def _policy(engine: Engine, mode: str, path: Path) -> Any:
+    """Loaded after the config was made: ZeRO-3 then takes the weights apart as they come."""
+    if mode == "full":
+        return str(path)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype="float32", **engine.model_arguments())
+    return PeftModel.from_pretrained(base, path / "adapter", is_trainable=True)
+
+
+def _dpo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
+    arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
+    config = trainers.dpo_config(**_config(engine, per_device), model_init_kwargs=arguments)
+    return trainers.dpo_trainer(
+        _policy(engine, mode, path), args=config, train_dataset=preferences(STEPS * ACCUMULATION * MICRO_BATCH, seed=1)
+    )
+
+
+def _grpo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
+    arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
+    config = trainers.grpo_config(
+        **_config(engine, per_device),
+        model_init_kwargs=arguments,
+        num_generations=GENERATIONS,
+        max_completion_length=8,
+        beta=0.1,
+    )
+    return trainers.grpo_trainer(
+        _policy(engine, mode, path),
+        reward_funcs=id_reward,
+        args=config,
+        train_dataset=prompts(24, seed=1),
+        rollout_func=partial(_rollout, engine),
+    )
+
+
+def _rollout(engine: Engine, texts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions that depend on the prompt and on which of its samples one is, on nothing else."""
+    tokenizer = trainer.processing_class
+    first = 0 if engine.replicates_tokens else engine.index * len(texts)
+    completions = []
+    for row, text in enumerate(texts):
+        rng = random.Random(f"{text}|{(first + row) % GENERATIONS}")
+        completions.append([*(rng.randrange(3, 97) for _ in range(rng.randint(1, 7))), tokenizer.eos_token_id])
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
+def _case(rank: Any, row: tuple[str, str, str], synced: bool) -> Seen:
+    return train(rank, *row, synced=synced)
+
+
+CASES = {"-".join(row): partial(_case, row=row, synced=True) for row in ROWS}
+CONTROLS = {f"{name}-unsynced": partial(_case, row=row, synced=False) for name, row in zip(CASES, ROWS, strict=True)}
+CASES |= CONTROLS

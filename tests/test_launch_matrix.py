@@ -1,0 +1,93 @@
+"""Every engine that `accelerate launch` starts trains as one process does: DPO and GRPO, full and LoRA, tied or not."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+
+from launch import ENGINES, launch
+from matrix_rows import CONTROLS, ROWS, OneProcess, Seen, save_models, train
+from matrix_rows import __file__ as SCRIPT
+
+# Rounding moves the weights' change by 1e-5 of it at most. Without gradient sync it is another one altogether
+LIMIT, UNSYNCED = 1e-4, 0.1
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def rows_find_them(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATRIX_MODELS", str(models))
+
+
+@functools.cache
+def on_one_process(row: str) -> Seen:
+    with tempfile.TemporaryDirectory() as folder:
+        return train(OneProcess(Path(folder)), *row.split("-"))
+
+
+def distances(seen: Seen, expected: Seen) -> dict[str, float]:
+    """How far apart two runs are: of the losses, of the gradient norms and of the weights' changes, relative."""
+    assert seen.change.keys() == expected.change.keys()
+    assert all(torch.equal(seen.start[name], weight) for name, weight in expected.start.items())
+    pairs = {
+        "losses": (torch.tensor(seen.losses), torch.tensor(expected.losses)),
+        "grad_norms": (torch.tensor(seen.grad_norms), torch.tensor(expected.grad_norms)),
+        "change": tuple(
+            torch.cat([of.change[name].double().flatten() for name in expected.change]) for of in (seen, expected)
+        ),
+    }
+    return {what: ((a - b).norm() / b.norm()).item() for what, (a, b) in pairs.items()}
+
+
+def check_matrix(engine: str, rows: list[str], folder: Path, processes: int = 2) -> None:
+    """Launch `rows` and a control for each, hold all against one process, and name every row that is wrong."""
+    results = launch(SCRIPT, rows, engine, folder, processes, timeout=900)
+    wrong = []
+    for row, of_ranks in results.items():
+        expected = on_one_process(row.removesuffix("-unsynced"))
+        found = [distances(seen, expected) for seen in of_ranks]
+        if row in CONTROLS:
+            right = any(of_rank["change"] > UNSYNCED for of_rank in found)
+        else:
+            right = all(distance <= LIMIT for of_rank in found for distance in of_rank.values())
+        print(engine, row, {what: f"{distance:.1e}" for what, distance in found[0].items()})
+        if not right:
+            wrong.append(f"{row}: {found}")
+    assert not wrong, "\n".join([f"{engine} on {processes} processes:", *wrong])
+
+
+ALL = ["-".join(row) for row in ROWS] + list(CONTROLS)
+
+
+@pytest.mark.parametrize("row", ["dpo-full-tied", "dpo-lora-untied", "grpo-full-odd", "grpo-lora-tied"])
+def test_one_process_is_stock_trl(row: str, tmp_path: Path):
+    found = distances(on_one_process(row), train(OneProcess(tmp_path), *row.split("-"), library=trl))
+    assert max(found.values()) <= LIMIT, found
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3", "tp"])
+def test_an_engine_of_each_family_trains_as_one_process(engine: str, tmp_path: Path):
+    rows = ["dpo-lora-untied", "grpo-full-tied"]
+    check_matrix(engine, [*rows, f"{rows[-1]}-unsynced"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_trains_every_row_as_one_process(engine: str, tmp_path: Path):
+    check_matrix(engine, ALL, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", [3, 4])
+@pytest.mark.parametrize("engine", ["ddp", "tp"])
+def test_more_processes_train_as_one(engine: str, processes: int, tmp_path: Path):
+    check_matrix(engine, ALL, tmp_path, processes)

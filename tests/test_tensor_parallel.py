@@ -1,0 +1,308 @@
+"""Tensor parallelism, on real processes over gloo: DPO and GRPO train as on one process with the same batch.
+
+TRL's own GRPO is no reference here: its ranks of one group draw different completions, and a forward mixes them.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import trl_ext
+from ranks import Rank, run_on_ranks
+from run_losses import WALL_CLOCK
+from tiny import Workshop, lora_config, preferences, prompts
+from tokens import counted
+
+COMMON = {
+    "max_steps": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 0.02,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "seed": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+}
+DPO = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+GRPO = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "temperature": 1.0,
+    "beta": 0.1,
+    "num_iterations": 2,
+}
+
+
+def distinct_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Some groups are rewarded alike, and have no advantage."""
+    return [float(len(set(ids)) // 2) for ids in completion_ids]
+
+
+def random_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Another one on each rank, however the ranks were seeded."""
+    generator = random.SystemRandom()
+    torch.rand(generator.randint(1, 9))
+    return [generator.random() for _ in completion_ids]
+
+
+def random_rollout(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    """Other completions on each rank, as from an environment that is not seeded."""
+    generator = random.SystemRandom()
+    completions = [[generator.randint(3, 96) for _ in range(generator.randint(1, 6))] for _ in prompts]
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": completions,
+        "logprobs": None,
+    }
+
+
+@contextmanager
+def recorded(trainer: Any) -> Iterator[dict[str, Any]]:
+    """What a user sees of the training within, and what is fed."""
+    logs: list[dict[str, float]] = []
+
+    class Recorder(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            record["logs"].append({name: x for name, x in logs.items() if not name.endswith(WALL_CLOCK)})
+
+    record: dict[str, Any] = {"logs": logs}
+    trainer.add_callback(Recorder())
+    initial = whole(trainer.model)
+    with counted() as tokens:
+        yield record
+    record |= {"fed": asdict(tokens), "weights": whole(trainer.model)}
+    record["change"] = {name: weight - initial[name] for name, weight in record["weights"].items()}
+
+
+def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the trained weights, whole on every rank."""
+    weights = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for name, x in weights.items()}
+
+
+def split(folder: Path, fsdp_size: int = 1) -> dict[str, Any]:
+    from transformers.distributed import DistributedConfig
+
+    sizes = {"fsdp_size": fsdp_size} if fsdp_size > 1 else {}
+    return {"distributed_config": DistributedConfig(tp_size=2, tp_plan="auto", **sizes)}
+
+
+def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: str | None, **options: Any) -> Any:
+    """The trainer after training, with `record`: what could be seen."""
+    reward_funcs, rollout_func = options.pop("reward", distinct_words), options.pop("rollout", None)
+    peft_config = options.pop("peft_config", None)
+    policy: Any = model
+    model_init_kwargs: dict[str, Any] | None = {**place, "dtype": "float32"}
+    if adapter:
+        policy = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(model, **model_init_kwargs), adapter, is_trainable=True
+        )
+        model_init_kwargs = None
+    arguments = {**COMMON, "output_dir": str(folder / "out"), "model_init_kwargs": model_init_kwargs}
+    trainer: Any
+    if kind == "dpo":
+        trainer = trl_ext.DPOTrainer(
+            model=policy,
+            args=trl_ext.DPOConfig(**{**arguments, **DPO, "reference_store": "memory", **options}),
+            train_dataset=preferences(13, seed=1),
+            eval_dataset=preferences(3, seed=2),
+            peft_config=peft_config,
+        )
+    else:
+        trainer = trl_ext.GRPOTrainer(
+            model=policy,
+            args=trl_ext.GRPOConfig(**{**arguments, **GRPO, **options}),
+            reward_funcs=reward_funcs,
+            rollout_func=rollout_func,
+            train_dataset=prompts(8, seed=1),
+            eval_dataset=prompts(3, seed=2),
+            peft_config=peft_config,
+        )
+    with recorded(trainer) as trainer.record:
+        trainer.train()
+    return trainer
+
+
+def on_rank(rank: Rank, kind: str, adapter: str | None, fsdp_size: int = 1, **options: Any) -> dict[str, Any]:
+    folder = rank.folder / f"{kind}-{adapter}"
+    place = split(folder, fsdp_size) if rank.engine == "tp" else {}
+    trainer = train(kind, folder, models(rank)["model"], place, adapter and models(rank)[adapter], **options)
+    rank.check(trainer)
+    trainer.save_model(str(folder / "saved"))
+    return {**trainer.record, "saved": str(folder / "saved")}
+
+
+def models(rank: Rank) -> dict[str, str]:
+    found: dict[str, str] = torch.load(rank.folder / "models")
+    return found
+
+
+def given_random_completions(rank: Rank) -> dict[str, Any]:
+    return on_rank(rank, "grpo", None, reward=random_reward, rollout=random_rollout)
+
+
+def refused(rank: Rank, words: str, kind: str = "grpo", **options: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        train(kind, rank.folder / "refused", models(rank)["model"], split(rank.folder), None, **options)
+    rank.checked = True  # no training, so no engine to check
+
+
+def refused_adapters(rank: Rank) -> None:
+    attempt = partial(refused, rank, kind="dpo")
+    attempt(r"use_dora=True.*Set `use_dora=False`", peft_config=lora_config(use_dora=True))
+    attempt(r"init_lora_weights='pissa'.*`True` or `'gaussian'`", peft_config=lora_config(init_lora_weights="pissa"))
+    attempt(r"modules_to_save=\['lm_head'\]", peft_config=lora_config(modules_to_save=["lm_head"]))
+
+
+def refused_arguments(rank: Rank) -> None:
+    refused(
+        rank, r"has 4 rows then.*`num_generations`, which is 8.*Multiply", num_generations=8, steps_per_generation=1
+    )
+    refused(rank, r"`use_transformers_continuous_batching=True`", use_transformers_continuous_batching=True)
+    refused(rank, r"reference_device='cpu'.*tensor parallelism", reference_device="cpu")
+
+
+def different_rows(rank: Rank) -> None:
+    from trl_ext.engines.tensor_parallel import TensorParallel
+
+    model = AutoModelForCausalLM.from_pretrained(models(rank)["model"], **split(rank.folder))
+    ranks = TensorParallel.of(model)
+    assert ranks is not None
+    assert (ranks.rank, ranks.size, ranks.copy, ranks.copies) == (rank.index, 2, 0, 1)
+    ranks.check_same(torch.arange(6).view(2, 3))
+    with pytest.raises(ValueError, match="were given different batches"):
+        ranks.check_same(torch.arange(6).view(2, 3) + rank.index)
+    with pytest.raises(ValueError, match="were given different batches"):
+        ranks.check_same(torch.arange(6 + rank.index))
+    assert TensorParallel.of(torch.nn.Linear(2, 2)) is None
+    rank.checked = True
+
+
+CASES: dict[str, Callable[[Rank], Any]] = {
+    f"{kind}-{adapter or 'full'}": partial(on_rank, kind=kind, adapter=adapter)
+    for kind in ("dpo", "grpo")
+    for adapter in (None, "adapter")
+}
+CASES |= {
+    "grpo-parts": partial(on_rank, kind="grpo", adapter=None, max_tokens_per_micro_batch=24, dynamic_sampling=True),
+    "grpo-dapo": partial(on_rank, kind="grpo", adapter=None, loss_type="dapo", scale_rewards="batch", beta=0.0),
+    "grpo-random": given_random_completions,
+    "refused-adapters": refused_adapters,
+    "refused-arguments": refused_arguments,
+    "different-rows": different_rows,
+    "grpo-2d": partial(on_rank, kind="grpo", adapter=None, fsdp_size=2),
+    "dpo-2d": partial(on_rank, kind="dpo", adapter=None, fsdp_size=2),
+}
+
+
+@pytest.fixture
+def launch(workshop: Workshop, tmp_path: Path) -> Callable[..., dict[str, list[Any]]]:
+    paths = {"model": workshop.model("untied"), "adapter": workshop.adapter("untied")}
+
+    def launched(*cases: str, engine: str = "tp", processes: int = 2) -> dict[str, list[Any]]:
+        folder = tmp_path / f"{engine}-{processes}"
+        folder.mkdir()
+        torch.save(paths, folder / "models")
+        return run_on_ranks(__file__, cases, engine, folder, processes)
+
+    return launched
+
+
+def on_one_process(workshop: Workshop, folder: Path, kind: str, adapter: bool = False, **options: Any) -> Any:
+    path = workshop.adapter("untied") if adapter else None
+    return train(kind, folder, workshop.model("untied"), {}, path, use_cpu=True, **options).record
+
+
+def far(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """How far apart two sets of tensors are, against the size of the other."""
+    assert ours.keys() == other.keys()
+    ours_all, other_all = (torch.cat([each[name].double().flatten() for name in other]) for each in (ours, other))
+    return ((ours_all - other_all).norm() / other_all.norm()).item()
+
+
+def assert_same_training(on_ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    for of_rank in on_ranks:
+        assert of_rank["fed"] == alone["fed"]
+        assert len(of_rank["logs"]) == len(alone["logs"])
+        for ours, one in zip(of_rank["logs"], alone["logs"], strict=True):
+            assert ours.keys() == one.keys()
+            for name, value in one.items():
+                assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+        assert far(of_rank["change"], alone["change"]) <= 1e-4
+    assert far(on_ranks[0]["weights"], on_ranks[1]["weights"]) == 0
+
+
+def assert_saved(on_ranks: list[dict[str, Any]], adapter: bool) -> None:
+    """What was saved is the whole of what was trained."""
+    folder = Path(on_ranks[0]["saved"])
+    if adapter:
+        saved = load_file(folder / "adapter_model.safetensors")
+        weights = {name.replace(".default.", "."): x for name, x in on_ranks[0]["weights"].items()}
+    else:
+        saved = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+        weights = on_ranks[0]["weights"]
+    assert far({name: x.detach() for name, x in saved.items()}, weights) == 0
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ["dpo-full", "grpo-adapter", "different-rows"],
+        pytest.param(["dpo-adapter", "grpo-full", "grpo-dapo", "grpo-parts"], marks=pytest.mark.slow),
+    ],
+    ids=["fast", "slow"],
+)
+def test_two_ranks_that_hold_one_model_train_as_one_process(
+    cases: list[str], launch: Callable[..., Any], workshop: Workshop, tmp_path: Path
+):
+    results = launch(*cases)
+    for case in cases:
+        if results[case][0] is None:
+            continue
+        kind, variant = case.split("-")
+        options = {**CASES[case].keywords}  # type: ignore[attr-defined]
+        del options["kind"], options["adapter"]
+        alone = on_one_process(workshop, tmp_path / case, kind, variant == "adapter", **options)
+        assert len([log for log in alone["logs"] if "loss" in log]) == COMMON["max_steps"]
+        assert any("eval_loss" in log for log in alone["logs"])
+        assert_same_training(results[case], alone)
+        assert_saved(results[case], variant == "adapter")
+
+
+@pytest.mark.slow
+def test_what_is_random_on_a_rank_is_the_same_on_all_that_hold_the_model(launch: Callable[..., Any]):
+    results = launch("grpo-random", "refused-adapters", "refused-arguments")
+    ours, other = results["grpo-random"]
+    assert ours["logs"] == other["logs"]
+    assert far(ours["weights"], other["weights"]) == 0
+    assert far(ours["change"], {name: 0 * x + 1e-9 for name, x in ours["change"].items()}) > 1
+
+
+@pytest.mark.slow
+def test_two_copies_on_two_ranks_each_train_as_two_processes(launch: Callable[..., Any]):
+    split_twice = launch("grpo-2d", "dpo-2d", processes=4)
+    for kind in ("grpo", "dpo"):
+        copies = launch(f"{kind}-full", engine="ddp")[f"{kind}-full"]
+        ranks = split_twice[f"{kind}-2d"]
+        for pair, of_copy in ((ranks[:2], copies[0]), (ranks[2:], copies[1])):
+            assert_same_training(pair, of_copy)
