@@ -118,7 +118,7 @@ def running(accelerator: Any, model: nn.Module, wrapped: nn.Module | None = None
     axes = () if parallelism is None else ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     return Running(
         distributed_type=distributed_type,
-        processes=accelerator.num_processes,
+        processes=state.num_processes,  # the trainer's accelerator may count a tensor-parallel group as one
         in_group=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         backend=state.backend,
         device=accelerator.device.type,
