@@ -1,122 +1,100 @@
-"""The tokens of a batch split over two ranks, by accelerate's context and sequence parallelism, train as on one."""
+"""The tokens of a batch, split over ranks by context and by sequence parallelism, train as on one process."""
 
-import os
-import warnings
+import functools
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
-from accelerate import ParallelismConfig
-from accelerate.utils import DeepSpeedSequenceParallelConfig
-from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-import trl_ext
-from ranks import Rank
-from rewards import id_reward
-from run_losses import Trainers
-from tiny import lora_config, preferences, prompts, scripted_rollout
+from launch import launch
+from sequence_cases import CONTROLS, RUNS, Seen
+from sequence_cases import __file__ as SCRIPT
+from tiny import _SHAPE, _WORD_IDS, Workshop, word_tokenizer
 
 
-def trained(trainer: Any) -> dict[str, torch.Tensor]:
-    """Copies of the trained weights, whole on every rank."""
-    weights = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
-    if any(hasattr(x, "ds_status") for x in weights.values()):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(list(weights.values())):
-            return {name: x.detach().clone() for name, x in weights.items()}
-    return {n: (x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()).clone() for n, x in weights.items()}
-
-
-def parallelism(engine: str) -> dict[str, Any]:
-    """The arguments that ask for two ranks of one group."""
-    if engine == "one":
-        return {}
-    if engine == "fsdp2":
-        return {"parallelism_config": ParallelismConfig(cp_size=2)}
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    return {"parallelism_config": ParallelismConfig(sp_size=2, sp_handler=handler), "ddp_backend": "gloo"}
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workshop = Workshop(tmp_path_factory.mktemp("models"))
+    for name in ("untied", "tied", "experts"):
+        workshop.model(name)
+    one_key = LlamaConfig(**{**_SHAPE, **_WORD_IDS, "num_key_value_heads": 1, "num_hidden_layers": 1})
+    AutoModelForCausalLM.from_config(one_key).save_pretrained(workshop.root / "odd_heads-0")
+    word_tokenizer().save_pretrained(workshop.root / "odd_heads-0")
+    return workshop.root
 
 
-def common(folder: Path, **config: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder / "run"),
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 5,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.5,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        **config,
-    }
+@pytest.fixture(autouse=True)
+def cases_find_them(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINY_MODELS", str(models))
 
 
-def run(trainer: Any, rank: Rank | None) -> dict[str, Any]:
-    fed: list[int] = []
-    trainer.model.get_input_embeddings().register_forward_hook(lambda m, args, out: fed.append(args[0].numel()))
-    initial = trained(trainer)
-    trainer.train()
-    if rank is not None:
-        rank.check(trainer)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    return {"logs": logs, "change": {n: x - initial[n] for n, x in trained(trainer).items()}, "fed": fed}
+@functools.cache
+def on_one_process(name: str) -> Seen:
+    return RUNS[name](None)
 
 
-def dpo(rank: Rank | None, trainers: Trainers, folder: Path, lora: bool, engine: str, **config: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
-    trainer = trainers.dpo_trainer(
-        model=os.environ["TINY_MODEL"],
-        args=trainers.dpo_config(**common(folder, **parallelism(engine), **config)),
-        train_dataset=preferences(24, seed=1),
-        peft_config=lora_config() if lora else None,
-    )
-    return run(trainer, rank)
+def far(seen: Seen, expected: Seen) -> float:
+    """How far apart the two changes of the weights are, against the size of that of one process."""
+    assert seen.change.keys() == expected.change.keys()
+    ours, one = (torch.cat([of.change[name].double().flatten() for name in expected.change]) for of in (seen, expected))
+    return ((ours - one).norm() / one.norm()).item()
 
 
-def grpo(rank: Rank | None, trainers: Trainers, folder: Path, lora: bool, engine: str, **config: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
-    config = {"num_generations": 3, "max_completion_length": 8, "beta": 0.1, **config}
-    rollout = config.pop("rollout_func", scripted_rollout)
-    trainer = trainers.grpo_trainer(
-        model=os.environ["TINY_MODEL"],
-        reward_funcs=id_reward,
-        args=trainers.grpo_config(**common(folder, **parallelism(engine), **config)),
-        train_dataset=prompts(24, seed=1),
-        rollout_func=rollout,
-        peft_config=lora_config() if lora else None,
-    )
-    return run(trainer, rank)
+def check(cases: list[str], engine: str, folder: Path, processes: int = 2) -> None:
+    for name, of_ranks in launch(SCRIPT, cases, engine, folder, processes, timeout=600).items():
+        if name not in RUNS and name not in CONTROLS:
+            continue
+        expected = on_one_process("-".join(name.split("-")[:2]))
+        for seen in of_ranks:
+            if name in CONTROLS:
+                assert far(seen, expected) > 0.05, name
+                continue
+            assert far(seen, expected) <= 1e-4, (name, far(seen, expected))
+            assert len(seen.logs) == len(expected.logs)
+            for log, one in zip(seen.logs, expected.logs, strict=True):
+                assert log.keys() == one.keys(), name
+                assert log == pytest.approx(one, rel=1e-4, abs=2e-5), name
+        if "draws" not in name and "evaluated" not in name:
+            # In a training step each rank feeds half, and at most one token more
+            halves = [-(-tokens // 2) for tokens in expected.fed[-4:]]
+            assert processes > 2 or all(seen.fed[-4:] == halves for seen in of_ranks), name
 
 
-def on_rank(method: Any, **options: Any) -> Any:
-    def case(rank: Rank) -> Any:
-        if rank.engine != "fsdp2":
-            from deepspeed.runtime.sequence_parallel import parallel_state_sp
-            from deepspeed.utils import groups
-
-            parallel_state_sp._release_sequence_parallel_groups()
-            groups.mpu = None
-        with warnings.catch_warnings():
-            if rank.engine != "fsdp2":
-                warnings.simplefilter("ignore")  # DeepSpeed imports and configures with many of its own
-            return method(rank, folder=rank.folder, engine=rank.engine, **options)
-
-    return case
+def test_sequence_parallelism_trains_as_one_process(tmp_path: Path):
+    pytest.importorskip("deepspeed")
+    check(["dpo-lora", "grpo-full", "grpo-full-unexchanged"], "zero2", tmp_path)
 
 
-METHODS = {"dpo": dpo, "grpo": grpo}
-OURS = Trainers.of(trl_ext)
-CASES = {
-    f"{name}-{'lora' if lora else 'full'}": on_rank(method, trainers=OURS, lora=lora)
-    for name, method in METHODS.items()
-    for lora in (True, False)
-}
-CASES["grpo-draws"] = on_rank(grpo, trainers=OURS, lora=False, rollout_func=None)
+def test_context_parallelism_trains_as_one_process(tmp_path: Path):
+    check(["dpo-full", "grpo-lora", "dpo-full-unscaled", "padded", "heads"], "fsdp2", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3", "fsdp2"])
+def test_all_cases(engine: str, tmp_path: Path):
+    if engine != "fsdp2":
+        pytest.importorskip("deepspeed")
+    check([*RUNS, *CONTROLS], engine, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3", "fsdp2"])
+def test_two_groups_of_two_ranks(engine: str, tmp_path: Path):
+    if engine != "fsdp2":
+        pytest.importorskip("deepspeed")
+    check(["dpo-full", "grpo-full", "grpo-batch", "dpo-evaluated"], engine, tmp_path, processes=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
+def test_refusals(engine: str, tmp_path: Path):
+    if engine != "fsdp2":
+        pytest.importorskip("deepspeed")
+    check(["padded", "vllm", "generations", "heads"], engine, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["other-rows", "other-rewards"])
+def test_ranks_that_differ_stop(case: str, tmp_path: Path):
+    check([case], "fsdp2", tmp_path)

@@ -285,6 +285,10 @@ class WholeBatches:
         """How many micro-batches are made of each that a data loader gives."""
         return 1 if self._ranks_of_group > 1 else super().get_sp_size()  # type: ignore[misc, no-any-return]
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Transformers' estimate of what this rank computes of a batch."""
+        return int(super().floating_point_ops(inputs)) // self._ranks_of_group  # type: ignore[misc]
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """Transformers' own, in which the ranks of a group count once."""
         total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]

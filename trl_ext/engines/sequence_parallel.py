@@ -36,8 +36,8 @@ class SequenceGroup:
         self.kind = "cp" if config.cp_enabled else "sp"
         self.size: int = config.cp_size if config.cp_enabled else config.sp_size
         self.rank: int = accelerator.process_index % self.size
-        # FSDP takes the mean over all ranks, and so does ZeRO-3 (deepspeed 0.19.8, stage3.py:1931). ZeRO-1 and 2 take the
-        # sum over a group and the mean over the groups (stage_1_and_2.py:1508 and :1688)
+        # FSDP takes the mean over all ranks, and so does ZeRO-3 (deepspeed 0.19.8, stage3.py:1931). ZeRO-1 and 2 take
+        # the sum over a group and the mean over the groups (stage_1_and_2.py:1508 and :1688)
         sums = not config.cp_enabled and zero_stage(accelerator) in (1, 2)
         self.gradient_factor = 1.0 if sums else float(self.size)
         self._accelerator = accelerator
@@ -81,6 +81,11 @@ class SequenceGroup:
         processes = self.processes
         assert processes is not None
         return Shard(tokens, -(-tokens // self.size), self.rank, self.size, processes)
+
+
+def _zero_config(accelerator: Any) -> dict[str, Any]:
+    config: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    return config
 
 
 def zero_stage(accelerator: Any) -> int | None:
@@ -280,6 +285,14 @@ def why_not_split(accelerator: Any, group: SequenceGroup, config: Any) -> str | 
         return (
             "`sp_size` is DeepSpeed's, and the processes were launched without it: accelerate 1.15 makes the group "
             "with DeepSpeed's engine only (accelerator.py:2426). Launch with a DeepSpeed config of any ZeRO stage"
+        )
+    stage = zero_stage(accelerator)
+    if stage == 0:
+        return "it is known to train right under ZeRO-1, ZeRO-2 and ZeRO-3 alone. Set `zero_stage` to 1, 2 or 3"
+    if stage == 3 and not _zero_config(accelerator).get("reduce_scatter", True):
+        return (
+            "ZeRO-3 with `reduce_scatter: false` adds the gradients of a group up in one bucket and takes their mean "
+            "in another (deepspeed 0.19.8, stage3.py:1673, :1878 and :1931). Leave `reduce_scatter` at true"
         )
     if group.kind == "cp" and not accelerator.is_fsdp2:
         return (
