@@ -36,8 +36,8 @@ __all__ = [
     "GRPOInternals",
     "OwnReference",
     "TensorParallelInternals",
-    "adapters_made_by",
     "WholeBatches",
+    "adapters_made_by",
     "gathered_by",
     "head_attached_by",
     "loaded_models_recorded",
@@ -273,7 +273,6 @@ class WholeBatches:
     accelerator: Any
     args: Any
     model: Any
-    _mode: str
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
         """The batch as it is, for our scoring forward to split."""
