@@ -46,7 +46,7 @@ class SequenceGroup:
     def of(cls, accelerator: Any) -> "SequenceGroup | None":
         """The group that accelerate was asked for; None without one."""
         config = accelerator.parallelism_config
-        return cls(accelerator) if config is not None and (config.cp_enabled or config.sp_enabled) else None
+        return None if config is None or config.cp_size * config.sp_size == 1 else cls(accelerator)
 
     @property
     def processes(self) -> "dist.ProcessGroup | None":
@@ -212,8 +212,8 @@ class _GradientTimes(torch.autograd.Function):
 def _signature(x: Tensor) -> Tensor:
     """`(4,)`, int64: shape and content, so that other values hardly ever have the same."""
     # Bit patterns, summed with weights that depend on the place, modulo 2**64
-    bits = x.detach().contiguous().view(torch.uint8).flatten() if x.is_floating_point() else x.detach().flatten()
-    bits = bits.long()
+    bits = x.detach().contiguous().flatten()
+    bits = (bits.view(torch.uint8) if x.is_floating_point() else bits).long()
     places = torch.arange(1, bits.numel() + 1, device=x.device)
     mixed = (places * 6364136223846793005 + 1442695040888963407) * (bits + 1013904223)
     sizes = torch.tensor([x.shape[0] if x.dim() else 0, x.numel()], device=x.device)
@@ -235,7 +235,10 @@ def batches_stay_whole(accelerator: Any, group: SequenceGroup) -> None:
     def loader_as_it_is(loader: Any, engine: Any) -> Any:
         # Called by transformers once the engine is there. DeepSpeed has put its attention in the place of `name`, which
         # leaves out every mask and takes one batch size alone (ulysses_sp.py:631, :264)
-        ALL_ATTENTION_FUNCTIONS[name] = attention
+        if attention is None:  # a kernel that transformers loads when it is first used
+            del ALL_ATTENTION_FUNCTIONS[name]
+        else:
+            ALL_ATTENTION_FUNCTIONS[name] = attention
         # It takes the group for one of tensor parallelism, and counts the norm of the first rank's partition alone,
         # times the group's size (stage_1_and_2.py:2682, :2690)
         optimizer = engine.optimizer
@@ -261,7 +264,7 @@ def _loaders_are_of_groups(accelerator: Any, group: SequenceGroup) -> None:
             split_batches=accelerator.split_batches,
             put_on_device=accelerator.device_placement if device_placement is None else device_placement,
             rng_types=accelerator.rng_types.copy(),
-            dispatch_batches=accelerator.dispatch_batches,
+            dispatch_batches=False,  # else one process reads a stream, and deals it out to all ranks alike
             even_batches=accelerator.even_batches,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             use_seedable_sampler=accelerator.use_seedable_sampler,

@@ -109,27 +109,19 @@ class ScoringForward:
             backbone_outputs = _backbone(model)(*args, **kwargs)
         else:
             backbone_outputs = self.packing.run(model, layout, kwargs)
-        hidden = backbone_outputs.last_hidden_state
         lm_head = model.get_output_embeddings()
         # A model split over devices (`device_map`) can end its backbone on another device than its head's
-        device = parameter_of(lm_head, "weight").device
-        shift_labels = shift_labels.to(device)
+        shift_labels = shift_labels.to(parameter_of(lm_head, "weight").device)
         mask_BS = shift_labels != -100
-        targets_N = shift_labels[mask_BS]
         # A batch without labels stays in the graph this way: a zero that can be backpropagated
         outputs = self.options.outputs if head_outputs is None else head_outputs
+        hidden = backbone_outputs.last_hidden_state
         if layout is None:
-            hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(device)[mask_BS]
+            hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(mask_BS.device)[mask_BS]
+            scored = self._score(hidden_NH, lm_head, shift_labels[mask_BS], outputs)._asdict()
         else:
             at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)].to(hidden.device)
-            if shard is not None:
-                owner_N = shard.owner(at_N)
-                own_N = owner_N == shard.rank
-                at_N, targets_N = at_N[own_N] - shard.first, targets_N[own_N.to(device)]
-            hidden_NH = picked(hidden.squeeze(0), at_N).to(device)
-        scored = self._score(hidden_NH, lm_head, targets_N, outputs)._asdict()
-        if shard is not None:
-            scored = {name: None if x is None else shard.gathered(x, owner_N) for name, x in scored.items()}
+            scored = self._score_row(hidden.squeeze(0), at_N, shard, lm_head, shift_labels[mask_BS], outputs)
         fields = {
             name: None
             if x is None
@@ -179,6 +171,26 @@ class ScoringForward:
         if self._dropout is None and model.training:
             self._dropout = has_dropout(model)
         return not (model.training and self._dropout)
+
+    def _score_row(
+        self,
+        hidden_TH: Tensor,
+        at_N: Tensor,
+        shard: Shard | None,
+        lm_head: Any,
+        targets_N: Tensor,
+        outputs: tuple[str, ...],
+    ) -> dict[str, Tensor | None]:
+        """The fields of each target, predicted from the place `at_N` of the fed row; `hidden_TH` is its shard's."""
+        device = targets_N.device
+        if shard is None:
+            return self._score(picked(hidden_TH, at_N).to(device), lm_head, targets_N, outputs)._asdict()
+        owner_N = shard.owner(at_N)
+        own_N = owner_N == shard.rank
+        hidden_NH = picked(hidden_TH, at_N[own_N] - shard.first).to(device)
+        scored = self._score(hidden_NH, lm_head, targets_N[own_N.to(device)], outputs)._asdict()
+        owner_N = owner_N.to(device)
+        return {name: None if x is None else shard.gathered(x, owner_N) for name, x in scored.items()}
 
     def _score(self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor, outputs: tuple[str, ...]) -> LinearLogProbs:
         options = self.options
