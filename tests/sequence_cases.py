@@ -21,7 +21,8 @@ from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl_ext.engines import sequence_parallel
 
 CP = ("fsdp2",)
-WALL_CLOCK = ("runtime", "per_second", "step_time", "preparation_time")
+# Wall-clock figures, and a count that is 0 under ZeRO-3
+NOT_COMPARED = ("runtime", "per_second", "step_time", "preparation_time", "total_flos")
 
 
 class Seen(NamedTuple):
@@ -71,11 +72,11 @@ def arguments(rank: LaunchedRank | None, config: dict[str, Any]) -> dict[str, An
 
 
 def dpo(rank: LaunchedRank | None, model: str = "untied", lora: bool = False, **config: Any) -> Any:
-    evaluated = config.pop("evaluated", None)
+    evaluated, rows = config.pop("evaluated", None), config.pop("rows", 40)
     return DPOTrainer(
         model=str(Path(os.environ["TINY_MODELS"]) / f"{model}-0"),
         args=DPOConfig(**arguments(rank, {"reference_store": "memory", **config})),
-        train_dataset=preferences(40, seed=1),
+        train_dataset=preferences(rows, seed=1),
         eval_dataset=evaluated and preferences(evaluated, seed=2),
         peft_config=lora_config() if lora else None,
     )
@@ -113,7 +114,7 @@ def trained(rank: LaunchedRank | None, build: Callable[..., Any], **config: Any)
     if rank is not None:
         rank.check(trainer)
     logs = [
-        {name: x for name, x in log.items() if not any(word in name for word in WALL_CLOCK)}
+        {name: x for name, x in log.items() if not any(word in name for word in NOT_COMPARED)}
         for log in trainer.state.log_history
     ]
     return Seen(logs, {name: x - before[name] for name, x in weights(rank, trainer).items()}, fed)
@@ -168,6 +169,8 @@ def other_rewards(rank: LaunchedRank) -> None:
 RUNS = {
     "dpo-full": partial(trained, build=dpo, gradient_checkpointing=True),
     "dpo-lora": partial(trained, build=dpo, lora=True, max_grad_norm=0.3),
+    # Rows that make whole batches on two groups too: accelerate fills the last ones up with others
+    "dpo-whole": partial(trained, build=dpo, rows=36),
     "dpo-tied": partial(trained, build=dpo, model="tied", max_grad_norm=0.3),
     "dpo-experts": partial(trained, build=dpo, model="experts"),
     "dpo-evaluated": partial(trained, build=dpo, evaluated=7, eval_strategy="steps", eval_steps=2),

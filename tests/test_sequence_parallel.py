@@ -85,7 +85,7 @@ def test_all_cases(engine: str, tmp_path: Path):
 def test_two_groups_of_two_ranks(engine: str, tmp_path: Path):
     if engine != "fsdp2":
         pytest.importorskip("deepspeed")
-    check(["dpo-full", "grpo-full", "grpo-batch"], engine, tmp_path, processes=4)
+    check(["dpo-whole", "grpo-full", "grpo-batch"], engine, tmp_path, processes=4)
 
 
 @pytest.mark.slow
