@@ -107,18 +107,14 @@ class OncePerCopy:
     All but the members below is the accelerator's own, which still talks to every rank.
     """
 
-    def __init__(self, accelerator: Accelerator, ranks: TensorParallel, model: nn.Module) -> None:
-        vars(self).update(_accelerator=accelerator, _ranks=ranks, _model=model)
+    def __init__(self, accelerator: Accelerator, ranks: TensorParallel) -> None:
+        vars(self).update(_accelerator=accelerator, _ranks=ranks)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_accelerator"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What somebody puts in the place of a member below calls that member
-        if name in vars(type(self)):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._accelerator, name, value)
+        setattr(self._accelerator, name, value)
 
     @property
     def num_processes(self) -> int:
@@ -129,21 +125,6 @@ class OncePerCopy:
     def process_index(self) -> int:
         """Which of them this is."""
         return int(self._ranks.copy)
-
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """As Accelerate's; hooks of transformers that sum a gradient over the group see this backward's alone.
-
-        transformers sums `param.grad` after each backward, where a replicated parameter sees a part of the heads (the
-        norms of queries and keys in Qwen3): what an earlier micro-batch left there would be summed once more
-        (transformers 5.17 to 5.23, distributed/tensor_parallel.py, `ReplicatedWithGradAllReduce`).
-        """
-        summed = [param for param in self._model.parameters() if param.grad is not None and _is_summed_by_a_hook(param)]
-        earlier = [param.grad for param in summed]
-        for param in summed:
-            param.grad = None
-        self._accelerator.backward(loss, **options)
-        for param, before in zip(summed, earlier, strict=True):
-            param.grad = before if param.grad is None else before.add_(param.grad)
 
     def gather(self, tensor: Any) -> Any:
         """As Accelerate's, of one rank of each copy."""
@@ -170,8 +151,3 @@ class OncePerCopy:
         """As `accelerate.utils.gather_object` of lists, of one rank of each copy."""
         lists = gather_object([objects])[:: self._ranks.size]
         return [x for of_copy in lists for x in of_copy]
-
-
-def _is_summed_by_a_hook(param: nn.Parameter) -> bool:
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    return any(hook.__module__ == "transformers.distributed.tensor_parallel" for hook in hooks.values())

@@ -37,7 +37,7 @@ class TensorParallelMixin(TensorParallelInternals):
         if self.tensor_parallel is not None:
             model: Any = self.model  # type: ignore[attr-defined]
             complete_adapters(model, self.tensor_parallel)
-            self.accelerator: Any = OncePerCopy(self.accelerator, self.tensor_parallel, model)
+            self.accelerator: Any = OncePerCopy(self.accelerator, self.tensor_parallel)
             # Transformers has bound the other's already, for the first evaluation
             by_objects = self.args.eval_use_gather_object  # type: ignore[attr-defined]
             self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=by_objects)
