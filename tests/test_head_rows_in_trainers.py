@@ -101,7 +101,7 @@ def gathered(rank: Rank, model: str, **how: Any) -> tuple[str, dict[str, torch.T
 # How, on which model, with what, and how the rule reads the head
 FSDP2: dict[str, tuple[Any, str, dict[str, Any], str]] = {
     "lora, few tokens": (watched, "odd_vocab", {"lora": {}}, LOCAL),
-    "lora, many tokens": (watched, "untied", {"lora": {}}, IN_TURN),
+    "lora, many tokens": (watched, "untied", {"lora": {}, "rows": 4}, IN_TURN),
     "trained head, few tokens": (watched, "odd_vocab", {"lora": HEAD}, LOCAL),
     "trained head, many tokens": (gathered, "untied", {"lora": HEAD, "rows": 4}, WHOLE),
     "dense": (gathered, "odd_vocab", {"lora": {}, "head": "dense"}, WHOLE),
