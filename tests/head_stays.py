@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 _OF_GROUPS = [name for name in dir(dist.ProcessGroup) if "gather" in name] + ["broadcast"]
 
 
-class HeadGathered(AssertionError):
+class HeadGatheredError(AssertionError):
     """The head's weight, or as many numbers as it has, came together on this rank."""
 
 
@@ -32,7 +32,7 @@ def head_stays(shape: tuple[int, int]) -> Iterator[list[str]]:
             return
         seen.append(f"{what} of {numbers}")
         if numbers >= shape[0] * shape[1]:
-            raise HeadGathered(f"{what}: {numbers} numbers")
+            raise HeadGatheredError(f"{what}: {numbers} numbers")
 
     def watch_group(name: str) -> Any:
         own = getattr(dist.ProcessGroup, name)

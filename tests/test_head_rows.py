@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import trl_ext.heads.tiled as tiled
 from definition import floats_apart
-from head_stays import HeadGathered, head_stays
+from head_stays import HeadGatheredError, head_stays
 from test_scoring_forward import batch, build
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
@@ -141,7 +141,7 @@ def test_each_way_gives_what_one_process_gives(ranks, name):
 def refused_split(group: dist.ProcessGroup, case: Case) -> bool:
     try:
         scored_split(group, case, True)
-    except HeadGathered:
+    except HeadGatheredError:
         return True
     return False
 
