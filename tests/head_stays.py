@@ -1,4 +1,4 @@
-"""Watches that the head's weight is never gathered: a recorder around what torch gathers with, which changes nothing."""
+"""Watches that the head's weight is never gathered: a recorder around what torch gathers with."""
 
 import traceback
 from collections.abc import Iterator
