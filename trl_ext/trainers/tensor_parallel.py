@@ -35,7 +35,8 @@ class TensorParallelMixin(TensorParallelInternals):
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.tensor_parallel = TensorParallel.of(self.model)  # type: ignore[attr-defined]
         if self.tensor_parallel is not None:
-            complete_adapters(self.model)  # type: ignore[attr-defined]
+            model: Any = self.model  # type: ignore[attr-defined]
+            complete_adapters(model, self.tensor_parallel)
             self.accelerator: Any = OncePerCopy(self.accelerator, self.tensor_parallel)
             # Transformers has bound the other's already, for the first evaluation
             by_objects = self.args.eval_use_gather_object  # type: ignore[attr-defined]
@@ -67,7 +68,7 @@ def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywor
     ranks = TensorParallel.of(model)
     if ranks is None:
         return make(model, config, *positional, **keywords)
-    check_adapter(config)
+    check_adapter(config, ranks)
     made = make(model, config, *positional, **keywords)
     draw_adapters(made, ranks)
     return made
