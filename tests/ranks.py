@@ -88,7 +88,8 @@ class Rank:
             assert accelerator.distributed_type == DistributedType.MULTI_GPU, accelerator.distributed_type
             assert accelerator.parallelism_config.tp_size == 2
             meshes = {param.device_mesh for param in wrapped.parameters() if isinstance(param.data, DTensor)}
-            assert any("tp" in mesh.mesh_dim_names for mesh in meshes), meshes
+            assert meshes
+            assert all("tp" in mesh.mesh_dim_names for mesh in meshes), meshes
             assert not isinstance(wrapped, DistributedDataParallel)
         else:
             assert accelerator.distributed_type == DistributedType.FSDP, accelerator.distributed_type

@@ -76,6 +76,8 @@ def test_the_line_that_launches_it_is_one_that_accelerate_takes(path: Path):
     assert args.use_fsdp == (path.stem == "fsdp2")
     assert args.use_deepspeed == path.stem.startswith("zero")
     assert args.multi_gpu == (path.stem in ("ddp", "tp_fsdp2"))
+    if path.stem == "one_gpu":
+        assert args.gpu_ids == "0"  # else every GPU is this process's own: `nn.DataParallel`
     if path.stem == "tp_fsdp2":
         sizes = json.loads(re.search(r"'(.*)'", after).group(1))["distributed_config"]
         assert sizes["tp_size"] * sizes["fsdp_size"] == processes
