@@ -192,7 +192,7 @@ def test_an_error_of_a_rank_is_its_own_and_named_to_the_others(
         (
             "sleeps",
             True,
-            r"every rank answers\. Rank 1 \(\S+, pid \d+\) is in `sleeps` \(.*test_killed_rank\.py:\d+\)\.",
+            r"A collective failed, and every rank answers\. Rank 1 \(\S+, pid \d+\) is in `sleeps` \(.*:\d+\)\.",
         ),
     ],
 )

@@ -69,7 +69,8 @@ class ScoringForward:
         self.head_rows: str | None = None
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._dropout: bool | None = None
-        self._checked = options.head == "dense"
+        # Apart, where the rows of the weight are spread: then every rank takes part in a check, or none
+        self._checked = dict.fromkeys((False, True), options.head == "dense")
 
     def __call__(
         self,
@@ -201,6 +202,7 @@ class ScoringForward:
         rows = rows_of_head(
             lm_head,
             hidden_NH,
+            outputs=outputs,
             whole=options.head == "dense",
             gradient=torch.is_grad_enabled(),
             entropy_grad=options.entropy_requires_grad and "entropy" in outputs,
@@ -209,8 +211,9 @@ class ScoringForward:
         # Entered once by every rank, also one without a token to check
         with autocast, rows.readable():
             # In inference mode no gradient can be checked: the first batch outside it will be
-            if not self._checked and not torch.is_inference_mode_enabled():
-                self._checked = check_head(
+            spread = rows.sharded is not None
+            if not self._checked[spread] and not torch.is_inference_mode_enabled():
+                self._checked[spread] = check_head(
                     *(hidden_NH, rows, targets_N),
                     transform=self.transform,
                     outputs=options.outputs,

@@ -86,3 +86,4 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, Tensor
                 "was built (another trainer on the same model object, or a library that patches models). Build this "
                 "trainer last, or give each trainer a model of its own."
             )
+        self._agree_on_packing()
