@@ -212,8 +212,9 @@ def run(folder: Path, kind: str, seed: int, processes: int = 2, library: Any = t
 
 def on_rank(rank: Rank, kind: str, seed: int, library: Any = trl_ext) -> dict[str, Any]:
     trainer, result = run(rank.folder, kind, seed, library=library)
-    if isinstance(trainer.model_wrapped, FSDPModule):
-        trainer.model_wrapped.reshard()  # an evaluation, which came last, has left some of it whole
+    for module in trainer.model_wrapped.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation, which came last, leaves the last layers whole
     rank.check(trainer)
     return result
 
