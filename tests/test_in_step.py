@@ -167,7 +167,9 @@ def grpo(folder: Path, seed: int, processes: int, library: Any = trl_ext) -> Any
     config |= {"importance_sampling_level": draw.choice(["token", "token", "sequence"])}
     config |= {"mask_truncated_completions": draw.random() < 0.3}
     config |= {"top_entropy_quantile": draw.choice([1.0, 1.0, 0.5])}
-    config |= {"max_tokens_per_micro_batch": draw.choice([None, 20, 40])}
+    # Tokens of high entropy are picked in each micro-batch, which then is not cut
+    parts = draw.choice([None, 20, 40])
+    config |= {"max_tokens_per_micro_batch": parts if config["top_entropy_quantile"] == 1.0 else None}
     config |= {"padding_free": draw.choice([None, False]), "share_prompts": draw.choice([None, False])}
     a_rank = GENERATIONS * draw.choice([1, 2]) // draw.choice([1, 2])  # a group may lie on both
     rollout = draw.choice(["scripted", "masked", "masked_whole"])
