@@ -170,7 +170,6 @@ class LaunchedRank(ranks.Rank):
 
     def without_gradient_sync(self, trainer: Any) -> None:
         """From now on `trainer`, whose engine is prepared, trains on this rank's gradients as if all ranks had them."""
-        import torch
         from torch.distributed.fsdp import FSDPModule
 
         wrapped = trainer.model_wrapped

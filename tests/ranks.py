@@ -9,6 +9,7 @@ a tiny training run. As a script this file is one rank:
 import argparse
 import builtins
 import faulthandler
+import gc
 import importlib.util
 import os
 import signal
@@ -314,6 +315,7 @@ def _run(rank: Rank, script: Path, cases: list[str]) -> dict[str, Any]:
     sys.modules[script.stem] = module
     spec.loader.exec_module(module)
     results = {}
+    gc.freeze()  # accelerate collects garbage at each training, and went through all that was imported
     with warnings.catch_warnings():
         _as_pytest_does()
         for case in cases:

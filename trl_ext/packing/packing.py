@@ -97,16 +97,18 @@ class Packing:
         )
 
     def run(self, model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
-        """The backbone's outputs for the fed row: hidden states of shape `(1, T, H)`."""
+        """The backbone's outputs for the fed row: hidden states of shape `(1, T, H)`, or of this rank's shard of it."""
         given = {name: x for name, x in inputs.items() if name not in {"input_ids", "attention_mask"}}
         device = layout.input_ids.device
         # A mask of four dimensions is handed on as it is. A layer that reads it instead of the layout must not pass
         # for right: it finds NaN there.
         mask = torch.full((1, 1, 1, 1), torch.nan, device=device)
         before = layout.meetings
+        row = layout.input_ids, layout.position_ids
+        input_ids, position_ids = row if layout.shard is None else (layout.shard.columns(x) for x in row)
         outputs = model.base_model(
-            input_ids=layout.input_ids,
-            position_ids=layout.position_ids,
+            input_ids=input_ids,
+            position_ids=position_ids,
             attention_mask=mask,
             **given,
             **{KEYWORD: layout},
