@@ -99,7 +99,7 @@ def test_a_right_head_passes_however_confident_the_policy_is(dtype, certainty, t
         for parameter, values, grad in zip((head.weight, head.bias), (weight, bias), trained, strict=True):
             parameter.data = values
             parameter.requires_grad_(grad)
-        rows = rows_of_head(head, hidden, whole=False, gradient=True, entropy_grad=entropy)
+        rows = rows_of_head(head, hidden, outputs=outputs, whole=False, gradient=True, entropy_grad=entropy)
         assert check_head(hidden, rows, targets, transform, outputs, entropy)
 
 

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from math import prod
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named anew in torch 2.13
 
@@ -53,6 +54,20 @@ def sharded_weight(lm_head: nn.Module) -> ShardedWeight | None:
     return None
 
 
+def averaged(x: Tensor, ranks: int) -> Tensor:
+    """`x`, its gradient divided by `ranks`: a sum over ranks with tokens of their own becomes the engine's mean."""
+    return cast(Tensor, _Averaged.apply(x, ranks)) if x.requires_grad else x
+
+
+def whole_tensor(x: DTensor) -> Tensor:
+    """Gathered, with the mean over the ranks that have tokens of their own for its gradient, as the engine makes it."""
+    names = x.device_mesh.mesh_dim_names or ("",) * x.device_mesh.ndim
+    # The ranks of a tensor parallel group have the same tokens, so each has the whole gradient
+    placements = [Replicate() if name == "tp" else Partial() for name in names]
+    own_tokens = prod(size for name, size in zip(names, x.device_mesh.shape, strict=True) if name != "tp")
+    return averaged(x.full_tensor(grad_placements=placements), own_tokens)
+
+
 def is_zero3(parameter: Any) -> bool:
     """Whether DeepSpeed may have taken this parameter apart."""
     return hasattr(parameter, "ds_tensor")
@@ -62,15 +77,15 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
     names = weight.device_mesh.mesh_dim_names or ()
     if "tp" in names:
         axis = names.index("tp")
-        # Beside tensor parallelism FSDP2 may have spread each rank's rows further: those alone are gathered
-        placements: list[Any] = [Replicate()] * len(names)
-        placements[axis] = Shard(0)
         if not weight.placements[axis].is_shard(0):
             return None
         engine: Literal["tensor parallel", "FSDP2"] = "tensor parallel"
-        whole_rows: list[Any] = [x if x is None else _redistributed(x, placements) for x in (weight, bias)]
+        # FSDP2 may have spread each rank's rows further: those alone are gathered
+        local = _rows_of_tensor_parallel(weight, axis)
+        local_bias = None if bias is None else _rows_of_tensor_parallel(bias, axis)
     elif weight.device_mesh.ndim == 1 and weight.placements[0] == Shard(0):
-        axis, engine, whole_rows = 0, "FSDP2", [weight, bias]
+        axis, engine = 0, "FSDP2"
+        local, local_bias = weight.to_local(), None if bias is None else bias.to_local()
     else:
         return None
     # A DTensor is cut into ceil(V / R) rows a rank, as long as there are any
@@ -78,8 +93,6 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
     edges = [min(rank * size, weight.shape[0]) for rank in range(weight.device_mesh.size(axis) + 1)]
     ranges = [[(first, end - first)] for first, end in pairwise(edges)]
     first, count = ranges[weight.device_mesh.get_local_rank(axis)][0]
-    local = whole_rows[0].to_local()
-    local_bias = None if bias is None else whole_rows[1].to_local()
     if len(local) != count or (local_bias is not None and len(local_bias) != count):
         return None
     return ShardedWeight(
@@ -91,8 +104,25 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
     )
 
 
-def _redistributed(x: DTensor, placements: list[Any]) -> DTensor:
-    return x if list(x.placements) == placements else x.redistribute(placements=placements)
+def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
+    """This rank's rows of `x`, gathered over the ranks of other dimensions of the mesh; their gradient as these are."""
+    others = [size for number, size in enumerate(x.device_mesh.shape) if number != axis]
+    if not others:
+        return x.to_local()
+    here: list[Any] = [Shard(0) if number == axis else Replicate() for number in range(x.device_mesh.ndim)]
+    gradient = [Shard(0) if number == axis else Partial() for number in range(x.device_mesh.ndim)]
+    return averaged(x.redistribute(placements=here).to_local(grad_placements=gradient), prod(others))
+
+
+class _Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.ranks, None
 
 
 def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:

@@ -82,7 +82,8 @@ class RowsInTurn:
 
     def blocks(self) -> Iterator[Block]:
         self._found = self._like.new_zeros(len(self._targets), self._like.shape[1])
-        step = _rows_of_a_slice(self._like)
+        most = max(count for blocks in self._ranges for _, count in blocks)
+        step = min(_rows_of_a_slice(self._like), most)
         self._buffers = self._like.new_empty(2, step, self._like.shape[1])
         coming: tuple[dist.Work, Block] | None = None
         for number, (owner, block, start, stop) in enumerate(self._slices(step)):

@@ -5,12 +5,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..compat import maybe_gather_lm_head_ctx
-from ..engines import ShardedWeight, is_zero3, sharded_weight
+from ..engines import ShardedWeight, averaged, is_zero3, sharded_weight, whole_tensor
 from ..heads import Block, OwnTokens, RowsHere, RowsInTurn, SameTokens, VocabularyShard, tokens_of_ranks
 
 
@@ -35,12 +34,21 @@ class HeadRows(NamedTuple):
     reason: str
 
 
-def rows_of_head(lm_head: nn.Module, hidden_NH: Tensor, *, whole: bool, gradient: bool, entropy_grad: bool) -> HeadRows:
+def rows_of_head(
+    lm_head: nn.Module,
+    hidden_NH: Tensor,
+    *,
+    outputs: tuple[str, ...],
+    whole: bool,
+    gradient: bool,
+    entropy_grad: bool,
+) -> HeadRows:
     """The rows for one pass over the hidden states `(N, H)` of this rank.
 
     All ranks of the weight's group call it together, also one without a token.
 
     Args:
+        outputs (`tuple[str, ...]`): what the head will compute.
         whole (`bool`): whether the head at hand needs the whole weight.
         gradient (`bool`): whether the hidden states get a gradient.
         entropy_grad (`bool`): whether the entropy's gradient is asked for, which reads the weight once more.
@@ -51,7 +59,9 @@ def rows_of_head(lm_head: nn.Module, hidden_NH: Tensor, *, whole: bool, gradient
         return _here(sharded, exchange, "each rank scores with its rows of the weight (tensor parallel)")
     if sharded is not None and sharded.blocks[0][1].device == hidden_NH.device:
         counts = tokens_of_ranks(len(hidden_NH), sharded.group, hidden_NH.device)
-        moved, sent = bytes_moved(sharded, counts, hidden_NH, gradient=gradient, entropy_grad=entropy_grad)
+        moved, sent = bytes_moved(
+            *(sharded, counts, hidden_NH), outputs=outputs, gradient=gradient, entropy_grad=entropy_grad
+        )
         if moved <= sent:
             why = f"its tokens cost {_mib(moved)} a pass to move, the weight {_mib(sent)}"
             where = f"each rank scores the tokens of all with its rows of the weight ({sharded.engine}): {why}"
@@ -63,21 +73,34 @@ def rows_of_head(lm_head: nn.Module, hidden_NH: Tensor, *, whole: bool, gradient
 
 
 def bytes_moved(
-    sharded: ShardedWeight, counts: tuple[int, ...], hidden_NH: Tensor, *, gradient: bool, entropy_grad: bool
+    sharded: ShardedWeight,
+    counts: tuple[int, ...],
+    hidden_NH: Tensor,
+    *,
+    outputs: tuple[str, ...],
+    gradient: bool,
+    entropy_grad: bool,
 ) -> tuple[int, int]:
-    """Bytes that reach a rank if tokens move, and if the weight's rows do; the same on every rank.
+    """Bytes that reach a rank over a ring if tokens move, and if the weight's rows do: the ranks' mean, alike on all.
 
-    Tokens: hidden states come, and their gradients go back in fp32, from and to every other rank. The weight: every
-    row that is not here comes, and its gradient goes back where it is trained.
+    Tokens: hidden states and targets come from every other rank, a few fp32 numbers a token are added up, and the
+    gradients of the hidden states go back in fp32. The weight: every row that is not here comes, and its gradient goes
+    back where it is trained.
     """
-    others, width = len(counts) - 1, hidden_NH.shape[1]
-    item = hidden_NH.element_size()
-    again = sharded.trained or entropy_grad  # the backward reads hidden states or weight once more
-    of_token = width * (item * (2 if gradient and again else 1) + (max(4, item) if gradient else 0))
-    weight_item = sharded.blocks[0][1].element_size()
-    passes = 1 + (gradient and again) + (gradient and sharded.trained)
-    rows_elsewhere = sharded.vocabulary * others // len(counts)
-    return others * max(counts) * of_token, rows_elsewhere * width * weight_item * passes
+    ranks, width, item = len(counts), hidden_NH.shape[1], hidden_NH.element_size()
+    accumulated, target = max(4, item), 8
+    again = gradient and (sharded.trained or entropy_grad)  # the backward reads hidden states or weight once more
+    # A max and two sums, and one number more for each output beside the log-probs; an all-reduce comes and goes
+    statistics = 3 + len({*outputs} - {"log_probs"})
+    of_token = width * item + target + 2 * statistics * accumulated
+    if gradient:
+        of_token += width * accumulated
+    if again:
+        of_token += width * item + target + (6 if entropy_grad else 4) * accumulated
+    # A trained weight that was gathered is kept for the backward
+    passes = 1 + (gradient if sharded.trained else again)
+    weight = sharded.vocabulary * width * sharded.blocks[0][1].element_size()
+    return (ranks - 1) * max(counts) * of_token, weight * passes * (ranks - 1) // ranks
 
 
 def _here(sharded: ShardedWeight, exchange: SameTokens | OwnTokens, reason: str) -> HeadRows:
@@ -85,8 +108,8 @@ def _here(sharded: ShardedWeight, exchange: SameTokens | OwnTokens, reason: str)
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
     if isinstance(exchange, OwnTokens):
         # The engine's gradient is the mean over its ranks; here that of the sum of their losses comes back
-        weight = _Averaged.apply(weight, sharded.group.size())
-        bias = None if bias is None else _Averaged.apply(bias, sharded.group.size())
+        weight = averaged(weight, sharded.group.size())
+        bias = None if bias is None else averaged(bias, sharded.group.size())
     blocks = tuple(Block(*block) for block in sharded.blocks)
     shard = VocabularyShard(
         sharded.vocabulary,
@@ -115,22 +138,9 @@ def _whole(lm_head: nn.Module) -> HeadRows:
         reason = "the whole weight is gathered for each pass"
     elif is_zero3(weight):
         reason = "DeepSpeed gathers the whole weight"
-    weight, bias = (x.full_tensor() if isinstance(x, DTensor) else x for x in (weight, bias))
+    weight, bias = (whole_tensor(x) if isinstance(x, DTensor) else x for x in (weight, bias))
     # Under ZeRO-3 weight and bias are gathered while they are read, here and again in the backward
     return HeadRows(weight, bias, trained, None, None, partial(maybe_gather_lm_head_ctx, weight, bias), reason)
-
-
-class _Averaged(torch.autograd.Function):
-    """A tensor whose gradient is divided by `ranks`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.ranks, None
 
 
 def _mib(count: int) -> str:
