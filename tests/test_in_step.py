@@ -167,7 +167,9 @@ def grpo(folder: Path, seed: int, processes: int, library: Any = trl_ext) -> Any
     config |= {"importance_sampling_level": draw.choice(["token", "token", "sequence"])}
     config |= {"mask_truncated_completions": draw.random() < 0.3}
     config |= {"top_entropy_quantile": draw.choice([1.0, 1.0, 0.5])}
-    config |= {"max_tokens_per_micro_batch": draw.choice([None, 20, 40])}
+    # Tokens of high entropy are picked in each micro-batch, which then is not cut
+    parts = draw.choice([None, 20, 40])
+    config |= {"max_tokens_per_micro_batch": parts if config["top_entropy_quantile"] == 1.0 else None}
     config |= {"padding_free": draw.choice([None, False]), "share_prompts": draw.choice([None, False])}
     a_rank = GENERATIONS * draw.choice([1, 2]) // draw.choice([1, 2])  # a group may lie on both
     rollout = draw.choice(["scripted", "masked", "masked_whole"])
@@ -212,8 +214,9 @@ def run(folder: Path, kind: str, seed: int, processes: int = 2, library: Any = t
 
 def on_rank(rank: Rank, kind: str, seed: int, library: Any = trl_ext) -> dict[str, Any]:
     trainer, result = run(rank.folder, kind, seed, library=library)
-    if isinstance(trainer.model_wrapped, FSDPModule):
-        trainer.model_wrapped.reshard()  # an evaluation, which came last, has left some of it whole
+    for module in trainer.model_wrapped.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation, which came last, leaves the last layers whole
     rank.check(trainer)
     return result
 
