@@ -54,6 +54,8 @@ def check(cases: list[str], engine: str, folder: Path, processes: int = 2) -> No
             assert len(seen.logs) == len(expected.logs)
             for log, one in zip(seen.logs, expected.logs, strict=True):
                 assert log.keys() == one.keys(), name
+                if processes > 2:  # smaller batches have less padding
+                    log, one = ({key: x for key, x in of.items() if not key.startswith("skipped")} for of in (log, one))
                 assert log == pytest.approx(one, rel=1e-4, abs=2e-5), name
         if "draws" not in name and "evaluated" not in name:
             # In a training step each rank feeds half, and at most one token more
@@ -75,9 +77,7 @@ def test_context_parallelism_trains_as_one_process(tmp_path: Path):
 def test_all_cases(engine: str, tmp_path: Path):
     if engine != "fsdp2":
         pytest.importorskip("deepspeed")
-    # After an evaluation ZeRO-3 keeps some weights together, and cannot be told by them
-    runs = [name for name in RUNS if engine != "zero3" or not name.endswith("evaluated")]
-    check([*runs, *CONTROLS], engine, tmp_path)
+    check([*RUNS, *CONTROLS], engine, tmp_path)
 
 
 @pytest.mark.slow
