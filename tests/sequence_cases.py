@@ -184,7 +184,7 @@ RUNS = {
     "dpo-whole": partial(trained, build=dpo, rows=36),
     "dpo-tied": partial(trained, build=dpo, model="tied", max_grad_norm=0.3),
     "dpo-experts": partial(trained, build=dpo, model="experts"),
-    "dpo-evaluated": partial(trained, build=dpo, evaluated=7, eval_strategy="steps", eval_steps=2),
+    "dpo-evaluated": partial(trained, build=dpo, evaluated=12, eval_strategy="steps", eval_steps=2),
     "grpo-full": partial(trained, build=grpo, max_grad_norm=0.3),
     "grpo-lora": partial(trained, build=grpo, lora=True),
     "grpo-batch": partial(trained, build=grpo, scale_rewards="batch", loss_type="dr_grpo"),
