@@ -51,7 +51,7 @@ class Counted:
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """What `work(*args)` returns on each of so many new processes with a gloo group."""
     # The server imports once; ranks are forked from it
-    set_forkserver_preload(["scaling_counts", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"])
+    set_forkserver_preload(["trl_ext.scoring", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (ranks, folder, work, args), nprocs=ranks, start_method="forkserver")
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(ranks)]
