@@ -9,6 +9,7 @@ a tiny training run. As a script this file is one rank:
 import argparse
 import builtins
 import faulthandler
+import gc
 import importlib.util
 import os
 import signal
@@ -146,7 +147,7 @@ def ends_of_ranks(
     engine: str,
     folder: Path,
     processes: int = 2,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     launchers_store: bool = True,
     stopped: int | None = None,
 ) -> list[End]:
@@ -161,7 +162,9 @@ def ends_of_ranks(
     deadline = time.monotonic() + timeout
     with _launched(script, [case], engine, folder, processes, timeout, launchers_store) as ranks:
         while len(ends) < processes - (stopped is not None):
-            assert time.monotonic() < deadline, f"The ranks hang; those that ended: {ends}"
+            if time.monotonic() > deadline:
+                stacks = _stacks(ranks, folder, [rank for rank in range(processes) if rank not in (*ends, stopped)])
+                raise AssertionError(f"The ranks hang. Those that ended: {ends}\n{stacks}")
             time.sleep(0.05)
             for rank, process in enumerate(ranks):
                 if process.poll() is not None and rank not in ends:
@@ -231,23 +234,26 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -
         return
     timed_out = time.monotonic() > deadline
     hanging = [rank for rank, process in enumerate(ranks) if process.poll() is None]
-    if timed_out:
-        for rank in hanging:
-            ranks[rank].send_signal(signal.SIGUSR1)
-        time.sleep(1)
-    else:  # those that a failed rank leaves alone in a collective fail within moments, or hang
+    stacks = _stacks(ranks, folder, hanging) if timed_out else ""
+    if not timed_out:  # those that a failed rank leaves alone in a collective fail within moments, or hang
         time.sleep(1)
     failures = sorted(folder.glob("rank*.failure"), key=lambda path: path.stat().st_mtime_ns)
     ended = [process.poll() for process in ranks]
     report = [f"exit status of each rank, None where it still ran: {ended}"]
     if failures:
         report.append(f"{failures[0].stem} failed first:\n{failures[0].read_text()}")
+    report += [stacks] if stacks else []
     for rank in range(len(ranks)):
-        if timed_out and rank in hanging:
-            report.append(f"stack of rank {rank}:\n{file_of(folder, rank, 'stack').read_text()}")
-        elif not failures:
+        if not failures and not (timed_out and rank in hanging):
             report.append(f"the end of rank {rank}'s output:\n{file_of(folder, rank, 'output').read_text()[-4000:]}")
     raise AssertionError(("The ranks hang. " if timed_out else "A rank failed. ") + "\n\n".join(report))
+
+
+def _stacks(ranks: list[subprocess.Popen[bytes]], folder: Path, hanging: list[int]) -> str:
+    for rank in hanging:
+        ranks[rank].send_signal(signal.SIGUSR1)
+    time.sleep(1)
+    return "\n\n".join(f"stack of rank {rank}:\n{file_of(folder, rank, 'stack').read_text()}" for rank in hanging)
 
 
 def be_like_gpus() -> None:
@@ -309,6 +315,7 @@ def _run(rank: Rank, script: Path, cases: list[str]) -> dict[str, Any]:
     sys.modules[script.stem] = module
     spec.loader.exec_module(module)
     results = {}
+    gc.freeze()  # accelerate collects garbage at each training, and went through all that was imported
     with warnings.catch_warnings():
         _as_pytest_does()
         for case in cases:

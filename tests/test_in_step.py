@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 import trl
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import trl_ext
@@ -22,6 +25,7 @@ from ranks import Rank, run_on_ranks
 from rewards import id_reward
 from test_two_ranks import far, trained
 from tiny import ROLLOUTS, Workshop, lora_config, preferences, prompts
+from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
 STEPS = 5
 GENERATIONS = 4
@@ -57,7 +61,7 @@ class Calls(TrainerCallback):
             if with_gradient:
                 output.register_hook(self._back)
 
-        layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+        layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
         layers[-1].register_forward_hook(after)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -134,9 +138,9 @@ def dpo(folder: Path, seed: int, processes: int, library: Any = trl_ext) -> Any:
     a_rank = draw.choice([1, 2])
     config |= {"loss_type": [loss_type], **DPO_LOSSES[loss_type]}
     config |= {"max_length": draw.choice([None, 6]), "precompute_ref_log_probs": draw.random() < 0.3}
-    if library is trl_ext:
-        config["reference_store"] = "memory" if config["precompute_ref_log_probs"] else draw.choice(["memory", "off"])
-        config |= {"padding_free": draw.choice([None, False]), "share_prompts": draw.choice([None, False])}
+    store = "memory" if config["precompute_ref_log_probs"] else draw.choice(["memory", "off"])
+    fed = {"padding_free": draw.choice([None, False]), "share_prompts": draw.choice([None, False])}
+    config |= {"reference_store": store, **fed} if library is trl_ext else {}
     collator = SomeUnlabelled(pad_token_id=0, max_length=config["max_length"])
     collator.marks = frozenset(draw.sample(range(3, 97), 30))
     torch.manual_seed(0)
@@ -163,7 +167,9 @@ def grpo(folder: Path, seed: int, processes: int, library: Any = trl_ext) -> Any
     config |= {"importance_sampling_level": draw.choice(["token", "token", "sequence"])}
     config |= {"mask_truncated_completions": draw.random() < 0.3}
     config |= {"top_entropy_quantile": draw.choice([1.0, 1.0, 0.5])}
-    config |= {"max_tokens_per_micro_batch": draw.choice([None, 20, 40])}
+    # Tokens of high entropy are picked in each micro-batch, which then is not cut
+    parts = draw.choice([None, 20, 40])
+    config |= {"max_tokens_per_micro_batch": parts if config["top_entropy_quantile"] == 1.0 else None}
     config |= {"padding_free": draw.choice([None, False]), "share_prompts": draw.choice([None, False])}
     a_rank = GENERATIONS * draw.choice([1, 2]) // draw.choice([1, 2])  # a group may lie on both
     rollout = draw.choice(["scripted", "masked", "masked_whole"])
@@ -208,6 +214,9 @@ def run(folder: Path, kind: str, seed: int, processes: int = 2, library: Any = t
 
 def on_rank(rank: Rank, kind: str, seed: int, library: Any = trl_ext) -> dict[str, Any]:
     trainer, result = run(rank.folder, kind, seed, library=library)
+    for module in trainer.model_wrapped.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation, which came last, leaves the last layers whole
     rank.check(trainer)
     return result
 
@@ -220,6 +229,58 @@ CASES |= {
     for seed in SEEDS
     if uneven(kind, seed)
 }
+
+
+def cannot_pack_on_rank_1(rank: Rank) -> tuple[str, bool]:
+    """On rank 1 alone the first batch shows that rows cannot be fed as one; what is fed afterwards."""
+    trainer = grpo(rank.folder, seed=1, processes=2)
+    assert trainer.padding_free
+    shapes = []
+
+    def look(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(inputs[0].shape))
+        return output * 1.5 if rank.index == 1 and len(output) == 1 else output
+
+    trainer.model.get_input_embeddings().register_forward_hook(look)
+    trainer.train()
+    rank.check(trainer)
+    return str(trainer.explain()["packing"]), max(rows for rows, _ in shapes[-5:]) > 1
+
+
+def spread_after_a_batch_without_labels(rank: Rank) -> tuple[float, bool]:
+    """First the head's weight is whole and rank 1 has no label, then the weight is spread: how far off, if checked."""
+    model = AutoModelForCausalLM.from_pretrained(os.environ["TINY_MODEL"])
+    model.lm_head.requires_grad_(False)
+    scoring = attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy")))
+    torch.manual_seed(rank.index)
+    ids = torch.randint(3, 97, (2, 5 + rank.index))
+    first = torch.full_like(ids, -100) if rank.index == 1 else ids
+    model(input_ids=ids, labels=first, fused_lm_head=True).log_probs.sum().backward()
+    with torch.inference_mode():  # in which nothing is checked
+        whole = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.clone()
+    mesh = init_device_mesh("cpu", (rank.processes,))
+    weight = distribute_tensor(model.lm_head.weight.data, mesh, [Shard(0)])
+    model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    log_probs = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    log_probs.sum().backward()
+    rank.checked = True
+    return (log_probs.detach() - whole).abs().max().item(), scoring._checked[True]
+
+
+CASES |= {"cannot-pack": cannot_pack_on_rank_1, "spread": spread_after_a_batch_without_labels}
+
+
+@pytest.mark.slow
+def test_ranks_decide_alike(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
+    results = run_on_ranks(__file__, ["cannot-pack", "spread"], "ddp", tmp_path)
+    for off, checked in results["spread"]:
+        assert off <= 1e-5
+        assert checked
+    (first, fed_padded), (second, _) = results["cannot-pack"]
+    assert first == second
+    assert "hidden states differ" in first
+    assert fed_padded
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def check_matrix(engine: str, rows: list[str], folder: Path, processes: int = 2)
             right = any(of_rank["change"] > UNSYNCED for of_rank in found)
         else:
             right = all(distance <= LIMIT for of_rank in found for distance in of_rank.values())
-        print(engine, row, {what: f"{distance:.1e}" for what, distance in found[0].items()})
+        print(engine, row, {what: f"{distance:.1e}" for what, distance in found[0].items()}, of_ranks[0].head)
         if not right:
             wrong.append(f"{row}: {found}")
     assert not wrong, "\n".join([f"{engine} on {processes} processes:", *wrong])

@@ -66,11 +66,13 @@ def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
     fields, decisions = PLANS[name]
     plan = explained(workshop, **fields)
     assert [decision.name for decision in plan.decisions] == [
+        "engine",
         "policy",
         "old policy",
         "reference",
         "micro-batches",
         "packing",
+        "head",
     ]
     for pass_name, (action, reason) in decisions.items():
         assert plan[pass_name].action == action

@@ -4,6 +4,7 @@ TRL's own GRPO is no reference here: its ranks of one group draw different compl
 """
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -76,6 +77,16 @@ def random_rollout(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     }
 
 
+def noise_on_scores(trainer: Any) -> None:
+    """Another noise on each rank, as from devices that round differently; log-probs do not go through this hook."""
+    generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))
+
+    def hook(module: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits + torch.randn(logits.shape, generator=generator)
+
+    trainer.model.get_output_embeddings().register_forward_hook(hook)
+
+
 @contextmanager
 def recorded(trainer: Any) -> Iterator[dict[str, Any]]:
     """What a user sees of the training within, and what is fed."""
@@ -100,7 +111,7 @@ def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for name, x in weights.items()}
 
 
-def split(folder: Path, fsdp_size: int = 1) -> dict[str, Any]:
+def split(fsdp_size: int = 1) -> dict[str, Any]:
     from transformers.distributed import DistributedConfig
 
     sizes = {"fsdp_size": fsdp_size} if fsdp_size > 1 else {}
@@ -110,7 +121,7 @@ def split(folder: Path, fsdp_size: int = 1) -> dict[str, Any]:
 def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: str | None, **options: Any) -> Any:
     """The trainer after training, with `record`: what could be seen."""
     reward_funcs, rollout_func = options.pop("reward", distinct_words), options.pop("rollout", None)
-    peft_config = options.pop("peft_config", None)
+    peft_config, prepare = options.pop("peft_config", None), options.pop("prepare", None)
     policy: Any = model
     model_init_kwargs: dict[str, Any] | None = {**place, "dtype": "float32"}
     if adapter:
@@ -120,6 +131,9 @@ def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: s
         model_init_kwargs = None
     arguments = {**COMMON, "output_dir": str(folder / "out"), "model_init_kwargs": model_init_kwargs}
     trainer: Any
+    if options.pop("precomputed", False):
+        folder_of_store = str(folder / "store")
+        options |= {"precompute_ref_log_probs": True, "reference_store": "disk", "reference_store_dir": folder_of_store}
     if kind == "dpo":
         trainer = trl_ext.DPOTrainer(
             model=policy,
@@ -138,14 +152,18 @@ def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: s
             eval_dataset=prompts(3, seed=2),
             peft_config=peft_config,
         )
+    if prepare is not None:
+        prepare(trainer)
     with recorded(trainer) as trainer.record:
         trainer.train()
     return trainer
 
 
 def on_rank(rank: Rank, kind: str, adapter: str | None, fsdp_size: int = 1, **options: Any) -> dict[str, Any]:
-    folder = rank.folder / f"{kind}-{adapter}"
-    place = split(folder, fsdp_size) if rank.engine == "tp" else {}
+    folder = rank.folder / "-".join([kind, adapter or "full", *options])
+    place = split(fsdp_size) if rank.engine == "tp" else {}
+    if fsdp_size > 1:  # transformers' embedding hands FSDP the local tensor of a DTensor; nothing writes to it
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     trainer = train(kind, folder, models(rank)["model"], place, adapter and models(rank)[adapter], **options)
     rank.check(trainer)
     trainer.save_model(str(folder / "saved"))
@@ -157,14 +175,22 @@ def models(rank: Rank) -> dict[str, str]:
     return found
 
 
-def given_random_completions(rank: Rank) -> dict[str, Any]:
-    return on_rank(rank, "grpo", None, reward=random_reward, rollout=random_rollout)
-
-
-def refused(rank: Rank, words: str, kind: str = "grpo", **options: Any) -> None:
+def refused(rank: Rank, words: str, kind: str = "grpo", fsdp_size: int = 1, **options: Any) -> None:
     with pytest.raises(ValueError, match=words):
-        train(kind, rank.folder / "refused", models(rank)["model"], split(rank.folder), None, **options)
+        train(kind, rank.folder / "refused", models(rank)["model"], split(fsdp_size), None, **options)
     rank.checked = True  # no training, so no engine to check
+
+
+def random_adapter(rank: Rank) -> list[torch.Tensor]:
+    """A of each row-wise layer, as PEFT's default draws it, whole."""
+    trainer = train(
+        *("dpo", rank.folder / "random-adapter", models(rank)["model"], split(), None),
+        peft_config=lora_config(target_modules=["o_proj", "q_proj"], init_lora_weights=True),
+        learning_rate=0.0,
+    )
+    rank.check(trainer)
+    assert all(not x.any() for name, x in trainer.record["weights"].items() if "lora_B" in name)
+    return [x for name, x in trainer.record["weights"].items() if "o_proj.lora_A" in name]
 
 
 def refused_adapters(rank: Rank) -> None:
@@ -185,7 +211,7 @@ def refused_arguments(rank: Rank) -> None:
 def different_rows(rank: Rank) -> None:
     from trl_ext.engines.tensor_parallel import TensorParallel
 
-    model = AutoModelForCausalLM.from_pretrained(models(rank)["model"], **split(rank.folder))
+    model = AutoModelForCausalLM.from_pretrained(models(rank)["model"], **split())
     ranks = TensorParallel.of(model)
     assert ranks is not None
     assert (ranks.rank, ranks.size, ranks.copy, ranks.copies) == (rank.index, 2, 0, 1)
@@ -206,12 +232,21 @@ CASES: dict[str, Callable[[Rank], Any]] = {
 CASES |= {
     "grpo-parts": partial(on_rank, kind="grpo", adapter=None, max_tokens_per_micro_batch=24, dynamic_sampling=True),
     "grpo-dapo": partial(on_rank, kind="grpo", adapter=None, loss_type="dapo", scale_rewards="batch", beta=0.0),
-    "grpo-random": given_random_completions,
+    "dpo-precomputed": partial(on_rank, kind="dpo", adapter=None, precomputed=True),
+    "grpo-adamw": partial(
+        *(on_rank,), kind="grpo", adapter=None, optim="adamw_torch", gradient_checkpointing=True, learning_rate=1e-3
+    ),
+    "random-adapter": random_adapter,
+    "grpo-random": partial(on_rank, kind="grpo", adapter=None, reward=random_reward, rollout=random_rollout),
+    "grpo-noise": partial(on_rank, kind="grpo", adapter="adapter", prepare=noise_on_scores),
     "refused-adapters": refused_adapters,
     "refused-arguments": refused_arguments,
     "different-rows": different_rows,
     "grpo-2d": partial(on_rank, kind="grpo", adapter=None, fsdp_size=2),
     "dpo-2d": partial(on_rank, kind="dpo", adapter=None, fsdp_size=2),
+    "refused-2d-adapter": partial(
+        refused, words="sharded by FSDP2 over 2 such groups", kind="dpo", fsdp_size=2, peft_config=lora_config()
+    ),
 }
 
 
@@ -268,7 +303,10 @@ def assert_saved(on_ranks: list[dict[str, Any]], adapter: bool) -> None:
     "cases",
     [
         ["dpo-full", "grpo-adapter", "different-rows"],
-        pytest.param(["dpo-adapter", "grpo-full", "grpo-dapo", "grpo-parts"], marks=pytest.mark.slow),
+        pytest.param(
+            ["dpo-adapter", "dpo-precomputed", "grpo-full", "grpo-adamw", "grpo-dapo", "grpo-parts"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["fast", "slow"],
 )
@@ -291,18 +329,26 @@ def test_two_ranks_that_hold_one_model_train_as_one_process(
 
 @pytest.mark.slow
 def test_what_is_random_on_a_rank_is_the_same_on_all_that_hold_the_model(launch: Callable[..., Any]):
-    results = launch("grpo-random", "refused-adapters", "refused-arguments")
-    ours, other = results["grpo-random"]
-    assert ours["logs"] == other["logs"]
-    assert far(ours["weights"], other["weights"]) == 0
-    assert far(ours["change"], {name: 0 * x + 1e-9 for name, x in ours["change"].items()}) > 1
+    results = launch("grpo-random", "grpo-noise", "random-adapter", "refused-adapters", "refused-arguments")
+    for a, of_other in zip(*results["random-adapter"], strict=True):
+        assert torch.equal(a, of_other)
+        here, there = a.chunk(2, dim=1)
+        assert not torch.equal(here, there)
+        assert here.abs().max() <= a.shape[1] ** -0.5  # PEFT's bound, by the width of the whole
+    for case in ("grpo-random", "grpo-noise"):
+        ours, other = results[case]
+        assert ours["logs"] == other["logs"]
+        assert far(ours["weights"], other["weights"]) == 0
+        assert any(x.count_nonzero() for x in ours["change"].values())
 
 
 @pytest.mark.slow
 def test_two_copies_on_two_ranks_each_train_as_two_processes(launch: Callable[..., Any]):
-    split_twice = launch("grpo-2d", "dpo-2d", processes=4)
+    ranks, copies = (
+        launch("grpo-2d", "dpo-2d", "refused-2d-adapter", processes=4),
+        launch("grpo-full", "dpo-full", engine="ddp"),
+    )
     for kind in ("grpo", "dpo"):
-        copies = launch(f"{kind}-full", engine="ddp")[f"{kind}-full"]
-        ranks = split_twice[f"{kind}-2d"]
-        for pair, of_copy in ((ranks[:2], copies[0]), (ranks[2:], copies[1])):
+        of_ranks, of_copies = ranks[f"{kind}-2d"], copies[f"{kind}-full"]
+        for pair, of_copy in ((of_ranks[:2], of_copies[0]), (of_ranks[2:], of_copies[1])):
             assert_same_training(pair, of_copy)

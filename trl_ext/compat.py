@@ -36,12 +36,14 @@ __all__ = [
     "GRPOInternals",
     "OwnReference",
     "TensorParallelInternals",
+    "WholeBatches",
     "adapters_made_by",
     "gathered_by",
     "head_attached_by",
     "loaded_models_recorded",
     "maybe_gather_lm_head_ctx",
     "reference_pass",
+    "sequence_parallelism_hidden",
     "unrecorded_pass",
 ]
 
@@ -259,6 +261,49 @@ class OwnReference:
 
 
 _REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+class WholeBatches:
+    """Mixed in before a TRL trainer: what transformers does where the ranks of a sequence group get whole batches.
+
+    It takes it that batches are split over them before the trainer meets them.
+    """
+
+    _ranks_of_group = 1
+    accelerator: Any
+    args: Any
+    model: Any
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        """The batch as it is, for our scoring forward to split."""
+        if self._ranks_of_group == 1:
+            return super()._prepare_context_parallel_inputs(model, inputs)  # type: ignore[misc]
+        return nullcontext, inputs
+
+    def get_sp_size(self) -> int:
+        """How many micro-batches are made of each that a data loader gives."""
+        return 1 if self._ranks_of_group > 1 else super().get_sp_size()  # type: ignore[misc, no-any-return]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Transformers' estimate of what this rank computes of a batch."""
+        return int(super().floating_point_ops(inputs)) // self._ranks_of_group  # type: ignore[misc]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Transformers' own, in which the ranks of a group count once."""
+        total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return total // self.accelerator.parallelism_config.sp_size if self._ranks_of_group > 1 else total
+
+
+@contextmanager
+def sequence_parallelism_hidden(config: Any) -> Iterator[None]:
+    """Within, TRL's `GRPOConfig` does not find the context or sequence parallelism that it refuses."""
+    asked = config.parallelism_config
+    if asked is not None and (asked.cp_enabled or asked.sp_enabled):
+        config.parallelism_config = None
+    try:
+        yield
+    finally:
+        config.parallelism_config = asked
 
 
 class GRPOInternals:

@@ -40,7 +40,7 @@ class RankError(RuntimeError):
 def roll_call() -> Iterator[None]:
     """Within, a collective that fails on this rank is raised as an error that names the rank that made it fail.
 
-    Every rank enters it as often as the others. An error of this rank's own is raised as it is, and named to the others.
+    Every rank enters it as often as the others. An error of this rank's own is raised as it is, and the others name it.
 
     Raises:
         `RankError`: a collective failed: a rank ended, does not answer, or failed with an error of its own.
@@ -176,8 +176,8 @@ class _Attendant:
         if _store_is_the_launchers():
             return f"A collective failed, and the launcher's store at {where} gave no answer."
         return (
-            f"Rank 0 ({where}) does not answer, nor does the rendezvous store, which lies in it: it was killed, ran out "
-            "of memory, crashed or hangs."
+            f"Rank 0 ({where}) does not answer, nor does the rendezvous store, which lies in it: it was killed, ran "
+            "out of memory, crashed or hangs."
         )
 
 

@@ -26,7 +26,7 @@ class Running:
 
     Args:
         distributed_type (`str`): accelerate's, such as `"NO"`, `"MULTI_GPU"`, `"FSDP"`.
-        processes (`int`): that train together, as accelerate has it.
+        processes (`int`): that train together, as accelerate's state has it.
         in_group (`int`): in torch's default process group; 1 where there is none.
         backend (`str`, *optional*): of the process group.
         device (`str`): its type.
@@ -118,7 +118,7 @@ def running(accelerator: Any, model: nn.Module, wrapped: nn.Module | None = None
     axes = () if parallelism is None else ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     return Running(
         distributed_type=distributed_type,
-        processes=accelerator.num_processes,
+        processes=state.num_processes,  # under tensor parallelism the accelerator may count copies of the model
         in_group=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         backend=state.backend,
         device=accelerator.device.type,

@@ -22,12 +22,18 @@ _OPTIONS = {
 _DRAWN = (True, False, "gaussian")
 
 
-def check_adapter(config: Any) -> None:
-    """Refuse an adapter that cannot be put on a split model, before PEFT meets it.
+def check_adapter(config: Any, ranks: TensorParallel) -> None:
+    """Refuse an adapter that cannot be put on a model that `ranks` hold, before PEFT meets it.
 
     Raises:
-        `ValueError`: it is not LoRA, or an option of it needs whole weights.
+        `ValueError`: it is not LoRA, or an option of it needs whole weights, or FSDP2 has sharded the parts.
     """
+    if ranks.copies > 1:
+        raise ValueError(
+            f"The model is split over {ranks.size} ranks and sharded by FSDP2 over {ranks.copies} such groups "
+            "(`DistributedConfig`), and PEFT takes the width of an adapter from what one rank holds then. Train the "
+            "adapter with tensor parallelism over all ranks, or with FSDP2 or DDP alone."
+        )
     if config.peft_type != PeftType.LORA:
         raise ValueError(
             f"`peft_config` is a `{type(config).__name__}`, and under tensor parallelism PEFT splits LoRA alone. Use a "
@@ -48,7 +54,7 @@ def check_adapter(config: Any) -> None:
         )
 
 
-def complete_adapters(model: nn.Module) -> None:
+def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
     """Make PEFT's LoRA layers on a split model right; a model without any is left as it is.
 
     PEFT gives a split factor the width of its part, and transformers' row-wise style reads the whole from it.
@@ -59,7 +65,7 @@ def complete_adapters(model: nn.Module) -> None:
     if not isinstance(model, PeftModel):
         return
     for config in model.peft_config.values():
-        check_adapter(config)
+        check_adapter(config, ranks)
     layers = dict(_lora_layers(model))
     unsplit = {name for name, layer in layers.items() if not _is_split_with_its_base(layer)}
     if unsplit:

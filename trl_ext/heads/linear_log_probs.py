@@ -13,7 +13,7 @@ from .dense import dense_log_probs
 from .logits import LogitTransform
 from .outputs import OUTPUTS, LinearLogProbs
 from .tiled import Head, tiled_log_probs
-from .vocabulary import VocabularyShard, shard_of_group
+from .vocabulary import VocabularyShard, check_range, range_of, shard_of_group
 
 HEADS = ("tiled", "dense")
 
@@ -103,13 +103,13 @@ def linear_log_probs(
     _check_tensors(hidden, weight, targets, bias)
     shard = None
     if group is not None:
-        tokens = targets.numel()
-        shard = shard_of_group(group, weight.shape[0], first_class, vocab_size, tokens, own_tokens)
+        shard = shard_of_group(group, weight.shape[0], first_class, vocab_size, targets, own_tokens)
     elif first_class or own_tokens or vocab_size not in (None, weight.shape[0]):
         raise ValueError(
             "`first_class`, `vocab_size` and `own_tokens` describe a share of the weight: give its `group`."
         )
-    _check_classes(weight, targets, shard)
+    else:
+        _check_classes(weight, targets)
     return run_head(
         "tiled",
         hidden,
@@ -205,18 +205,10 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
             raise ValueError(f"`{name}` must be on the device of `hidden`, {hidden.device}, got {tensor.device}.")
 
 
-def _check_classes(weight: Tensor, targets: Tensor, shard: VocabularyShard | None) -> None:
-    vocabulary = (shard and shard.vocabulary) or weight.shape[0]
-    if vocabulary < 2:
+def _check_classes(weight: Tensor, targets: Tensor) -> None:
+    if weight.shape[0] < 2:
         raise ValueError(f"`weight` must have shape (V, H) with V at least 2, got {tuple(weight.shape)}.")
-    # Elsewhere than on the CPU the look at the values would wait for the device
-    if targets.device.type == "cpu" and targets.numel():
-        lowest, highest = int(targets.min()), int(targets.max())
-        if lowest < 0 or highest >= vocabulary:
-            raise ValueError(
-                f"`targets` must lie in [0, {vocabulary}), got values from {lowest} to {highest}. Leave out the "
-                "positions that are not to be scored: -100 is no class id."
-            )
+    check_range(*range_of(targets), weight.shape[0])
 
 
 def _check_options(

@@ -34,37 +34,53 @@ class VocabularyShard:
 
 
 def shard_of_group(
-    group: dist.ProcessGroup, rows: int, first: int, vocabulary: int | None, tokens: int, own_tokens: bool
+    group: dist.ProcessGroup, rows: int, first: int, vocabulary: int | None, targets: Tensor, own_tokens: bool
 ) -> VocabularyShard:
     """The shard that a rank's arguments describe, once all ranks' arguments were seen to fit.
 
-    One exchange of three integers, at which the ranks wait for each other.
+    One exchange of five integers, at which the ranks wait for each other.
 
     Raises:
-        `ValueError`: the ranks' rows are not the whole vocabulary, each once, or their tokens are not equally many. On
-        every rank.
+        `ValueError`: the ranks' rows are not the whole vocabulary, each once, their tokens are not equally many, or a
+        target on the CPU is out of range. On every rank, also where one alone is at fault: no rank waits for another.
     """
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    every = torch.empty(group.size() * 3, dtype=torch.int64, device=device)
-    all_gather(every, torch.tensor([first, rows, tokens], device=device), group=group)
-    shards: list[list[int]] = every.view(-1, 3).tolist()
-    total = sum(count for _, count, _ in shards)
+    every = torch.empty(group.size() * 5, dtype=torch.int64, device=device)
+    all_gather(every, torch.tensor([first, rows, targets.numel(), *range_of(targets)], device=device), group=group)
+    numbers: list[list[int]] = every.view(-1, 5).tolist()
+    shards = [(start, count) for start, count, *_ in numbers]
+    tokens = [count for _, _, count, *_ in numbers]
+    total = sum(count for _, count in shards)
     end = 0
-    for start, count, _ in sorted(shards):
+    for start, count in sorted(shards):
         if count and start != end:
             raise ValueError(
                 f"`first_class` and the rows of `weight` must cover the vocabulary once: the ranks of the group hold "
-                f"(first class, rows) {[shard[:2] for shard in shards]}; class {min(start, end)} is missing or doubled."
+                f"(first class, rows) {shards}; class {min(start, end)} is missing or doubled."
             )
         end += count
     if vocabulary is not None and vocabulary != total:
         raise ValueError(f"`vocab_size` is {vocabulary}, but the ranks of the group hold {total} rows in all.")
     if total < 2:
         raise ValueError(f"The vocabulary must have at least 2 classes, the ranks of the group hold {total}.")
-    if not own_tokens and len({count for *_, count in shards}) > 1:
+    if not own_tokens and len(set(tokens)) > 1:
         raise ValueError(
-            f"With `own_tokens=False` all ranks of the group must have the same tokens, they have "
-            f"{[count for *_, count in shards]}. Set `own_tokens=True` if each rank has its own."
+            f"With `own_tokens=False` all ranks of the group must have the same tokens, they have {tokens}. Set "
+            "`own_tokens=True` if each rank has its own."
         )
-    exchange = OwnTokens(group, tuple(count for *_, count in shards)) if own_tokens else SameTokens(group)
-    return VocabularyShard(total, first, exchange)
+    check_range(min(lowest for *_, lowest, _ in numbers), max(highest for *_, highest in numbers), total)
+    return VocabularyShard(total, first, OwnTokens(group, tuple(tokens)) if own_tokens else SameTokens(group))
+
+
+def range_of(targets: Tensor) -> tuple[int, int]:
+    """The lowest and the highest target on the CPU. Elsewhere the look at the values would wait for the device."""
+    return (int(targets.min()), int(targets.max())) if targets.device.type == "cpu" and targets.numel() else (0, 0)
+
+
+def check_range(lowest: int, highest: int, vocabulary: int) -> None:
+    """Raise `ValueError` if targets from `lowest` to `highest` are not all classes."""
+    if lowest < 0 or highest >= vocabulary:
+        raise ValueError(
+            f"`targets` must lie in [0, {vocabulary}), got values from {lowest} to {highest}. Leave out the "
+            "positions that are not to be scored: -100 is no class id."
+        )

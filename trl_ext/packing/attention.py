@@ -104,18 +104,35 @@ def packed_attention(
         raise LayoutNotReadError("its attention keeps its sliding window to itself")
     layout.meet()
     query_THD, key_KHD, value_KHD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    special = {name: options[name] for name in ("softcap", "s_aux") if options.get(name) is not None}
+    options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}
+    shard = layout.shard
+    if shard is None:
+        return _attended(module, query_THD, key_KHD, value_KHD, layout, options), None
+    query_THD, key_KHD, value_KHD = (shard.to_heads(x) for x in (query_THD, key_KHD, value_KHD))
+    if "s_aux" in options:
+        options["s_aux"] = shard.heads(options["s_aux"])
+    output = _attended(module, query_THD, key_KHD, value_KHD, layout, options)
+    return shard.to_tokens(output.squeeze(0)).unsqueeze(0), None
+
+
+def _attended(
+    module: nn.Module, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, options: dict[str, Any]
+) -> Tensor:
+    """`(1, T, heads, head_size)`, by the fastest kernel that knows all of `options`."""
+    key_KHD, value_KHD = key_THD, value_THD
     if layout.shared:
         key_KHD, value_KHD = picked(key_KHD, layout.keys_K), picked(value_KHD, layout.keys_K)
-    special = {name: options[name] for name in ("softcap", "s_aux") if options.get(name) is not None}
     if "flash" in layout.implementation:
-        options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}
-        return _users_flash(module, query_THD, key_KHD, value_KHD, layout, options), None
-    if not special and dropout == 0.0 and _varlen_serves(query_THD, value_KHD):
+        return _users_flash(module, query_THD, key_KHD, value_KHD, layout, options)
+    scaling, sliding_window = options["scaling"], options["sliding_window"]
+    plain = options.keys() <= {"scaling", "dropout", "sliding_window"} and options["dropout"] == 0.0
+    if plain and _varlen_serves(query_THD, value_KHD):
         dtype = _attended_in(query_THD)
         query_THD, key_KHD, value_KHD = query_THD.to(dtype), key_KHD.to(dtype), value_KHD.to(dtype)
-        return _varlen(query_THD, key_KHD, value_KHD, layout, scaling, sliding_window), None
-    options = {"scaling": scaling, "dropout": dropout, **special}
-    return _by_segments(module, query_THD, key_KHD, value_KHD, layout, sliding_window, options), None
+        return _varlen(query_THD, key_KHD, value_KHD, layout, scaling, sliding_window)
+    del options["sliding_window"]
+    return _by_segments(module, query_THD, key_KHD, value_KHD, layout, sliding_window, options)
 
 
 def _slides(module: nn.Module) -> bool:

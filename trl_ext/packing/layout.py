@@ -8,7 +8,7 @@ Dimensions: B rows, S columns, T fed tokens, K keys (the tokens that each row wi
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,25 @@ class Segment(NamedTuple):
     keys: int
 
 
+class Shard(Protocol):
+    """What of the fed row is this rank's, where several ranks each feed their share: c of T tokens, all heads.
+
+    Attention sees all tokens of the rank's share of the heads.
+    """
+
+    def columns(self, row_1T: Tensor) -> Tensor:
+        """This rank's columns of a row: `(1, c)`."""
+
+    def to_heads(self, x_cAD: Tensor) -> Tensor:
+        """All tokens, of this rank's heads: `(T, A / n, D)`."""
+
+    def to_tokens(self, x_TAD: Tensor) -> Tensor:
+        """This rank's tokens, all heads: `(c, A, D)`."""
+
+    def heads(self, x_A: Tensor) -> Tensor:
+        """What of one value a head is of this rank's heads: `(A / n,)`."""
+
+
 class Layout:
     """One fed row for a padded batch.
 
@@ -44,7 +63,10 @@ class Layout:
         shared (`bool`): whether some token is fed once for several rows; else keys are the fed tokens in order.
         longest_query, longest_key (`int`): of a row.
         implementation (`str`): the attention that the model's user chose.
+        shard (`Shard`, *optional*): of this rank, where the tokens are split over several.
     """
+
+    shard: Shard | None = None
 
     def __init__(
         self, input_ids: Tensor, lengths_B: Tensor, first_B: Tensor, *, share: bool, rebase: bool, implementation: str

@@ -27,6 +27,7 @@ class Packing:
         why_unshared (`str`, *optional*): why each row feeds all of its tokens; None where leading tokens that rows have
             in common are fed once.
         checked (`bool`): whether a first batch was compared with the padded forward.
+        agreed (`bool`): whether the ranks have told each other what their first batches showed.
         left_out (`int`): tokens of padded batches that were not fed, so far.
     """
 
@@ -34,12 +35,19 @@ class Packing:
         self.why_padded = why_padded(model) if padding_free else "`padding_free=False`"
         self.why_unshared = None if share_prompts else "`share_prompts=False`"
         self.checked = False
+        self.agreed = False
         self.left_out = 0
         self._said: set[str] = set()
         if self.why_padded is None:
             self._rebase = share_prompts and rebases(model)
             self._longest = longest_equal(model)
             accept_layouts(model)
+
+    def agree(self, why_padded: list[str | None], why_unshared: list[str | None]) -> None:
+        """Take what any rank has found: `why_padded` and `why_unshared` of each."""
+        self.why_padded = next((why for why in (self.why_padded, *why_padded) if why), None)
+        self.why_unshared = next((why for why in (self.why_unshared, *why_unshared) if why), None)
+        self.agreed = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def layout(
@@ -89,16 +97,18 @@ class Packing:
         )
 
     def run(self, model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
-        """The backbone's outputs for the fed row: hidden states of shape `(1, T, H)`."""
+        """The backbone's outputs for the fed row: hidden states of shape `(1, T, H)`, or of this rank's shard of it."""
         given = {name: x for name, x in inputs.items() if name not in {"input_ids", "attention_mask"}}
         device = layout.input_ids.device
         # A mask of four dimensions is handed on as it is. A layer that reads it instead of the layout must not pass
         # for right: it finds NaN there.
         mask = torch.full((1, 1, 1, 1), torch.nan, device=device)
         before = layout.meetings
+        row = layout.input_ids, layout.position_ids
+        input_ids, position_ids = row if layout.shard is None else (layout.shard.columns(x) for x in row)
         outputs = model.base_model(
-            input_ids=layout.input_ids,
-            position_ids=layout.position_ids,
+            input_ids=input_ids,
+            position_ids=position_ids,
             attention_mask=mask,
             **given,
             **{KEYWORD: layout},

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..compat import FusedCausalLMOutput
 from ..dropout import has_dropout
 from ..engines import parameter_of
+from ..engines.sequence_parallel import SequenceGroup, Shard, with_gradient_times
 from ..heads import LinearLogProbs, LogitTransform, run_head
 from ..packing import Layout, Packing, picked
 from .families import logit_transform
@@ -56,7 +57,10 @@ class ScoringForward:
         used (`bool`): set on every call, for a caller to reset and look at.
         packing (`Packing`): feeds the batch as one row, where the model can.
         head_rows (`str`, *optional*): with which rows of the head's weight the last pass was scored, and why.
+        sequence_group (`SequenceGroup`, *optional*): the ranks over which the tokens of a row are split.
     """
+
+    sequence_group: SequenceGroup | None = None
 
     def __init__(self, model: nn.Module, options: ScoringOptions) -> None:
         self.options = options
@@ -65,7 +69,8 @@ class ScoringForward:
         self.head_rows: str | None = None
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._dropout: bool | None = None
-        self._checked = options.head == "dense"
+        # Apart, where the rows of the weight are spread: then every rank takes part in a check, or none
+        self._checked = dict.fromkeys((False, True), options.head == "dense")
 
     def __call__(
         self,
@@ -99,28 +104,30 @@ class ScoringForward:
             shift_labels = labels[:, 1:]
             predicts_BS = torch.nn.functional.pad(shift_labels != -100, (0, 1))
             layout = self.packing.layout(model, args, kwargs, predicts_BS, share=self._may_share(model))
+        shard, factor = self._split(layout, kwargs.get("input_ids"), kwargs.get("attention_mask"), shift_labels)
         # Backbone and head are looked up on each call: FSDP and PEFT replace them after the forward was attached
         if layout is None:
             backbone_outputs = _backbone(model)(*args, **kwargs)
         else:
             backbone_outputs = self.packing.run(model, layout, kwargs)
-        hidden = backbone_outputs.last_hidden_state
         lm_head = model.get_output_embeddings()
         # A model split over devices (`device_map`) can end its backbone on another device than its head's
-        device = parameter_of(lm_head, "weight").device
-        shift_labels = shift_labels.to(device)
+        shift_labels = shift_labels.to(parameter_of(lm_head, "weight").device)
         mask_BS = shift_labels != -100
         # A batch without labels stays in the graph this way: a zero that can be backpropagated
         outputs = self.options.outputs if head_outputs is None else head_outputs
+        hidden = backbone_outputs.last_hidden_state
         if layout is None:
-            hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(device)[mask_BS]
+            hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(mask_BS.device)[mask_BS]
+            scored = self._score(hidden_NH, lm_head, shift_labels[mask_BS], outputs)._asdict()
         else:
-            at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)]
-            hidden_NH = picked(hidden.squeeze(0), at_N.to(hidden.device)).to(device)
-        scored = self._score(hidden_NH, lm_head, shift_labels[mask_BS], outputs)
+            at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)].to(hidden.device)
+            scored = self._score_row(hidden.squeeze(0), at_N, shard, lm_head, shift_labels[mask_BS], outputs)
         fields = {
-            name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x)
-            for name, x in scored._asdict().items()
+            name: None
+            if x is None
+            else with_gradient_times(x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x), factor)
+            for name, x in scored.items()
         }
         items = mask_BS.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         log_probs = fields["log_probs"]
@@ -129,15 +136,62 @@ class ScoringForward:
         aux_loss = None
         if kwargs.get("output_router_logits"):
             attention_mask = kwargs.get("attention_mask")
-            aux_loss = _router_loss(backbone_outputs.router_logits, text_config, attention_mask, layout)
+            router_logits = backbone_outputs.router_logits
+            if shard is not None:
+                router_logits = tuple(shard.whole(x.flatten(0, -2)) for x in router_logits)
+            aux_loss = _router_loss(router_logits, text_config, attention_mask, layout)
+            aux_loss = with_gradient_times(aux_loss, factor)
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
+
+    def _split(self, layout: Layout | None, *batch: Tensor | None) -> tuple[Shard | None, float]:
+        """This rank's shard of the row, and what the gradient is multiplied by.
+
+        Raises:
+            `RuntimeError`: a forward with gradients is fed another batch on another rank of the group.
+        """
+        group = self.sequence_group
+        if group is None or group.processes is None:
+            return None, 1.0
+        tokens = -1 if layout is None else layout.tokens
+        if not group.alike(*batch, torch.full((1,), tokens, device=group.device)):
+            if not torch.is_grad_enabled():  # as in evaluation: each rank scores its own batch
+                return None, 1.0
+            raise RuntimeError(
+                f"The {group.size} ranks that split the tokens of a batch (`{group.kind}_size`) were given different "
+                "batches. A data loader or collator of your own must give all of them the same, and what draws at "
+                "random must draw the same on each."
+            )
+        if layout is None:
+            return None, group.gradient_factor / group.size  # each rank scores all of it
+        layout.shard = shard = group.shard(tokens)
+        return shard, group.gradient_factor
 
     def _may_share(self, model: Any) -> bool:
         """Whether two rows that start alike are alike there: not where each has a dropout mask of its own."""
         if self._dropout is None and model.training:
             self._dropout = has_dropout(model)
         return not (model.training and self._dropout)
+
+    def _score_row(
+        self,
+        hidden_TH: Tensor,
+        at_N: Tensor,
+        shard: Shard | None,
+        lm_head: Any,
+        targets_N: Tensor,
+        outputs: tuple[str, ...],
+    ) -> dict[str, Tensor | None]:
+        """The fields of each target, predicted from the place `at_N` of the fed row; `hidden_TH` is its shard's."""
+        device = targets_N.device
+        if shard is None:
+            return self._score(picked(hidden_TH, at_N).to(device), lm_head, targets_N, outputs)._asdict()
+        owner_N = shard.owner(at_N)
+        own_N = owner_N == shard.rank
+        hidden_NH = picked(hidden_TH, at_N[own_N] - shard.first).to(device)
+        scored = self._score(hidden_NH, lm_head, targets_N[own_N.to(device)], outputs)._asdict()
+        owner_N = owner_N.to(device)
+        return {name: None if x is None else shard.gathered(x, owner_N) for name, x in scored.items()}
 
     def _score(self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor, outputs: tuple[str, ...]) -> LinearLogProbs:
         options = self.options
@@ -157,8 +211,9 @@ class ScoringForward:
         # Entered once by every rank, also one without a token to check
         with autocast, rows.readable():
             # In inference mode no gradient can be checked: the first batch outside it will be
-            if not self._checked and not torch.is_inference_mode_enabled():
-                self._checked = check_head(
+            spread = rows.sharded is not None
+            if not self._checked[spread] and not torch.is_inference_mode_enabled():
+                self._checked[spread] = check_head(
                     *(hidden_NH, rows, targets_N),
                     transform=self.transform,
                     outputs=options.outputs,

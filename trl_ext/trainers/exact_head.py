@@ -13,10 +13,11 @@ from .guarded_engine import GuardedEngineMixin
 from .head_arguments import HeadArguments
 from .packed import PackedMixin, padding_free_is_ours
 from .packing_arguments import PackingArguments
+from .sequence_split import SequenceSplitMixin
 from .tensor_parallel import TensorParallelMixin
 
 
-class ExactHeadMixin(PackedMixin, GuardedEngineMixin, TensorParallelMixin):
+class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, TensorParallelMixin):
     """Mixed in before a TRL trainer: its models are scored by our forward.
 
     Attributes:
@@ -35,6 +36,7 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, TensorParallelMixin):
             super().__init__(*positional, **keywords)  # type: ignore[call-arg]
         self._tell_packing_of_the_run()  # a wrong argument is an error here, not at the first step
         self.padding_free = self._packing_plan().padding_free
+        self._join_sequence_group()
 
     @staticmethod
     def _config_among(positional: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -84,3 +86,4 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, TensorParallelMixin):
                 "was built (another trainer on the same model object, or a library that patches models). Build this "
                 "trainer last, or give each trainer a model of its own."
             )
+        self._agree_on_packing()

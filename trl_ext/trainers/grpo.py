@@ -6,6 +6,7 @@ from typing import Any
 
 import trl
 
+from ..compat import sequence_parallelism_hidden
 from .grpo_micro_batches import MicroBatchesMixin
 from .grpo_pass_arguments import GRPOPassArguments
 from .grpo_tensor_parallel import SameCompletionsMixin
@@ -55,6 +56,10 @@ class GRPOConfig(GRPOPassArguments, HeadArguments, PackingArguments, ReferenceAr
             The most tokens that one forward of the policy feeds in training. The rows of a micro-batch are fed in as
             many forwards and backwards as that takes; the gradient is the same.
     """
+
+    def __post_init__(self) -> None:
+        with sequence_parallelism_hidden(self):
+            super().__post_init__()
 
 
 class GRPOTrainer(HostedReferenceMixin, MicroBatchesMixin, SameCompletionsMixin, trl.GRPOTrainer):

@@ -17,9 +17,10 @@ from ..passes.visit import Visit
 from .exact_head import ExactHeadMixin
 from .grpo_pass_arguments import GRPOPassArguments
 from .planned import PlannedPassesMixin
+from .sequence_split import GRPOSequenceSplitMixin
 
 
-class GRPOPassesMixin(PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
+class GRPOPassesMixin(GRPOSequenceSplitMixin, PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
     """Mixed in before TRL's `GRPOTrainer`."""
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:

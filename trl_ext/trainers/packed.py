@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from accelerate.utils import gather_object
 from peft import PeftModel
 
 from ..dropout import has_dropout
@@ -45,6 +46,13 @@ class PackedMixin:
         for scoring in self.scoring_forwards if reason else ():
             scoring.packing.why_padded = reason
         check_packing_options(self._packing_facts())
+
+    def _agree_on_packing(self) -> None:
+        """After a pass: what the first batch of one rank has shown holds for all. Every rank calls it."""
+        for packing in (scoring.packing for scoring in self.scoring_forwards):
+            if packing.checked and not packing.agreed:
+                every = gather_object([(packing.why_padded, packing.why_unshared)])
+                packing.agree(*(list(why) for why in zip(*every, strict=True)))
 
     def _packed_away(self) -> int:
         """Tokens of padded batches that were not fed on this rank, since the last call."""

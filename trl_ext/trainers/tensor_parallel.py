@@ -4,8 +4,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from transformers import TrainerCallback
 
 from ..compat import TensorParallelInternals, adapters_made_by
+from ..engines.partial_gradients import sum_gradients_once
 from ..engines.split_lora import check_adapter, complete_adapters, draw_adapters
 from ..engines.tensor_parallel import OncePerCopy, TensorParallel
 
@@ -26,13 +28,15 @@ class TensorParallelMixin(TensorParallelInternals):
             super().__init__(*positional, **keywords)
         if self.tensor_parallel is not None:
             self._tokens_are_counted_once()
+            self.add_callback(_SumsOnce(self.tensor_parallel))  # type: ignore[attr-defined]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Transformers' own, called in its `__init__`."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.tensor_parallel = TensorParallel.of(self.model)  # type: ignore[attr-defined]
         if self.tensor_parallel is not None:
-            complete_adapters(self.model)  # type: ignore[attr-defined]
+            model: Any = self.model  # type: ignore[attr-defined]
+            complete_adapters(model, self.tensor_parallel)
             self.accelerator: Any = OncePerCopy(self.accelerator, self.tensor_parallel)
             # Transformers has bound the other's already, for the first evaluation
             by_objects = self.args.eval_use_gather_object  # type: ignore[attr-defined]
@@ -50,11 +54,21 @@ class TensorParallelMixin(TensorParallelInternals):
             self.tensor_parallel.check_same(ids)
 
 
+class _SumsOnce(TrainerCallback):
+    """Before the first step, and after what FSDP2 shards besides is sharded."""
+
+    def __init__(self, ranks: TensorParallel) -> None:
+        self.ranks = ranks
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        sum_gradients_once(model, self.ranks.group)
+
+
 def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywords: Any) -> Any:
     ranks = TensorParallel.of(model)
     if ranks is None:
         return make(model, config, *positional, **keywords)
-    check_adapter(config)
+    check_adapter(config, ranks)
     made = make(model, config, *positional, **keywords)
     draw_adapters(made, ranks)
     return made

@@ -1,0 +1,229 @@
+"""Training runs in which the tokens of each batch are split over ranks, for `test_sequence_parallel.py` to launch."""
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
+from transformers import TrainerCallback
+
+from launch import LaunchedRank
+from rewards import id_reward
+from tiny import lora_config, preferences, prompts, scripted_rollout
+from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl_ext.engines import sequence_parallel
+
+CP = ("fsdp2",)
+# Wall-clock figures, and a count that is 0 under ZeRO-3
+NOT_COMPARED = ("runtime", "per_second", "step_time", "preparation_time", "total_flos")
+
+
+class Seen(NamedTuple):
+    """What one rank saw: its logs, the change of the trained weights, and the tokens of each forward."""
+
+    logs: list[dict[str, float]]
+    change: dict[str, torch.Tensor]
+    fed: list[int]
+
+
+def parallelism(rank: LaunchedRank | None, size: int) -> dict[str, Any]:
+    """The arguments that ask for groups of `size` ranks; none on one process."""
+    if rank is None:
+        return {}
+    others = {"dp_shard_size": rank.processes // size}
+    if rank.engine in CP:
+        return {"parallelism_config": ParallelismConfig(cp_size=size, **others)}
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    return {"parallelism_config": ParallelismConfig(sp_size=size, sp_handler=handler, **others)}
+
+
+def arguments(rank: LaunchedRank | None, config: dict[str, Any]) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp()) if rank is None else rank.folder
+    # One process is given what the groups of two ranks are given together
+    groups = 1 if rank is None else rank.processes // 2
+    rows = 6 // groups
+    return {
+        "output_dir": str(folder / "run"),
+        "per_device_train_batch_size": rows,
+        "per_device_eval_batch_size": rows,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 5,
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **({"use_cpu": True} if rank is None else {**parallelism(rank, 2), **rank.training_arguments()}),
+        **config,
+    }
+
+
+def dpo(rank: LaunchedRank | None, model: str = "untied", lora: bool = False, **config: Any) -> Any:
+    evaluated, rows = config.pop("evaluated", None), config.pop("rows", 40)
+    return DPOTrainer(
+        model=str(Path(os.environ["TINY_MODELS"]) / f"{model}-0"),
+        args=DPOConfig(**arguments(rank, {"reference_store": "memory", **config})),
+        train_dataset=preferences(rows, seed=1),
+        eval_dataset=evaluated and preferences(evaluated, seed=2),
+        peft_config=lora_config() if lora else None,
+    )
+
+
+def grpo(rank: LaunchedRank | None, model: str = "untied", lora: bool = False, **config: Any) -> Any:
+    rollout = config.pop("rollout_func", scripted_rollout)
+    evaluated = config.pop("evaluated", None)
+    config = {"num_generations": 3, "max_completion_length": 8, "beta": 0.1, **config}
+    return GRPOTrainer(
+        model=str(Path(os.environ["TINY_MODELS"]) / f"{model}-0"),
+        reward_funcs=id_reward,
+        args=GRPOConfig(**arguments(rank, config)),
+        train_dataset=prompts(40, seed=1),
+        eval_dataset=evaluated and prompts(evaluated, seed=2),
+        rollout_func=rollout,
+        peft_config=lora_config() if lora else None,
+    )
+
+
+def weights(rank: LaunchedRank | None, trainer: Any) -> dict[str, torch.Tensor]:
+    """Copies of what is trained, whole."""
+    trained = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
+    return {name: x.detach().clone() for name, x in trained.items()} if rank is None else rank.whole(trained)
+
+
+class _Check(TrainerCallback):
+    """Looks at the engine after each step: after an evaluation sharded weights can lie together."""
+
+    def __init__(self, rank: LaunchedRank, trainer: Any) -> None:
+        self.rank, self.trainer = rank, trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.rank.check(self.trainer)
+
+
+def trained(rank: LaunchedRank | None, build: Callable[..., Any], **config: Any) -> Seen:
+    """Five steps of a trainer."""
+    torch.manual_seed(0)
+    trainer = build(rank, **config)
+    fed: list[int] = []
+    trainer.model.get_input_embeddings().register_forward_hook(lambda module, args, out: fed.append(args[0].numel()))
+    before = weights(rank, trainer)
+    if rank is not None:
+        trainer.add_callback(_Check(rank, trainer))
+    trainer.train()
+    logs = [
+        {name: x for name, x in log.items() if not any(word in name for word in NOT_COMPARED)}
+        for log in trainer.state.log_history
+    ]
+    return Seen(logs, {name: x - before[name] for name, x in weights(rank, trainer).items()}, fed)
+
+
+def unscaled(rank: LaunchedRank, **config: Any) -> Seen:
+    """A control: the sum over the group is taken for the mean, or the other way round."""
+    init = sequence_parallel.SequenceGroup.__init__
+
+    def wrong(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.gradient_factor = 3 - self.gradient_factor  # 1 for 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequence_parallel.SequenceGroup, "__init__", wrong)
+        return trained(rank, **config)
+
+
+def unexchanged(rank: LaunchedRank, **config: Any) -> Seen:
+    """A control: the gradient of what was exchanged stays where it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequence_parallel._Exchanged, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+        return trained(rank, **config)
+
+
+def refused(rank: LaunchedRank, build: Callable[..., Any], words: str, **config: Any) -> None:
+    """The trainer is not built, and says why."""
+    with pytest.raises(ValueError, match=words):
+        build(rank, **config)
+    rank.checked = True  # no engine is there to be checked
+
+
+def other_rows(rank: LaunchedRank) -> None:
+    """Ranks of a group that are given different batches stop."""
+    trainer = dpo(rank)
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: collate(rows[rank.index : rank.index + 4])
+    with pytest.raises(RuntimeError, match="were given different batches"):
+        trainer.train()
+    rank.checked = True
+
+
+def other_rewards(rank: LaunchedRank) -> None:
+    """Ranks of a group that reward differently stop."""
+    trainer = grpo(rank)
+    trainer.reward_funcs[0] = lambda completion_ids, **_: [rank.index * i / 7 for i in range(len(completion_ids))]
+    with pytest.raises(RuntimeError, match="or rewarded them otherwise"):
+        trainer.train()
+    rank.checked = True
+
+
+RUNS = {
+    "dpo-full": partial(trained, build=dpo, gradient_checkpointing=True),
+    "dpo-lora": partial(trained, build=dpo, lora=True, max_grad_norm=0.3),
+    # Rows that make whole batches on two groups too: accelerate fills the last ones up with others
+    "dpo-whole": partial(trained, build=dpo, rows=36),
+    "dpo-tied": partial(trained, build=dpo, model="tied", max_grad_norm=0.3),
+    "dpo-experts": partial(trained, build=dpo, model="experts"),
+    "dpo-evaluated": partial(trained, build=dpo, evaluated=7, eval_strategy="steps", eval_steps=2),
+    "grpo-full": partial(trained, build=grpo, max_grad_norm=0.3),
+    "grpo-lora": partial(trained, build=grpo, lora=True),
+    "grpo-batch": partial(trained, build=grpo, scale_rewards="batch", loss_type="dr_grpo"),
+    "grpo-draws": partial(trained, build=grpo, rollout_func=None, num_iterations=2),
+    "grpo-evaluated": partial(
+        trained, build=grpo, rollout_func=None, evaluated=4, eval_strategy="steps", eval_steps=2, beta=0.0
+    ),
+}
+CONTROLS = {
+    "dpo-full-unscaled": partial(unscaled, build=dpo),
+    "dpo-full-unexchanged": partial(unexchanged, build=dpo),
+    "grpo-full-unexchanged": partial(unexchanged, build=grpo),
+}
+REFUSALS = {
+    "padded": partial(refused, build=dpo, padding_free=False, words=r"_size=2` .*`padding_free=False`"),
+    "vllm": partial(refused, build=grpo, use_transformers_continuous_batching=True, words=r"_size=2` .*other compl"),
+    "generations": partial(refused, build=grpo, num_generations=4, words=r"must be a multiple of `num_generations`"),
+    "heads": partial(refused, build=dpo, model="odd_heads", words=r"`num_key_value_heads=1` does not divide by 2"),
+    "other-rows": other_rows,
+    "other-rewards": other_rewards,
+}
+
+
+def alone(case: Callable[..., Any]) -> Callable[[LaunchedRank], Any]:
+    """`case` as if it were the only one of its process: DeepSpeed makes its groups once."""
+
+    def run(rank: LaunchedRank) -> Any:
+        with contextlib.ExitStack() as stack:
+            if rank.is_zero:
+                from deepspeed.runtime.sequence_parallel import parallel_state_sp
+                from deepspeed.utils import groups
+
+                parallel_state_sp._release_sequence_parallel_groups()
+                groups.mpu = None
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")  # DeepSpeed's own are many
+            return case(rank)
+
+    return run
+
+
+CASES = {name: alone(case) for name, case in {**RUNS, **CONTROLS, **REFUSALS}.items()}
