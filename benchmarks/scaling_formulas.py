@@ -131,6 +131,7 @@ def head_held(case: HeadCase, way: Way) -> int:
         held += tokens * case.hidden * case.item
     if way in ("local", "tensor parallel"):
         rows = -(-rows // case.ranks)
+        v = min(v, -(-case.vocabulary // case.ranks))
     if way == "in turn":
         held += 2 * min(_SLICE[kind], -(-case.weight // case.ranks)) + tokens * case.hidden * case.item
     if way == "whole" and case.ranks > 1:

@@ -1,4 +1,4 @@
-"""The formulas of docs/scaling.md give the bytes that gloo ranks are counted to receive, and so does the head's rule."""
+"""Gloo ranks receive the bytes that the formulas of docs/scaling.md and the rule of the head say."""
 
 from pathlib import Path
 
