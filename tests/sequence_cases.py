@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
+from transformers import TrainerCallback
 
 from launch import LaunchedRank
 from rewards import id_reward
@@ -103,6 +104,16 @@ def weights(rank: LaunchedRank | None, trainer: Any) -> dict[str, torch.Tensor]:
     return {name: x.detach().clone() for name, x in trained.items()} if rank is None else rank.whole(trained)
 
 
+class _Check(TrainerCallback):
+    """Looks at the engine after each step: after an evaluation sharded weights can lie together."""
+
+    def __init__(self, rank: LaunchedRank, trainer: Any) -> None:
+        self.rank, self.trainer = rank, trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.rank.check(self.trainer)
+
+
 def trained(rank: LaunchedRank | None, build: Callable[..., Any], **config: Any) -> Seen:
     """Five steps of a trainer."""
     torch.manual_seed(0)
@@ -110,9 +121,9 @@ def trained(rank: LaunchedRank | None, build: Callable[..., Any], **config: Any)
     fed: list[int] = []
     trainer.model.get_input_embeddings().register_forward_hook(lambda module, args, out: fed.append(args[0].numel()))
     before = weights(rank, trainer)
-    trainer.train()
     if rank is not None:
-        rank.check(trainer)
+        trainer.add_callback(_Check(rank, trainer))
+    trainer.train()
     logs = [
         {name: x for name, x in log.items() if not any(word in name for word in NOT_COMPARED)}
         for log in trainer.state.log_history
@@ -173,7 +184,7 @@ RUNS = {
     "dpo-whole": partial(trained, build=dpo, rows=36),
     "dpo-tied": partial(trained, build=dpo, model="tied", max_grad_norm=0.3),
     "dpo-experts": partial(trained, build=dpo, model="experts"),
-    "dpo-evaluated": partial(trained, build=dpo, evaluated=7, eval_strategy="steps", eval_steps=2),
+    "dpo-evaluated": partial(trained, build=dpo, evaluated=12, eval_strategy="steps", eval_steps=2),
     "grpo-full": partial(trained, build=grpo, max_grad_norm=0.3),
     "grpo-lora": partial(trained, build=grpo, lora=True),
     "grpo-batch": partial(trained, build=grpo, scale_rewards="batch", loss_type="dr_grpo"),
@@ -190,7 +201,7 @@ CONTROLS = {
 REFUSALS = {
     "padded": partial(refused, build=dpo, padding_free=False, words=r"_size=2` .*`padding_free=False`"),
     "vllm": partial(refused, build=grpo, use_transformers_continuous_batching=True, words=r"_size=2` .*other compl"),
-    "generations": partial(refused, build=grpo, num_generations=4, words=r"must be a multiple of `num_generations`"),
+    "generations": partial(refused, build=grpo, num_generations=8, words=r"must be a multiple of `num_generations`"),
     "heads": partial(refused, build=dpo, model="odd_heads", words=r"`num_key_value_heads=1` does not divide by 2"),
     "other-rows": other_rows,
     "other-rewards": other_rewards,
