@@ -226,7 +226,7 @@ class TrainedHead(torch.autograd.Function):
         refuse_second_derivative()
         head: Head = ctx.head
         # The other ranks may have a gradient, and wait for this one
-        if grad_log_probs is None and grad_entropy is None and not head.shard.partial:
+        if grad_log_probs is None and grad_entropy is None and not head.shard.spread:
             return None, None, None, None, None, None
         hidden, weight, bias, targets, *statistics = ctx.saved_tensors
         parts = head.parts(hidden)

@@ -28,6 +28,11 @@ class VocabularyShard:
     rows_for: Callable[[Tensor], Rows] | None = None
 
     @property
+    def spread(self) -> bool:
+        """Whether a pass waits for other ranks."""
+        return self.partial or self.rows_for is not None
+
+    @property
     def partial(self) -> bool:
         """Whether other ranks fold other rows of the weight."""
         return not isinstance(self.exchange, OneProcess)

@@ -12,6 +12,8 @@ from ..compat import maybe_gather_lm_head_ctx
 from ..engines import ShardedWeight, averaged, is_zero3, sharded_weight, whole_tensor
 from ..heads import Block, OwnTokens, RowsHere, RowsInTurn, SameTokens, VocabularyShard, tokens_of_ranks
 
+WHOLE_HERE = "the whole weight is on this rank"
+
 
 class HeadRows(NamedTuple):
     """The head's weight as one pass reads it.
@@ -133,7 +135,7 @@ def _in_turn(sharded: ShardedWeight, reason: str) -> HeadRows:
 def _whole(lm_head: nn.Module) -> HeadRows:
     weight, bias = cast(Any, lm_head.weight), cast(Any, lm_head.bias)
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
-    reason = "the whole weight is on this rank"
+    reason = WHOLE_HERE
     if isinstance(weight, DTensor):
         reason = "the whole weight is gathered for each pass"
     elif is_zero3(weight):

@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 
 from ..compat import head_attached_by
 from ..passes import Decision
-from ..scoring import ScoringForward, ScoringOptions, attach_scoring_forward
+from ..scoring import WHOLE_HERE, ScoringForward, ScoringOptions, attach_scoring_forward
 from .guarded_engine import GuardedEngineMixin
 from .head_arguments import HeadArguments
 from .packed import PackedMixin, padding_free_is_ours
@@ -46,7 +46,9 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, Tensor
     def _head_decision(self) -> Decision:
         """The row `head` of the plan: which rows of the head's weight the policy's last pass was scored with."""
         how = {"tiled": "log-probs in tiles, without the logits", "dense": "from all logits of a batch at once"}
-        seen = self.scoring_forwards[0].head_rows or "where the rows of its weight lie is seen at each pass"
+        alone = self.accelerator.state.num_processes == 1  # type: ignore[attr-defined]
+        ahead = WHOLE_HERE if alone else "where the rows of its weight lie is seen at each pass"
+        seen = self.scoring_forwards[0].head_rows or ahead
         return Decision("head", "run", f"{how[self.head_arguments.head]}; {seen}.")
 
     def _entropy_requires_grad(self) -> bool:
