@@ -226,7 +226,7 @@ def on_rank(rank: Rank, kind: str, seed: int, library: Any = trl_ext) -> dict[st
     return result
 
 
-SEEDS = range(12)
+SEEDS = range(14)
 CASES = {f"{kind}-{seed}": partial(on_rank, kind=kind, seed=seed) for kind in TRAINERS for seed in SEEDS}
 CASES |= {
     f"stock-{kind}-{seed}": partial(on_rank, kind=kind, seed=seed, library=trl)
