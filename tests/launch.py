@@ -121,6 +121,7 @@ class LaunchedRank(ranks.Rank):
     def check(self, trainer: Any) -> None:
         """Assert that `trainer`, which has trained, did so under this engine, on this many ranks."""
         import torch.distributed as dist
+        from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor
 
         accelerator, wrapped = trainer.accelerator, trainer.model_wrapped
@@ -137,8 +138,10 @@ class LaunchedRank(ranks.Rank):
             assert kind[0] == "FSDP" and accelerator.is_fsdp2 and "FSDPModule" in kind, kind  # noqa: PT018
             assert all(isinstance(param.data, DTensor) for param in params)
         elif self.engine == "fsdp2_native":
-            assert "FSDPModule" in kind, kind
-            assert all(isinstance(param.data, DTensor) for param in params)
+            assert any(isinstance(module, FSDPModule) for module in wrapped.modules()), kind  # within PEFT's
+            # PEFT's are whole on each rank, which must sum their gradients all the same
+            base = [param for name, param in wrapped.named_parameters() if "lora_" not in name]
+            assert base and all(isinstance(param.data, DTensor) for param in base), kind  # noqa: PT018
         elif self.engine == "tp":
             model = trainer.accelerator.unwrap_model(wrapped)
             head = model.get_output_embeddings().weight
@@ -175,20 +178,20 @@ class LaunchedRank(ranks.Rank):
         wrapped = trainer.model_wrapped
         if self.engine == "ddp":
             wrapped.register_comm_hook(None, _own_bucket)
-        elif self.engine.startswith("fsdp2"):
-            for module in wrapped.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_custom_reduce_scatter(_OwnReduceScatter())
-        else:
-            # Of a DeepSpeed engine the backward alone: accelerate's also takes the optimizer's step
-            owner = wrapped if self.is_zero else trainer.accelerator
-            backward = owner.backward
+            return
+        for module in wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(_OwnReduceScatter())
+        # Tensor parallelism, DeepSpeed, and transformers for an adapter on native FSDP2 sum while the backward runs. Of
+        # a DeepSpeed engine the backward alone: accelerate's also takes the optimizer's step
+        owner = wrapped if self.is_zero else trainer.accelerator
+        backward = owner.backward
 
-            def alone(*args: Any, **kwargs: Any) -> Any:
-                with _own_sums(self.processes, self.is_zero):
-                    return backward(*args, **kwargs)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            with _own_sums(self.processes, self.is_zero):
+                return backward(*args, **kwargs)
 
-            owner.backward = alone
+        owner.backward = alone
 
 
 def _own_bucket(state, bucket):  # DDP takes no other annotation of its bucket than its own class
@@ -213,12 +216,13 @@ class _OwnReduceScatter:
 
 @contextlib.contextmanager
 def _own_sums(processes: int, deepspeed: bool) -> Iterator[None]:
-    """Within, a sum over the ranks is this rank's own tensor, times their number."""
+    """Within, a sum over the ranks is this rank's own tensor, times their number, and a mean is this tensor."""
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional
 
-    def in_place(tensor: Any, *args: Any, **kwargs: Any) -> None:
-        tensor.mul_(processes)
+    def in_place(tensor: Any, *args: Any, op: Any = dist.ReduceOp.SUM, **kwargs: Any) -> None:
+        if op == dist.ReduceOp.SUM:
+            tensor.mul_(processes)
 
     def reduce_scatter_tensor(output_tensor: Any, input_tensor: Any, *args: Any, **kwargs: Any) -> None:
         output_tensor.copy_(input_tensor.chunk(processes)[dist.get_rank()] * processes)
