@@ -5,7 +5,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TRL_1_15 := .venv-trl-1.15/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short test test-all test-part test-nightly lint types bench bench-passes bench-packing bench-gpu clean
+.PHONY: demo demo-check demo-short test test-all test-part test-nightly lint types bench bench-passes bench-packing bench-scaling bench-gpu clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -63,6 +63,7 @@ bench: $(VENV)
 	$(PYTHON) benchmarks/head.py --device cpu --smoke --results runs/bench
 	$(PYTHON) benchmarks/passes.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/packing.py --smoke --results runs/bench
+	$(PYTHON) benchmarks/scaling.py --smoke --results runs/bench
 
 # Whole training steps beside stock TRL's, on whatever device there is
 bench-passes: $(VENV)
@@ -71,6 +72,10 @@ bench-passes: $(VENV)
 # Full steps, the model without its head, and what packing costs where it saves nothing
 bench-packing: $(VENV)
 	$(PYTHON) benchmarks/packing.py
+
+# Bytes that 2, 4 and 8 gloo ranks receive, beside the formulas and tables of docs/scaling.md
+bench-scaling: $(VENV)
+	$(PYTHON) benchmarks/scaling.py
 
 # On the GPU's own machine, with what is installed there: make bench-gpu PYTHON=python3
 bench-gpu: $(VENV)

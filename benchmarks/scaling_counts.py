@@ -1,8 +1,9 @@
 """Runs the head, and whole steps of a tiny model, on real gloo processes, and counts what each receives and holds."""
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -11,14 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from scaling_formulas import INT64, HeadCase, Way
+from scaling_formulas import INT64, Engine, HeadCase, Model, Way
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from traffic import Traffic
 
 from trl_ext.heads import LogitTransform, run_head
-from trl_ext.scoring import head_rows
+from trl_ext.scoring import ScoringOptions, attach_scoring_forward, head_rows
+from trl_ext.scoring.forward import ScoringForward
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -47,7 +51,7 @@ class Counted:
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """What `work(*args)` returns on each of so many new processes with a gloo group."""
     # The server imports once; ranks are forked from it
-    set_forkserver_preload(["scaling_counts", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"])
+    set_forkserver_preload(["trl_ext.scoring", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (ranks, folder, work, args), nprocs=ranks, start_method="forkserver")
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(ranks)]
@@ -121,11 +125,8 @@ class HeadOfRank:
         if self.case.gradient:
             (scored.log_probs.sum() + (scored.entropy.sum() if self.case.entropy_grad else 0)).backward()
         grad = self.head.weight.grad
-        return (
-            scored.log_probs.detach(),
-            self.hidden.grad,
-            grad if grad is None else getattr(grad, "_local_tensor", grad),
-        )
+        of_rows = grad.to_local() if isinstance(grad, DTensor) else grad
+        return scored.log_probs.detach(), self.hidden.grad, of_rows
 
 
 def count_head(case: HeadCase, way: Way, tokens: list[int] | None = None) -> Counted:
@@ -161,3 +162,99 @@ def counted(traffic: Traffic) -> Counted:
 def count_heads(cases: list[tuple[HeadCase, Way]]) -> list[Counted]:
     """`count_head` of each, on this rank."""
     return [count_head(case, way) for case, way in cases]
+
+
+# Of the tiny model whose steps are counted: sizes that 8 ranks divide
+TINY = Model(layers=2, hidden=64, intermediate=128, vocabulary=512, attention=64, key_value=64)
+LORA_RANK, ROWS, LENGTH = 8, 2, 12
+
+
+def llama(lora: bool) -> nn.Module:
+    """The tiny model in fp32, on every rank the same."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**_SIZES))
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear"))
+    return model
+
+
+_SIZES = {
+    "num_hidden_layers": TINY.layers,
+    "hidden_size": TINY.hidden,
+    "intermediate_size": TINY.intermediate,
+    "vocab_size": TINY.vocabulary,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+
+
+def count_step(engine: Engine, lora: bool) -> tuple[Counted, str | None]:
+    """Forward and backward of one micro-batch under an engine, and how the head's rows were read."""
+    model, scoring = _prepared(engine, lora)
+    seed = 0 if engine == "TP" else dist.get_rank()
+    ids = torch.randint(TINY.vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+    # The head is checked in the first batch, and DDP rebuilds its buckets after it
+    for watched in (False, False, True):
+        model.zero_grad()
+        with Traffic() if watched else nullcontext() as traffic:
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True).loss.backward()
+    assert traffic is not None
+    return counted(traffic), scoring.head_rows
+
+
+def _prepared(engine: Engine, lora: bool) -> tuple[nn.Module, ScoringForward]:
+    model = _split_over_ranks() if engine == "TP" else llama(lora)
+    inner = model.base_model.model if lora else model
+    scoring = attach_scoring_forward(inner, ScoringOptions())
+    if engine == "DDP":
+        # It would broadcast its buffers, a few hundred bytes of rotary frequencies, in every forward
+        return DistributedDataParallel(model, forward_sync_buffers=False), scoring
+    if engine == "FSDP2":
+        # As accelerate groups the parameters. It does not find the last norm of a model with adapters
+        for layer in inner.model.layers:
+            fully_shard(layer)
+        fully_shard(inner.model.embed_tokens)
+        fully_shard([inner.lm_head] if lora else [inner.model.norm, inner.lm_head], reshard_after_forward=False)
+        fully_shard(model)
+    return model, scoring
+
+
+def _split_over_ranks() -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        llama(lora=False).save_pretrained(shared[0])  # rank 0 alone writes
+        dist.barrier()
+        sizes = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(shared[0], dtype="float32", distributed_config=sizes)
+        dist.barrier()
+    return model
+
+
+def count_steps(cases: list[tuple[Engine, bool]]) -> list[tuple[Counted, str | None]]:
+    """`count_step` of each, on this rank."""
+    return [count_step(engine, lora) for engine, lora in cases]
+
+
+def time_heads(cases: list[HeadCase], ways: tuple[Way, ...], calls: int) -> list[dict[Way, list[float]]]:
+    """Milliseconds of each call of the head in each way, on this rank. The ways take turns."""
+    seconds: list[dict[Way, list[float]]] = []
+    for case in cases:
+        heads = {way: HeadOfRank(case, way) for way in ways}
+        for head in heads.values():
+            head.run()
+        taken: dict[Way, list[float]] = {way: [] for way in ways}
+        for _ in range(calls):
+            for way, head in heads.items():
+                dist.barrier()
+                start = time.perf_counter()
+                head.run()
+                taken[way].append(1e3 * (time.perf_counter() - start))
+        seconds.append(taken)
+    return seconds

@@ -117,7 +117,7 @@ def head_held(case: HeadCase, way: Way) -> int:
 
     Two fp32 tiles in every way, and the fp32 sums of what is scored together. Local: hidden states of all ranks, for as
     many tokens at a time as `heads/exchange.py` takes. In turn: two slices, and the targets' rows. Whole: the weight.
-    A trained weight: the gradient of the rows that are scored with.
+    A trained weight: the gradient of the rows that are scored with, and one tile's in fp32.
     """
     device = torch.device(case.device)
     kind = "cpu" if device.type == "cpu" else "cuda"
@@ -131,12 +131,13 @@ def head_held(case: HeadCase, way: Way) -> int:
         held += tokens * case.hidden * case.item
     if way in ("local", "tensor parallel"):
         rows = -(-rows // case.ranks)
+        v = min(v, -(-case.vocabulary // case.ranks))
     if way == "in turn":
         held += 2 * min(_SLICE[kind], -(-case.weight // case.ranks)) + tokens * case.hidden * case.item
     if way == "whole" and case.ranks > 1:
         held += case.weight
     if case.gradient and case.trained:
-        held += rows
+        held += rows + v * case.hidden * FP32
     return held
 
 
@@ -227,18 +228,19 @@ def step_received(model: Model, step: Step, engine: Engine) -> float:
     - DDP: the gradients are reduced once a step.
     - ZeRO-1: gradients are reduced once a step and the new weights gathered (Rajbhandari et al., arXiv 1910.02054).
     - ZeRO-2: as ZeRO-1, but gradients are reduced and scattered in every micro-batch.
-    - FSDP2, ZeRO-3: each block's weights are gathered in the forward and again in the backward, its gradients reduced
-      and scattered, in every micro-batch; the embedding's and the last norm's likewise, gathered once where the backward
-      does not read them.
-    - TP: two all-reduces of the fed tokens' hidden states a block in the forward, and two in the backward.
+    - FSDP2, ZeRO-3: the weights of each block and of the embedding are gathered in the forward and again in the
+      backward, those of the last norm once, in every micro-batch. Gradients are reduced and scattered: by ZeRO-3 in
+      every micro-batch; by FSDP2 once, since accelerate keeps them whole until then.
+    - TP: all-reduces of the fed tokens' hidden states, as transformers 5 runs them. In the forward two a block and one
+      of the embedding; in the backward five a block, because each linear layer that splits its columns has its own.
     """
     if engine in ("TP", "TP x FSDP2"):
         tensor = step.ranks if engine == "TP" else step.tensor
-        activations = 4 * model.layers * step.fed * model.hidden * step.item * step.micro_batches
+        activations = (7 * model.layers + 1) * step.fed * model.hidden * step.item * step.micro_batches
         moved = reduced(tensor, activations)
         if engine == "TP":
             return moved
-        return moved + _sharded_received(model, step, step.ranks // tensor) / tensor
+        return moved + _sharded_received(model, step, step.ranks // tensor, 1) / tensor
     if step.ranks == 1:
         return 0.0
     gradients = trained(model, step) * step.gradient_item
@@ -249,17 +251,18 @@ def step_received(model: Model, step: Step, engine: Engine) -> float:
         return gathered(step.ranks, gradients + weights)
     if engine == "ZeRO-2":
         return gathered(step.ranks, gradients * step.micro_batches + weights)
-    return _sharded_received(model, step, step.ranks)
+    return _sharded_received(model, step, step.ranks, step.micro_batches if engine == "ZeRO-3" else 1)
 
 
-def _sharded_received(model: Model, step: Step, ranks: int) -> float:
+def _sharded_received(model: Model, step: Step, ranks: int, reductions: int) -> float:
     blocks = model.layers * (model.block + model.adapters(step.lora))
-    rest = model.hidden + (0 if model.tied else model.embedding)
+    # A frozen embedding comes twice too: torch 2.13 prefetches it in a backward that does not need it
+    rest = model.hidden + (0 if model.tied else 2 * model.embedding)
     gradients = trained(model, step)
     if not step.lora:
         gradients -= model.embedding
-    payload = (2 * blocks + rest) * step.item + gradients * step.gradient_item
-    return gathered(ranks, payload) * step.micro_batches
+    weights = (2 * blocks + rest) * step.item * step.micro_batches
+    return gathered(ranks, weights + gradients * step.gradient_item * reductions)
 
 
 def step_held(model: Model, step: Step, engine: Engine) -> float:
@@ -280,5 +283,7 @@ def step_held(model: Model, step: Step, engine: Engine) -> float:
     if engine == "TP":
         return (weights + gradients + states) / R
     tensor = step.tensor if engine == "TP x FSDP2" else 1
+    if engine != "ZeRO-3" and step.micro_batches > 1:
+        gradients *= R / tensor  # kept whole until the last micro-batch
     ahead = 2 * (model.block + model.adapters(step.lora)) * step.item / tensor if tensor < R else 0
     return (weights + gradients + states) / R + ahead

@@ -1,4 +1,4 @@
-"""Runs cases of a test under a real `accelerate launch` on the CPU, for every engine that it starts, and asserts the engine.
+"""Runs cases of a test under a real `accelerate launch` on the CPU, with every engine that it starts, and asserts it.
 
 Like `ranks.py`, whose cases and reports these are, but the processes are accelerate's own. As a script this file is one
 rank: `accelerate launch --config_file FILE launch.py --script FILE --engine zero3 --folder DIR CASE ...`.
@@ -55,7 +55,7 @@ class Engine:
     """How an engine is launched.
 
     Args:
-        config (`dict[str, Any]`): of `accelerate launch --config_file`; what is under `"deepspeed"` goes to its own file.
+        config (`dict[str, Any]`): of `accelerate launch --config_file`; `"deepspeed"` of it goes to a file of its own.
         environment (`dict[str, str]`): set for the launch.
         as_accelerators (`bool`): whether the ranks must pass for GPUs, where accelerate offers an engine only to them.
         distributed (`tuple[str, ...]`): the sizes of transformers' `DistributedConfig` that are the number of ranks.

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import trl_ext
+from launch import launch
 from ranks import End, Rank, ends_of_ranks, run_on_ranks
 from rewards import id_reward
 from test_two_ranks import far, trained
@@ -166,6 +167,19 @@ def test_every_survivor_names_the_killed_rank(
     assert ends.pop(ending_rank).status == -signal.SIGKILL
     for end in ends:
         named(end, rf"Rank {ending_rank} \([^)]+\) does not answer.*it was killed")
+
+
+@pytest.mark.slow
+def test_accelerate_launch_ends_and_names_the_killed_rank(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its agent ends the others as soon as it notices, so what is read may be its report or theirs."""
+    monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match=r"(?s)rank +: 1 \(local_rank: 1\)\s+exitcode +: -9") as ended:
+        launch(__file__, ["dpo-killed"], "ddp", tmp_path)
+    assert "The ranks hang" not in str(ended.value)
+    assert time.monotonic() - began < 290
 
 
 @pytest.mark.slow

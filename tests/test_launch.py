@@ -9,8 +9,6 @@ import torch
 
 import launch
 from launch import ENGINES, LaunchedRank
-from matrix_rows import CASES as ROWS
-from matrix_rows import save_models
 
 
 def fail_on_rank_1(rank: LaunchedRank) -> None:
@@ -26,7 +24,16 @@ def hang_on_rank_1(rank: LaunchedRank) -> None:
     torch.distributed.barrier()
 
 
-CASES = {"fail": fail_on_rank_1, "hang": hang_on_rank_1, "row": ROWS["dpo-lora-untied"]}
+def stock_row(rank: LaunchedRank) -> None:
+    """Of stock TRL: our trainers would notice the engine first."""
+    import trl
+
+    from matrix_rows import train
+
+    train(rank, "dpo", "lora", "few", library=trl)
+
+
+CASES = {"fail": fail_on_rank_1, "hang": hang_on_rank_1, "stock": stock_row}
 
 
 @pytest.mark.slow
@@ -39,7 +46,7 @@ CASES = {"fail": fail_on_rank_1, "hang": hang_on_rank_1, "row": ROWS["dpo-lora-u
 )
 def test_the_launcher_says_what_went_wrong_and_leaves_no_process(case: str, words: str, tmp_path: Path):
     with pytest.raises(AssertionError, match=words):
-        launch.launch(__file__, [case], "ddp", tmp_path, timeout=40)
+        launch.launch(__file__, [case], "ddp", tmp_path, timeout=60)
     ranks = [int(path.read_text()) for path in tmp_path.glob("rank*.pid")]
     assert len(ranks) == 2
     deadline = time.monotonic() + 10
@@ -51,10 +58,11 @@ def test_the_launcher_says_what_went_wrong_and_leaves_no_process(case: str, word
 @pytest.mark.slow
 def test_an_engine_that_fell_back_to_another_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With ACCELERATE_USE_CPU, a launch with DeepSpeed's config trains under DDP, and exits 0."""
+    from matrix_rows import save_models
+
     (tmp_path / "models").mkdir()
     save_models(tmp_path / "models")
     monkeypatch.setenv("MATRIX_MODELS", str(tmp_path / "models"))
-    elsewhere = replace(ENGINES["zero2"], environment={"ACCELERATE_USE_CPU": "true"})
-    monkeypatch.setitem(ENGINES, "zero2", elsewhere)
+    monkeypatch.setitem(ENGINES, "zero2", replace(ENGINES["zero2"], environment={"ACCELERATE_USE_CPU": "true"}))
     with pytest.raises(AssertionError, match=r"(?s)failed first.*in check.*\('MULTI_CPU', 'DistributedDataParallel'"):
-        launch.launch(__file__, ["row"], "zero2", tmp_path)
+        launch.launch(__file__, ["stock"], "zero2", tmp_path)

@@ -24,6 +24,7 @@ from ranks import Rank, run_on_ranks
 from run_losses import WALL_CLOCK
 from tiny import Workshop, lora_config, preferences, prompts
 from tokens import counted
+from trl_ext.engines.tensor_parallel import TensorParallel
 
 COMMON = {
     "max_steps": 4,
@@ -54,6 +55,9 @@ GRPO = {
 }
 
 
+ADAMW: dict[str, Any] = {"optim": "adamw_torch", "gradient_checkpointing": True, "learning_rate": 1e-3}
+
+
 def distinct_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Some groups are rewarded alike, and have no advantage."""
     return [float(len(set(ids)) // 2) for ids in completion_ids]
@@ -75,6 +79,16 @@ def random_rollout(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         "completion_ids": completions,
         "logprobs": None,
     }
+
+
+def noise_on_scores(trainer: Any) -> None:
+    """Another noise on each rank, as from devices that round differently; log-probs do not go through this hook."""
+    generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))
+
+    def hook(module: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits + torch.randn(logits.shape, generator=generator)
+
+    trainer.model.get_output_embeddings().register_forward_hook(hook)
 
 
 @contextmanager
@@ -111,7 +125,7 @@ def split(fsdp_size: int = 1) -> dict[str, Any]:
 def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: str | None, **options: Any) -> Any:
     """The trainer after training, with `record`: what could be seen."""
     reward_funcs, rollout_func = options.pop("reward", distinct_words), options.pop("rollout", None)
-    peft_config = options.pop("peft_config", None)
+    peft_config, prepare = options.pop("peft_config", None), options.pop("prepare", None)
     policy: Any = model
     model_init_kwargs: dict[str, Any] | None = {**place, "dtype": "float32"}
     if adapter:
@@ -121,6 +135,9 @@ def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: s
         model_init_kwargs = None
     arguments = {**COMMON, "output_dir": str(folder / "out"), "model_init_kwargs": model_init_kwargs}
     trainer: Any
+    if options.pop("precomputed", False):
+        folder_of_store = str(folder / "store")
+        options |= {"precompute_ref_log_probs": True, "reference_store": "disk", "reference_store_dir": folder_of_store}
     if kind == "dpo":
         trainer = trl_ext.DPOTrainer(
             model=policy,
@@ -139,6 +156,8 @@ def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: s
             eval_dataset=prompts(3, seed=2),
             peft_config=peft_config,
         )
+    if prepare is not None:
+        prepare(trainer)
     with recorded(trainer) as trainer.record:
         trainer.train()
     return trainer
@@ -160,14 +179,22 @@ def models(rank: Rank) -> dict[str, str]:
     return found
 
 
-def given_random_completions(rank: Rank) -> dict[str, Any]:
-    return on_rank(rank, "grpo", None, reward=random_reward, rollout=random_rollout)
-
-
 def refused(rank: Rank, words: str, kind: str = "grpo", fsdp_size: int = 1, **options: Any) -> None:
     with pytest.raises(ValueError, match=words):
         train(kind, rank.folder / "refused", models(rank)["model"], split(fsdp_size), None, **options)
     rank.checked = True  # no training, so no engine to check
+
+
+def random_adapter(rank: Rank) -> list[torch.Tensor]:
+    """A of each row-wise layer, as PEFT's default draws it, whole."""
+    trainer = train(
+        *("dpo", rank.folder / "random-adapter", models(rank)["model"], split(), None),
+        peft_config=lora_config(target_modules=["o_proj", "q_proj"], init_lora_weights=True),
+        learning_rate=0.0,
+    )
+    rank.check(trainer)
+    assert all(not x.any() for name, x in trainer.record["weights"].items() if "lora_B" in name)
+    return [x for name, x in trainer.record["weights"].items() if "o_proj.lora_A" in name]
 
 
 def refused_adapters(rank: Rank) -> None:
@@ -186,8 +213,6 @@ def refused_arguments(rank: Rank) -> None:
 
 
 def different_rows(rank: Rank) -> None:
-    from trl_ext.engines.tensor_parallel import TensorParallel
-
     model = AutoModelForCausalLM.from_pretrained(models(rank)["model"], **split())
     ranks = TensorParallel.of(model)
     assert ranks is not None
@@ -209,7 +234,11 @@ CASES: dict[str, Callable[[Rank], Any]] = {
 CASES |= {
     "grpo-parts": partial(on_rank, kind="grpo", adapter=None, max_tokens_per_micro_batch=24, dynamic_sampling=True),
     "grpo-dapo": partial(on_rank, kind="grpo", adapter=None, loss_type="dapo", scale_rewards="batch", beta=0.0),
-    "grpo-random": given_random_completions,
+    "dpo-precomputed": partial(on_rank, kind="dpo", adapter=None, precomputed=True),
+    "grpo-adamw": partial(on_rank, kind="grpo", adapter=None, **ADAMW),
+    "random-adapter": random_adapter,
+    "grpo-random": partial(on_rank, kind="grpo", adapter=None, reward=random_reward, rollout=random_rollout),
+    "grpo-noise": partial(on_rank, kind="grpo", adapter="adapter", prepare=noise_on_scores),
     "refused-adapters": refused_adapters,
     "refused-arguments": refused_arguments,
     "different-rows": different_rows,
@@ -274,7 +303,10 @@ def assert_saved(on_ranks: list[dict[str, Any]], adapter: bool) -> None:
     "cases",
     [
         ["dpo-full", "grpo-adapter", "different-rows"],
-        pytest.param(["dpo-adapter", "grpo-full", "grpo-dapo", "grpo-parts"], marks=pytest.mark.slow),
+        pytest.param(
+            ["dpo-adapter", "dpo-precomputed", "grpo-full", "grpo-adamw", "grpo-dapo", "grpo-parts"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["fast", "slow"],
 )
@@ -297,11 +329,17 @@ def test_two_ranks_that_hold_one_model_train_as_one_process(
 
 @pytest.mark.slow
 def test_what_is_random_on_a_rank_is_the_same_on_all_that_hold_the_model(launch: Callable[..., Any]):
-    results = launch("grpo-random", "refused-adapters", "refused-arguments")
-    ours, other = results["grpo-random"]
-    assert ours["logs"] == other["logs"]
-    assert far(ours["weights"], other["weights"]) == 0
-    assert far(ours["change"], {name: 0 * x + 1e-9 for name, x in ours["change"].items()}) > 1
+    results = launch("grpo-random", "grpo-noise", "random-adapter", "refused-adapters", "refused-arguments")
+    for a, of_other in zip(*results["random-adapter"], strict=True):
+        assert torch.equal(a, of_other)
+        here, there = a.chunk(2, dim=1)
+        assert not torch.equal(here, there)
+        assert here.abs().max() <= a.shape[1] ** -0.5  # PEFT's bound, by the width of the whole
+    for case in ("grpo-random", "grpo-noise"):
+        ours, other = results[case]
+        assert ours["logs"] == other["logs"]
+        assert far(ours["weights"], other["weights"]) == 0
+        assert any(x.count_nonzero() for x in ours["change"].values())
 
 
 @pytest.mark.slow
@@ -314,3 +352,10 @@ def test_two_copies_on_two_ranks_each_train_as_two_processes(launch: Callable[..
         of_ranks, of_copies = ranks[f"{kind}-2d"], copies[f"{kind}-full"]
         for pair, of_copy in ((of_ranks[:2], of_copies[0]), (of_ranks[2:], of_copies[1])):
             assert_same_training(pair, of_copy)
+
+
+def test_a_split_model_whose_ranks_cannot_be_told_is_refused():
+    model = torch.nn.Linear(2, 2)
+    model._tp_size = 2  # as transformers 5.17 leaves it, whose device mesh has no names
+    with pytest.raises(ValueError, match=r'no device mesh .* called "tp".*Update transformers'):
+        TensorParallel.of(model)

@@ -1,0 +1,135 @@
+"""The tables of docs/scaling.md, made of the formulas."""
+
+from scaling_formulas import (
+    Engine,
+    HeadCase,
+    Model,
+    Step,
+    chosen_way,
+    gathered,
+    head_held,
+    head_received,
+    step_held,
+    step_received,
+)
+
+RANKS = (1, 2, 8, 64, 256, 1024)
+VOCABULARIES = (32000, 131072, 151936, 262144)
+TOKENS = 4096
+TENSOR = 8
+# Sizes of Qwen3-1.7B and Qwen3-8B, with any vocabulary
+MODELS = {
+    "H 2048": Model(28, 2048, 6144, 151936, 2048, 1024, tied=False, norms_of_heads=256),
+    "H 4096": Model(36, 4096, 12288, 151936, 4096, 1024, tied=False, norms_of_heads=256),
+}
+ENGINES: tuple[Engine, ...] = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2", "TP", "TP x FSDP2")
+
+
+def tables() -> str:
+    """All of them, in Markdown."""
+    parts = [crossings()]
+    for name, model in MODELS.items():
+        for tokens in (512, TOKENS):
+            parts.append(head_table(name, model.hidden, tokens))
+        parts.append(held_table(name, model.hidden))
+    for name, model in MODELS.items():
+        for vocabulary in VOCABULARIES:
+            sized = Model(**{**model.__dict__, "vocabulary": vocabulary})
+            parts.append(step_table(f"{name}, V {vocabulary}", sized))
+    return "\n\n".join(parts)
+
+
+def head_table(name: str, hidden: int, tokens: int) -> str:
+    rows = []
+    for vocabulary in VOCABULARIES:
+        cells = []
+        for ranks in RANKS:
+            case = HeadCase(ranks, tokens, hidden, vocabulary)
+            local, weight = (_mib(head_received(case, way)) for way in ("local", "in turn"))
+            stays = chosen_way(case) == "local"
+            cells.append("0" if ranks == 1 else f"**{local}** / {weight}" if stays else f"{local} / **{weight}**")
+        rows.append([f"V {vocabulary}", *cells])
+    return _table(f"{name}, {tokens} scored tokens a rank: MiB received, local / in turn", RANKS, rows)
+
+
+def held_table(name: str, hidden: int) -> str:
+    rows = []
+    for vocabulary in VOCABULARIES:
+        for way in ("local", "in turn", "whole"):
+            cases = [HeadCase(ranks, TOKENS, hidden, vocabulary) for ranks in RANKS]
+            cells = [_mib(x.weight / x.ranks + head_held(x, "here" if x.ranks == 1 else way)) for x in cases]
+            rows.append([f"V {vocabulary}, {way}", *cells])
+    return _table(f"{name}, {TOKENS} scored tokens a rank: MiB held for the head, own rows included", RANKS, rows)
+
+
+def step_table(name: str, model: Model) -> str:
+    rows = []
+    for engine in ENGINES:
+        for lora in (0, 16):
+            cells = [_of_step(model, engine, ranks, lora) for ranks in RANKS]
+            rows.append([f"{engine}, {'LoRA' if lora else 'full'}", *cells])
+    return _table(f"{name}: GiB received in a step / held, with the head", RANKS, rows)
+
+
+def whole_step(model: Model, engine: Engine, ranks: int, lora: int) -> tuple[float, float]:
+    """Bytes received and held by a rank in a step of one micro-batch with `TOKENS` tokens, all scored."""
+    step = Step(ranks, TOKENS, lora, tensor=TENSOR)
+    case = HeadCase(ranks, TOKENS, model.hidden, model.vocabulary, trained=not lora)
+    moved, held = step_received(model, step, engine), step_held(model, step, engine)
+    if ranks == 1 or engine in ("DDP", "ZeRO-1", "ZeRO-2"):
+        return moved, held + head_held(case, "here") - _gradient(case, 1)
+    if engine in ("FSDP2", "ZeRO-3"):
+        # Adapters leave the head frozen, and its rows where they are. Trained, accelerate's FSDP2 and DeepSpeed gather
+        # it; DeepSpeed in the forward and again in the backward
+        way = chosen_way(case) if lora else "whole"
+        again = gathered(ranks, case.weight) if engine == "ZeRO-3" and not lora else 0
+        return moved + head_received(case, way) + again, held + head_held(case, way)
+    tensor = ranks if engine == "TP" else TENSOR
+    in_group = HeadCase(tensor, TOKENS, model.hidden, model.vocabulary, trained=not lora)
+    moved += head_received(in_group, "tensor parallel")
+    held += head_held(in_group, "tensor parallel") - _gradient(in_group, tensor)
+    if engine == "TP x FSDP2":
+        share = case.weight / tensor
+        moved += gathered(ranks // tensor, share * (1 if lora else 2))
+        held += share if ranks > tensor else 0
+    return moved, held
+
+
+def _gradient(case: HeadCase, ranks: int) -> float:
+    """Bytes of the rows' gradient, which the step's gradients count too."""
+    return case.weight / ranks if case.trained else 0
+
+
+def _of_step(model: Model, engine: Engine, ranks: int, lora: int) -> str:
+    # Qwen3 has 8 heads of keys and values: no more ranks can split them
+    if (engine == "TP" and ranks > TENSOR) or (engine == "TP x FSDP2" and ranks <= TENSOR):
+        return "-"
+    moved, held = whole_step(model, engine, ranks, lora)
+    return f"{moved / 2**30:.2f} / {held / 2**30:.1f}"
+
+
+def crossings() -> str:
+    """Up to how many tokens of all ranks together the rows stay where they are, as a share of V."""
+    rows = []
+    for name, options in {
+        "no gradient (reference, old policy, evaluation)": {"gradient": False},
+        "gradient to the hidden states (LoRA)": {},
+        "gradient to the weight too": {"trained": True},
+        "gradient of the entropy, frozen weight": {"entropy_grad": True, "more_outputs": 1},
+    }.items():
+        cells = []
+        for item in (2, 4):
+            case = HeadCase(64, 1, 4096, 151936, item=item, **options)
+            of_weight = head_received(case, "whole" if case.trained else "in turn")
+            cells.append(f"{of_weight / head_received(case, 'local') * case.ranks / case.vocabulary:.2f} V")
+        rows.append([name, *cells])
+    return _table("Local moves fewer bytes up to so many tokens of all ranks together", ("bf16", "fp32"), rows, "pass")
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.0f}"
+
+
+def _table(title: str, heads: tuple[object, ...], rows: list[list[str]], first: str = "ranks") -> str:
+    lines = [f"**{title}**", "", f"| {first} | " + " | ".join(map(str, heads)) + " |", "|---" * (1 + len(heads)) + "|"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
