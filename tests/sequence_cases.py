@@ -168,13 +168,32 @@ def other_rows(rank: LaunchedRank) -> None:
     rank.checked = True
 
 
-def other_rewards(rank: LaunchedRank) -> None:
-    """Ranks of a group that reward differently stop."""
-    trainer = grpo(rank)
-    trainer.reward_funcs[0] = lambda completion_ids, **_: [rank.index * i / 7 for i in range(len(completion_ids))]
-    with pytest.raises(RuntimeError, match="or rewarded them otherwise"):
+def other_completions(rank: LaunchedRank) -> None:
+    """Ranks of a group that generate different completions stop."""
+
+    def rollout(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        drawn = scripted_rollout(*args, **kwargs)
+        drawn["completion_ids"] = [[ids[0] + rank.index, *ids[1:]] for ids in drawn["completion_ids"]]
+        return drawn
+
+    trainer = grpo(rank, rollout_func=rollout)
+    with pytest.raises(RuntimeError, match="have generated different completions"):
         trainer.train()
     rank.checked = True
+
+
+def judged(rank: LaunchedRank | None) -> Seen:
+    """Rewards that differ on the ranks of a group: those of its first rank count."""
+    index = 0 if rank is None else rank.index
+
+    def build(rank: LaunchedRank | None) -> Any:
+        trainer = grpo(rank)
+        trainer.reward_funcs[0] = lambda completion_ids, **_: [
+            (i % 3) ** (1 + index) for i in range(len(completion_ids))
+        ]
+        return trainer
+
+    return trained(rank, build)
 
 
 RUNS = {
@@ -188,6 +207,7 @@ RUNS = {
     "grpo-full": partial(trained, build=grpo, max_grad_norm=0.3),
     "grpo-lora": partial(trained, build=grpo, lora=True),
     "grpo-batch": partial(trained, build=grpo, scale_rewards="batch", loss_type="dr_grpo"),
+    "grpo-judged": judged,
     "grpo-draws": partial(trained, build=grpo, rollout_func=None, num_iterations=2),
     "grpo-evaluated": partial(
         trained, build=grpo, rollout_func=None, evaluated=4, eval_strategy="steps", eval_steps=2, beta=0.0
@@ -204,7 +224,7 @@ REFUSALS = {
     "generations": partial(refused, build=grpo, num_generations=8, words=r"must be a multiple of `num_generations`"),
     "heads": partial(refused, build=dpo, model="odd_heads", words=r"`num_key_value_heads=1` does not divide by 2"),
     "other-rows": other_rows,
-    "other-rewards": other_rewards,
+    "other-completions": other_completions,
 }
 
 

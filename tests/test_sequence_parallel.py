@@ -104,10 +104,10 @@ def test_two_groups_of_two_ranks(engine: str, tmp_path: Path):
 def test_refusals(engine: str, tmp_path: Path):
     if engine != "fsdp2":
         pytest.importorskip("deepspeed")
-    check(["padded", "vllm", "generations", "heads"], engine, tmp_path)
+    check(["padded", "vllm", "generations", "heads", "grpo-judged"], engine, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["other-rows", "other-rewards"])
+@pytest.mark.parametrize("case", ["other-rows", "other-completions"])
 def test_ranks_that_differ_stop(case: str, tmp_path: Path):
     check([case], "fsdp2", tmp_path)

@@ -88,8 +88,8 @@ class GRPOSequenceSplitMixin(SequenceSplitMixin):
         if group.processes is not None and not group.alike(*tensors):
             raise RuntimeError(
                 f"The {group.size} ranks that split the tokens of a batch (`{group.kind}_size`) have generated "
-                "different completions, or rewarded them otherwise. A rollout or reward function that draws at random, "
-                "or asks a service, must give all ranks of a group the same."
+                "different completions. A rollout function that draws at random, or asks a service, must give all "
+                "ranks of a group the same."
             )
         return batch
 
