@@ -184,7 +184,7 @@ RUNS = {
     "dpo-whole": partial(trained, build=dpo, rows=36),
     "dpo-tied": partial(trained, build=dpo, model="tied", max_grad_norm=0.3),
     "dpo-experts": partial(trained, build=dpo, model="experts"),
-    "dpo-evaluated": partial(trained, build=dpo, evaluated=7, eval_strategy="steps", eval_steps=2),
+    "dpo-evaluated": partial(trained, build=dpo, evaluated=12, eval_strategy="steps", eval_steps=2),
     "grpo-full": partial(trained, build=grpo, max_grad_norm=0.3),
     "grpo-lora": partial(trained, build=grpo, lora=True),
     "grpo-batch": partial(trained, build=grpo, scale_rewards="batch", loss_type="dr_grpo"),
@@ -201,7 +201,7 @@ CONTROLS = {
 REFUSALS = {
     "padded": partial(refused, build=dpo, padding_free=False, words=r"_size=2` .*`padding_free=False`"),
     "vllm": partial(refused, build=grpo, use_transformers_continuous_batching=True, words=r"_size=2` .*other compl"),
-    "generations": partial(refused, build=grpo, num_generations=4, words=r"must be a multiple of `num_generations`"),
+    "generations": partial(refused, build=grpo, num_generations=8, words=r"must be a multiple of `num_generations`"),
     "heads": partial(refused, build=dpo, model="odd_heads", words=r"`num_key_value_heads=1` does not divide by 2"),
     "other-rows": other_rows,
     "other-rewards": other_rewards,

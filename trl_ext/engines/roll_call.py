@@ -104,6 +104,7 @@ class _Attendant:
                     store.set(f"heard/{self.rank}", "")
                     return
             store.compare_set(f"answer/{self.rank}", "", "has ended its training")
+            store.set(f"heard/{self.rank}", "")
         except dist.DistError:
             pass  # the store is gone, which the training thread will meet too
 

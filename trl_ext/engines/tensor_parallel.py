@@ -38,9 +38,16 @@ class TensorParallel:
         """The group of a model with parameters that are split over a mesh dimension "tp"; `None` for any other.
 
         Raises:
-            `ValueError`: its ranks do not follow each other, as Accelerate's data loader takes for granted.
+            `ValueError`: its ranks do not follow each other, as Accelerate's data loader takes for granted, or the mesh
+                has no such name.
         """
         mesh = next((found for param in model.parameters() if (found := tensor_parallel_mesh(param)) is not None), None)
+        if mesh is None and (getattr(model, "_tp_size", None) or 1) > 1:  # transformers' note
+            raise ValueError(
+                "The model was loaded with tensor parallelism, and no device mesh of its parameters has a dimension "
+                'called "tp", by which the ranks of a group are known: older versions of transformers give it no name. '
+                "Update transformers to 5.23, or load the model without tensor parallelism."
+            )
         if mesh is None or mesh.size() == 1:
             return None
         ranks = dist.get_process_group_ranks(mesh.get_group())
