@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Read by the libraries when they are imported, so set before any of them is.
@@ -19,6 +20,7 @@ import datasets
 import pytest
 import torch
 
+from standing_ranks import StandingRanks
 from tiny import Workshop
 
 # Tiny models run faster on one thread, and `pytest -n` then has a core for each worker.
@@ -29,6 +31,14 @@ torch.set_num_threads(int(os.environ.get("TRL_EXT_TEST_THREADS", "1")))
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """The session's tiny models, adapters and tokenizers, each made once."""
     return Workshop(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[StandingRanks]:
+    """The session's processes over gloo, for cases too short to start any for each."""
+    standing = StandingRanks()
+    yield standing
+    standing.stop()
 
 
 def pytest_unconfigure() -> None:

@@ -152,6 +152,10 @@ def operands(problem: Problem) -> Operands:
     targets = [torch.randint(problem.vocabulary, (count,), generator=generator) for count in problem.tokens]
     if problem.only_target is not None:
         targets = [torch.full_like(x, problem.only_target) for x in targets]
+    elif problem.ties:  # every other one the last of those with the highest logit
+        for h, t in zip(hidden, targets, strict=True):
+            logits = (h.double() @ weight.double().t() + (0 if bias is None else bias.double())) * problem.logit_scale
+            t[::2] = (problem.vocabulary - 1 - logits.flip(-1).argmax(-1))[::2]
     upstream = [torch.randn(2, count, generator=generator, dtype=torch.float64) for count in problem.tokens]
     owners = [problem.owner(rank) for rank in range(problem.ranks)]
     return Operands(weight, bias, *([x[i] for i in owners] for x in (hidden, targets, upstream)))

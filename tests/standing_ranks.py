@@ -64,7 +64,7 @@ class StandingRanks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "hypothesis", "pytest", "trl_ext.heads"])
+        context.set_forkserver_preload(["torch", "hypothesis", "pytest", "trl_ext.scoring"])
         address = Path(tempfile.mkdtemp()) / "rendezvous"
         for rank in range(MOST):
             ours, theirs = context.Pipe()

@@ -1,7 +1,6 @@
 """A head whose rows lie on 1 to 5 real ranks over gloo, against the whole weight's definition in float64."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,13 +17,6 @@ from trl_ext.heads import exchange
 VALUES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits")
 # Of a gradient's norm. bf16 gradients are rounded once, at the end: `autocast` shows what is rounded
 GRADIENT = {"float64": 1e-12, "autocast": 1e-5, "bfloat16": 4e-3}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[StandingRanks]:
-    standing = StandingRanks()
-    yield standing
-    standing.stop()
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(1500, marks=pytest.mark.slow)])
@@ -243,7 +235,7 @@ def refused(group: dist.ProcessGroup, changes: dict) -> Exception | None:
 
 @pytest.mark.parametrize("options", [{"first_class": 3}, {"own_tokens": True}, {"vocab_size": 12}], ids=str)
 def test_a_share_without_a_group_is_refused(options):
-    with pytest.raises(ValueError, match="`first_class`, `vocab_size` and `own_tokens` .* give its `group`"):
+    with pytest.raises(ValueError, match=r"`first_class`, `vocab_size` and `own_tokens` .* give its `group`"):
         linear_log_probs(torch.randn(4, 8), torch.randn(11, 8), torch.zeros(4, dtype=torch.long), **options)
 
 

@@ -69,6 +69,8 @@ def _qwen3(**changes: Any) -> PreTrainedConfig:
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "tied": lambda: _qwen3(),
     "untied": lambda: LlamaConfig(**{**_SHAPE, **_WORD_IDS, "tie_word_embeddings": False}),
+    # A head large beside a batch's hidden states, of rows that two ranks cannot share evenly
+    "odd_vocab": lambda: LlamaConfig(**{**_SHAPE, **_WORD_IDS, "vocab_size": 501, "tie_word_embeddings": False}),
     "chat": lambda: _qwen3(vocab_size=V_CHAT, pad_token_id=256, eos_token_id=258),
     "wide_vocab": lambda: _qwen3(vocab_size=33001, num_hidden_layers=1),  # more columns than one of TRL's tiles
     "softcap": lambda: Gemma2Config(

@@ -137,23 +137,45 @@ def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
     ranks, rank = group.size(), group.rank()
     if size < width or size * ranks < rows * width:
         return None
+    ranges = rows_of_parts(rows, width, size, ranks)
+    flat = part.detach().view(-1)
+    heads = _first_elements(flat, width, group) if any(len(of_rank) > 1 for of_rank in ranges) else None
+    blocks = tuple((first, x, None) for first, x in blocks_of_part(flat, rank, ranges[rank], width, heads))
+    return ShardedWeight("ZeRO-3", group, ranges, blocks, trained=False)
+
+
+def rows_of_parts(rows: int, width: int, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+    """Of a flat weight `(rows, width)` in parts of `size` elements, (first row, rows) of each block of each part.
+
+    The row that a part's end cuts is a block of its own, the second. A part may hold padding alone.
+    """
     ranges = []
     for start in range(0, ranks * size, size):
         first, whole = min(-(-start // width), rows), min((start + size) // width, rows)
         after = min(-(-(start + size) // width), rows)
         ranges.append([(first, whole - first), *([(whole, 1)] if after > whole else [])])
-    flat = part.detach().view(-1)
-    blocks = []
-    heads = _first_elements(flat, width, group) if any(len(blocks) > 1 for blocks in ranges) else None
-    for first, count in ranges[rank]:
+    return ranges
+
+
+def blocks_of_part(
+    flat: Tensor, rank: int, ranges: list[tuple[int, int]], width: int, heads: Tensor | None
+) -> list[tuple[int, Tensor]]:
+    """(first row, rows) of each block of a rank's part `flat`, views of it but for the row that its end cuts.
+
+    Args:
+        heads (`Tensor` of shape `(R, width)`, *optional*): the first elements of each part, if any cuts a row.
+    """
+    size, blocks = len(flat), []
+    for first, count in ranges:
         start = first * width - rank * size
         stop = start + count * width
         if stop <= size:
-            blocks.append((first, flat[start:stop].view(count, width), None))
+            # Of a part that holds padding alone no element: the start then lies before it
+            blocks.append((first, flat[max(start, 0) : max(stop, 0)].view(count, width)))
         else:
             assert heads is not None
-            blocks.append((first, torch.cat([flat[start:], heads[rank + 1, : stop - size]]).view(1, width), None))
-    return ShardedWeight("ZeRO-3", group, ranges, tuple(blocks), trained=False)
+            blocks.append((first, torch.cat([flat[start:], heads[rank + 1, : stop - size]]).view(1, width)))
+    return blocks
 
 
 def _first_elements(flat: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
