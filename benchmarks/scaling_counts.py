@@ -211,7 +211,9 @@ def _prepared(engine: Engine, lora: bool) -> tuple[nn.Module, ScoringForward]:
     scoring = attach_scoring_forward(inner, ScoringOptions())
     if engine == "DDP":
         # It would broadcast its buffers, a few hundred bytes of rotary frequencies, in every forward
-        return DistributedDataParallel(model, forward_sync_buffers=False), scoring
+        buffers = [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
+        return DistributedDataParallel(model), scoring
     if engine == "FSDP2":
         # As accelerate groups the parameters. It does not find the last norm of a model with adapters
         for layer in inner.model.layers:
