@@ -19,12 +19,12 @@ VALUES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits")
 GRADIENT = {"float64": 1e-12, "autocast": 1e-5, "bfloat16": 4e-3}
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [40, pytest.param(500, marks=pytest.mark.slow)])
 def test_every_share_of_rows_and_tokens_gives_the_definition_and_its_gradients(ranks, examples):
     assert_defined(ranks, "public", examples)
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [15, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["blocks", "in turn"])
 def test_rows_in_several_blocks_and_rows_in_turn_give_the_definition(ranks, way, examples):
     assert_defined(ranks, way, examples)
