@@ -124,6 +124,12 @@ class OncePerCopy:
         setattr(self._accelerator, name, value)
 
     @property
+    def of_every_rank(self) -> Accelerator:
+        """The accelerator itself, to which each rank is a process."""
+        accelerator: Accelerator = self._accelerator
+        return accelerator
+
+    @property
     def num_processes(self) -> int:
         """How many processes there are with data of their own."""
         return int(self._ranks.copies)
