@@ -131,6 +131,20 @@ def trained(rank: LaunchedRank | None, build: Callable[..., Any], **config: Any)
     return Seen(logs, {name: x - before[name] for name, x in weights(rank, trainer).items()}, fed)
 
 
+def resumed(rank: LaunchedRank) -> None:
+    """The last of five steps, by a trainer that resumes from what another has saved, are those of that other."""
+    common = {"output_dir": str(rank.folder / "resumed"), "optim": "adamw_torch"}
+    torch.manual_seed(0)
+    first = dpo(rank, save_strategy="steps", save_steps=2, **common)
+    first.train()
+    rank.check(first)
+    torch.manual_seed(1)
+    second = dpo(rank, **common)
+    second.train(resume_from_checkpoint=str(rank.folder / "resumed" / "checkpoint-2"))
+    after = weights(rank, second)
+    assert all(torch.equal(x, after[name]) for name, x in weights(rank, first).items())
+
+
 def unscaled(rank: LaunchedRank, **config: Any) -> Seen:
     """A control: the sum over the group is taken for the mean, or the other way round."""
     init = sequence_parallel.SequenceGroup.__init__
@@ -226,6 +240,7 @@ REFUSALS = {
     "other-rows": other_rows,
     "other-completions": other_completions,
 }
+CHECKPOINTS = {"resumed": resumed}
 
 
 def alone(case: Callable[..., Any]) -> Callable[[LaunchedRank], Any]:
@@ -246,4 +261,4 @@ def alone(case: Callable[..., Any]) -> Callable[[LaunchedRank], Any]:
     return run
 
 
-CASES = {name: alone(case) for name, case in {**RUNS, **CONTROLS, **REFUSALS}.items()}
+CASES = {name: alone(case) for name, case in {**RUNS, **CONTROLS, **REFUSALS, **CHECKPOINTS}.items()}

@@ -111,3 +111,9 @@ def test_refusals(engine: str, tmp_path: Path):
 @pytest.mark.parametrize("case", ["other-rows", "other-completions"])
 def test_ranks_that_differ_stop(case: str, tmp_path: Path):
     check([case], "fsdp2", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_run_is_resumed_from_its_checkpoint(processes: int, tmp_path: Path):
+    check(["resumed"], "fsdp2", tmp_path, processes)

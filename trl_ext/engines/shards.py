@@ -129,6 +129,7 @@ def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
     """ZeRO-3 cuts the flat weight into equal parts, and so may cut a row; that row is made whole where it begins."""
     part = weight.ds_tensor
     released = weight.ds_status.name == "NOT_AVAILABLE" and part.status.name == "AVAILABLE"
+    released = released and part.device == weight.device  # not offloaded
     # The gradient of a trained weight goes through DeepSpeed's own hooks on the whole parameter
     if weight.requires_grad or bias is not None or not released or hasattr(part, "ds_quant_scale"):
         return None

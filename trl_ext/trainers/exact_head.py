@@ -9,7 +9,6 @@ from transformers import TrainingArguments
 from ..compat import head_attached_by
 from ..passes import Decision
 from ..scoring import WHOLE_HERE, ScoringForward, ScoringOptions, attach_scoring_forward
-from .checkpoints import CheckpointsOfEveryRankMixin
 from .guarded_engine import GuardedEngineMixin
 from .head_arguments import HeadArguments
 from .packed import PackedMixin, padding_free_is_ours
@@ -18,9 +17,7 @@ from .sequence_split import SequenceSplitMixin
 from .tensor_parallel import TensorParallelMixin
 
 
-class ExactHeadMixin(
-    PackedMixin, GuardedEngineMixin, SequenceSplitMixin, TensorParallelMixin, CheckpointsOfEveryRankMixin
-):
+class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, TensorParallelMixin):
     """Mixed in before a TRL trainer: its models are scored by our forward.
 
     Attributes:

@@ -6,10 +6,10 @@ import torch
 
 from ..compat import WholeBatches, gathered_by
 from ..engines.sequence_parallel import SequenceGroup, batches_stay_whole, why_not_split
-from ..engines.tensor_parallel import OncePerCopy
+from .counted_once import CountedOnceMixin
 
 
-class SequenceSplitMixin(WholeBatches):
+class SequenceSplitMixin(CountedOnceMixin, WholeBatches):
     """Mixed in before a TRL trainer: a group of ranks that split the tokens of a batch is to TRL what one rank is.
 
     Attributes:
@@ -25,8 +25,15 @@ class SequenceSplitMixin(WholeBatches):
         group = SequenceGroup.of(self.accelerator)
         if group is not None:
             batches_stay_whole(self.accelerator, group)
-            self.accelerator = OncePerCopy(self.accelerator, group.ranks)
+            self._count_once(group.ranks)
             self.sequence_group, self._ranks_of_group = group, group.size
+
+    def _same_hits(self, found: Any) -> Any:
+        """What the store of reference log-probs holds: as the first rank found it, so that a group is of one mind."""
+        group = self.sequence_group
+        if group is None or group.processes is None:
+            return self._agreed(found)  # type: ignore[attr-defined]
+        return group.ranks.shared(found, group.device)
 
     def _join_sequence_group(self) -> None:
         """Called once TRL's `__init__` has run.

@@ -280,7 +280,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
                 store = DiskStore(folder, identity, writes=self._writes_to(folder))
                 if self.accelerator.is_local_main_process:
                     write_about(folder, self._identity_facts)
-            self._stored = StoredReference(store, identity, self._gather_counts, self._gather_entries, self._agreed)
+            self._stored = StoredReference(store, identity, self._gather_counts, self._gather_entries, self._same_hits)
         return self._stored
 
     def _writes_to(self, folder: Any) -> bool:

@@ -1,6 +1,5 @@
 """Trainers under tensor parallelism: the ranks that hold one copy of the model do the same, and count once."""
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -9,10 +8,11 @@ from transformers import TrainerCallback
 from ..compat import TensorParallelInternals, adapters_made_by
 from ..engines.partial_gradients import sum_gradients_once
 from ..engines.split_lora import check_adapter, complete_adapters, draw_adapters
-from ..engines.tensor_parallel import OncePerCopy, TensorParallel
+from ..engines.tensor_parallel import TensorParallel
+from .counted_once import CountedOnceMixin
 
 
-class TensorParallelMixin(TensorParallelInternals):
+class TensorParallelMixin(CountedOnceMixin, TensorParallelInternals):
     """Mixed in before a TRL trainer.
 
     Attributes:
@@ -37,10 +37,7 @@ class TensorParallelMixin(TensorParallelInternals):
         if self.tensor_parallel is not None:
             model: Any = self.model  # type: ignore[attr-defined]
             complete_adapters(model, self.tensor_parallel)
-            self.accelerator: Any = OncePerCopy(self.accelerator, self.tensor_parallel)
-            # Transformers has bound the other's already, for the first evaluation
-            by_objects = self.args.eval_use_gather_object  # type: ignore[attr-defined]
-            self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=by_objects)
+            self._count_once(self.tensor_parallel)
 
     def _agreed(self, value: Any) -> Any:
         """The `value` of the first of the ranks that hold this copy of the model."""

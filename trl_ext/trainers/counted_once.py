@@ -1,20 +1,28 @@
-"""Checkpoints where the accelerator counts copies of the model: each rank writes and reads as the rank that it is."""
+"""A group of ranks that do the same is one process to TRL, and still so many to whoever writes a checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from ..engines.tensor_parallel import OncePerCopy
+from ..engines.tensor_parallel import OncePerCopy, TensorParallel
 
 
-class CheckpointsOfEveryRankMixin:
+class CountedOnceMixin:
     """Mixed in before a TRL trainer.
 
     Accelerate asks the accelerator it is handed which rank this is and how many there are, to say who writes a file
-    and who is sent what was read (accelerate 1.15, utils/fsdp_utils.py). There a copy of the model is no rank.
+    and who is sent what was read (accelerate 1.15, utils/fsdp_utils.py). There a group is no rank.
     """
 
     accelerator: Any
+
+    def _count_once(self, ranks: TensorParallel) -> None:
+        """From here on the group `ranks` counts as one process. Called when transformers has made the accelerator."""
+        self.accelerator = OncePerCopy(self.accelerator, ranks)
+        # Transformers has bound the other's already, for the first evaluation
+        by_objects = self.args.eval_use_gather_object  # type: ignore[attr-defined]
+        self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=by_objects)
 
     @contextmanager
     def _as_every_rank(self) -> Iterator[None]:
