@@ -153,3 +153,17 @@ def test_ranks_run_one_pass_each_or_none_whatever_their_stores_hold(missing):
         if missing and r not in missing:
             assert passes[r].shapes == [(1, 2)]  # its shortest row
             assert shared[r] == {}
+
+
+def test_a_row_without_values_is_an_error():
+    sequences = Sequences(batch([([5, 6, 7], 1), ([8, 9], 1)]), "reference")
+    entry = sequences.values_of(0, torch.tensor([-1.0, -2.0]))
+    with pytest.raises(RuntimeError, match=r"Rows \[1\] of a batch have no reference log-probs"):
+        sequences.filled({0: entry}, torch.device("cpu"))
+
+
+def test_of_what_is_not_wanted_nothing_is_looked_up_or_scored():
+    count = Counted()
+    answer = stored()(batch([([5, 6, 7], 1), ([8, 9], 1)]), count, wanted=False)
+    assert not count.shapes
+    assert not answer.log_probs.any()

@@ -222,6 +222,8 @@ def different_rows(rank: Rank) -> None:
         ranks.check_same(torch.arange(6).view(2, 3) + rank.index)
     with pytest.raises(ValueError, match="were given different batches"):
         ranks.check_same(torch.arange(6 + rank.index))
+    with pytest.raises(ValueError, match="were given different batches"):
+        ranks.check_same(torch.tensor([3, 1] if rank.index else [1, 2]))  # sums of id times place are equal
     assert TensorParallel.of(torch.nn.Linear(2, 2)) is None
     rank.checked = True
 

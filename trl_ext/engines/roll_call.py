@@ -5,9 +5,13 @@ the rank that ended. So each rank keeps an attendant, a thread that answers for 
 while its training waits in a collective. The first rank that fails conducts the roll call: it asks, waits, and
 writes the verdict that every rank reports. The store may lie in rank 0, which then stays until the others have heard;
 where it is gone, rank 0 has ended.
+
+Over NCCL a rank that was killed or hangs may be noticed first by NCCL's watchdog thread, which ends the process without
+an exception in Python: no roll is called then, and it is the launcher that names the first rank to end.
 """
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -29,6 +33,8 @@ _WAITED = "waited in a collective, which failed"
 _ADVICE = (
     "Training can go on from the last checkpoint: start all ranks again with `train(resume_from_checkpoint=True)`."
 )
+# What errors of gloo begin with, where it names the line that raised them
+_OF_GLOO = re.compile(r"\[(enforce fail at )?\S*gloo/\S+\.(cc|cu|h):\d+\]")
 _calls = 0
 
 
@@ -63,9 +69,9 @@ def roll_call() -> Iterator[None]:
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Whether `error`, or what it came from, is a collective's: gloo's have no type of their own."""
+    """Whether `error`, or what it came from, is a collective's: gloo's are of no type but `RuntimeError`."""
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _OF_GLOO.search(str(error))):
             return True
         error = error.__cause__ or error.__context__
     return False

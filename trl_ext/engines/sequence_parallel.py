@@ -17,7 +17,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import TensorParallel, signature
 
 
 class SequenceGroup:
@@ -71,10 +71,10 @@ class SequenceGroup:
     def alike(self, *tensors: Tensor | None) -> bool:
         """Whether every rank of the group holds the same values. All of them call it."""
         given = [x for x in tensors if x is not None]
-        signature = torch.stack([_signature(x).to(self.device) for x in given])
-        others = torch.empty((self.size, *signature.shape), dtype=signature.dtype, device=signature.device)
-        dist.all_gather(list(others.unbind()), signature, group=self.processes)
-        return bool((others == signature).all())
+        mine = torch.stack([signature(x).to(self.device) for x in given])
+        others = torch.empty((self.size, *mine.shape), dtype=mine.dtype, device=mine.device)
+        dist.all_gather(list(others.unbind()), mine, group=self.processes)
+        return bool((others == mine).all())
 
     def shard(self, tokens: int) -> "Shard":
         """What of a row of `tokens` tokens is this rank's."""
@@ -207,17 +207,6 @@ class _GradientTimes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient * ctx.factor, None
-
-
-def _signature(x: Tensor) -> Tensor:
-    """`(4,)`, int64: shape and content, so that other values hardly ever have the same."""
-    # Bit patterns, summed with weights that depend on the place, modulo 2**64
-    bits = x.detach().contiguous().flatten()
-    bits = (bits.view(torch.uint8) if x.is_floating_point() else bits).long()
-    places = torch.arange(1, bits.numel() + 1, device=x.device)
-    mixed = (places * 6364136223846793005 + 1442695040888963407) * (bits + 1013904223)
-    sizes = torch.tensor([x.shape[0] if x.dim() else 0, x.numel()], device=x.device)
-    return torch.cat([sizes, bits.sum().view(1), (mixed ^ (mixed >> 29)).sum().view(1)])
 
 
 def batches_stay_whole(accelerator: Any, group: SequenceGroup) -> None:

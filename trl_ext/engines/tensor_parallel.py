@@ -87,10 +87,8 @@ class TensorParallel:
             accelerated.set_rng_state(on_device)
 
     def check_same(self, ids: Tensor) -> None:
-        """Raise on every rank of the group where token ids are not the same on all. One gather of two integers."""
-        flat = ids.flatten().long()
-        weights = torch.arange(1, len(flat) + 1, device=ids.device) * 0x9E3779B1
-        mine = torch.stack([(flat * weights).sum(), torch.tensor(len(flat), device=ids.device)])
+        """Raise on every rank of the group where token ids are not the same on all. One gather of four integers."""
+        mine = signature(ids)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self.group)
         if any(not torch.equal(other, mine) for other in found):
@@ -99,6 +97,17 @@ class TensorParallel:
                 "batches. Give all of them the same data in the same order: do not split the data set by rank, and "
                 "let the data collator draw no random numbers of its own."
             )
+
+
+def signature(x: Tensor) -> Tensor:
+    """`(4,)`, int64: shape and content, so that other values hardly ever have the same."""
+    # Bit patterns, summed with weights that depend on the place, modulo 2**64
+    bits = x.detach().contiguous().flatten()
+    bits = (bits.view(torch.uint8) if x.is_floating_point() else bits).long()
+    places = torch.arange(1, bits.numel() + 1, device=x.device)
+    mixed = (places * 6364136223846793005 + 1442695040888963407) * (bits + 1013904223)
+    sizes = torch.tensor([x.shape[0] if x.dim() else 0, x.numel()], device=x.device)
+    return torch.cat([sizes, bits.sum().view(1), (mixed ^ (mixed >> 29)).sum().view(1)])
 
 
 def tensor_parallel_mesh(param: Tensor) -> Any:
@@ -150,7 +159,7 @@ class OncePerCopy:
         return recursively_apply(first_of_each_copy, self._accelerator.gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's, of one rank of each copy."""
+        """As Accelerate's, of one rank of each copy; objects that are not tensors are still those of every rank."""
         return Accelerator.gather_for_metrics(self, input_data, use_gather_object)  # type: ignore[arg-type]
 
     def reduce(self, tensor: Any, reduction: str = "sum") -> Any:

@@ -69,8 +69,19 @@ class Sequences:
         return values
 
     def filled(self, values: dict[int, NDArray[np.float32]], device: torch.device) -> Tensor:
-        """fp32 `(2B, S - 1)`, with each row's values at its labelled positions and 0 elsewhere."""
+        """fp32 `(2B, S - 1)`, with each row's values at its labelled positions and 0 elsewhere.
+
+        Raises:
+            `RuntimeError`: a row has no values.
+        """
         rows, width = self.shape
+        missing = [row for row in range(rows) if row not in values]
+        if missing:
+            raise RuntimeError(
+                f"Rows {missing} of a batch have no reference log-probs: they were not in the store, and no pass has "
+                "scored them. The ranks have not agreed on which rows are missing; `reference_store='off'` trains "
+                "without the store."
+            )
         log_probs = np.zeros((rows, width - 1), np.float32)
         for row, entry in values.items():
             log_probs[row, self._labelled[row]] = entry

@@ -75,12 +75,12 @@ class StoredReference:
         tokens, tokens_of_batch = (sum(count[i] for count in counts) for i in (2, 1))
         device = batch["input_ids"].device
         if not runs:
-            return Answer(self._in_place(sequences, found, device), 0, 0, tokens_of_batch)
+            return Answer(self._in_place(sequences, found, device, wanted), 0, 0, tokens_of_batch)
         fresh = reference_pass(sequences.fed(fed))
         new: Entries = {}
         if sequences.keys is not None:
             scored = {row: sequences.values_of(row, fresh[i]) for i, row in enumerate(missing)}
-            fresh = self._in_place(sequences, found | scored, device)
+            fresh = self._in_place(sequences, found | scored, device, wanted)
             # A reference that overflowed in this pass is not taken for one that always does
             new = {sequences.keys[row]: values for row, values in scored.items() if np.isfinite(values).all()}
         for entries in self._gather_entries(new):
@@ -101,8 +101,10 @@ class StoredReference:
         agreed: dict[int, Any] = self._agreed(found)
         return agreed
 
-    def _in_place(self, sequences: Sequences, values: dict[int, Any], device: torch.device) -> Tensor:
-        if sequences.keys is None:
+    def _in_place(
+        self, sequences: Sequences, values: dict[int, Any], device: torch.device, wanted: bool
+    ) -> Tensor:
+        if sequences.keys is None or not wanted:
             rows, width = sequences.shape
             return torch.zeros(rows, width - 1, device=device)
         return sequences.filled(values, device)

@@ -24,6 +24,15 @@ class CountedOnceMixin:
         by_objects = self.args.eval_use_gather_object  # type: ignore[attr-defined]
         self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=by_objects)
 
+    def _ranks_in_step(self) -> TensorParallel | None:
+        """The group of ranks with which this one must do the same; None where it is alone, or as long as it is."""
+        return None
+
+    def _same_hits(self, found: Any) -> Any:
+        """What the store of reference log-probs holds: as the first rank found it, so that a group is of one mind."""
+        ranks = self._ranks_in_step()
+        return found if ranks is None else ranks.shared(found, self.accelerator.device)
+
     @contextmanager
     def _as_every_rank(self) -> Iterator[None]:
         held = self.accelerator

@@ -42,9 +42,10 @@ class SameCompletionsMixin(GRPOPassesMixin):
 
     def _generated(self, batch: dict[str, Any]) -> dict[str, Any]:
         batch = super()._generated(batch)
-        if self.tensor_parallel is not None:
+        ranks = self._ranks_in_step()
+        if ranks is not None:
             # The user's functions may have drawn random numbers, and TRL shuffles by them next
-            self.tensor_parallel.share_random_state(self.accelerator.device)
+            ranks.share_random_state(self.accelerator.device)
         return batch
 
     @contextmanager

@@ -6,6 +6,7 @@ import torch
 
 from ..compat import WholeBatches, gathered_by
 from ..engines.sequence_parallel import SequenceGroup, batches_stay_whole, why_not_split
+from ..engines.tensor_parallel import TensorParallel
 from .counted_once import CountedOnceMixin
 
 
@@ -28,12 +29,9 @@ class SequenceSplitMixin(CountedOnceMixin, WholeBatches):
             self._count_once(group.ranks)
             self.sequence_group, self._ranks_of_group = group, group.size
 
-    def _same_hits(self, found: Any) -> Any:
-        """What the store of reference log-probs holds: as the first rank found it, so that a group is of one mind."""
+    def _ranks_in_step(self) -> TensorParallel | None:
         group = self.sequence_group
-        if group is None or group.processes is None:
-            return self._agreed(found)  # type: ignore[attr-defined]
-        return group.ranks.shared(found, group.device)
+        return super()._ranks_in_step() if group is None or group.processes is None else group.ranks
 
     def _join_sequence_group(self) -> None:
         """Called once TRL's `__init__` has run.

@@ -39,6 +39,9 @@ class TensorParallelMixin(CountedOnceMixin, TensorParallelInternals):
             complete_adapters(model, self.tensor_parallel)
             self._count_once(self.tensor_parallel)
 
+    def _ranks_in_step(self) -> TensorParallel | None:
+        return super()._ranks_in_step() if self.tensor_parallel is None else self.tensor_parallel
+
     def _agreed(self, value: Any) -> Any:
         """The `value` of the first of the ranks that hold this copy of the model."""
         if self.tensor_parallel is None:
