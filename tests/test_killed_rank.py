@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import trl_ext
 from launch import launch
@@ -18,6 +19,7 @@ from ranks import End, Rank, ends_of_ranks, run_on_ranks
 from rewards import id_reward
 from test_two_ranks import far, trained
 from tiny import Workshop, preferences, prompts, scripted_rollout
+from trl_ext.engines.roll_call import _is_of_a_collective
 
 STEPS = 4
 TIMEOUT = 20  # of the process group, in seconds
@@ -217,6 +219,28 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(
     hanging = 0 if case.startswith("0") else 1
     (other,) = ends_of_ranks(__file__, f"dpo-{case}", "ddp", tmp_path, launchers_store=launchers_store, stopped=hanging)
     named(other, words)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:80"), True),
+        (
+            RuntimeError("[enforce fail at /p/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes."),
+            True,
+        ),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 0."), True),
+        (RuntimeError("could not read /data/gloomy/train.parquet"), False),
+        (RuntimeError("Expected all tensors of the gloo batch to be on the same device"), False),
+        (ValueError("[/p/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), False),
+    ],
+)
+def test_an_error_is_a_collectives_by_its_type_or_by_gloos_mark_alone(error: Exception, is_one: bool):
+    assert _is_of_a_collective(error) is is_one
+    above = KeyError("of what follows")
+    above.__context__ = error
+    assert _is_of_a_collective(above) is is_one
 
 
 def named(end: End, words: str) -> None:

@@ -30,7 +30,13 @@ def fallback(asked: Asked, running: Running) -> str | None:
     known = running.distributed_type in ("NO", "FSDP", "DEEPSPEED") or running.distributed_type.startswith("MULTI_")
     if not known:
         return None
-    return _unrelated(asked, running) or _other_engine(asked, running) or _twice(running) or _other_wrapping(running)
+    return (
+        _unrelated(asked, running)
+        or _other_engine(asked, running)
+        or _twice(running)
+        or _other_wrapping(running)
+        or _split_by_deepspeed(running)
+    )
 
 
 def _unrelated(asked: Asked, running: Running) -> str | None:
@@ -102,6 +108,18 @@ def _twice(running: Running) -> str | None:
         return (
             "The model was sharded as it was loaded (`distributed_config`), and the config of `accelerate launch`, or "
             f"the argument `fsdp`, asks to shard it again. Leave out one: launch with `{_CONFIGS}/tp_fsdp2.yaml`."
+        )
+    return None
+
+
+def _split_by_deepspeed(running: Running) -> str | None:
+    """Of layers that DeepSpeed splits: its head holds a share of the vocabulary, and nothing on it says so."""
+    if running.autotp_size > 1:
+        return (
+            f"DeepSpeed's config splits layers over {running.autotp_size} processes "
+            f"(`tensor_parallel.autotp_size={running.autotp_size}`). The head's weight is then a plain tensor with a "
+            "share of the vocabulary's rows, and log-probs formed from it would be wrong. Leave `autotp_size` out; for "
+            f"tensor parallelism give `model_init_kwargs` a `distributed_config`, with `{_CONFIGS}/ddp.yaml`."
         )
     return None
 

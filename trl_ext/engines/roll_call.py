@@ -33,8 +33,8 @@ _WAITED = "waited in a collective, which failed"
 _ADVICE = (
     "Training can go on from the last checkpoint: start all ranks again with `train(resume_from_checkpoint=True)`."
 )
-# What errors of gloo begin with, where it names the line that raised them
-_OF_GLOO = re.compile(r"\[(enforce fail at )?\S*gloo/\S+\.(cc|cu|h):\d+\]")
+# What gloo's errors begin with: the line that raised them, but for what comes after a timeout
+_OF_GLOO = re.compile(r"\[(enforce fail at )?\S*gloo/\S+\.(cc|cu|h):\d+\]|^Application timeout caused pair closure")
 _calls = 0
 
 

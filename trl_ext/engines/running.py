@@ -32,6 +32,7 @@ class Running:
         device (`str`): its type.
         fsdp_version (`int`, *optional*): of accelerate's FSDP, where that runs.
         zero_stage (`int`, *optional*): of DeepSpeed, where that runs.
+        autotp_size (`int`): over how many processes DeepSpeed's config has it split layers, by AutoTP; 0 or 1 for none.
         sizes (`dict[str, int]`): of the axes of accelerate's `ParallelismConfig` that are longer than 1.
         model_axes (`dict[str, int]`): lengths of the named axes of the meshes on which the model's parameters lie.
         wrapping (`str`, *optional*): what averages the gradients, by what the model is wrapped in; `None` before it is.
@@ -44,6 +45,7 @@ class Running:
     device: str
     fsdp_version: int | None = None
     zero_stage: int | None = None
+    autotp_size: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
     model_axes: dict[str, int] = field(default_factory=dict)
     wrapping: str | None = None
@@ -82,8 +84,8 @@ class Running:
         found = {engine}
         if engine.startswith("FSDP"):
             found |= {"FSDP", SHARDED_PARAMETERS}
-        if engine.startswith("DeepSpeed"):  # shards, and splits layers, by its own config
-            found |= {"DeepSpeed", SHARDED_PARAMETERS, TENSOR_PARALLEL}
+        if engine.startswith("DeepSpeed"):  # shards by its own config
+            found |= {"DeepSpeed", SHARDED_PARAMETERS}
         if self.tensor_parallel > 1:
             found.add(TENSOR_PARALLEL)
         return frozenset(found)
@@ -114,6 +116,7 @@ def running(accelerator: Any, model: nn.Module, wrapped: nn.Module | None = None
     """What runs, by the trainer's `accelerator` and `model`, and by the model `wrapped` as `prepare` returned it."""
     state = accelerator.state
     distributed_type = state.distributed_type.value
+    deepspeed = state.deepspeed_plugin if distributed_type == "DEEPSPEED" else None
     parallelism = getattr(accelerator, "parallelism_config", None)  # accelerate 1.10 and later
     axes = () if parallelism is None else ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     return Running(
@@ -123,11 +126,16 @@ def running(accelerator: Any, model: nn.Module, wrapped: nn.Module | None = None
         backend=state.backend,
         device=accelerator.device.type,
         fsdp_version=state.fsdp_plugin.fsdp_version if distributed_type == "FSDP" else None,
-        zero_stage=state.deepspeed_plugin.zero_stage if distributed_type == "DEEPSPEED" else None,
+        zero_stage=None if deepspeed is None else deepspeed.zero_stage,
+        autotp_size=0 if deepspeed is None else _autotp_size(deepspeed.deepspeed_config),
         sizes={axis: size for axis in axes if (size := getattr(parallelism, f"{axis}_size")) > 1},
         model_axes=_model_axes(model),
         wrapping=None if wrapped is None else _wrapping(wrapped),
     )
+
+
+def _autotp_size(config: dict[str, Any]) -> int:
+    return int(config.get("tensor_parallel", {}).get("autotp_size", 0))
 
 
 def _model_axes(model: nn.Module) -> dict[str, int]:

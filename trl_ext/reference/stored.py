@@ -101,9 +101,7 @@ class StoredReference:
         agreed: dict[int, Any] = self._agreed(found)
         return agreed
 
-    def _in_place(
-        self, sequences: Sequences, values: dict[int, Any], device: torch.device, wanted: bool
-    ) -> Tensor:
+    def _in_place(self, sequences: Sequences, values: dict[int, Any], device: torch.device, wanted: bool) -> Tensor:
         if sequences.keys is None or not wanted:
             rows, width = sequences.shape
             return torch.zeros(rows, width - 1, device=device)
