@@ -229,7 +229,7 @@ def test_no_right_set_up_is_stopped(environment: dict[str, str], given: dict[str
         (RANKS | {"ACCELERATE_USE_FSDP": "1"}, {}, DDP, "FSDP was asked for .* but what runs is DDP"),
         (RANKS | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, {}, FSDP2,
          r"Tensor parallelism was asked for \(by `PARALLELISM_CONFIG_TP_SIZE=2`\).*tp_fsdp2.yaml"),
-        (RANKS, {"parallelism_config": ParallelismConfig(tp_size=2)}, ZERO2, "Tensor parallelism was asked for .* ZeRO-2"),
+        (RANKS, {"parallelism_config": ParallelismConfig(tp_size=2)}, ZERO2, "Tensor parallelism was .* ZeRO-2"),
         (RANKS, {}, dataclasses.replace(ZERO2, autotp_size=2), r"`tensor_parallel.autotp_size=2`\).* would be wrong"),
         (RANKS, LOADED, DDP, "Tensor parallelism was asked for .* but what runs is DDP"),
         (RANKS, {}, dataclasses.replace(FSDP2, wrapping="nothing"), "wrapped in nothing"),

@@ -159,13 +159,6 @@ class Shard(NamedTuple):
         return every[owner_N, place_N]
 
 
-def with_gradient_times(x: Tensor, factor: float) -> Tensor:
-    """`x`, whose gradient is multiplied by `factor`."""
-    if factor == 1.0 or not x.requires_grad:
-        return x
-    return _GradientTimes.apply(x, factor)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class _Exchanged(torch.autograd.Function):
     """The i-th part goes to rank i of the group, and what comes from rank i becomes the i-th part."""
 
@@ -196,17 +189,6 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return gradient[ctx.rank], None, None, None
-
-
-class _GradientTimes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.clone()  # FSDP2 warns of views among outputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient * ctx.factor, None
 
 
 def batches_stay_whole(accelerator: Any, group: SequenceGroup) -> None:

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .gradient_factor import with_gradient_times
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named anew in torch 2.13
 
@@ -54,18 +56,13 @@ def sharded_weight(lm_head: nn.Module) -> ShardedWeight | None:
     return None
 
 
-def averaged(x: Tensor, ranks: int) -> Tensor:
-    """`x`, its gradient divided by `ranks`: a sum over ranks with tokens of their own becomes the engine's mean."""
-    return cast(Tensor, _Averaged.apply(x, ranks)) if x.requires_grad else x
-
-
 def whole_tensor(x: DTensor) -> Tensor:
     """Gathered, with the mean over the ranks that have tokens of their own for its gradient, as the engine makes it."""
     names = x.device_mesh.mesh_dim_names or ("",) * x.device_mesh.ndim
     # The ranks of a tensor parallel group have the same tokens, so each has the whole gradient
     placements = [Replicate() if name == "tp" else Partial() for name in names]
     own_tokens = prod(size for name, size in zip(names, x.device_mesh.shape, strict=True) if name != "tp")
-    return averaged(x.full_tensor(grad_placements=placements), own_tokens)
+    return with_gradient_times(x.full_tensor(grad_placements=placements), 1 / own_tokens)
 
 
 def is_zero3(parameter: Any) -> bool:
@@ -111,18 +108,8 @@ def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
         return x.to_local()
     here: list[Any] = [Shard(0) if number == axis else Replicate() for number in range(x.device_mesh.ndim)]
     gradient = [Shard(0) if number == axis else Partial() for number in range(x.device_mesh.ndim)]
-    return averaged(x.redistribute(placements=here).to_local(grad_placements=gradient), prod(others))
-
-
-class _Averaged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.ranks, None
+    local = x.redistribute(placements=here).to_local(grad_placements=gradient)
+    return with_gradient_times(local, 1 / prod(others))
 
 
 def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:

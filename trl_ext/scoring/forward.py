@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..compat import FusedCausalLMOutput
 from ..dropout import has_dropout
-from ..engines import parameter_of
-from ..engines.sequence_parallel import SequenceGroup, Shard, with_gradient_times
+from ..engines import parameter_of, with_gradient_times
+from ..engines.sequence_parallel import SequenceGroup, Shard
 from ..heads import LinearLogProbs, LogitTransform, run_head
 from ..packing import Layout, Packing, picked
 from .families import logit_transform
@@ -126,7 +126,7 @@ class ScoringForward:
         fields = {
             name: None
             if x is None
-            else with_gradient_times(x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x), factor)
+            else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, with_gradient_times(x, factor))
             for name, x in scored.items()
         }
         items = mask_BS.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -140,7 +140,8 @@ class ScoringForward:
             if shard is not None:
                 router_logits = tuple(shard.whole(x.flatten(0, -2)) for x in router_logits)
             aux_loss = _router_loss(router_logits, text_config, attention_mask, layout)
-            aux_loss = with_gradient_times(aux_loss, factor)
+            if factor != 1.0:
+                aux_loss = with_gradient_times(aux_loss, factor).clone()  # FSDP2 warns of views among outputs
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..compat import maybe_gather_lm_head_ctx
-from ..engines import ShardedWeight, averaged, is_zero3, sharded_weight, whole_tensor
+from ..engines import ShardedWeight, is_zero3, sharded_weight, whole_tensor, with_gradient_times
 from ..heads import Block, OwnTokens, RowsHere, RowsInTurn, SameTokens, VocabularyShard, tokens_of_ranks
 
 WHOLE_HERE = "the whole weight is on this rank"
@@ -110,8 +110,9 @@ def _here(sharded: ShardedWeight, exchange: SameTokens | OwnTokens, reason: str)
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
     if isinstance(exchange, OwnTokens):
         # The engine's gradient is the mean over its ranks; here that of the sum of their losses comes back
-        weight = averaged(weight, sharded.group.size())
-        bias = None if bias is None else averaged(bias, sharded.group.size())
+        mean = 1 / sharded.group.size()
+        weight = with_gradient_times(weight, mean)
+        bias = None if bias is None else with_gradient_times(bias, mean)
     blocks = tuple(Block(*block) for block in sharded.blocks)
     shard = VocabularyShard(
         sharded.vocabulary,

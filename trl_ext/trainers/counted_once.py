@@ -63,3 +63,24 @@ class CountedOnceMixin:
     def _load_best_model(self, *positional: Any, **keywords: Any) -> None:
         with self._as_every_rank():
             super()._load_best_model(*positional, **keywords)  # type: ignore[misc]
+
+
+def count_generation_batch(args: Any, ranks: TensorParallel, asked: str) -> None:
+    """Have GRPO's `args` count the groups that `asked` for: TRL's config takes every rank for one with its own prompts.
+
+    Raises:
+        `ValueError`: the completions of a prompt do not fit into a generation batch.
+    """
+    args.generation_batch_size = args.per_device_train_batch_size * ranks.copies * args.steps_per_generation
+    sizes = [("train", args.generation_batch_size, args.num_generations)]
+    if args.eval_strategy != "no":
+        evaluated = args.per_device_eval_batch_size * ranks.copies
+        sizes.append(("eval", evaluated, args.num_generations_eval or args.num_generations))
+    for mode, rows, generations in sizes:
+        if rows % generations:
+            raise ValueError(
+                f"With {asked} each {ranks.size} ranks form a group and get the same prompts. A generation batch has "
+                f"{rows} rows then (`per_device_{mode}_batch_size` on {ranks.copies} groups), and must be a multiple "
+                f"of `num_generations`, which is {generations}. Multiply `per_device_{mode}_batch_size` by "
+                f"{ranks.size} to have as many rows as the config asks for."
+            )

@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..compat import gathered_by
 from ..engines.tensor_parallel import TensorParallel
+from .counted_once import count_generation_batch
 from .grpo_passes import GRPOPassesMixin
 
 
@@ -32,7 +33,7 @@ class SameCompletionsMixin(GRPOPassesMixin):
         if self.tensor_parallel is not None:
             args: Any = self.args  # type: ignore[attr-defined]
             _refuse_other_samplers(args)
-            _set_generation_batch_size(args, self.tensor_parallel)
+            count_generation_batch(args, self.tensor_parallel, "tensor parallelism")
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
         if self.tensor_parallel is None:
@@ -94,21 +95,3 @@ def _refuse_other_samplers(args: Any) -> None:
             f"`{name}=True` under tensor parallelism: the ranks that hold one model would schedule and sample apart. "
             f"Set `{name}=False`."
         )
-
-
-def _set_generation_batch_size(args: Any, ranks: TensorParallel) -> None:
-    """TRL's config cannot know of the groups, and counts every rank as one with prompts of its own."""
-    per_step = args.per_device_train_batch_size * ranks.copies
-    args.generation_batch_size = per_step * args.steps_per_generation
-    sizes = [("train", args.generation_batch_size, args.num_generations)]
-    if args.eval_strategy != "no":
-        evaluated = args.per_device_eval_batch_size * ranks.copies
-        sizes.append(("eval", evaluated, args.num_generations_eval or args.num_generations))
-    for mode, rows, group in sizes:
-        if rows % group:
-            raise ValueError(
-                f"Under tensor parallelism each {ranks.size} ranks hold one copy of the model and get the same "
-                f"prompts. A generation batch has {rows} rows then (`per_device_{mode}_batch_size` on {ranks.copies} "
-                f"copies), and must be a multiple of `num_generations`, which is {group}. Multiply "
-                f"`per_device_{mode}_batch_size` by {ranks.size} to have as many rows as the config asks for."
-            )

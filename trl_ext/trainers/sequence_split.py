@@ -7,7 +7,7 @@ import torch
 from ..compat import WholeBatches, gathered_by
 from ..engines.sequence_parallel import SequenceGroup, batches_stay_whole, why_not_split
 from ..engines.tensor_parallel import TensorParallel
-from .counted_once import CountedOnceMixin
+from .counted_once import CountedOnceMixin, count_generation_batch
 
 
 class SequenceSplitMixin(CountedOnceMixin, WholeBatches):
@@ -73,7 +73,8 @@ class GRPOSequenceSplitMixin(SequenceSplitMixin):
         """
         super().create_accelerator_and_postprocess()
         if self.sequence_group is not None:
-            _count_generation_batch(self.args, self.sequence_group)
+            group = self.sequence_group
+            count_generation_batch(self.args, group.ranks, f"`{group.kind}_size={group.size}`")
 
     def _why_not_split(self, group: SequenceGroup) -> str | None:
         for name in ("use_vllm", "use_transformers_continuous_batching"):
@@ -97,21 +98,3 @@ class GRPOSequenceSplitMixin(SequenceSplitMixin):
                 "ranks of a group the same."
             )
         return batch
-
-
-def _count_generation_batch(args: Any, group: SequenceGroup) -> None:
-    """TRL's config cannot know of the groups, and counts every rank as one with prompts of its own."""
-    copies = group.ranks.copies
-    args.generation_batch_size = args.per_device_train_batch_size * copies * args.steps_per_generation
-    sizes = [("train", args.generation_batch_size, args.num_generations)]
-    if args.eval_strategy != "no":
-        evaluated = args.per_device_eval_batch_size * copies
-        sizes.append(("eval", evaluated, args.num_generations_eval or args.num_generations))
-    for mode, rows, generations in sizes:
-        if rows % generations:
-            raise ValueError(
-                f"With `{group.kind}_size={group.size}` a group of ranks is given the prompts of one, so a generation "
-                f"batch has {rows} rows (`per_device_{mode}_batch_size` on {copies} groups), which must be a multiple "
-                f"of `num_generations`, {generations}. Multiply `per_device_{mode}_batch_size` by {group.size} to have "
-                "as many rows as the config asks for."
-            )
