@@ -197,14 +197,16 @@ def other_completions(rank: LaunchedRank) -> None:
 
 
 def judged(rank: LaunchedRank | None) -> Seen:
-    """Rewards that differ on the ranks of a group: those of its first rank count."""
+    """Rewards that differ on the ranks of a group, as do the random numbers drawn for them: its first rank's count."""
     index = 0 if rank is None else rank.index
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        torch.rand(1 + index)
+        return [(i % 3) ** (1 + index) for i in range(len(completion_ids))]
 
     def build(rank: LaunchedRank | None) -> Any:
         trainer = grpo(rank)
-        trainer.reward_funcs[0] = lambda completion_ids, **_: [
-            (i % 3) ** (1 + index) for i in range(len(completion_ids))
-        ]
+        trainer.reward_funcs[0] = reward
         return trainer
 
     return trained(rank, build)
