@@ -126,7 +126,8 @@ def common(folder: Path, draw: random.Random, processes: int) -> dict[str, Any]:
 
 
 def quantile(seed: int) -> float:
-    return 0.5 if seed % 6 == 5 else 1.0
+    """Between two tokens, where it is not 1: one whose entropy is the quantile itself would be in or out by rounding."""
+    return 0.47 if seed % 6 == 5 else 1.0
 
 
 def is_beside_stock(kind: str, seed: int) -> bool:
@@ -144,7 +145,9 @@ def dpo(folder: Path, seed: int, processes: int, library: Any = trl_ext) -> Any:
     config |= {"loss_type": [loss_type], **DPO_LOSSES[loss_type]}
     # Not beside stock, whose file of them is in a folder of each rank's own as these tests set up `datasets`
     precomputed = draw.random() < 0.3 and not is_beside_stock("dpo", seed)
-    config |= {"max_length": draw.choice([None, 6]), "precompute_ref_log_probs": precomputed}
+    # Rows whose completion is cut off whole are dropped, and those that remain may not fill the last batch
+    longest = draw.choice([None, 6]) if is_beside_stock("dpo", seed) else None
+    config |= {"max_length": longest, "precompute_ref_log_probs": precomputed}
     store = "memory" if config["precompute_ref_log_probs"] else draw.choice(["memory", "off"])
     fed = {"padding_free": draw.choice([None, False]), "share_prompts": draw.choice([None, False])}
     config |= {"reference_store": store, **fed} if library is trl_ext else {}
@@ -320,5 +323,5 @@ def test_random_batches_train_as_on_one_process(
             wrong[name] = found
         assert first["collectives"]
         assert first["calls"][1] == first["calls"][0]["train"] >= first["batches"]
-    assert not wrong, wrong
+    assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
     assert sum(results[name][0]["batches"] for name in names) >= (15 if len(seeds) <= 2 else 200)
