@@ -126,7 +126,7 @@ def common(folder: Path, draw: random.Random, processes: int) -> dict[str, Any]:
 
 
 def quantile(seed: int) -> float:
-    """Between two tokens, where it is not 1: one whose entropy is the quantile itself would be in or out by rounding."""
+    """Between two tokens where it is not 1: one whose entropy is the quantile itself is in or out by rounding."""
     return 0.47 if seed % 6 == 5 else 1.0
 
 
