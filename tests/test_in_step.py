@@ -126,8 +126,8 @@ def common(folder: Path, draw: random.Random, processes: int) -> dict[str, Any]:
 
 
 def quantile(seed: int) -> float:
-    """Between two tokens where it is not 1: one whose entropy is the quantile itself is in or out by rounding."""
-    return 0.47 if seed % 6 == 5 else 1.0
+    """At one seed alone: where equal completions put an entropy on the quantile itself, rounding picks the token."""
+    return 0.47 if seed == 5 else 1.0
 
 
 def is_beside_stock(kind: str, seed: int) -> bool:
