@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
@@ -170,8 +171,15 @@ class Scored(NamedTuple):
 
 def scored_on(group: dist.ProcessGroup, problem: Problem, way: str) -> Scored:
     """As a rank of the group: `"public"` function, rows in several `"blocks"`, or rows that come `"in turn"`."""
-    tiles._ELEMENTS["cpu"], tiles._FEWEST_COLUMNS = 1, problem.columns
-    exchange._GATHERED_TOKENS["cpu"], rows._SLICE["cpu"] = problem.gathered_tokens, problem.slice_bytes
+    with pytest.MonkeyPatch.context() as sizes:  # undone: the ranks stay for other cases, each after its own last one
+        sizes.setitem(tiles._ELEMENTS, "cpu", 1)
+        sizes.setattr(tiles, "_FEWEST_COLUMNS", problem.columns)
+        sizes.setitem(exchange._GATHERED_TOKENS, "cpu", problem.gathered_tokens)
+        sizes.setitem(rows._SLICE, "cpu", problem.slice_bytes)
+        return _scored(group, problem, way)
+
+
+def _scored(group: dist.ProcessGroup, problem: Problem, way: str) -> Scored:
     weight, bias, *lists = operands(problem)
     rank = group.rank()
     hidden, targets, upstream = (x[rank] for x in lists)

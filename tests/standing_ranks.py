@@ -45,7 +45,10 @@ class StandingRanks:
         while len(results) < ranks:
             open_ones = [pipe for i, pipe in enumerate(pipes) if i not in results]
             for pipe in wait(open_ones, max(0.0, deadline - time.monotonic())) or self._fail("The ranks hang."):
-                result, failure = pickle.loads(pipe.recv_bytes())
+                try:
+                    result, failure = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    result, failure = None, f"rank {pipes.index(pipe)} of {ranks} has ended, see its stderr"
                 if failure:
                     self._fail(failure)
                 results[pipes.index(pipe)] = result

@@ -17,6 +17,8 @@ from trl_ext.heads import exchange
 VALUES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits")
 # Of a gradient's norm. bf16 gradients are rounded once, at the end: `autocast` shows what is rounded
 GRADIENT = {"float64": 1e-12, "autocast": 1e-5, "bfloat16": 4e-3}
+# The definition's own 1 - p, of terms of about 10, where p is nearly 1
+ROUNDED = 1e-14
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(500, marks=pytest.mark.slow)])
@@ -94,7 +96,7 @@ def assert_gradients(problem: Problem, found: dict[str, Tensor | None], expected
         assert gradient.shape == exact.shape
         # Below 1e-3 the norm is what is left of larger terms
         scale = max(float(exact.norm()), 1e-3)
-        assert float((gradient.double() - exact).norm()) <= GRADIENT[problem.dtype] * scale, name
+        assert float((gradient.double() - exact).norm()) <= GRADIENT[problem.dtype] * scale + ROUNDED, name
 
 
 def scored(group: dist.ProcessGroup, whole: Operands, edges: list[tuple[int, int]], trained: bool = False) -> Scored:
@@ -248,7 +250,6 @@ def test_gradcheck_on_two_ranks(ranks, own, trained, entropy):
 
 def gradcheck(group: dist.ProcessGroup, own: bool, trained: bool, entropy: bool) -> bool:
     """Of what all ranks compute together, as a function of what each of them has whole."""
-    exchange._GATHERED_TOKENS["cpu"] = 4  # several parts
     torch.manual_seed(0)
     first, stop = (0, 3) if group.rank() == 0 else (3, 7)
     own_tokens = (slice(0, 3) if group.rank() == 0 else slice(3, 4)) if own else slice(0, 4)
@@ -276,7 +277,9 @@ def gradcheck(group: dist.ProcessGroup, own: bool, trained: bool, entropy: bool)
         results = (scored.log_probs, scored.entropy) if entropy else (scored.log_probs,)
         return tuple(_Gathered.apply(x, own_tokens, group) for x in results) if own else results
 
-    return torch.autograd.gradcheck(head, (hidden, weight, bias), fast_mode=False)
+    with pytest.MonkeyPatch.context() as sizes:
+        sizes.setitem(exchange._GATHERED_TOKENS, "cpu", 4)  # several parts
+        return torch.autograd.gradcheck(head, (hidden, weight, bias), fast_mode=False)
 
 
 class _OnAll(torch.autograd.Function):
