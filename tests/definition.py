@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "mean_log_probs")
+FROZEN = ALL[:-1]  # what a frozen weight is read once for
 
 
 class Defined(NamedTuple):
@@ -16,6 +17,7 @@ class Defined(NamedTuple):
     log_sum_sq_probs: Tensor
     mean_logits: Tensor
     is_top1: Tensor
+    mean_log_probs: Tensor
     logits: Tensor
 
 
@@ -44,6 +46,7 @@ def defined(
         p.square().sum(-1).log(),
         logits.mean(-1),
         logits.argmax(-1) == targets,
+        log_p.mean(-1),
         logits,
     )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
-from definition import ALL
+from definition import ALL, FROZEN
 from trl_ext import linear_log_probs
 from trl_ext.heads import (
     Block,
@@ -39,7 +39,8 @@ class Problem:
         tokens (`tuple[int, ...]`): of each rank; all the same ones if not `own`.
         dtype (`str`): of the operands; `"autocast"` rounds fp32 ones to bf16, and gives gradients in fp32.
         ties (`bool`): whether the operands are small whole numbers, so that logits are equal to the last bit.
-        entropy_used (`tuple[bool, ...]`): of each rank, whether the entropy is in its loss.
+        entropy_used, mean_used (`tuple[bool, ...]`): of each rank, whether the entropy, or the mean log-prob, is in its
+            loss.
         blocks (`int`): in how many blocks a rank has its rows.
     """
 
@@ -56,6 +57,7 @@ class Problem:
     frozen_hidden: bool
     entropy_requires_grad: bool
     entropy_used: tuple[bool, ...]
+    mean_used: tuple[bool, ...]
     blocks: int
     chunk_size: int | None
     columns: int
@@ -73,6 +75,10 @@ class Problem:
     @property
     def vocabulary(self) -> int:
         return sum(count for _, count in self.edges)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ALL if any(self.mean_used) else FROZEN
 
     @property
     def options(self) -> dict[str, Any]:
@@ -102,6 +108,7 @@ def problems(draw: Any, way: str = "public") -> Problem:
     counts = st.one_of(st.just(0), st.integers(1, 4), st.integers(5, 20))
     tokens = [draw(counts) for _ in range(ranks)] if own else [draw(counts)] * ranks
     trained = way == "public" and draw(st.booleans())
+    mean_asked = draw(st.booleans())
     return Problem(
         edges=tuple(edges),
         tokens=tuple(tokens),
@@ -116,6 +123,7 @@ def problems(draw: Any, way: str = "public") -> Problem:
         frozen_hidden=trained and draw(st.booleans()),
         entropy_requires_grad=draw(st.booleans()),
         entropy_used=tuple(draw(st.booleans()) for _ in range(ranks)),
+        mean_used=tuple(mean_asked and draw(st.booleans()) for _ in range(ranks)),
         blocks=draw(st.integers(1, 2)),
         chunk_size=draw(st.sampled_from([None, 3, 16])),
         columns=draw(st.sampled_from([5, 32, 4096])),
@@ -157,7 +165,7 @@ def operands(problem: Problem) -> Operands:
         for h, t in zip(hidden, targets, strict=True):
             logits = (h.double() @ weight.double().t() + (0 if bias is None else bias.double())) * problem.logit_scale
             t[::2] = (problem.vocabulary - 1 - logits.flip(-1).argmax(-1))[::2]
-    upstream = [torch.randn(2, count, generator=generator, dtype=torch.float64) for count in problem.tokens]
+    upstream = [torch.randn(3, count, generator=generator, dtype=torch.float64) for count in problem.tokens]
     owners = [problem.owner(rank) for rank in range(problem.ranks)]
     return Operands(weight, bias, *([x[i] for i in owners] for x in (hidden, targets, upstream)))
 
@@ -192,7 +200,7 @@ def _scored(group: dist.ProcessGroup, problem: Problem, way: str) -> Scored:
             scored = linear_log_probs(
                 *(hidden, weight, targets),
                 bias=bias,
-                outputs=ALL,
+                outputs=problem.outputs,
                 entropy_requires_grad=problem.entropy_requires_grad,
                 chunk_size=problem.chunk_size,
                 group=group,
@@ -204,15 +212,17 @@ def _scored(group: dist.ProcessGroup, problem: Problem, way: str) -> Scored:
         else:
             transform = LogitTransform(**problem.options)
             shard = _shard(group, problem, way, Block(first, weight, bias))
-            head = Head(operand_dtype(hidden, weight), transform, ALL, shard, problem.chunk_size)
+            head = Head(operand_dtype(hidden, weight), transform, problem.outputs, shard, problem.chunk_size)
             entropy_grad = problem.entropy_requires_grad
             scored = tiled_log_probs(head, hidden, weight, bias, targets, entropy_requires_grad=entropy_grad)
     loss = (scored.log_probs * upstream[0]).sum()
     if problem.entropy_requires_grad and problem.entropy_used[problem.owner(rank)]:
         loss = loss + (scored.entropy * upstream[1]).sum()
+    if problem.mean_used[problem.owner(rank)]:
+        loss = loss + (scored.mean_log_probs * upstream[2]).sum()
     if loss.requires_grad:
         loss.backward()
-    values = {name: x.detach() for name, x in scored._asdict().items()}
+    values = {name: x.detach() for name, x in scored._asdict().items() if x is not None}
     named = {"hidden": hidden, "weight": weight, "bias": bias}
     return Scored(values, {name: None if x is None else x.grad for name, x in named.items()})
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext.heads.tiled as tiled
+from definition import ALL, FROZEN
 from tiny import Workshop, lora_config, preferences
 from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.heads import LogitTransform
@@ -81,11 +82,11 @@ def test_a_head_that_disagrees_with_its_definition_stops_training(workshop, monk
 
 
 @pytest.mark.parametrize("trained", [(False, False), (True, True), (False, True)], ids=str)
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("entropy", "mean"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("certainty", [0.0, 10.0, 100.0])
-def test_a_right_head_passes_however_confident_the_policy_is(dtype, certainty, trained, entropy):
-    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+def test_a_right_head_passes_however_confident_the_policy_is(dtype, certainty, trained, entropy, mean):
+    outputs = ALL if mean else FROZEN
     for tokens, vocabulary, softcap in ((40, 301, None), (2, 4, None), (40, 301, 30.0), (40, 301, 3.0), (3, 4, 30.0)):
         generator = torch.Generator().manual_seed(tokens)
         weight = torch.randn(vocabulary, 64, generator=generator).to(dtype)
@@ -128,6 +129,17 @@ def test_the_check_runs_once_and_leaves_no_trace(workshop, monkeypatch):
     model(input_ids=ids, labels=ids, fused_lm_head=True)
     assert len(checks) == 1
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_output_that_comes_later_is_checked_then(workshop, monkeypatch):
+    start = tiled.Coefficients.__init__
+    monkeypatch.setattr(tiled.Coefficients, "__init__", lambda self, *args: start(self, *args[:-1], 2 * args[-1]))
+    model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
+    attach_scoring_forward(model, ScoringOptions())
+    ids = torch.arange(3, 15).view(2, 6)
+    model(input_ids=ids, labels=ids, fused_lm_head=True)
+    with pytest.raises(RuntimeError, match="disagrees with the dense definition"):
+        model(input_ids=ids, labels=ids, fused_lm_head=True, head_outputs=("log_probs", "mean_log_probs"))
 
 
 def test_a_policy_whose_forward_was_replaced_stops_training(workshop):

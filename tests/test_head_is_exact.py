@@ -1,13 +1,14 @@
 """The head's values and gradients against float64 on the same operands, in every dtype."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from definition import ALL, defined, floats_apart, log_p_where_certain, relative
+from definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, relative
 from trl_ext import linear_log_probs
 from trl_ext.heads import tiled, tiles
 
@@ -49,7 +50,7 @@ def test_values_are_those_of_float64_on_the_same_operands(dtype, width, spread):
     hidden, weight, targets = operands(64, width, 1501, dtype, spread)
     ours = linear_log_probs(hidden, weight, targets, outputs=ALL)
     exact = defined(hidden, weight, targets)
-    for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits"):
+    for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "mean_log_probs"):
         # fp32 operands fill the accumulator's own precision: twice the bound that half-precision ones are held to
         bound = allowed(exact.logits) * (1 if dtype in HALF else 2)
         assert floats_apart(getattr(ours, name), getattr(exact, name)) <= bound, name
@@ -90,7 +91,7 @@ def test_gradient_of_hidden_stays_at_its_dtypes_rounding_floor(
         assert relative(weight.grad, exact_weight.grad) <= 1.5 * floor
 
 
-@pytest.mark.parametrize("head", ["frozen", "trained", "entropy"])
+@pytest.mark.parametrize("head", ["frozen", "trained", "entropy", "mean"])
 @pytest.mark.parametrize("dtype", HALF + (torch.float32,), ids=str)
 def test_logits_of_ten_thousand_give_finite_values_and_gradients(dtype, head):
     hidden = torch.tensor([[1e2, 0.0], [-1e2, 0.0], [0.0, 1.0]], dtype=dtype, requires_grad=True)
@@ -98,16 +99,20 @@ def test_logits_of_ten_thousand_give_finite_values_and_gradients(dtype, head):
     weight.requires_grad_(head == "trained")
     for target in range(4):
         targets = torch.full((3,), target)
-        ours = linear_log_probs(hidden, weight, targets, outputs=ALL, entropy_requires_grad=head == "entropy")
+        outputs = ALL if head == "mean" else FROZEN
+        ours = linear_log_probs(hidden, weight, targets, outputs=outputs, entropy_requires_grad=head == "entropy")
         exact = defined(hidden.detach(), weight.detach(), targets)
-        for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits"):
+        for name in outputs:
+            if name == "is_top1":
+                continue
             assert getattr(ours, name).isfinite().all()
             assert floats_apart(getattr(ours, name), getattr(exact, name)) <= allowed(exact.logits), name
-        loss = ours.log_probs.sum() + (ours.entropy.sum() if head == "entropy" else 0)
+        also = {"entropy": "entropy", "mean": "mean_log_probs"}.get(head, "log_probs")
+        loss = ours.log_probs.sum() + getattr(ours, also).sum()
         gradients = torch.autograd.grad(loss, [x for x in (hidden, weight) if x.requires_grad])
         h, w = (x.detach().double().requires_grad_(x.requires_grad) for x in (hidden, weight))
         exact = defined(h, w, targets)
-        exact_loss = exact.log_probs.sum() + (exact.entropy.sum() if head == "entropy" else 0)
+        exact_loss = exact.log_probs.sum() + getattr(exact, also).sum()
         exact_gradients = torch.autograd.grad(exact_loss, [x for x in (h, w) if x.requires_grad])
         for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
             assert gradient.isfinite().all()
@@ -153,6 +158,7 @@ def problems(draw):
         "bias": draw(st.booleans()),
         "trained": draw(st.booleans()),
         "entropy_requires_grad": draw(st.booleans()),
+        "mean": draw(st.booleans()),
         "chunk_size": draw(st.sampled_from([None, 1, 3, 16])),
         "columns": draw(st.sampled_from([1, 7, 64, 4096])),
         "options": {
@@ -179,7 +185,7 @@ def test_every_shape_option_and_tile_gives_the_definition_and_its_gradients(monk
     weight = randn(problem["vocabulary"], problem["width"]).requires_grad_(problem["trained"])
     bias = randn(problem["vocabulary"]).requires_grad_(problem["trained"]) if problem["bias"] else None
     targets = torch.randint(problem["vocabulary"], shape, generator=generator)
-    upstream = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    upstream = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
 
     exact_inputs = [None if x is None else x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
     exact = defined(exact_inputs[0], exact_inputs[1], targets, exact_inputs[2], **problem["options"])
@@ -188,14 +194,14 @@ def test_every_shape_option_and_tile_gives_the_definition_and_its_gradients(monk
         weight,
         targets,
         bias=bias,
-        outputs=ALL,
+        outputs=ALL if problem["mean"] else FROZEN,
         entropy_requires_grad=problem["entropy_requires_grad"],
         chunk_size=problem["chunk_size"],
         **problem["options"],
     )
     wide = dtype == torch.float64
     scale = max(1.0, float(exact.logits.detach().abs().max()) / 32) if exact.logits.numel() else 1.0
-    for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits"):
+    for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", *["mean_log_probs"] * problem["mean"]):
         value = getattr(ours, name)
         assert value.shape == targets.shape
         assert value.dtype == (torch.float64 if wide else torch.float32)
@@ -207,6 +213,9 @@ def test_every_shape_option_and_tile_gives_the_definition_and_its_gradients(monk
     loss, exact_loss = (ours.log_probs * upstream[0]).sum(), (exact.log_probs * upstream[0]).sum()
     if problem["entropy_requires_grad"]:
         loss, exact_loss = loss + (ours.entropy * upstream[1]).sum(), exact_loss + (exact.entropy * upstream[1]).sum()
+    if problem["mean"]:
+        loss = loss + (ours.mean_log_probs * upstream[2]).sum()
+        exact_loss = exact_loss + (exact.mean_log_probs * upstream[2]).sum()
     loss.backward()
     exact_loss.backward()
     tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
@@ -222,7 +231,8 @@ def test_every_shape_option_and_tile_gives_the_definition_and_its_gradients(monk
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "logit_scale": 0.3, "softcap": 2.0}])
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_gradcheck_in_float64(trained, entropy, options, monkeypatch):
+@pytest.mark.parametrize("mean", [False, True])
+def test_gradcheck_in_float64(trained, entropy, mean, options, monkeypatch):
     monkeypatch.setattr(tiles, "_FEWEST_COLUMNS", 4)
     monkeypatch.setitem(tiles._ELEMENTS, "cpu", 1)
     torch.manual_seed(0)
@@ -237,12 +247,12 @@ def test_gradcheck_in_float64(trained, entropy, options, monkeypatch):
             weight,
             targets,
             bias=bias,
-            outputs=("log_probs", "entropy"),
+            outputs=ALL if mean else FROZEN,
             entropy_requires_grad=entropy,
             chunk_size=2,
             **options,
         )
-        return (out.log_probs, out.entropy) if entropy else out.log_probs
+        return tuple(x for x in out if x is not None and x.requires_grad)
 
     assert torch.autograd.gradcheck(head, (hidden, weight, bias), fast_mode=False)
 
@@ -252,19 +262,18 @@ def test_the_result_does_not_depend_on_which_path_ran():
     with torch.no_grad():
         plain = linear_log_probs(hidden, weight, targets, outputs=ALL)
     gradients = []
-    for trained in (False, True):
-        for entropy_requires_grad in (False, True):
-            h = hidden.clone().requires_grad_()
-            other = linear_log_probs(
-                h,
-                weight.clone().requires_grad_(trained),
-                targets,
-                outputs=ALL,
-                entropy_requires_grad=entropy_requires_grad,
-            )
-            for a, b in zip(plain, other, strict=True):
-                assert torch.equal(a, b)
-            gradients.append(torch.autograd.grad(other.log_probs.sum(), h)[0])
+    for trained, entropy_requires_grad, outputs in product((False, True), (False, True), (FROZEN, ALL)):
+        h = hidden.clone().requires_grad_()
+        other = linear_log_probs(
+            h,
+            weight.clone().requires_grad_(trained),
+            targets,
+            outputs=outputs,
+            entropy_requires_grad=entropy_requires_grad,
+        )
+        for a, b in zip(plain, other, strict=True):
+            assert b is None or torch.equal(a, b)
+        gradients.append(torch.autograd.grad(other.log_probs.sum(), h)[0])
     for gradient in gradients[1:]:
         assert relative(gradient, gradients[0]) < 1e-6
 
@@ -398,9 +407,47 @@ def test_the_dense_head_is_the_same_function():
                 outputs=ALL,
                 entropy_requires_grad=True,
             )
-            (out.log_probs.sum() + out.entropy.square().sum()).backward()
+            (out.log_probs.sum() + out.entropy.square().sum() - out.mean_log_probs.square().sum()).backward()
             results[name] = out, [x.grad for x in inputs]
         for a, b in zip(results["tiled"][0], results["dense"][0], strict=True):
             assert floats_apart(a, b) < 1e-5
         for a, b in zip(results["tiled"][1], results["dense"][1], strict=True):
             assert relative(a, b) < {torch.bfloat16: 4e-3, torch.float16: 1e-3}.get(dtype, 1e-5)
+
+
+@pytest.mark.parametrize("cuda_rounding", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+@pytest.mark.parametrize("dtype", HALF + (torch.float32,), ids=str)
+def test_label_smoothing_over_tokens_has_the_gradient_of_its_definition(dtype, spread, trained, cuda_rounding, request):
+    """PyTorch's convention; at a spread of 30 most probabilities underflow, and half the targets are nearly certain."""
+    if cuda_rounding:
+        request.getfixturevalue("rounds_coefficients")
+    hidden, weight, targets = operands(128, 512, 3001, dtype, spread)
+    hidden.requires_grad_()
+    weight.requires_grad_(trained)
+    ours = linear_log_probs(hidden, weight, targets, outputs=("log_probs", "mean_log_probs"))
+    loss = -(0.9 * ours.log_probs + 0.1 * ours.mean_log_probs).mean()
+    inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = torch.nn.functional.cross_entropy(inputs[0] @ inputs[1].t(), targets, label_smoothing=0.1)
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
+    loss.backward()
+    exact.backward()
+    for x, exact_x in zip((hidden, weight), inputs, strict=True):
+        if x.requires_grad:
+            floor = max(relative(exact_x.grad.to(dtype), exact_x.grad), 5e-6)
+            assert relative(x.grad, exact_x.grad) <= 1.5 * floor
+
+
+def test_the_mean_log_prob_of_a_large_vocabulary_keeps_its_gradient():
+    """1 / V is then small beside the probabilities, and the gradient of most rows of the weight is that alone."""
+    hidden, weight, targets = operands(16, 32, 150_001, torch.float32, 3.0)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    linear_log_probs(hidden, weight, targets, outputs=("mean_log_probs",)).mean_log_probs.sum().backward()
+    inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    defined(*inputs, targets).mean_log_probs.sum().backward()
+    for x, exact in zip((hidden, weight), inputs, strict=True):
+        assert relative(x.grad, exact.grad) < 1e-5
+    unlikely = inputs[1].grad.norm(dim=-1) < 2e-4
+    assert unlikely.sum() > 100_000
+    assert relative(weight.grad[unlikely], inputs[1].grad[unlikely]) < 1e-5

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import trl_ext.heads.tiled as tiled
-from definition import floats_apart
+from definition import ALL, FROZEN, floats_apart
 from head_stays import HeadGatheredError, head_stays
 from test_scoring_forward import batch, build
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
@@ -21,7 +21,6 @@ LOCAL_TP = "each rank scores with its rows of the weight (tensor parallel)"
 LOCAL = "each rank scores the tokens of all with its rows of the weight (FSDP2): its tokens cost "
 IN_TURN = "the ranks send their rows of the weight in slices (FSDP2): the weight costs "
 WHOLE = "the whole weight is gathered for each pass"
-OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,19 @@ class Case:
     bias: bool = False
     trained: bool = False
     entropy: bool = False
+    mean: bool = False
     head: str = "tiled"
 
     @property
     def model(self) -> str:
         return "head_bias" if self.bias else "untied"
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ALL if self.mean else FROZEN
+
     def options(self) -> ScoringOptions:
-        return ScoringOptions(0.7, outputs=OUTPUTS, entropy_requires_grad=self.entropy, head=self.head)
+        return ScoringOptions(0.7, outputs=self.outputs, entropy_requires_grad=self.entropy, head=self.head)
 
     def batch(self, rank: int) -> tuple[dict[str, Tensor], Tensor]:
         inputs, labels = batch(rows=max(2, self.rows[rank]))
@@ -54,12 +58,13 @@ class Case:
         return inputs, labels if self.rows[rank] else torch.full_like(labels, -100)
 
 
-# A token costs 256 bytes to move beside a frozen weight, 384 beside a trained one or with the entropy's gradient; the
-# 48 rows of the other rank cost 6144 in each of 1, 3 and 2 passes
+# A token costs 256 bytes to move beside a frozen weight, 384 beside a trained one or with a gradient of the entropy or
+# of the mean log-prob; the 48 rows of the other rank cost 6144 in each of 1, 3 and 2 passes
 CASES = {
     "tp, frozen": Case("tp", (3, 3), LOCAL_TP),
     "tp, frozen, many tokens, bias, entropy": Case("tp", (12, 12), LOCAL_TP, bias=True, entropy=True),
     "tp, trained, bias": Case("tp", (12, 12), LOCAL_TP, bias=True, trained=True),
+    "tp, frozen, mean": Case("tp", (12, 12), LOCAL_TP, bias=True, mean=True),
     "tp, no tokens": Case("tp", (0, 0), LOCAL_TP, trained=True),
     "fsdp, frozen, few tokens": Case("fsdp", (3, 2), LOCAL),
     "fsdp, frozen, no tokens on one rank, bias": Case("fsdp", (0, 3), LOCAL, bias=True, entropy=True),
@@ -67,7 +72,8 @@ CASES = {
     "fsdp, frozen, many tokens": Case("fsdp", (12, 3), IN_TURN),
     "fsdp, frozen, many tokens on one rank, entropy": Case("fsdp", (0, 12), IN_TURN, entropy=True),
     "fsdp, frozen, many tokens, bias": Case("fsdp", (12, 3), WHOLE, bias=True),
-    "fsdp, trained, few tokens, bias": Case("fsdp", (3, 2), LOCAL, bias=True, trained=True),
+    "fsdp, frozen, many tokens on one rank, mean": Case("fsdp", (0, 12), IN_TURN, mean=True),
+    "fsdp, trained, few tokens, bias": Case("fsdp", (3, 2), LOCAL, bias=True, trained=True, mean=True),
     "fsdp, trained, no tokens on one rank, entropy": Case("fsdp", (3, 0), LOCAL, trained=True, entropy=True),
     "fsdp, trained, many tokens, bias": Case("fsdp", (12, 3), WHOLE, bias=True, trained=True, entropy=True),
     "fsdp, trained, dense": Case("fsdp", (3, 2), WHOLE, trained=True, head="dense"),
@@ -83,7 +89,8 @@ def scored(model: torch.nn.Module, case: Case, rank: int) -> tuple[Any, Any, dic
         out = model(**inputs, labels=labels, fused_lm_head=True)
         upstream = factor * torch.arange(1, labels.shape[1])
         loss = (out.log_probs * upstream).sum()
-        (loss + (out.entropy * upstream).sum() if case.entropy else loss).backward()
+        loss = loss + (out.entropy * upstream).sum() if case.entropy else loss
+        (loss - (out.mean_log_probs * upstream).sum() if case.mean else loss).backward()
     return scoring, out, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -121,7 +128,7 @@ def scored_split(group: dist.ProcessGroup, case: Case, watched: bool) -> tuple[s
     else:
         scoring, out, gradients = scored(model, case, group.rank())
     gradients = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients.items()}
-    return scoring.head_rows, {name: getattr(out, name).detach() for name in OUTPUTS}, gradients
+    return scoring.head_rows, {name: getattr(out, name).detach() for name in case.outputs}, gradients
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -131,7 +138,7 @@ def test_each_way_gives_what_one_process_gives(ranks, name):
     stays = case.way != WHOLE
     for rank, (reason, values, grads) in enumerate(ranks.run(scored_split, 2, case, stays)):
         assert reason.startswith(case.way), reason
-        for field in OUTPUTS:
+        for field in case.outputs:
             assert floats_apart(values[field], getattr(results[rank], field)) <= 1e-5, field
         assert grads.keys() == gradients[rank].keys()
         for part, grad in gradients[rank].items():

@@ -5,6 +5,11 @@ import copy
 import pytest
 import torch
 import transformers as t
+from accelerate.utils import convert_outputs_to_fp32
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from definition import floats_apart
 from tiny import MODELS
@@ -282,3 +287,40 @@ def test_a_vision_language_models_text_is_scored_after_its_own_vision():
     targets = labels[:, 1:].clamp(min=0)[..., None]
     assert floats_apart(ours, log_p.gather(-1, targets)[..., 0] * mask) < 1e-5
     assert floats_apart(ours, other.gather(-1, targets)[..., 0] * mask) > 1e-3  # the image was seen
+
+
+def smoothed_loss(model, wrapped):
+    attach_scoring_forward(model, ScoringOptions())
+    inputs, labels = batch()
+    asked = ("log_probs", "mean_log_probs")
+    out = wrapped(**inputs, labels=labels, fused_lm_head=True, head_outputs=asked)
+    (out.log_probs.sum() - 0.1 * out.mean_log_probs.sum()).backward()
+    return out.mean_log_probs.detach()
+
+
+def mean_log_probs_through(group, wrapper):
+    model = build("softcap")
+    model.lm_head.requires_grad_(False)
+    if wrapper == "DDP":
+        model.forward = convert_outputs_to_fp32(model.forward)  # as accelerate does under autocast
+        wrapped = DistributedDataParallel(model, process_group=group)
+    else:
+        wrapped = fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    found = smoothed_loss(model, wrapped)
+    gradient = model.model.layers[0].mlp.up_proj.weight.grad
+    return found, gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_mean_log_probs_reach_the_caller_through_what_wraps_the_model(ranks, wrapper):
+    model = build("softcap")
+    model.lm_head.requires_grad_(False)
+    expected = smoothed_loss(model, model)
+    inputs, labels = batch()
+    with torch.no_grad():
+        defined = build("softcap")(**inputs).logits[:, :-1].log_softmax(-1).mean(-1) * (labels[:, 1:] != -100)
+    assert floats_apart(expected, defined) < 1e-5
+    for found, gradient in ranks.run(mean_log_probs_through, 2, wrapper):
+        assert floats_apart(found, expected) < 1e-6
+        exact = model.model.layers[0].mlp.up_proj.weight.grad
+        assert floats_apart(gradient, exact) < 1e-5 * float(exact.abs().max())

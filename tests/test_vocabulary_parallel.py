@@ -54,6 +54,8 @@ def by_definition(problem: Problem) -> tuple[list[Scored], float]:
         loss = loss + (defined_ones[rank].log_probs * whole.upstream[rank][0]).sum()
         if problem.entropy_requires_grad and problem.entropy_used[rank]:
             loss = loss + (defined_ones[rank].entropy * whole.upstream[rank][1]).sum()
+        if problem.mean_used[rank]:
+            loss = loss + (defined_ones[rank].mean_log_probs * whole.upstream[rank][2]).sum()
     loss.backward()
     scored = []
     for rank, (first, count) in enumerate(problem.edges):
@@ -77,7 +79,7 @@ def _leaves(x):
 
 def assert_values(problem: Problem, found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
     wide = problem.dtype == "float64"
-    for name in VALUES:
+    for name in VALUES + ("mean_log_probs",) * any(problem.mean_used):
         assert found[name].dtype == (torch.float64 if wide else torch.float32)
         assert found[name].shape == expected[name].shape
         assert floats_apart(found[name], expected[name]) <= (1e-12 if wide else 1e-5) * bound, name

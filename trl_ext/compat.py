@@ -4,6 +4,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -24,8 +25,8 @@ from accelerate.utils import is_peft_model  # noqa: E402
 from transformers.trainer_utils import has_length  # noqa: E402
 from trl.models import prepare_deepspeed  # noqa: E402
 from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
+from trl.trainer.utils import FusedCausalLMOutput as TRLFusedCausalLMOutput  # noqa: E402
 from trl.trainer.utils import (  # noqa: E402
-    FusedCausalLMOutput,
     disable_dropout_in_model,
     maybe_gather_lm_head_ctx,
     use_adapter,
@@ -46,6 +47,18 @@ __all__ = [
     "sequence_parallelism_hidden",
     "unrecorded_pass",
 ]
+
+
+@dataclass
+class FusedCausalLMOutput(TRLFusedCausalLMOutput):
+    """TRL's output of the scoring forward, and a field that it lacks.
+
+    Args:
+        mean_log_probs (`torch.Tensor`, same shape as `log_probs`):
+            Mean of the log-probs over the vocabulary, of each next-token distribution.
+    """
+
+    mean_log_probs: torch.Tensor | None = None
 
 
 @contextmanager

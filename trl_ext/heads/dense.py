@@ -60,6 +60,8 @@ def log_probs_of(
         if "entropy" in outputs:
             entropy = -(log_p_NV.exp() * log_p_NV).sum(-1)
             results["entropy"] = entropy if entropy_requires_grad else entropy.detach()
+        if "mean_log_probs" in outputs:
+            results["mean_log_probs"] = log_p_NV.mean(-1)
         with torch.no_grad():
             if "log_sum_sq_probs" in outputs:
                 results["log_sum_sq_probs"] = (2 * log_p_NV).logsumexp(-1)

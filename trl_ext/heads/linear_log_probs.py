@@ -59,7 +59,8 @@ def linear_log_probs(
         softcap (`float`, *optional*):
             Bound of the logits before the temperature (Gemma 2, arXiv 2408.00118).
         outputs (`tuple[str, ...]`, *optional*, defaults to `("log_probs",)`):
-            What to compute, among `"log_probs"`, `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"`.
+            What to compute, among `"log_probs"`, `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"` and
+            `"mean_log_probs"`, the mean of log p over the vocabulary, whose gradient costs what the entropy's does.
         entropy_requires_grad (`bool`, *optional*, defaults to `False`):
             Whether the entropy carries a gradient. Without it the gradient to a frozen weight's hidden states is formed
             in the forward (two matrix products in all); with it, or with a trained weight, tiles are recomputed.
@@ -79,9 +80,9 @@ def linear_log_probs(
 
     Returns:
         [`LinearLogProbs`]: tensors of shape `(...)`, fp32 (float64 for float64 operands; `is_top1` bool), None where
-        not asked for. Gradients flow through `log_probs` to `hidden`, `weight` and `bias`, and through `entropy` where
-        `entropy_requires_grad`. With `group` they are those of the sum of losses: of each token once, be it on one rank
-        (`own_tokens`) or on all.
+        not asked for. Gradients flow through `log_probs` and `mean_log_probs` to `hidden`, `weight` and `bias`, and
+        through `entropy` where `entropy_requires_grad`. With `group` they are those of the sum of losses: of each token
+        once, be it on one rank (`own_tokens`) or on all.
 
     Raises:
         `TypeError`: hidden or weight is not floating point, targets are not integers.

@@ -8,8 +8,9 @@ from torch import Tensor
 class LinearLogProbs(NamedTuple):
     """Per-token results of a head, each of the targets' shape; None where not asked for.
 
-    Means the same as the fields of the same names in TRL's `FusedCausalLMOutput`. All are fp32 (float64 for float64
-    operands) but `is_top1`, which is bool. Below, p is the softmax of the logits z over the vocabulary.
+    Means the same as the fields of the same names in TRL's `FusedCausalLMOutput`, as far as it has them. All are fp32
+    (float64 for float64 operands) but `is_top1`, which is bool. Below, p is the softmax of the logits z over the
+    vocabulary.
     """
 
     log_probs: Tensor | None = None
@@ -22,6 +23,8 @@ class LinearLogProbs(NamedTuple):
     """Mean of z over the vocabulary, without gradient."""
     is_top1: Tensor | None = None
     """Whether the target is the first of the largest logits."""
+    mean_log_probs: Tensor | None = None
+    """Mean of log p over the vocabulary: what label smoothing adds to the log-prob of the target."""
 
 
 OUTPUTS = LinearLogProbs._fields

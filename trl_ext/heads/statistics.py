@@ -46,7 +46,7 @@ class RunningStatistics:
             self.target_logit.masked_fill_((targets >= 0) & (targets < vocabulary), 0.0)
         self.sum_shifted_exp = full(0.0) if "entropy" in outputs else None
         self.sum_sq_exp = full(0.0) if "log_sum_sq_probs" in outputs else None
-        self.sum_logits = full(0.0) if "mean_logits" in outputs else None
+        self.sum_logits = full(0.0) if {"mean_logits", "mean_log_probs"} & {*outputs} else None
         self.max_before_target = full(-torch.inf) if "is_top1" in outputs else None
 
     def take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
@@ -138,7 +138,11 @@ class RunningStatistics:
             others = 2 * log_q + self.sum_sq_exp.log() - 2 * self.sum_exp.log()
             results["log_sum_sq_probs"] = torch.logaddexp(2 * log_p, others)
         if self.sum_logits is not None:
-            results["mean_logits"] = self.sum_logits / self.vocabulary
+            mean = self.sum_logits / self.vocabulary
+            if "mean_logits" in outputs:
+                results["mean_logits"] = mean
+            if "mean_log_probs" in outputs:
+                results["mean_log_probs"] = mean - torch.logaddexp(self.target_logit, self.max + self.sum_exp.log())
         if self.max_before_target is not None:
             first = self.target_logit > self.max_before_target
             results["is_top1"] = first & (self.target_logit >= self.max)

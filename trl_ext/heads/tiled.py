@@ -2,7 +2,8 @@
 
 `scan` runs over the tiles once. `FrozenHead` forms the gradient of the hidden states in that same pass, which is
 possible because d log p / dh does not depend on the gradient that will come in (2 products). `TrainedHead` recomputes
-each tile in the backward (4 products, 3 if only the entropy's gradient asked for it). Without a gradient there is one.
+each tile in the backward (4 products, 3 if only the entropy or the mean log-prob asked for it). Without a gradient
+there is one.
 
 Where the rows of the weight lie on several ranks, `Exchange` brings tokens, statistics and sums together, and the loops
 below are the same.
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .coefficients import Coefficients
+from .coefficients import Coefficients, Upstream
 from .exchange import Part
 from .logits import LogitTransform
 from .outputs import LinearLogProbs
@@ -187,7 +188,9 @@ class FrozenHead(torch.autograd.Function):
 
 
 class TrainedHead(torch.autograd.Function):
-    """Log-probs and entropy with a gradient to hidden states, weight and bias; the backward recomputes the tiles.
+    """Log-probs, entropy and mean log-probs with a gradient to hidden states, weight and bias.
+
+    The backward recomputes the tiles.
 
     On several ranks the gradient of the weight's rows that are here is that of the sum of all ranks' losses.
     """
@@ -215,18 +218,20 @@ class TrainedHead(torch.autograd.Function):
         kept = [x[0] if len(saved) == 1 else torch.cat(x) for x in zip(*saved, strict=True)]
         ctx.save_for_backward(hidden, weight, bias, targets, *kept, results.entropy if entropy_grad else None)
         ctx.head = head
-        without_grad = results[2:] if entropy_grad else results[1:]
-        ctx.mark_non_differentiable(*(x for x in without_grad if x is not None))
+        differentiable = {"log_probs", "mean_log_probs", *(["entropy"] if entropy_grad else [])}
+        ctx.mark_non_differentiable(
+            *(x for name, x in results._asdict().items() if x is not None and name not in differentiable)
+        )
         return results
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: Any
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         head: Head = ctx.head
+        of_results = LinearLogProbs(*gradients)
+        upstream = Upstream(of_results.log_probs, of_results.entropy, of_results.mean_log_probs)
         # The other ranks may have a gradient, and wait for this one
-        if grad_log_probs is None and grad_entropy is None and not head.shard.spread:
+        if all(x is None for x in upstream) and not head.shard.spread:
             return None, None, None, None, None, None
         hidden, weight, bias, targets, *statistics = ctx.saved_tensors
         parts = head.parts(hidden)
@@ -234,30 +239,33 @@ class TrainedHead(torch.autograd.Function):
         with head.readable(), exact_arithmetic(hidden.device):
             for part in parts:
                 targets_M = part.gathered(targets)
-                of_tokens = _gathered_numbers(part, head, statistics, grad_log_probs, grad_entropy)
-                coefficients = Coefficients(*of_tokens, head.transform)
                 rows = head.rows(weight, bias, targets_M)
+                of_tokens = _gathered_numbers(part, head, statistics, upstream)
+                coefficients = Coefficients(*of_tokens, head.transform, rows.vocabulary)
                 grads.add_(part, head, part.gathered(hidden), rows, targets_M, coefficients)
         return None, grads.of_hidden(), grads.of_weight(), grads.of_bias(), None, None
 
 
 def _gathered_numbers(
-    part: Part, head: Head, saved: list[Any], grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-) -> tuple[Any, Any, Any, Any, Any, Any]:
+    part: Part, head: Head, saved: list[Any], upstream: Upstream
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Upstream]:
     """What the coefficients of the tokens that are scored together are made of: numbers of shape (M,), or None."""
     maximum, sum_exp, target_logit, entropy = saved
     if not head.shard.partial:
-        return maximum, sum_exp, target_logit, entropy, grad_log_probs, grad_entropy
+        return maximum, sum_exp, target_logit, entropy, upstream
     # Every rank sends as many numbers, also where one has no gradient
-    none = torch.zeros_like(maximum)
-    given = [maximum, sum_exp, target_logit, none if grad_log_probs is None else grad_log_probs]
-    if entropy is not None:
-        given += [entropy, none if grad_entropy is None else grad_entropy]
-    numbers = part.gathered(torch.stack(given, 1)).unbind(1)
+    asked = {"log_probs": "log_probs" in head.outputs, "entropy": entropy is not None}
+    asked["mean_log_probs"] = "mean_log_probs" in head.outputs
+    zeros = torch.zeros_like(maximum)
+    of_upstream = {name: zeros if x is None else x for name, x in upstream._asdict().items() if asked[name]}
+    sent = [maximum, sum_exp, target_logit, *([] if entropy is None else [entropy]), *of_upstream.values()]
+    numbers = iter(part.gathered(torch.stack(sent, 1)).unbind(1))
+    maximum_M, sum_exp_M, target_logit_M = next(numbers), next(numbers), next(numbers)
     # 0 where a rank's tokens were filled up: nothing comes back from there, but log 0 must not either
-    sum_exp_M = numbers[1].masked_fill(numbers[1] == 0, 1.0)
-    entropy_M, grad_entropy_M = numbers[4:] or (None, None)
-    return numbers[0], sum_exp_M, numbers[2], entropy_M, numbers[3], grad_entropy_M
+    sum_exp_M = sum_exp_M.masked_fill(sum_exp_M == 0, 1.0)
+    entropy_M = None if entropy is None else next(numbers)
+    upstream_M = Upstream(**dict(zip(of_upstream, numbers, strict=True)))
+    return maximum_M, sum_exp_M, target_logit_M, entropy_M, upstream_M
 
 
 class _Gradients:
@@ -348,9 +356,10 @@ def tiled_log_probs(
     """
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     entropy_grad = entropy_requires_grad and "entropy" in head.outputs
-    differentiable = "log_probs" in head.outputs or entropy_grad
+    mean_grad = "mean_log_probs" in head.outputs
+    differentiable = "log_probs" in head.outputs or entropy_grad or mean_grad
     if not torch.is_grad_enabled() or not differentiable or not (hidden.requires_grad or trained):
         return score(head, hidden, weight, bias, targets)
-    if trained or entropy_grad:
+    if trained or entropy_grad or mean_grad:
         return LinearLogProbs(*TrainedHead.apply(head, hidden, weight, bias, targets, entropy_grad))
     return LinearLogProbs(*FrozenHead.apply(head, hidden, weight, bias, targets))

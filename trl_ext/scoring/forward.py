@@ -21,7 +21,7 @@ from ..heads import LinearLogProbs, LogitTransform, run_head
 from ..packing import Layout, Packing, picked
 from .families import logit_transform
 from .head_check import check_head
-from .head_rows import rows_of_head
+from .head_rows import HeadRows, rows_of_head
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ class ScoringForward:
         self.head_rows: str | None = None
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._dropout: bool | None = None
-        # Apart, where the rows of the weight are spread: then every rank takes part in a check, or none
-        self._checked = dict.fromkeys((False, True), options.head == "dense")
+        self._checked: set[tuple[bool, bool]] = set()
 
     def __call__(
         self,
@@ -88,8 +87,8 @@ class ScoringForward:
             labels (`Tensor` of shape `(B, S)`): shifted here; fields are `(B, S - 1)`.
             shift_labels (`Tensor` of shape `(B, S)`): shifted by the caller, as under context parallelism; fields are
                 `(B, S)`.
-            head_outputs (`tuple[str, ...]`, *optional*): per-token fields to compute in this pass; `None` stands for
-                the options' own.
+            head_outputs (`tuple[str, ...]`, *optional*): per-token fields to compute in this pass, `log_probs` among
+                them; `None` stands for the options' own.
         """
         self.used = True
         kwargs["use_cache"] = False
@@ -212,14 +211,8 @@ class ScoringForward:
         # Entered once by every rank, also one without a token to check
         with autocast, rows.readable():
             # In inference mode no gradient can be checked: the first batch outside it will be
-            spread = rows.sharded is not None
-            if not self._checked[spread] and not torch.is_inference_mode_enabled():
-                self._checked[spread] = check_head(
-                    *(hidden_NH, rows, targets_N),
-                    transform=self.transform,
-                    outputs=options.outputs,
-                    entropy_requires_grad=options.entropy_requires_grad,
-                )
+            if options.head != "dense" and not torch.is_inference_mode_enabled():
+                self._check(hidden_NH, rows, targets_N, outputs)
             return run_head(
                 *(options.head, hidden_NH, rows.weight, targets_N),
                 bias=rows.bias,
@@ -230,6 +223,18 @@ class ScoringForward:
                 readable=rows.readable,
                 shard=rows.shard,
             )
+
+    def _check(self, hidden_NH: Tensor, rows: HeadRows, targets_N: Tensor, outputs: tuple[str, ...]) -> None:
+        """Compare the tiled head with its definition, once for each way that it goes."""
+        # Apart, where the rows of the weight are spread: then every rank takes part in a check, or none
+        way = rows.sharded is not None, "mean_log_probs" in outputs
+        if way not in self._checked and check_head(
+            *(hidden_NH, rows, targets_N),
+            transform=self.transform,
+            outputs=tuple(dict.fromkeys((*self.options.outputs, *outputs))),
+            entropy_requires_grad=self.options.entropy_requires_grad,
+        ):
+            self._checked.add(way)
 
 
 def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForward:

@@ -93,6 +93,7 @@ def check_head(
 class _Sample:
     """The tokens that are looked at: n of this rank, M of all whose tokens are scored together.
 
+    `upstream_M`: the gradients of log-probs, entropy and mean log-probs.
     `seen_rows`: a few of this rank's rows of the weight, whose gradient stands for all: the targets' and others.
     """
 
@@ -100,8 +101,7 @@ class _Sample:
     targets_n: Tensor
     exchange: Exchange
     part: Part
-    upstream_M: Tensor
-    entropy_upstream_M: Tensor
+    upstream_M: tuple[Tensor, Tensor, Tensor]
     seen_rows: Tensor
 
 
@@ -128,8 +128,8 @@ def _sample(hidden_NH: Tensor, rows: HeadRows, targets_N: Tensor) -> _Sample | N
     others = torch.linspace(0, max(count - 1, 0), min(32, count), device=local.device).long()
     seen_rows = torch.cat([local[(local >= 0) & (local < count)], others])
     upstream_M = torch.linspace(1, 2, len(real_M), device=real_M.device)
-    upstreams = upstream_M * real_M, upstream_M.flip(0) * real_M
-    return _Sample(hidden_NH[some].detach(), targets_N[some], exchange, part, *upstreams, seen_rows)
+    upstreams = upstream_M * real_M, upstream_M.flip(0) * real_M, -upstream_M * real_M
+    return _Sample(hidden_NH[some].detach(), targets_N[some], exchange, part, upstreams, seen_rows)
 
 
 def _inputs(sample: _Sample, rows: HeadRows, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -137,12 +137,10 @@ def _inputs(sample: _Sample, rows: HeadRows, hidden: Tensor) -> tuple[Tensor, Te
     return hidden.detach().requires_grad_(), rows.weight.detach().requires_grad_(rows.trained[0]), bias
 
 
-def _loss(scored: LinearLogProbs, upstream: Tensor, entropy_upstream: Tensor, entropy_requires_grad: bool) -> Tensor:
-    assert scored.log_probs is not None
-    loss = (scored.log_probs * upstream).sum()
-    if entropy_requires_grad and scored.entropy is not None:
-        loss = loss + (scored.entropy * entropy_upstream).sum()
-    return loss
+def _loss(scored: LinearLogProbs, upstream: tuple[Tensor, Tensor, Tensor], entropy_requires_grad: bool) -> Tensor:
+    entropy = scored.entropy if entropy_requires_grad else None
+    differentiable = zip((scored.log_probs, entropy, scored.mean_log_probs), upstream, strict=True)
+    return torch.stack([(x * grad).sum() for x, grad in differentiable if x is not None]).sum()
 
 
 def _seen(
@@ -171,13 +169,13 @@ def _by_the_tiled_head(
         shard = replace(shard, exchange=sample.exchange)
     head = Head(
         *(operand_dtype(h, w), transform, outputs, shard),
-        chunk_size=-(-len(sample.upstream_M) // 3),
+        chunk_size=-(-len(sample.upstream_M[0]) // 3),
         columns=min(8192, max(1, -(-len(w) // 3))),
     )
     scored = tiled_log_probs(head, h, w, b, sample.targets_n, entropy_requires_grad=entropy_requires_grad)
-    upstream = sample.part.own(sample.upstream_M), sample.part.own(sample.entropy_upstream_M)
+    log_probs, entropy, mean_log_probs = (sample.part.own(x) for x in sample.upstream_M)
     trained = [(name, x) for name, x in zip(_NAMES, (h, w, b), strict=True) if x is not None and x.requires_grad]
-    loss = _loss(scored, *upstream, entropy_requires_grad)
+    loss = _loss(scored, (log_probs, entropy, mean_log_probs), entropy_requires_grad)
     gradients = torch.autograd.grad(loss, [x for _, x in trained])
     named = {name: gradient for (name, _), gradient in zip(trained, gradients, strict=True)}
     return _seen(scored, named, lambda x: x, sample.seen_rows)
@@ -204,7 +202,7 @@ def _by_definition(
     scored = log_probs_of(
         logits_MV, part.gathered(sample.targets_n), outputs, entropy_requires_grad=entropy_requires_grad
     )
-    loss = _loss(scored, sample.upstream_M, sample.entropy_upstream_M, entropy_requires_grad)
+    loss = _loss(scored, sample.upstream_M, entropy_requires_grad)
     (gradient_MV,) = torch.autograd.grad(loss, logits_MV)
     first = 0 if spread is None else spread.blocks[0][0]
     trained = [(name, x) for name, x in zip(_NAMES, (h, w, b), strict=True) if x is not None and x.requires_grad]

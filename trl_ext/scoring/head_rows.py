@@ -91,14 +91,17 @@ def bytes_moved(
     """
     ranks, width, item = len(counts), hidden_NH.shape[1], hidden_NH.element_size()
     accumulated, target = max(4, item), 8
-    again = gradient and (sharded.trained or entropy_grad)  # the backward reads hidden states or weight once more
+    mean_grad = "mean_log_probs" in outputs
+    again = gradient and (
+        sharded.trained or entropy_grad or mean_grad
+    )  # the backward reads hidden states or weight once more
     # A max and two sums, and one number more for each output beside the log-probs; an all-reduce comes and goes
     statistics = 3 + len({*outputs} - {"log_probs"})
     of_token = width * item + target + 2 * statistics * accumulated
     if gradient:
         of_token += width * accumulated
     if again:
-        of_token += width * item + target + (6 if entropy_grad else 4) * accumulated
+        of_token += width * item + target + (4 + 2 * entropy_grad + mean_grad) * accumulated
     # A trained weight that was gathered is kept for the backward
     passes = 1 + (gradient if sharded.trained else again)
     weight = sharded.vocabulary * width * sharded.blocks[0][1].element_size()
