@@ -16,8 +16,9 @@ ROOMS = {
     "engines": set(),
     "scoring": {"heads", "packing", "engines", "dropout", "compat"},
     "passes": set(),
+    "checkpoints": set(),
     "reference": {"dropout", "compat"},
-    "trainers": {"heads", "packing", "engines", "scoring", "passes", "reference", "dropout", "compat"},
+    "trainers": {"heads", "packing", "engines", "scoring", "passes", "checkpoints", "reference", "dropout", "compat"},
 }
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
 

@@ -102,7 +102,13 @@ def train(
             reward_funcs=id_reward,
             rollout_func=scripted_rollout,
             args=trl_ext.GRPOConfig(
-                per_device_train_batch_size=4, num_generations=4, max_completion_length=8, beta=0.1, **common
+                per_device_train_batch_size=4,
+                num_generations=4,
+                max_completion_length=8,
+                beta=0.1,
+                steps_per_generation=2,
+                num_iterations=2,  # one generation for all steps: training resumes in mid-cycle
+                **common,
             ),
             train_dataset=prompts(2 * STEPS, seed=1),
         )

@@ -22,6 +22,7 @@ if version("trl") not in SUPPORTED_TRL:
     )
 
 from accelerate.utils import is_peft_model  # noqa: E402
+from transformers import Trainer  # noqa: E402
 from transformers.trainer_utils import has_length  # noqa: E402
 from trl.models import prepare_deepspeed  # noqa: E402
 from trl.models.utils import disable_gradient_checkpointing  # noqa: E402
@@ -44,6 +45,7 @@ __all__ = [
     "loaded_models_recorded",
     "maybe_gather_lm_head_ctx",
     "reference_pass",
+    "rotation_put_off",
     "sequence_parallelism_hidden",
     "unrecorded_pass",
 ]
@@ -308,6 +310,21 @@ class WholeBatches:
 
 
 @contextmanager
+def rotation_put_off() -> Iterator[list[Callable[[], None]]]:
+    """Within, transformers' trainers delete no old checkpoint; the list gets what they would have called."""
+    module: Any = sys.modules[Trainer.__module__]
+    original = module.rotate_checkpoints
+    put_off: list[Callable[[], None]] = []
+    module.rotate_checkpoints = lambda *positional, **keywords: put_off.append(
+        partial(original, *positional, **keywords)
+    )
+    try:
+        yield put_off
+    finally:
+        module.rotate_checkpoints = original
+
+
+@contextmanager
 def sequence_parallelism_hidden(config: Any) -> Iterator[None]:
     """Within, TRL's `GRPOConfig` does not find the context or sequence parallelism that it refuses."""
     asked = config.parallelism_config
@@ -334,6 +351,8 @@ class GRPOInternals:
     )
 
     _rewards_per_function: torch.Tensor
+    _train_sampler: Any = None
+    _buffered_inputs: list[dict[str, Any]] | None
     _window_began = 0  # the micro-batch, counted from the first of all, with which the present window began
     _get_per_token_logps_and_entropies: Callable[..., Any]
     # Called with what a turn of generation is given, with what it gives, and with what all turns together give
@@ -501,6 +520,34 @@ class GRPOInternals:
     def _regenerate(self) -> None:
         """Drop the generation buffer: TRL fills it again at its next micro-batch."""
         self._buffered_inputs = None
+
+    def _micro_batches_trained(self) -> int:
+        """How many micro-batches were trained on, counted from the first of all."""
+        return int(self._step)  # type: ignore[has-type]
+
+    def _in_mid_cycle(self) -> bool:
+        """Whether the next micro-batch is not one at which TRL generates."""
+        every: int = self.args.steps_per_generation * self.num_iterations  # type: ignore[attr-defined]
+        return self._micro_batches_trained() % every != 0
+
+    def _slices_in_mid_cycle(self) -> list[dict[str, Any]] | None:
+        """The generation buffer, where it will be visited again."""
+        return self._buffered_inputs if self._in_mid_cycle() else None
+
+    def _continue_at(self, micro_batch: int, slices: list[dict[str, Any]] | None) -> None:
+        """Let the next micro-batch be this one, with this generation buffer; `None`: TRL fills it again."""
+        self._step, self._buffered_inputs = micro_batch, slices
+        self._last_loaded_step = -1  # vLLM has other weights
+
+    def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
+        self._train_sampler = super()._get_train_sampler(*positional, **keywords)  # type: ignore[misc]
+        return self._train_sampler
+
+    def _draw_orders_of(self, epochs: int) -> None:
+        """Let the sampler of the training data be as after so many epochs: it draws their orders one after another."""
+        if self._train_sampler is not None:
+            for _ in range(epochs):
+                next(iter(self._train_sampler), None)
 
     def _takes_images(self) -> bool:
         """Whether the policy is a vision-language model."""

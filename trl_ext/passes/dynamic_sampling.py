@@ -21,25 +21,31 @@ class FurtherPrompts:
         dataset: a map-style or a streaming data set.
         shuffle (`bool`): whether the order is drawn anew each time.
         seed (`int`): of the order.
+        taken (`int`): how many were taken before.
     """
 
-    def __init__(self, dataset: Any, *, shuffle: bool, seed: int) -> None:
-        self._stream = self._endless(dataset, shuffle, seed)
+    def __init__(self, dataset: Any, *, shuffle: bool, seed: int, taken: int = 0) -> None:
+        self._stream = self._endless(dataset, shuffle, seed, taken)
+        self.taken = taken
 
     def take(self, prompts: int) -> list[Any]:
         """The next `prompts` rows."""
+        self.taken += prompts
         return list(itertools.islice(self._stream, prompts))
 
     @staticmethod
-    def _endless(dataset: Any, shuffle: bool, seed: int) -> Iterator[Any]:
-        for epoch in itertools.count(seed):
-            if not hasattr(dataset, "__len__"):
-                yield from dataset.shuffle(seed=epoch) if shuffle else dataset
-                continue
-            rows = len(dataset)
+    def _endless(dataset: Any, shuffle: bool, seed: int, taken: int) -> Iterator[Any]:
+        if not hasattr(dataset, "__len__"):
+            epochs = (dataset.shuffle(seed=epoch) if shuffle else dataset for epoch in itertools.count(seed))
+            yield from itertools.islice(itertools.chain.from_iterable(epochs), taken, None)
+            return
+        rows = len(dataset)
+        epochs_taken, first = divmod(taken, rows)
+        for epoch in itertools.count(seed + epochs_taken):
             generator = torch.Generator().manual_seed(epoch)
             order = torch.randperm(rows, generator=generator).tolist() if shuffle else range(rows)
-            yield from (dataset[row] for row in order)
+            yield from (dataset[row] for row in order[first:])
+            first = 0
 
 
 def dead_groups(advantages_B: Tensor, rewarded_alike_B: Tensor, group_size: int) -> Tensor:

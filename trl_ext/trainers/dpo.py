@@ -6,6 +6,7 @@ from typing import Any
 
 import trl
 
+from .complete_checkpoints import CompleteCheckpointsMixin
 from .head_arguments import HeadArguments
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
@@ -42,7 +43,7 @@ class DPOConfig(HeadArguments, PackingArguments, ReferenceArguments, StoreArgume
     """
 
 
-class DPOTrainer(StoredReferenceMixin, trl.DPOTrainer):
+class DPOTrainer(StoredReferenceMixin, CompleteCheckpointsMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact and a reference that scores each sequence once:
     same arguments, losses and metrics.

@@ -7,6 +7,7 @@ from typing import Any
 import trl
 
 from ..compat import sequence_parallelism_hidden
+from .complete_checkpoints import CompleteCheckpointsMixin
 from .grpo_micro_batches import MicroBatchesMixin
 from .grpo_pass_arguments import GRPOPassArguments
 from .grpo_tensor_parallel import SameCompletionsMixin
@@ -14,6 +15,7 @@ from .head_arguments import HeadArguments
 from .hosted_reference import HostedReferenceMixin
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
+from .resumed_generation import ResumedGenerationMixin
 
 
 @dataclass
@@ -62,7 +64,14 @@ class GRPOConfig(GRPOPassArguments, HeadArguments, PackingArguments, ReferenceAr
             super().__post_init__()
 
 
-class GRPOTrainer(HostedReferenceMixin, MicroBatchesMixin, SameCompletionsMixin, trl.GRPOTrainer):
+class GRPOTrainer(
+    ResumedGenerationMixin,
+    HostedReferenceMixin,
+    MicroBatchesMixin,
+    SameCompletionsMixin,
+    CompleteCheckpointsMixin,
+    trl.GRPOTrainer,
+):
     """
     TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact, and without the passes, rows and tokens that
     change nothing: same arguments, losses and metrics.

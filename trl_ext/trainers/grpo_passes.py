@@ -245,13 +245,17 @@ class GRPOPassesMixin(GRPOSequenceSplitMixin, PlannedPassesMixin, GRPOInternals,
         """This rank's rows of a further generation batch, each prompt once for each of its completions."""
         trainer: Any = self
         if self._further_prompts is None:
-            self._further_prompts = FurtherPrompts(
-                self._training_rows(), shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1
-            )
+            self._further_prompts = self._further_prompts_after(0)
         size, accelerator = trainer.num_generations, trainer.accelerator
         prompts = self._further_prompts.take(rows * accelerator.num_processes // size)
         first = accelerator.process_index * rows // size
         return [dict(prompt) for prompt in prompts[first : first + rows // size] for _ in range(size)]
+
+    def _further_prompts_after(self, taken: int) -> FurtherPrompts:
+        trainer: Any = self
+        return FurtherPrompts(
+            self._training_rows(), shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken
+        )
 
     def _count_skipped_pass(self, inputs: dict[str, Any]) -> None:
         self.skipped.add(self._mode, passes=1)

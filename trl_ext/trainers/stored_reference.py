@@ -240,6 +240,12 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         self._meet_adapters_that_changed()
         return super().evaluation_loop(*positional, **keywords)  # type: ignore[misc]
 
+    def _save_beside(self, folder: Any) -> None:
+        """What was scored before a checkpoint is on disk with it: in another batch a last bit of it may differ."""
+        super()._save_beside(folder)  # type: ignore[misc]
+        if self._stored is not None:
+            self._stored.store.flush()
+
     # For each batch
 
     def compute_loss(

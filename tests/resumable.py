@@ -1,0 +1,105 @@
+"""Small DPO and GRPO runs that save often, for tests that end them before they are done and train on."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import config as datasets_config
+from safetensors.torch import save_file
+
+import trl_ext
+from rewards import id_reward
+from tiny import preferences, prompts
+
+COMMON = {
+    "learning_rate": 1e-2,
+    "optim": "adamw_torch",
+    "lr_scheduler_type": "linear",
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "report_to": "none",
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "num_train_epochs": 2,
+}
+DPO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+# Three slices are each visited twice, two to an optimizer step: every other step ends in mid-cycle, and an epoch is
+# six steps
+GRPO = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "steps_per_generation": 3,
+    "gradient_accumulation_steps": 2,
+    "num_iterations": 2,
+    "beta": 0.1,
+    "max_completion_length": 6,
+}
+
+
+def build(name: str, library: Any, model: str, output: Path, streaming: bool = False, **changes: Any) -> Any:
+    """A trainer of `library` ("dpo" or "grpo") that writes all it writes into `output`."""
+    datasets_config.HF_DATASETS_CACHE = output / "cache"
+    if name == "dpo":
+        data = preferences(12, seed=1)
+        return library.DPOTrainer(
+            model=model,
+            args=library.DPOConfig(output_dir=str(output), **{**COMMON, **DPO, **changes}),
+            train_dataset=data.to_iterable_dataset() if streaming else data,
+        )
+    data = prompts(6, seed=1)
+    return library.GRPOTrainer(
+        model=model,
+        reward_funcs=changes.pop("reward_funcs", id_reward),
+        args=library.GRPOConfig(output_dir=str(output), **{**COMMON, **GRPO, **changes}),
+        train_dataset=data.to_iterable_dataset() if streaming else data,
+    )
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+
+
+def train_to_the_end(name: str, model: str, folder: str, kill_at_write: str = "") -> None:
+    """A user's script: from the last complete checkpoint, or else from the beginning; leaves the weights in a file.
+
+    With `kill_at_write` the process kills itself at so many-th file operation of its checkpoints.
+    """
+    output = Path(folder)
+    writes = kill_when_written(output, int(kill_at_write or 0))
+    trainer = build(name, trl_ext, model, output, save_total_limit=2)
+    try:
+        trainer.train(resume_from_checkpoint=any(output.glob("checkpoint-*")))
+    except ValueError as error:
+        if "no complete checkpoint" not in str(error):
+            raise
+        trainer = build(name, trl_ext, model, output, save_total_limit=2)
+        trainer.train()
+    save_file(weights(trainer), output / "unfinished")
+    (output / "writes").write_text(str(writes()))
+    (output / "unfinished").rename(output / "weights.safetensors")
+
+
+def kill_when_written(output: Path, kill_at: int) -> Callable[[], int]:
+    """Count what Python opens for writing, makes, renames and deletes of checkpoints; at `kill_at` of them SIGKILL."""
+    events = 0
+    changes = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal events
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event in changes) and isinstance(args[0], str | os.PathLike):
+            path = str(args[0])
+            if path.startswith(str(output)) and "checkpoint-" in path.removeprefix(str(output)):
+                events += 1
+                if events == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return lambda: events

@@ -1,0 +1,114 @@
+"""A checkpoint counts once all of it is written: which one is resumed from, which are deleted, and what is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trl_ext
+from resumable import build
+from tiny import Workshop
+from trl_ext.checkpoints import (
+    SavedGeneration,
+    begin,
+    complete_checkpoints,
+    finish,
+    half_written,
+    is_complete,
+    position_in_data,
+    read_generation,
+    write_generation,
+)
+
+
+def checkpoint(run: Path, step: int, ended: bool = True) -> Path:
+    folder = run / f"checkpoint-{step}"
+    begin(folder)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    if ended:
+        finish(folder)
+    return folder
+
+
+def test_the_last_complete_checkpoint_is_not_the_highest_number(tmp_path: Path):
+    checkpoint(tmp_path, 9)
+    checkpoint(tmp_path, 10)
+    checkpoint(tmp_path, 11, ended=False)
+    empty = tmp_path / "checkpoint-12"
+    empty.mkdir()  # stock TRL, killed before it wrote its state
+    torn = tmp_path / "checkpoint-13"
+    torn.mkdir()
+    (torn / "trainer_state.json").write_text('{"global_step": 1')
+    (tmp_path / "checkpoint-best").mkdir()
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert [path.name for path in half_written(tmp_path)] == ["checkpoint-11", "checkpoint-12", "checkpoint-13"]
+
+
+def test_a_checkpoint_written_again_begins_empty_where_it_was_half_written(tmp_path: Path):
+    folder = checkpoint(tmp_path, 2, ended=False)
+    (folder / "rng_state_7.pth").write_text("of a rank that is no more")
+    begin(folder)
+    assert [path.name for path in folder.iterdir()] == ["_incomplete"]
+    whole = checkpoint(tmp_path, 4)
+    begin(whole)  # a second run into the same folder
+    assert not is_complete(whole)
+    assert (whole / "trainer_state.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_resuming_names_what_is_not_whole(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    trainer = build("dpo", trl_ext, workshop.model("untied"), tmp_path, max_steps=2, save_total_limit=1)
+    half = checkpoint(tmp_path, 9, ended=False)
+    with pytest.raises(ValueError, match=r"no complete checkpoint .*checkpoint-9 not written whole"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    # Rotation leaves the last complete one, and not the half-written one of a higher number
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert trainer.args.save_total_limit == 1
+    half = checkpoint(tmp_path, 9, ended=False)
+    with pytest.raises(ValueError, match=r"its writing was interrupted\. The last complete one .* is checkpoint-2"):
+        trainer.train(resume_from_checkpoint=str(half))
+    with caplog.at_level("WARNING", logger="trl_ext"):
+        trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-9 was not written whole: training resumes from checkpoint-2" in caplog.text
+
+
+@settings(max_examples=200, deadline=None)
+@given(epoch=st.integers(1, 12), accumulation=st.integers(1, 5), step=st.integers(0, 40))
+def test_position_in_data_is_that_of_windows_one_after_another(epoch: int, accumulation: int, step: int):
+    epochs, begun = 0, 0
+    for _ in range(step):
+        begun = min(begun + accumulation, epoch)
+        if begun == epoch:
+            epochs, begun = epochs + 1, 0
+    assert position_in_data(step, accumulation, epoch) == (epochs, epochs * epoch + begun)
+    assert position_in_data(step, accumulation, epoch, epoch_begins_again=True) == (epochs, epochs * epoch)
+    assert position_in_data(step, accumulation, None) == (0, step * accumulation)
+
+
+def test_a_generation_is_read_as_it_was_written(tmp_path: Path):
+    rows = torch.randn(4, 3)
+    slices = [
+        {"a": rows[:2], "n": torch.tensor(5), "none": None, "images": [1, 2]},
+        {"a": rows[2:].T, "n": torch.tensor(5), "none": None, "images": [3, 0]},
+    ]
+    slices[0]["a"][0, 0] = torch.nan
+    saved = SavedGeneration(micro_batch=7, sampled_at_step=3, further_prompts=2, schedule={"x": 1}, slices=slices)
+    write_generation(tmp_path, 1, saved)
+    assert [path.name for path in tmp_path.iterdir()] == ["generation_1.safetensors"]
+    assert read_generation(tmp_path, 0, torch.device("cpu")) is None
+    read = read_generation(tmp_path, 1, torch.device("cpu"))
+    assert read is not None
+    assert (read.micro_batch, read.sampled_at_step, read.further_prompts, read.schedule) == (7, 3, 2, {"x": 1})
+    assert read.slices is not None
+    for got, want in zip(read.slices, slices, strict=True):
+        assert got.keys() == want.keys()
+        assert (got["none"], got["images"]) == (None, want["images"])
+        assert got["n"] == 5
+        torch.testing.assert_close(got["a"], want["a"], rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(TypeError):
+        write_generation(tmp_path, 2, SavedGeneration(**{**vars(saved), "slices": [{"x": object()}]}))
+    assert not (tmp_path / "generation_2.safetensors").exists()

@@ -1,0 +1,219 @@
+"""A run that was killed, at whatever moment, and resumed ends with the weights of one that was not, bit for bit."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from safetensors.torch import load_file
+
+import trl_ext
+from nursery import Nursery
+from resumable import build, weights
+from tiny import Workshop
+from trl_ext.checkpoints import is_complete
+
+SEED = 20
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as started:
+        yield started
+
+
+def same(ours: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == whole.keys() and all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+class Runs:
+    """Processes that train one run; `whole` is what it ends with when it is left alone."""
+
+    def __init__(self, nursery: Nursery, trainer: str, model: str, folder: Path):
+        self.nursery, self.trainer, self.model, self.folder = nursery, trainer, model, folder
+        began = time.monotonic()
+        self.run("whole")
+        self.seconds = time.monotonic() - began
+        self.whole = load_file(folder / "whole" / "weights.safetensors")
+        self.writes = int((folder / "whole" / "writes").read_text())
+
+    def run(self, name: str, kill_after: float | None = None, kill_at_write: int = 0) -> int:
+        """The exit status of one process."""
+        output = self.folder / name
+        output.mkdir(exist_ok=True)
+        pid = self.nursery.start(
+            "resumable:train_to_the_end",
+            self.folder / f"{name}.log",
+            self.trainer,
+            self.model,
+            str(output),
+            str(kill_at_write or ""),
+        )
+        if kill_after is not None:
+            time.sleep(kill_after)
+            os.kill(pid, signal.SIGKILL)  # the nursery has not reaped it, so the id is its own
+        status = self.nursery.ended(pid)
+        assert status in (0, -signal.SIGKILL), (self.folder / f"{name}.log").read_text()[-4000:]
+        return status
+
+    def end(self, name: str) -> None:
+        """Let the run finish, and compare."""
+        assert self.run(name) == 0
+        ended = load_file(self.folder / name / "weights.safetensors")
+        assert same(ended, self.whole), name
+
+
+def killed_and_resumed(runs: Runs, kills: int, seed: int) -> None:
+    """`kills` kills, every other one of them inside the writing or deleting of a checkpoint; runs of five kills."""
+    draw = random.Random(seed)
+    inside = 0
+    for first in range(0, kills, 5):
+        name = f"killed-{first}"
+        for kill in range(first, min(first + 5, kills)):
+            if kill % 2:
+                status = runs.run(name, kill_after=draw.uniform(0, runs.seconds))
+            else:
+                # What is left of the run writes less: later numbers are met by no process
+                status = runs.run(name, kill_at_write=draw.randint(1, max(runs.writes // 5, 2)))
+                half = [x for x in (runs.folder / name).glob("checkpoint-*") if not is_complete(x)]
+                inside += bool(half)
+            print(runs.trainer, "seed", seed, "kill", kill, "status", status)
+        runs.end(name)
+    assert inside, "no kill left a checkpoint half written"
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "grpo"])
+def test_two_kills_change_nothing(trainer: str, nursery: Nursery, workshop: Workshop, tmp_path: Path):
+    killed_and_resumed(Runs(nursery, trainer, workshop.model("untied"), tmp_path), 2, SEED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["dpo", "grpo"])
+def test_twenty_kills_change_nothing(trainer: str, nursery: Nursery, workshop: Workshop, tmp_path: Path):
+    killed_and_resumed(Runs(nursery, trainer, workshop.model("untied"), tmp_path), 20, SEED + 1)
+
+
+class Run:
+    """A run in this process, left alone or resumed, and what it generated for.
+
+    Args:
+        resumes (`tuple[Path, int]`, *optional*): the folder of a run and the step of the checkpoint to resume from.
+    """
+
+    def __init__(
+        self, name: str, library: Any, model: str, output: Path, resumes: tuple[Path, int] | None = None, **changes: Any
+    ):
+        self.output = output
+        output.mkdir()
+        if resumes is not None:
+            folder, step = resumes
+            shutil.copytree(folder / f"checkpoint-{step}", output / f"checkpoint-{step}")
+        trainer = build(name, library, model, output, **changes)
+        self.generations: list[tuple[int, list[str]]] = []  # optimizer step, prompts
+        if name == "grpo":
+            calculate_rewards = trainer._calculate_rewards
+
+            def recorded(inputs: Any, *rest: Any) -> Any:
+                self.generations.append((trainer.state.global_step, sorted({row["prompt"] for row in inputs})))
+                return calculate_rewards(inputs, *rest)
+
+            trainer._calculate_rewards = recorded
+        trainer.train(resume_from_checkpoint=resumes is not None)
+        self.weights = weights(trainer)
+
+    def after(self, step: int) -> list[tuple[int, list[str]]]:
+        return [generation for generation in self.generations if generation[0] >= step]
+
+
+@pytest.fixture(scope="module")
+def whole(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A GRPO run of two epochs of six steps: it generates at steps 0, 3, 6 and 9, each time for three prompts."""
+    run = Run("grpo", trl_ext, workshop.model("untied"), tmp_path_factory.mktemp("grpo") / "whole")
+    assert [step for step, _ in run.generations] == [0, 3, 6, 9]
+    return run
+
+
+# Two steps into the first cycle; in the second epoch, whose order is another
+@pytest.mark.parametrize("step", [2, 7])
+def test_grpo_resumed_within_a_cycle_goes_on_with_its_completions_and_prompts(
+    step: int, whole: Run, workshop: Workshop, tmp_path: Path
+):
+    resumed = Run("grpo", trl_ext, workshop.model("untied"), tmp_path / "ours", (whole.output, step))
+    assert resumed.generations == whole.after(step)
+    assert same(resumed.weights, whole.weights)
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_stock_grpo_resumed_trains_on_other_prompts(step: int, whole: Run, workshop: Workshop, tmp_path: Path):
+    """What is mended here: within a cycle the phase of generation is lost, in a later epoch its order."""
+    resumed = Run("grpo", trl, workshop.model("untied"), tmp_path / "stock", (whole.output, step))
+    assert resumed.generations != whole.after(step)
+    assert not same(resumed.weights, whole.weights)
+
+
+def test_a_checkpoint_of_stock_trl_resumes_with_the_same_prompts_and_says_what_is_lost(
+    whole: Run, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    stock = Run("grpo", trl, workshop.model("untied"), tmp_path / "stock", max_steps=3)
+    with caplog.at_level("WARNING", logger="trl_ext"):
+        resumed = Run("grpo", trl_ext, workshop.model("untied"), tmp_path / "ours", (stock.output, 2))
+    assert "are lost: the checkpoint does not have them, as one of stock TRL" in caplog.text
+    _, prompts_of_the_cycle = whole.generations[0]
+    assert resumed.generations == [(2, prompts_of_the_cycle), *whole.after(3)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"steps_per_generation": 6, "num_iterations": 1}, "steps_per_generation was 3 and is 6; num_iterations was 2"),
+        ({"ignore_data_skip": True}, None),  # the epoch begins again, with a generation
+    ],
+)
+def test_a_buffer_of_no_use_is_not_taken_and_that_is_said(
+    changes: dict[str, Any],
+    words: str | None,
+    whole: Run,
+    workshop: Workshop,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    with caplog.at_level("WARNING", logger="trl_ext"):
+        resumed = Run("grpo", trl_ext, workshop.model("untied"), tmp_path / "ours", (whole.output, 2), **changes)
+    assert resumed.generations[0][0] == 2
+    assert (words in caplog.text) if words else ("lost" not in caplog.text)
+
+
+def rewards_of_few(completions: list[str], **_: Any) -> list[float]:
+    """Equal rewards for most groups, so that dynamic sampling draws further prompts."""
+    return [float("w7 " in text) for text in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("grpo", {"dynamic_sampling": True, "dynamic_sampling_max_draws": 3, "reward_funcs": rewards_of_few}),
+        ("grpo", {"streaming": True, "max_steps": 6}),
+        ("grpo", {"num_iterations": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 3}),
+        ("dpo", {"streaming": True, "max_steps": 3}),
+        ("dpo", {"precompute_ref_log_probs": True}),
+        ("dpo", {"reference_store": "memory", "num_train_epochs": 1}),
+    ],
+)
+def test_a_run_resumed_from_any_checkpoint_ends_with_the_same_weights(
+    name: str, changes: dict[str, Any], workshop: Workshop, tmp_path: Path
+):
+    model = workshop.model("untied")
+    alone = Run(name, trl_ext, model, tmp_path / "alone", **changes)
+    steps = sorted(int(folder.name.split("-")[1]) for folder in alone.output.glob("checkpoint-*"))
+    for step in steps[:-1]:
+        resumed = Run(name, trl_ext, model, tmp_path / str(step), (alone.output, step), **changes)
+        assert resumed.generations == alone.after(step)
+        assert same(resumed.weights, alone.weights), step
