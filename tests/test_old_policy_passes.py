@@ -5,7 +5,6 @@ Forwards and tokens are counted where they enter the model, beside stock TRL's i
 
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from transformers import TrainerCallback
 
 import trl_ext
 from drop_in_cases import Case
-from run_losses import Record, Trainers, build, train
+from run_losses import Record, Trainers, train
 from same_training import assert_same
 from tiny import Workshop
 
@@ -304,20 +303,3 @@ def test_the_pass_runs_in_the_precision_of_training(workshop: Workshop) -> None:
     assert ours.fed("forwards", **OLD_POLICY) == 3
     assert len(log_ratios) == 8
     assert max(log_ratios) < 1e-5
-
-
-def test_training_is_resumed_as_stock_resumes_it(workshop: Workshop, tmp_path: Path) -> None:
-    """From a checkpoint that was saved in mid-buffer, which TRL fills anew."""
-    config = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
-    records = []
-    for name, trainers in (("stock", STOCK), ("ours", OURS)):
-        case = case_of("resumed", 6, prompts=8, **config, **ONE_GROUP)
-        build(case, trainers, workshop, str(tmp_path / name), Record()).train()
-        record = Record()
-        trainer = build(case, trainers, workshop, str(tmp_path / name), record)
-        trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2"))
-        records.append(record)
-    stock, ours = records
-    assert_same(case, ours, stock)
-    assert len(ours.losses) == 4
-    assert 0 < ours.fed("forwards", **OLD_POLICY) < stock.fed("forwards", **OLD_POLICY)
