@@ -1,5 +1,6 @@
 """Every name of TRL that is not public API, imported in this one file, and the versions for which that holds."""
 
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -30,13 +31,13 @@ from trl.trainer.utils import FusedCausalLMOutput as TRLFusedCausalLMOutput  # n
 from trl.trainer.utils import (  # noqa: E402
     disable_dropout_in_model,
     maybe_gather_lm_head_ctx,
-    use_adapter,
 )
 
 __all__ = [
+    "CheckpointedReference",
     "FusedCausalLMOutput",
     "GRPOInternals",
-    "OwnReference",
+    "ReferenceGiven",
     "TensorParallelInternals",
     "WholeBatches",
     "adapters_made_by",
@@ -44,7 +45,7 @@ __all__ = [
     "head_attached_by",
     "loaded_models_recorded",
     "maybe_gather_lm_head_ctx",
-    "reference_pass",
+    "no_adapter_copied_by",
     "rotation_put_off",
     "sequence_parallelism_hidden",
     "unrecorded_pass",
@@ -87,39 +88,6 @@ def unrecorded_pass(trainer: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def reference_pass(trainer: Any) -> Iterator[None]:
-    """As [`unrecorded_pass`]; where the policy is a PEFT model that is its own reference, it is so within.
-
-    Then the reference is the adapter named "ref", a frozen copy of the adapter that training began with, or else the
-    model without its adapter.
-    """
-    adapter: AbstractContextManager[Any] = nullcontext()
-    if trainer.ref_model is None and is_peft_model(trainer.model):
-        policy = trainer.accelerator.unwrap_model(trainer.model)
-        adapter = _adapter_on(policy, _reference_adapter(policy))
-    with unrecorded_pass(trainer), adapter:
-        yield
-
-
-@contextmanager
-def _adapter_on(policy: Any, name: str | None) -> Iterator[None]:
-    """TRL's `use_adapter`, after which the same parameters are trained as before."""
-    trained = [(param, param.requires_grad) for param in policy.parameters()]
-    try:
-        with use_adapter(policy, name):
-            yield
-    finally:
-        # PEFT lets all of an adapter be trained that it turns on again
-        for param, was in trained:
-            if param.requires_grad != was:
-                param.requires_grad_(was)
-
-
-def _reference_adapter(policy: Any) -> str | None:
-    return "ref" if "ref" in policy.peft_config else None
-
-
 class Loaded(NamedTuple):
     """A model that TRL loaded, and how to load it again."""
 
@@ -131,8 +99,8 @@ class Loaded(NamedTuple):
 def loaded_models_recorded(trainer_class: type) -> Iterator[list[Loaded]]:
     """Within, what `trainer_class.__init__` loads from a path is appended to the list; afterwards the list is empty.
 
-    TRL's own hash of the reference is not taken: only the cache that [`OwnReference`] leaves out reads it, and it costs
-    as much as loading.
+    TRL's own hash of the reference is not taken: only the cache that [`ReferenceGiven`] leaves out reads it, and it
+    costs as much as loading.
     """
     module: Any = sys.modules[trainer_class.__module__]
     original, hash_module = module.create_model_from_path, module.hash_module
@@ -173,6 +141,54 @@ def adapters_made_by(make: Callable[..., Any], trainer_class: type) -> Iterator[
 
 
 @contextmanager
+def no_adapter_copied_by(trainer_class: type) -> Iterator[None]:
+    """Within, `trainer_class.__init__` makes no adapter "ref" of a `PeftModel` that comes without a `peft_config`.
+
+    Whether it makes one is the first that it asks the `is_peft_model` of its module for.
+    """
+    module: Any = sys.modules[trainer_class.__module__]
+    original = module.is_peft_model
+
+    def asked_first(_: Any) -> bool:
+        module.is_peft_model = original
+        return False
+
+    module.is_peft_model = asked_first
+    try:
+        yield
+    finally:
+        module.is_peft_model = original
+
+
+class CheckpointedReference:
+    """Mixed in before a TRL trainer: transformers' checkpoints, which hold a reference beside the policy."""
+
+    state: Any
+
+    def reference_restored(self, checkpoint: str) -> None:
+        """Called when training goes on from `checkpoint`, after the policy was loaded."""
+
+    def policy_folder(self) -> str | None:
+        """In which folder of a checkpoint the policy lies, where that is not the checkpoint itself."""
+        return None
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            self.reference_restored(checkpoint)
+
+    def _load_best_model(self) -> None:
+        best, folder = self.state.best_model_checkpoint, self.policy_folder()
+        inner = None if folder is None else os.path.join(best, folder)
+        try:
+            if inner is not None and os.path.isdir(inner):
+                self.state.best_model_checkpoint = inner
+            super()._load_best_model()  # type: ignore[misc]
+        finally:
+            self.state.best_model_checkpoint = best
+
+
+@contextmanager
 def gathered_by(accelerator: Any, trainer_class: type) -> Iterator[None]:
     """Within, what `trainer_class` gathers by its module's names, it gathers by the methods of `accelerator`."""
     module: Any = sys.modules[trainer_class.__module__]
@@ -184,7 +200,7 @@ def gathered_by(accelerator: Any, trainer_class: type) -> Iterator[None]:
         module.gather, module.gather_object = gather, gather_object
 
 
-class OwnReference:
+class ReferenceGiven:
     """Mixed in before TRL's `DPOTrainer`: its reference log-probs are asked for, and given, by the names below."""
 
     # Of the trainer that this is mixed in before
@@ -200,6 +216,7 @@ class OwnReference:
     eval_dataset: Any
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
+    reference_pass: Callable[[], AbstractContextManager[None]]
 
     def fill_reference(self, dataset: Any, name: str, batch_size: int) -> None:
         """Stands for TRL's precomputing over a map-style data set."""
@@ -215,14 +232,6 @@ class OwnReference:
     def takes_images(self) -> bool:
         """Whether the data sets hold images."""
         return bool(self._is_vision_dataset)  # type: ignore[attr-defined]
-
-    def reference_kind(self) -> str:
-        """`"model"`, `"adapter"`, `"base"` or `"initial"`: what TRL takes as the reference."""
-        if self.ref_model is not None:
-            return "model"
-        if is_peft_model(self.model):
-            return "base" if _reference_adapter(self.accelerator.unwrap_model(self.model)) is None else "adapter"
-        return "initial"
 
     def adapters_of_policy(self) -> dict[str, Any]:
         """The configuration of each adapter that the policy has now."""
@@ -245,7 +254,7 @@ class OwnReference:
         """Log-probs of shape `(rows, S - 1)` from one pass of `model`, with the reference's adapter on, or none."""
         labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
         inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_REFERENCE_COLUMNS)}
-        with reference_pass(self), self.accelerator.autocast():
+        with self.reference_pass(), self.accelerator.autocast():
             scored = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))
         log_probs: torch.Tensor = scored.log_probs[:, -(labels.shape[1] - 1) :]  # prompt learning puts tokens before
         return log_probs
@@ -460,8 +469,11 @@ class GRPOInternals:
         correction = self.vllm_importance_sampling_correction
         self.vllm_importance_sampling_correction = False
         try:
-            with self._in_place_of(
-                _get_per_token_logps_and_entropies=deferred, _generate=generated, _calculate_rewards=recorded
+            with (
+                _no_adapter_turned(),
+                self._in_place_of(
+                    _get_per_token_logps_and_entropies=deferred, _generate=generated, _calculate_rewards=recorded
+                ),
             ):
                 return super()._generate_and_score_completions(inputs)  # type: ignore[misc, no-any-return]
         finally:
@@ -575,6 +587,18 @@ class GRPOInternals:
     def _mode_metrics(self) -> dict[str, list[float]]:
         """The metrics of the present mode, train or eval, since the last log: a value for each micro-batch."""
         return self._metrics[self._mode]  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _no_adapter_turned() -> Iterator[None]:
+    """Within, TRL's GRPO trainer leaves the adapters as they are where it would run a reference pass."""
+    module: Any = sys.modules[trl.GRPOTrainer.__module__]
+    original = module.use_adapter
+    module.use_adapter = lambda *_, **__: nullcontext()
+    try:
+        yield
+    finally:
+        module.use_adapter = original
 
 
 @contextmanager

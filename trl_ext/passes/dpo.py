@@ -6,13 +6,8 @@ from typing import Literal
 
 from .plan import Decision, Plan
 
-# Which of these the reference is decides how the reason reads
-REFERENCES = {
-    "model": "a separate model",
-    "base": "the base model, with the adapter off",
-    "adapter": 'the frozen adapter "ref"',
-    "initial": "the policy as it is before training",
-}
+# Of a reference that is not the policy with another adapter, or with other values in it
+REFERENCES = {"model": "a separate model", "initial": "the policy as it is before training"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +17,7 @@ class DPOFacts:
     Args:
         loss_types (`tuple[str, ...]`): TRL's `loss_type`.
         best_metric (`str`, *optional*): TRL's `metric_for_best_model`.
-        reference (`str`): a key of `REFERENCES`.
+        reference (`str`): a key of `REFERENCES`, or what of a PEFT policy is the reference, in words.
         datasets (`tuple[str, ...]`): names of the data sets, as far as they are known when the plan is made.
         with_columns (`tuple[str, ...]`): those whose rows bring the user's own reference log-probs.
         precompute (`bool`): TRL's `precompute_ref_log_probs`.
@@ -96,7 +91,7 @@ def _without_columns(facts: DPOFacts) -> DPOPlan:
             source="nothing",
         )
     needed = f"needed for `metric_for_best_model={facts.best_metric!r}`; " if set(facts.loss_types) == {"sft"} else ""
-    what = REFERENCES[facts.reference]
+    what = REFERENCES.get(facts.reference, facts.reference)
     every = f"{needed}it is {what}, run on every micro-batch, because"
     if facts.storage == "off":
         return plan("run", f'{every} `reference_store="off"`.', source="pass")

@@ -20,6 +20,7 @@ class GRPOFacts:
         num_generations (`int`): completions of a prompt.
         loss_type (`str`): TRL's.
         beta (`float`): coefficient of the KL term.
+        own_reference (`str`, *optional*): what of a PEFT policy is the reference, in words.
         normalized_over_batch (`bool`): whether an advantage depends on other groups of its generation batch.
         has_own_loss (`bool`): whether a subclass has replaced TRL's loss, of which nothing is known then.
         own_step (`str`, *optional*): a method that is given whole micro-batches and that a subclass has replaced.
@@ -48,6 +49,7 @@ class GRPOFacts:
     num_generations: int
     loss_type: str
     beta: float
+    own_reference: str | None
     normalized_over_batch: bool
     has_own_loss: bool
     own_step: str | None
@@ -247,8 +249,9 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
 def _reference(facts: GRPOFacts) -> Decision:
     if facts.beta == 0.0:
         return Decision("reference", "skip", "beta is 0: no KL term.")
+    what = "" if facts.own_reference is None else f" It is {facts.own_reference}."
     return Decision(
         "reference",
         "run",
-        f"rows with a token in the loss, once for each generation batch: the KL term (beta={facts.beta}).",
+        f"rows with a token in the loss, once for each generation batch: the KL term (beta={facts.beta}).{what}",
     )

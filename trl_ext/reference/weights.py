@@ -1,7 +1,7 @@
 """The part of a model that makes reference log-probs: its tensors, whether they are trained, and their hash."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -51,18 +51,21 @@ class ReferenceWeights:
         adapter: dict[str, Any] = {}
         if self.adapter is not None:
             given = self.model.peft_config[self.adapter].to_dict()
-            adapter = _without_source(given)
+            adapter = adapter_settings(given)
         elif not isinstance(self.model, PeftModel):
             layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
             if layers:
-                adapter = {name: _without_source(given.to_dict()) for name, given in self.model.peft_config.items()}
+                adapter = {name: adapter_settings(given.to_dict()) for name, given in self.model.peft_config.items()}
                 chosen["layers"] = [(x.active_adapters, x.disable_adapters, x.merged_adapters) for x in layers]
         return {"model": _without_origin(self.base.config.to_dict()), "adapter": adapter, **chosen}
 
-    def trained(self) -> str | None:
-        """Name of a tensor that training will change, or None."""
-        trained = {id(p): name for name, p in self.base.named_parameters() if p.requires_grad and self._reads(name)}
-        return next(iter(trained.values()), None)
+    def trained(self, but: Container[int] = ()) -> str | None:
+        """Name of a tensor that training will change, or None; of those alone whose `id` is not among `but`."""
+        return next((name for name, param in self.trained_parameters() if id(param) not in but), None)
+
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name and parameter of each tensor that training will change."""
+        return ((name, p) for name, p in self.base.named_parameters() if p.requires_grad and self._reads(name))
 
     def shares_with(self, policy: nn.Module, trained: bool = True) -> str | None:
         """Name of a tensor of ours in the memory of a parameter of `policy`, or None.
@@ -173,7 +176,8 @@ def _places(param: Tensor) -> set[tuple[str, int]]:
     return places - {("memory", 0)}
 
 
-def _without_source(config: dict[str, Any]) -> dict[str, Any]:
+def adapter_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of an adapter, without where it came from."""
     return {key: value for key, value in config.items() if key not in _NOT_IN_ADAPTER}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import trl
 
+from .adapter_arguments import AdapterArguments
 from .complete_checkpoints import CompleteCheckpointsMixin
 from .head_arguments import HeadArguments
 from .packing_arguments import PackingArguments
@@ -15,7 +16,7 @@ from .stored_reference import StoredReferenceMixin
 
 
 @dataclass
-class DPOConfig(HeadArguments, PackingArguments, ReferenceArguments, StoreArguments, trl.DPOConfig):
+class DPOConfig(HeadArguments, PackingArguments, ReferenceArguments, StoreArguments, AdapterArguments, trl.DPOConfig):
     # docstyle-ignore
     """
     TRL's [`~trl.DPOConfig`], with every argument and default of it, and the fields below.
@@ -40,6 +41,11 @@ class DPOConfig(HeadArguments, PackingArguments, ReferenceArguments, StoreArgume
         reference_device (`str`, *optional*):
             Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
             device layer by layer for each reference pass. `None`: on the device, as in TRL.
+        policy_adapter_name (`str`, *optional*):
+            The adapter that is trained, of a `PeftModel` that holds several. `None`: the one that is active.
+        ref_adapter_name (`str`, *optional*):
+            The adapter that is the reference, frozen, of a `PeftModel` that holds several. `None`: the base model for
+            a fresh adapter, and the policy's adapter as it was before training for a `PeftModel`.
     """
 
 

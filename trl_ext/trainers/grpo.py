@@ -7,6 +7,7 @@ from typing import Any
 import trl
 
 from ..compat import sequence_parallelism_hidden
+from .adapter_arguments import AdapterArguments
 from .complete_checkpoints import CompleteCheckpointsMixin
 from .grpo_micro_batches import MicroBatchesMixin
 from .grpo_pass_arguments import GRPOPassArguments
@@ -19,7 +20,9 @@ from .resumed_generation import ResumedGenerationMixin
 
 
 @dataclass
-class GRPOConfig(GRPOPassArguments, HeadArguments, PackingArguments, ReferenceArguments, trl.GRPOConfig):
+class GRPOConfig(
+    GRPOPassArguments, HeadArguments, PackingArguments, ReferenceArguments, AdapterArguments, trl.GRPOConfig
+):
     # docstyle-ignore
     """
     TRL's [`~trl.GRPOConfig`], with every argument and default of it, and the fields below.
@@ -39,6 +42,11 @@ class GRPOConfig(GRPOPassArguments, HeadArguments, PackingArguments, ReferenceAr
         reference_device (`str`, *optional*):
             Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
             device layer by layer for each reference pass. `None`: on the device, as in TRL.
+        policy_adapter_name (`str`, *optional*):
+            The adapter that is trained, of a `PeftModel` that holds several. `None`: the one that is active.
+        ref_adapter_name (`str`, *optional*):
+            The adapter that is the reference, frozen, of a `PeftModel` that holds several. `None`: the base model for
+            a fresh adapter, and the policy's adapter as it was before training for a `PeftModel`.
         force_on_policy_ratio (`bool`, *optional*, defaults to `False`):
             Demand that the ratio of the policy to the old policy is exactly 1; an error before training where rollout
             and training batch differ.
@@ -85,6 +93,9 @@ class GRPOTrainer(
     @functools.wraps(trl.GRPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
+
+    def _has_reference(self) -> bool:
+        return bool(self.args.beta != 0)
 
     def _entropy_requires_grad(self) -> bool:
         # The entropy bonus alone: the quantile of top entropies only compares them

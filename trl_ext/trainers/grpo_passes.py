@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
-from ..compat import GRPOInternals, reference_pass, unrecorded_pass
+from ..compat import GRPOInternals, unrecorded_pass
 from ..dropout import has_dropout
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
@@ -14,13 +14,14 @@ from ..passes.measured import over_scored_rows, statistics
 from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, split, tokens_of
 from ..passes.sampler_ratio import RatioRule, sampler_metrics
 from ..passes.visit import Visit
+from .adapter_reference import AdapterReferenceMixin
 from .exact_head import ExactHeadMixin
 from .grpo_pass_arguments import GRPOPassArguments
 from .planned import PlannedPassesMixin
 from .sequence_split import GRPOSequenceSplitMixin
 
 
-class GRPOPassesMixin(GRPOSequenceSplitMixin, PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
+class GRPOPassesMixin(AdapterReferenceMixin, GRPOSequenceSplitMixin, PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
     """Mixed in before TRL's `GRPOTrainer`."""
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
@@ -43,6 +44,7 @@ class GRPOPassesMixin(GRPOSequenceSplitMixin, PlannedPassesMixin, GRPOInternals,
                 steps_per_generation=args.steps_per_generation,
                 num_iterations=trainer.num_iterations,
                 beta=trainer.beta,
+                own_reference=None if trainer.own_reference is None else trainer.own_reference.words(),
                 epoch_is_known=hasattr(trainer.train_dataset, "__len__"),
                 num_generations=trainer.num_generations,
                 loss_type=trainer.loss_type,
@@ -93,7 +95,7 @@ class GRPOPassesMixin(GRPOSequenceSplitMixin, PlannedPassesMixin, GRPOInternals,
                 batch = self._without_dead_groups(batch, rewarded_alike_B)
         if self.plan["reference"].action == "run":
             reference = trainer.model if trainer.ref_model is None else trainer.ref_model
-            with reference_pass(self):
+            with self.reference_pass():
                 batch["ref_per_token_logps"] = self._reference_log_probs(reference, batch)
         return batch
 

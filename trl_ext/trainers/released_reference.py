@@ -10,8 +10,9 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 
-from ..compat import OwnReference
+from ..compat import ReferenceGiven
 from ..reference import StoredReference, identity_of
+from .adapter_reference import AdapterReferenceMixin
 from .exact_head import ExactHeadMixin
 from .hosted_reference import HostedReferenceMixin
 from .planned import PlannedPassesMixin
@@ -19,7 +20,9 @@ from .planned import PlannedPassesMixin
 _ROWS_CHECKED_TOGETHER = 64
 
 
-class ReleasedReferenceMixin(PlannedPassesMixin, HostedReferenceMixin, ExactHeadMixin, OwnReference):
+class ReleasedReferenceMixin(
+    AdapterReferenceMixin, PlannedPassesMixin, HostedReferenceMixin, ExactHeadMixin, ReferenceGiven
+):
     """For `StoredReferenceMixin`, which says what the reference is and what the store holds."""
 
     _identity: str | None

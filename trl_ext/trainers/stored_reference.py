@@ -3,7 +3,7 @@
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
             self._meet_reference()
 
     def _meet_reference(self) -> None:
-        self._kind = self.reference_kind()
+        self._kind, self._adapter = self._reference_is(), self._reference_adapter()
         if not self._is_sharded:
             self._load_reference = next((x.load for x in self._loaded if x.model is self.ref_model), None)
         if self._kind == "model":
@@ -92,13 +92,13 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         Raises:
             `ValueError`: it is another one than was precomputed.
         """
-        kind = self.reference_kind()
-        if kind not in ("base", "adapter"):
+        if self.own_reference is None:
             return
-        was, self._kind, self._adapters = self._kind, kind, self.adapters_of_policy()
-        if was == kind == "base":
+        was, self._kind, self._adapters = self._adapter, self._reference_is(), self.adapters_of_policy()
+        self._adapter = now = self._reference_adapter()
+        if was is now is None and not self.own_reference.copied():
             return
-        if was != kind and self.args.precompute_ref_log_probs:
+        if was != now and self.args.precompute_ref_log_probs:
             raise ValueError(
                 "`precompute_ref_log_probs=True` scored the data with the reference that was there when the trainer "
                 'was built, and an adapter named "ref" has come or gone since, which makes another reference. Load or '
@@ -109,7 +109,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         if self._plan.durable and not self._is_sharded:
             self._identity_facts = self._identify(None)
             identity = identity_of(self._identity_facts)
-            if was == kind and identity == self._identity:
+            if was == now and identity == self._identity:
                 return
             self._identity = identity
         else:
@@ -141,16 +141,26 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         elif self.eval_dataset is not None:
             yield "eval_dataset", self.eval_dataset
 
+    def _reference_is(self) -> str:
+        """What `DPOFacts` names so."""
+        if self.ref_model is not None:
+            return "model"
+        return "initial" if self.own_reference is None else self.own_reference.words()
+
+    def _reference_adapter(self) -> str | None:
+        return None if self.own_reference is None else self.own_reference.adapter
+
     def _weights(self, ref_model: Any) -> ReferenceWeights:
         policy = self.accelerator.unwrap_model(self.model)
-        adapter = "ref" if self._kind == "adapter" else None
-        return ReferenceWeights(policy if ref_model is None else ref_model, adapter)
+        return ReferenceWeights(policy if ref_model is None else ref_model, self._adapter)
 
     def _identify(self, ref_model: Any) -> dict[str, Any]:
         """All that the reference's log-probs follow from, as the main process sees it."""
         weights = self._weights(ref_model)
         # Under FSDP's loading that spares memory, the main process alone has weights
-        hashed = [weights.hash(maybe_gather_lm_head_ctx, here=self.accelerator.is_main_process)]
+        own = self.own_reference
+        with nullcontext() if own is None else own.copies_in_place():
+            hashed = [weights.hash(maybe_gather_lm_head_ctx, here=self.accelerator.is_main_process)]
         facts = [
             identity_facts(
                 hashed[0],
@@ -170,8 +180,11 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
     def _make_plan(self) -> DPOPlan:
         args, arguments = self.args, StoreArguments.of(self.args)
         not_storable = None
-        if args.sync_ref_model or any(
-            isinstance(callback, trl.SyncRefModelCallback) for callback in self.callback_handler.callbacks
+        own = self.own_reference
+        if (
+            args.sync_ref_model
+            or (own is not None and own.moves)
+            or any(isinstance(callback, trl.SyncRefModelCallback) for callback in self.callback_handler.callbacks)
         ):
             not_storable = "it is moved towards the policy during training (`sync_ref_model`)"
             fixed = [name for name, there in self._with_columns.items() if there]
@@ -186,7 +199,8 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         name, varies = self._drifts, self._varies
         if self._kind != "model":
             weights = self._weights(None)
-            name, varies = weights.trained(), self._why_it_varies(weights)
+            copied = set() if own is None else own.copied()
+            name, varies = weights.trained(but=copied), self._why_it_varies(weights)
         drifts = f"it changes in training, which moves `{name}`, a tensor that it reads" if name else None
         if args.precompute_ref_log_probs and not_storable:
             raise ValueError(
@@ -216,7 +230,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         rope = weights.rope_of_batch()
         if random:
             return f"dropout is on in it (`{random}`): same distribution, other random draws"
-        if args.neftune_noise_alpha is not None and self._kind in ("base", "adapter"):
+        if args.neftune_noise_alpha is not None and self.own_reference is not None:
             return "its embeddings are the policy's, with the noise of `neftune_noise_alpha`: other random draws"
         if not own and (args.bf16_full_eval or args.fp16_full_eval):
             name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"

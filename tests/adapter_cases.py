@@ -1,0 +1,192 @@
+"""Policies with adapters of many kinds, the models that are their references by definition, and runs of both trainers.
+
+A reference by definition is a model of its own, loaded apart and merged where it has an adapter: TRL's trainers score it
+without knowing of adapters.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import trl
+from peft import IA3Config, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+
+import trl_ext
+from rewards import REWARDS
+from tiny import Workshop, lora_config, preferences, prompts, scripted_rollout
+
+COMMON = {
+    "bf16": False,
+    "use_cpu": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "gradient_checkpointing": False,
+    "max_steps": 4,
+    "seed": 7,
+}
+OF_DPO = {"per_device_train_batch_size": 4, "learning_rate": 0.3, "beta": 0.3}
+OF_GRPO = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "beta": 0.3,
+    "learning_rate": 0.3,
+}
+
+
+def base(workshop: Workshop, model: str = "untied") -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(workshop.model(model))
+
+
+def drawn(model: PreTrainedModel, config: Any, seed: int, name: str = "default") -> PeftModel:
+    """`model` with an adapter called `name` whose weights are none of its defaults."""
+    torch.manual_seed(seed)
+    policy = get_peft_model(model, config, adapter_name=name)
+    with torch.no_grad():
+        for param in policy.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn_like(param), alpha=0.05)
+    return policy
+
+
+def loaded(workshop: Workshop, folder: Any, *names: str, trainable: bool = True, **lora: Any) -> PeftModel:
+    """A base model with one adapter from disk for each name, each with other weights; the first is active."""
+    policy = None
+    for seed, name in enumerate(names):
+        path = folder / f"adapter-{seed}"
+        if not path.exists():
+            drawn(base(workshop), lora_config(**lora), seed).save_pretrained(path)
+        if policy is None:
+            policy = PeftModel.from_pretrained(base(workshop), path, adapter_name=name, is_trainable=trainable)
+        else:
+            policy.load_adapter(path, adapter_name=name)
+    return policy
+
+
+def merged(workshop: Workshop, folder: Any, seed: int) -> PreTrainedModel:
+    """The base model with the adapter of that seed merged into it."""
+    return PeftModel.from_pretrained(base(workshop), folder / f"adapter-{seed}").merge_and_unload()
+
+
+@dataclass
+class Run:
+    """What a run showed."""
+
+    trainer: Any
+    losses: list[float] = field(default_factory=list)
+    updates: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def logs(self) -> list[dict[str, float]]:
+        return [log for log in self.trainer.state.log_history if "loss" in log]
+
+
+class _Recorder(TrainerCallback):
+    def __init__(self, run: Run):
+        self.run = run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        self.initial = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.run.losses.append(logs["loss"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        params = dict(model.named_parameters())
+        self.run.updates = {name: params[name].detach() - was for name, was in self.initial.items()}
+
+
+class MovesDefinition(TrainerCallback):
+    """TR-DPO on a reference that is a model of its own, of the same build as the policy's base with its adapter."""
+
+    def __init__(self, reference: Any):
+        self.reference = reference
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            theirs = dict(model.get_base_model().named_parameters())
+            for name, param in self.reference.named_parameters():
+                param.data.lerp_(theirs[name].data, args.ref_model_mixup_alpha)
+
+
+def build(
+    kind: str, library: Any, workshop: Workshop, folder: Any, policy: Any, reference: Any = None, **config: Any
+) -> Any:
+    """A DPO or GRPO trainer of `library`; `reference` takes the place of what the trainer would have for one."""
+    options = {name: config.pop(name) for name in ("peft_config", "callbacks", "eval_dataset") if name in config}
+    torch.manual_seed(0)
+    path = workshop.model(config.pop("model", "untied"))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if policy is None:
+        policy = path
+    if kind == "dpo":
+        return library.DPOTrainer(
+            policy,
+            args=library.DPOConfig(str(folder / "run"), **{**COMMON, **OF_DPO, **config}),
+            train_dataset=preferences(16, 1),
+            processing_class=tokenizer,
+            **({} if reference is None else {"ref_model": reference}),
+            **options,
+        )
+    trainer = library.GRPOTrainer(
+        policy,
+        [REWARDS["id"]],
+        library.GRPOConfig(str(folder / "run"), **{**COMMON, **OF_GRPO, **config}),
+        train_dataset=prompts(16, 1),
+        processing_class=tokenizer,
+        rollout_func=scripted_rollout,
+        **options,
+    )
+    if reference is not None:
+        trl.trainer.utils.add_fused_lm_head(reference, temperature=trainer.temperature)
+        trainer.ref_model = reference
+    return trainer
+
+
+def run(*positional: Any, **config: Any) -> Run:
+    """Build and train."""
+    trainer = build(*positional, **config)
+    shown = Run(trainer)
+    trainer.add_callback(_Recorder(shown))
+    trainer.train()
+    return shown
+
+
+def assert_alike(ours: Run, definition: Run, rename: Callable[[str], str] = lambda name: name) -> None:
+    """Losses, metrics and the update of each weight, to 1e-5 of their size."""
+    assert len(ours.losses) == len(definition.losses) == 4
+    assert max(map(abs, ours.losses)) > 0
+    torch.testing.assert_close(ours.losses, definition.losses, rtol=1e-5, atol=2e-6)
+    for got, want in zip(ours.logs, definition.logs, strict=True):
+        for key in want.keys() & got.keys():
+            if key.startswith(("rewards/chosen", "rewards/rejected", "rewards/margins", "kl", "logps/")):
+                assert abs(got[key] - want[key]) <= 2e-5 * max(1.0, abs(want[key])), (key, got[key], want[key])
+    got_updates = {rename(name): update for name, update in ours.updates.items()}
+    assert got_updates.keys() == definition.updates.keys()
+    total = sum(update.double().pow(2).sum() for update in definition.updates.values()).sqrt()
+    assert total > 1e-3
+    for name, want in definition.updates.items():
+        assert (got_updates[name].double() - want.double()).norm() <= 2e-5 * total, name
+
+
+def copy_of(model: Any) -> Any:
+    """A copy that shares nothing, frozen."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def ia3_config() -> IA3Config:
+    return IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
+    )
+
+
