@@ -129,6 +129,7 @@ VIRTUAL_TOKENS = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTu
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", VIRTUAL_TOKENS.values(), ids=VIRTUAL_TOKENS)
+@pytest.mark.filterwarnings("ignore:Adapter name .ref. should not be contained in the prefix")  # of PEFT, for TRL's own
 @pytest.mark.parametrize("name", ["fresh", "default", "policy"])
 def test_virtual_tokens_are_trained_as_in_stock(name, config, kind, workshop, tmp_path):
     """Stock knows the base as reference, and the initial adapter where it is called "default"."""

@@ -262,14 +262,21 @@ def _nothing() -> Iterator[None]:
 @contextmanager
 def _adapter_on(policy: Any, name: str) -> Iterator[None]:
     """Within, the adapter `name` is on, alone; afterwards those that were."""
-    before, several = policy.active_adapter, list(getattr(policy.base_model, "active_adapters", []))
+    before, every = policy.active_adapter, active_adapters(policy)
     try:
         policy.set_adapter(name)
         yield
     finally:
         policy.set_adapter(before)
-        if several != [before] and not policy.peft_config[before].is_prompt_learning:
-            policy.base_model.set_adapter(several)
+        if every != [before]:
+            policy.base_model.set_adapter(every)
+
+
+def active_adapters(policy: Any) -> list[str]:
+    """The adapters that are on; several, where a tuner was told so below the `PeftModel`."""
+    if policy.active_peft_config.is_prompt_learning:
+        return [policy.active_adapter]
+    return list(policy.base_model.active_adapters)
 
 
 def _renamed(name: str, own: str, other: str) -> str:
@@ -295,7 +302,7 @@ def trl_copies_whole(policy: Any) -> bool:
 
 def name_policy(policy: Any, name: str) -> None:
     """Turn the adapter `name` on, alone, and let it be trained where it is not."""
-    if policy.active_adapter != name or list(getattr(policy.base_model, "active_adapters", [name])) != [name]:
+    if active_adapters(policy) != [name]:
         policy.set_adapter(name)
     if not any(param.requires_grad for param in _parameters_of(policy, name)):
         for param in _parameters_of(policy, name):

@@ -123,6 +123,8 @@ class AdapterReferenceMixin(CheckpointedReference):
             self.own_reference = OwnReference(policy, "named", named)
         elif self._fresh is not None or self._trl_makes_ref(policy, args):
             self.own_reference = OwnReference(policy, "trl")
+            if self._fresh is None:
+                freeze_adapter(policy, "ref")  # PEFT leaves virtual tokens of it trainable
         else:
             self.own_reference = OwnReference(policy, "initial")
 
