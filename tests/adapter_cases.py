@@ -1,7 +1,7 @@
 """Policies with adapters of many kinds, the models that are their references by definition, and runs of both trainers.
 
-A reference by definition is a model of its own, loaded apart and merged where it has an adapter: TRL's trainers score it
-without knowing of adapters.
+A reference by definition is a model of its own, loaded apart and merged where it has an adapter: TRL's trainers score
+it without knowing of adapters.
 """
 
 import copy
@@ -14,7 +14,6 @@ import trl
 from peft import IA3Config, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 
-import trl_ext
 from rewards import REWARDS
 from tiny import Workshop, lora_config, preferences, prompts, scripted_rollout
 
@@ -191,5 +190,3 @@ def ia3_config() -> IA3Config:
     return IA3Config(
         task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
     )
-
-

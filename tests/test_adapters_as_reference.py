@@ -3,13 +3,13 @@
 import pytest
 import torch
 import trl
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-
-import trl_ext
+from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import set_seed
 
+import trl_ext
 from adapter_cases import (
     COMMON,
     MovesDefinition,
@@ -208,3 +208,195 @@ def test_a_reference_that_moves_is_mixed_by_name(row, kind, workshop, tmp_path):
     options = {key: value for key, value in options.items() if key == "peft_config"}
     with pytest.raises(NotImplementedError, match="sync_ref_model=True"):
         build(kind, trl, workshop, tmp_path, policy, sync_ref_model=True, **options)
+
+
+# What is wrong is an error at start
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"policy_adapter_name": "typo"}, r"`policy_adapter_name='typo'`, and the model has the adapters \['a', 'b'\]"),
+        ({"ref_adapter_name": "typo"}, r"`ref_adapter_name='typo'`, and the model has the adapters \['a', 'b'\]"),
+        ({"policy_adapter_name": "b", "ref_adapter_name": "b"}, "are both 'b'"),
+        ({"ref_adapter_name": "a"}, "is the adapter that is active, which is trained"),
+    ],
+)
+def test_names_of_no_adapter_and_of_one_for_both_are_errors(names, words, workshop, tmp_path):
+    policy = loaded(workshop, tmp_path, "a", "b")
+    for kind in ("dpo", "grpo"):
+        with pytest.raises(ValueError, match=words):
+            build(kind, trl_ext, workshop, tmp_path, policy, **names)
+
+
+def test_a_name_needs_a_model_with_adapters(workshop, tmp_path):
+    names = {"policy_adapter_name": "a"}
+    for kind in ("dpo", "grpo"):
+        with pytest.raises(ValueError, match="`policy_adapter_name='a'` names an adapter of a `PeftModel`"):
+            build(kind, trl_ext, workshop, tmp_path, base(workshop), **names)
+        with pytest.raises(ValueError, match="is a fresh adapter"):
+            build(kind, trl_ext, workshop, tmp_path, base(workshop), peft_config=lora_config(), **names)
+    policy = loaded(workshop, tmp_path, "a", "b")
+    with pytest.raises(ValueError, match="are two references"):
+        build("dpo", trl_ext, workshop, tmp_path, policy, base(workshop), ref_adapter_name="b")
+
+
+UNMOVABLE = {
+    "tokens": ({"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}, "same as none"),
+    "random-dora": ({"peft_config": lora_config(use_dora=True)}, "this adapter begins as another"),
+    "precomputed": ({"peft_config": lora_config(), "precompute_ref_log_probs": True}, "cannot be precomputed"),
+}
+
+
+@pytest.mark.parametrize("row", UNMOVABLE)
+def test_what_cannot_be_moved_is_an_error(row, workshop, tmp_path):
+    options, words = UNMOVABLE[row]
+    with pytest.raises(ValueError, match=words):
+        build("dpo", trl_ext, workshop, tmp_path, None, sync_ref_model=True, **options)
+
+
+def test_adapters_that_cannot_be_mixed_are_an_error(workshop, tmp_path):
+    policy = loaded(workshop, tmp_path, "a")
+    drawn(base(workshop), lora_config(r=2), 5).save_pretrained(tmp_path / "narrow")
+    policy.load_adapter(tmp_path / "narrow", "narrow")
+    with pytest.raises(ValueError, match='mixes the adapters "a" and "narrow"'):
+        build("dpo", trl_ext, workshop, tmp_path, policy, sync_ref_model=True, ref_adapter_name="narrow")
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_a_model_with_nothing_trained_is_an_error(kind, workshop, tmp_path):
+    frozen = loaded(workshop, tmp_path, "default", trainable=False)
+    with pytest.raises(ValueError, match=r'Nothing of the model is trained.*"default" was loaded for inference'):
+        build(kind, trl_ext, workshop, tmp_path, frozen).train()
+    named = loaded(workshop, tmp_path, "default", trainable=False)
+    shown = run(kind, trl_ext, workshop, tmp_path, named, policy_adapter_name="default")
+    assert all(update.norm() > 0 for update in shown.updates.values())
+    assert len(shown.updates) > 4
+    if kind == "grpo":  # stock trains nothing, and says nothing
+        frozen = loaded(workshop, tmp_path, "default", trainable=False)
+        stock = build(kind, trl, workshop, tmp_path, frozen)
+        before = {name: param.clone() for name, param in frozen.named_parameters()}
+        stock.train()
+        assert all(torch.equal(param, before[name]) for name, param in frozen.named_parameters())
+
+
+# A pass leaves no trace
+
+
+class PassFailedError(Exception):
+    pass
+
+
+@st.composite
+def policies(draw):
+    """How a policy is made, and the arguments of its trainer."""
+    adapter = draw(st.sampled_from(["lora", "bias", "dora", "head", "ia3", "prompt", "prefix"]))
+    # With more than one adapter, a reference by name; PEFT has room for one adapter with a bias
+    second = adapter != "bias" and draw(st.booleans())
+    sync = draw(st.booleans()) and adapter != "ia3"
+    return {
+        "adapter": adapter,
+        "name": draw(st.sampled_from(["default", "policy"])),
+        "second": second,
+        "sync": sync and not second,
+        "frozen": draw(st.booleans()),  # a part of the adapter, by hand
+        "training": draw(st.booleans()),
+        "fails": draw(st.booleans()),
+    }
+
+
+CONFIGS = {
+    "lora": lora_config,
+    "bias": lambda: lora_config(bias="all"),
+    "dora": lambda: lora_config(use_dora=True),
+    "head": lambda: lora_config(modules_to_save=["lm_head"]),
+    "ia3": ia3_config,
+    "prompt": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "prefix": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+}
+
+
+def state_of(policy):
+    layers = [(name, module) for name, module in policy.named_modules() if isinstance(module, BaseTunerLayer)]
+    return {
+        "values": {name: param.detach().clone() for name, param in policy.named_parameters()},
+        "trained": {name: param.requires_grad for name, param in policy.named_parameters()},
+        "objects": {name: id(param) for name, param in policy.named_parameters()},
+        "training": {name: module.training for name, module in policy.named_modules()},
+        "active": (policy.active_adapter, policy.active_adapters),
+        "layers": {name: (layer.active_adapters, layer.disable_adapters) for name, layer in layers},
+        "attributes": set(vars(policy)),
+    }
+
+
+def assert_equal_states(before, after):
+    for what in before:
+        if what == "values":
+            assert all(torch.equal(value, after[what][name]) for name, value in before[what].items())
+        else:
+            assert before[what] == after[what], what
+
+
+@pytest.mark.filterwarnings("ignore:Adapter name .* should not be contained in the prefix")
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=policies())
+def test_a_reference_pass_leaves_no_trace(case, workshop, tmp_path):
+    model = "head_bias" if case["adapter"] == "bias" else "untied"
+    make = CONFIGS[case["adapter"]]
+    policy = drawn(base(workshop, model), make(), 0, case["name"])
+    names = {}
+    if case["second"]:
+        policy.add_adapter("anchor", make())
+        names = {"policy_adapter_name": case["name"], "ref_adapter_name": "anchor"}
+    trainer = build("dpo", trl_ext, workshop, tmp_path, policy, model=model, sync_ref_model=case["sync"], **names)
+    if case["frozen"]:
+        next(param for param in policy.parameters() if param.requires_grad).requires_grad_(False)
+    policy.train(case["training"])
+    # As after some steps: what is trained has moved
+    with torch.no_grad():
+        for param in policy.parameters():
+            if param.requires_grad:
+                param.add_(0.5)
+    before = state_of(policy)
+    batch = next(iter(trainer.get_train_dataloader()))
+    seen = []
+
+    def fail(*_):
+        seen.append(True)
+        if case["fails"]:
+            raise PassFailedError
+
+    handle = policy.get_base_model().get_input_embeddings().register_forward_hook(fail)
+    try:
+        trainer.score_as_reference(trainer.model, batch)
+    except PassFailedError:
+        assert case["fails"]
+    finally:
+        handle.remove()
+    assert seen
+    assert_equal_states(before, state_of(policy))
+
+
+def test_several_active_adapters_are_active_again(workshop, tmp_path):
+    policy = loaded(workshop, tmp_path, "default", "second")
+    policy.base_model.set_adapter(["default", "second"])
+    trainer = build("dpo", trl_ext, workshop, tmp_path, policy)
+    before = state_of(policy)
+    trainer.score_as_reference(trainer.model, next(iter(trainer.get_train_dataloader())))
+    assert_equal_states(before, state_of(policy))
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_what_is_frozen_by_hand_stays_frozen_in_training(kind, workshop, tmp_path):
+    """PEFT lets all of an adapter be trained that it turns on again, so stock thaws it in the first reference pass."""
+
+    def thawed(library):
+        policy = loaded(workshop, tmp_path, "default")
+        trainer = build(kind, library, workshop, tmp_path, policy)
+        frozen = next(param for param in policy.parameters() if param.requires_grad)
+        frozen.requires_grad_(False)
+        trainer.train()
+        return frozen.requires_grad
+
+    assert not thawed(trl_ext)
+    assert thawed(trl)
