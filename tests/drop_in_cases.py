@@ -206,7 +206,8 @@ DPO_OPTIONS = [
     _dpo("wide_vocab-lora", "lora", "wide_vocab", use_weighting=True, fast=False),
     _dpo("lora-with-ref_model", "lora_ref_model"),
     _dpo("lora-head-saved", "lora", "untied", lora={"modules_to_save": ["lm_head"]}),
-    _dpo("lora-bias", "lora", "head_bias", lora={"bias": "all"}, fast=False),
+    # One step: from the second on TRL's reference has the trained biases
+    _dpo("lora-bias", "lora", "head_bias", lora={"bias": "all"}, steps=1, fast=False),
     _dpo("dora", "lora", lora={"use_dora": True}, fast=False),
     _dpo("max_length", "ref_model", max_length=9),
     _dpo("pad_to_multiple_of", "ref_model", pad_to_multiple_of=8),

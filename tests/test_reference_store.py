@@ -346,13 +346,20 @@ def test_a_synchronised_reference_is_run_every_time(workshop, tmp_path):
     assert not (tmp_path / "datasets").exists()
 
 
-def test_trained_biases_outside_the_adapter_are_run_every_time(workshop, tmp_path):
-    peft_config = lora_config(bias="all")
-    subject = trainer(workshop, tmp_path, model="head_bias", peft_config=peft_config, num_train_epochs=2)
+def test_biases_trained_outside_the_adapter_are_copied_and_scored_once(workshop, tmp_path):
+    lora = {"model": "head_bias", "num_train_epochs": 2}
+    subject = trainer(workshop, tmp_path, peft_config=lora_config(bias="all"), **lora)
     with counted() as tokens:
         subject.train()
-    assert len(tokens.without) == 6
-    assert "bias`, a tensor that it reads" in subject.explain()["reference"].reason
+    assert len(tokens.without) == 3
+    assert "bias` and " in subject.explain()["reference"].reason
+    # The reference is the base model as it was: so it is for an adapter without a bias too, and after training
+    for again in (subject, trainer(workshop, tmp_path, peft_config=lora_config(), **lora)):
+        with counted() as tokens:
+            again.train()
+        assert len(tokens.without) == 0
+    subject.meet_reference_again()
+    assert subject._identity == again._identity
 
 
 def test_active_dropout_in_the_reference_is_drawn_every_time(workshop, tmp_path):
