@@ -28,6 +28,11 @@ from tiny import lora_config
 KINDS = ["dpo", pytest.param("grpo", marks=pytest.mark.slow)]
 
 
+def rows(table, *fast):
+    """Those of a table, all but a few of them in the slow tier."""
+    return [pytest.param(row, marks=[] if row in fast else pytest.mark.slow) for row in table]
+
+
 # The reference does not move. Each row: the policy (its adapter under the name that is asked for), the reference by
 # definition, arguments of ours, and what stock TRL does: an exception, or "drifts" / "other", or "same".
 
@@ -92,7 +97,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("row", FIXED)
+@pytest.mark.parametrize("row", rows(FIXED, "two-adapters", "ia3"))
 def test_the_reference_is_the_model_that_it_stands_for(row, kind, workshop, tmp_path):
     make, name, reference, names, of_stock = FIXED[row]
     ours = run(kind, trl_ext, workshop, tmp_path, make(workshop, tmp_path, name), **names)
@@ -130,7 +135,7 @@ VIRTUAL_TOKENS = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", VIRTUAL_TOKENS.values(), ids=VIRTUAL_TOKENS)
 @pytest.mark.filterwarnings("ignore:Adapter name .ref. should not be contained in the prefix")  # of PEFT, for TRL's own
-@pytest.mark.parametrize("name", ["fresh", "default", "policy"])
+@pytest.mark.parametrize("name", rows(("fresh", "default", "policy"), "policy"))
 def test_virtual_tokens_are_trained_as_in_stock(name, config, kind, workshop, tmp_path):
     """Stock knows the base as reference, and the initial adapter where it is called "default"."""
     tokens = config(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -190,7 +195,7 @@ SYNC = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("row", MOVING)
+@pytest.mark.parametrize("row", rows(MOVING, "fresh-not-zero", "from-an-anchor"))
 def test_a_reference_that_moves_is_mixed_by_name(row, kind, workshop, tmp_path):
     make, begins_as = MOVING[row]
     policy, options = make(workshop, tmp_path, "policy")
@@ -263,7 +268,7 @@ def test_adapters_that_cannot_be_mixed_are_an_error(workshop, tmp_path):
         build("dpo", trl_ext, workshop, tmp_path, policy, sync_ref_model=True, ref_adapter_name="narrow")
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_with_nothing_trained_is_an_error(kind, workshop, tmp_path):
     frozen = loaded(workshop, tmp_path, "default", trainable=False)
     with pytest.raises(ValueError, match=r'Nothing of the model is trained.*"default" was loaded for inference'):
@@ -278,6 +283,15 @@ def test_a_model_with_nothing_trained_is_an_error(kind, workshop, tmp_path):
         before = {name: param.clone() for name, param in frozen.named_parameters()}
         stock.train()
         assert all(torch.equal(param, before[name]) for name, param in frozen.named_parameters())
+
+
+def test_what_is_trained_and_not_saved_is_told(workshop, tmp_path):
+    warnings = (
+        build("dpo", trl_ext, workshop, tmp_path, norms_trained(workshop, tmp_path, "default")).explain().warnings
+    )
+    assert "layernorm.weight` and 3 more is trained and is in no adapter" in warnings[-1]
+    for policy in (one(workshop, tmp_path, "default"), drawn(base(workshop), lora_config(bias="all"), 0)):
+        assert not build("dpo", trl_ext, workshop, tmp_path, policy).explain().warnings
 
 
 # A pass leaves no trace
@@ -386,7 +400,7 @@ def test_several_active_adapters_are_active_again(workshop, tmp_path):
     assert_equal_states(before, state_of(policy))
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_frozen_by_hand_stays_frozen_in_training(kind, workshop, tmp_path):
     """PEFT lets all of an adapter be trained that it turns on again, so stock thaws it in the first reference pass."""
 

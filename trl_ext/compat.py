@@ -34,9 +34,9 @@ from trl.trainer.utils import (  # noqa: E402
 )
 
 __all__ = [
-    "CheckpointedReference",
     "FusedCausalLMOutput",
     "GRPOInternals",
+    "PolicyInFolder",
     "ReferenceGiven",
     "TensorParallelInternals",
     "WholeBatches",
@@ -160,22 +160,17 @@ def no_adapter_copied_by(trainer_class: type) -> Iterator[None]:
         module.is_peft_model = original
 
 
-class CheckpointedReference:
-    """Mixed in before a TRL trainer: transformers' checkpoints, which hold a reference beside the policy."""
+class PolicyInFolder:
+    """Mixed in before a TRL trainer: the best of transformers' checkpoints, where PEFT has a folder for the policy.
+
+    Transformers looks in the checkpoint itself, where the adapter "default" is, or none.
+    """
 
     state: Any
-
-    def reference_restored(self, checkpoint: str) -> None:
-        """Called when training goes on from `checkpoint`, after the policy was loaded."""
 
     def policy_folder(self) -> str | None:
         """In which folder of a checkpoint the policy lies, where that is not the checkpoint itself."""
         return None
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if checkpoint is not None:
-            self.reference_restored(checkpoint)
 
     def _load_best_model(self) -> None:
         best, folder = self.state.best_model_checkpoint, self.policy_folder()

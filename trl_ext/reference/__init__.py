@@ -1,6 +1,6 @@
 """Where reference log-probs come from: adapter off, a named adapter, a model, a model on the CPU, or the store."""
 
-from .adapters import OwnReference, freeze_adapter, name_policy, trl_copies_whole
+from .adapters import OwnReference, freeze_adapter, name_policy, trained_beside, trl_copies_whole
 from .columns import CheckedCollator, check_batch, check_column_values, have_columns
 from .hosted import HostedReference, host_reference
 from .identity import identity_facts, identity_of, write_about
@@ -26,6 +26,7 @@ __all__ = [
     "identity_facts",
     "identity_of",
     "name_policy",
+    "trained_beside",
     "trl_copies_whole",
     "write_about",
 ]

@@ -132,6 +132,11 @@ class OwnReference:
         for name, param in found.items():
             self._copies[name].copy_(param.detach())  # type: ignore[union-attr]
 
+    @property
+    def copies(self) -> list[str]:
+        """Names of the parameters of the policy that have a copy."""
+        return list(self._copies)
+
     def copied(self) -> set[int]:
         """`id` of each parameter of the policy that has a copy."""
         return {id(self.policy.get_parameter(name)) for name in self._copies}
@@ -141,12 +146,6 @@ class OwnReference:
         found = []
         for name, copy in self._copies.items():
             param = self.policy.get_parameter(name)
-            if hasattr(param, "ds_id"):
-                raise NotImplementedError(
-                    f"The reference needs a copy of `{name}`, which is trained, and ZeRO-3 has partitioned it. Use "
-                    "another engine (ZeRO-2, FSDP2), or train a fresh adapter (`peft_config`) without `bias` and with "
-                    "`sync_ref_model=False`."
-                )
             if isinstance(param, DTensor) and not isinstance(copy, DTensor):
                 copy = distribute_tensor(copy.to(param.device), param.device_mesh, param.placements)
             self._copies[name] = copy = copy.to(param.device)
@@ -307,6 +306,13 @@ def name_policy(policy: Any, name: str) -> None:
     if not any(param.requires_grad for param in _parameters_of(policy, name)):
         for param in _parameters_of(policy, name):
             param.requires_grad_(True)
+
+
+def trained_beside(policy: Any) -> list[str]:
+    """Names of what is trained and is in no adapter, nor a bias that PEFT saves with one."""
+    saves_biases = getattr(policy.active_peft_config, "bias", "none") != "none"
+    names = [name for name, _ in ReferenceWeights(policy).trained_parameters()]
+    return [name for name in names if not (saves_biases and name.endswith(".bias"))]
 
 
 def freeze_adapter(policy: Any, name: str) -> None:

@@ -1,5 +1,6 @@
 """What both trainers share of a PEFT policy that is its own reference: which adapter, which copies, and their moves."""
 
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,12 +13,13 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..compat import CheckpointedReference, no_adapter_copied_by, unrecorded_pass
-from ..reference import OwnReference, freeze_adapter, name_policy, trl_copies_whole
+from ..compat import PolicyInFolder, no_adapter_copied_by, unrecorded_pass
+from ..passes import Plan
+from ..reference import OwnReference, freeze_adapter, name_policy, trained_beside, trl_copies_whole
 from .adapter_arguments import AdapterArguments
 
 
-class AdapterReferenceMixin(CheckpointedReference):
+class AdapterReferenceMixin(PolicyInFolder):
     """Mixed in before `ExactHeadMixin`.
 
     Attributes:
@@ -127,6 +129,36 @@ class AdapterReferenceMixin(CheckpointedReference):
                 freeze_adapter(policy, "ref")  # PEFT leaves virtual tokens of it trainable
         else:
             self.own_reference = OwnReference(policy, "initial")
+        self._refuse_what_cannot_be_copied(self.own_reference)
+
+    def _refuse_what_cannot_be_copied(self, own: OwnReference) -> None:
+        trainer: Any = self
+        plugin = trainer.accelerator.state.deepspeed_plugin
+        if own.copies and plugin is not None and plugin.zero_stage == 3:
+            raise ValueError(
+                f"The reference needs a copy of `{own.copies[0]}`, which is trained and would be partitioned by "
+                "ZeRO-3. Use another engine (ZeRO-2, FSDP2); or train a fresh adapter (`peft_config`) or one that is "
+                'called "default", without a `bias`, and with `sync_ref_model=False`.'
+            )
+        if own.moves and trainer.tensor_parallel is not None:
+            raise ValueError(
+                "`sync_ref_model=True` with an adapter does not go with tensor parallelism, where each rank has a part "
+                "of the reference only. Set it to False, or use another engine."
+            )
+
+    def explain(self) -> Plan:
+        """As of all trainers, with a warning of what is trained and not saved."""
+        plan: Plan = super().explain()  # type: ignore[misc]
+        policy: Any = self.model  # type: ignore[attr-defined]
+        beside = trained_beside(policy) if isinstance(policy, PeftModel) else []
+        if not beside:
+            return plan
+        more = f" and {len(beside) - 1} more" if beside[1:] else ""
+        warning = (
+            f"`{beside[0]}`{more} is trained and is in no adapter: PEFT saves adapters only, so neither a checkpoint "
+            "nor `save_model` has it. Name its module in `modules_to_save`, or freeze it."
+        )
+        return dataclasses.replace(plan, warnings=(*plan.warnings, warning))
 
     # A pass
 
@@ -158,17 +190,10 @@ class AdapterReferenceMixin(CheckpointedReference):
             self.own_reference.keep_what_is_trained()  # what was unfrozen since
         return super().train(*positional, **keywords)  # type: ignore[misc]
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Transformers' own; with a checkpoint, the copies of the reference too."""
-        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        own, trainer = self.own_reference, self
-        if own is not None and _internal_call and output_dir is not None and self._copies_are_whole():
-            own.save(Path(output_dir), writes=trainer.args.should_save)  # type: ignore[attr-defined]
-
-    def reference_restored(self, checkpoint: str) -> None:
-        """Called when training goes on from `checkpoint`, after the policy was loaded."""
+    def _save_beside(self, folder: Path) -> None:
+        super()._save_beside(folder)  # type: ignore[misc]
         if self.own_reference is not None and self._copies_are_whole():
-            self.own_reference.load(Path(checkpoint))
+            self.own_reference.save(folder, writes=self.args.should_save)  # type: ignore[attr-defined]
 
     def policy_folder(self) -> str | None:
         """In which folder of a checkpoint PEFT puts the policy's adapter, where that is not the checkpoint itself."""
@@ -205,7 +230,7 @@ class _MovesReference(trl.SyncRefModelCallback):  # type: ignore[misc]
 
 
 class _StartsReference(TrainerCallback):
-    """Under DDP, whose parameters are those of the first rank, the copies are too."""
+    """Takes the copies of a checkpoint; and under DDP, whose parameters are those of the first rank, the first's."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -214,5 +239,7 @@ class _StartsReference(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         trainer = self.trainer
+        if trainer._resumes_from is not None and trainer._copies_are_whole():
+            trainer.own_reference.load(trainer._resumes_from)
         if trainer.accelerator.num_processes > 1 and trainer.tensor_parallel is None and not trainer.is_fsdp_enabled:
             trainer.own_reference.same_on_all_ranks(broadcast)
