@@ -25,6 +25,7 @@ class GRPOFacts:
         has_own_loss (`bool`): whether a subclass has replaced TRL's loss, of which nothing is known then.
         own_step (`str`, *optional*): a method that is given whole micro-batches and that a subclass has replaced.
         of_sequences (`bool`): whether the importance ratio is one of a completion, instead of one of a token.
+        kl_times_ratio (`bool`): whether the KL term is multiplied by the ratio.
         has_images (`bool`): whether batches can hold images, whose rows are not told apart.
         has_entropy_bonus, has_router_loss (`bool`): terms of the loss in which every row takes part.
         top_entropy_quantile (`float`): below 1, only tokens of high entropy are trained.
@@ -54,6 +55,7 @@ class GRPOFacts:
     has_own_loss: bool
     own_step: str | None
     of_sequences: bool
+    kl_times_ratio: bool
     has_images: bool
     has_entropy_bonus: bool
     has_router_loss: bool
@@ -80,7 +82,8 @@ class GRPOPlan(Plan):
         leave_zero_advantages (`bool`): rows whose advantage is exactly 0 are not fed in training.
         leave_masked (`bool`): rows without a token in the loss are not fed.
         score_tools (`bool`): tokens that a tool wrote are scored.
-        of_sequences (`bool`): the importance ratio is one of a completion, instead of one of a token.
+        of_sequences (`bool`): a ratio of a completion is exponentiated, instead of one of a token.
+        kl_times_ratio (`bool`): the KL term is multiplied by the ratio.
         zero_equal_rewards (`bool`): the advantages of groups rewarded alike are set to 0.
         trust_sampler (`bool`): the sampler's log-probs are the old policy's.
         sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
@@ -94,6 +97,7 @@ class GRPOPlan(Plan):
     leave_masked: bool
     score_tools: bool
     of_sequences: bool
+    kl_times_ratio: bool
     zero_equal_rewards: bool
     trust_sampler: bool
     sampler_ratio: RatioRule | None
@@ -126,7 +130,9 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         leave_zero_advantages=leave_zero_advantages,
         leave_masked=not (facts.has_router_loss or facts.has_own_loss),
         score_tools=facts.has_own_loss,
-        of_sequences=facts.of_sequences,
+        # vespo reads the ratios of tokens, which it bounds itself, at either level
+        of_sequences=facts.of_sequences and facts.loss_type != "vespo",
+        kl_times_ratio=facts.kl_times_ratio,
         zero_equal_rewards=leave_zero_advantages and facts.zero_advantages_of_equal_rewards,
         trust_sampler=facts.trust_sampling_log_probs,
         sampler_ratio=facts.sampler_ratio,

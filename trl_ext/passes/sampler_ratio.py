@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .overflow import bounded_log_ratios
+
 
 @dataclass(frozen=True)
 class RatioRule:
@@ -48,7 +50,7 @@ class SamplerRatio:
     Args:
         ratio (`Tensor` of shape `(B, C)`, or `(B, 1)` for sequences): what the loss is multiplied by; where nothing
             was scored, or the sampler has no log-prob, that of a log-ratio of 0.
-        unbounded (`Tensor`): the same before it was bounded.
+        unbounded (`Tensor`): the same before it was bounded by the rule; finite.
         counted (`Tensor`, bool): the entries of both that stand for something scored.
         log_ratio_T (`Tensor` of shape `(T,)`): old policy less sampler, of each token that both have scored.
     """
@@ -64,10 +66,10 @@ class SamplerRatio:
         known_BC = tokens_BC & ~sampler_BC.isnan()
         log_ratio_BC = torch.where(known_BC, old_BC - sampler_BC, 0.0)
         if rule.of_sequences:
-            unbounded = log_ratio_BC.sum(dim=1, keepdim=True).exp()
+            unbounded = bounded_log_ratios(log_ratio_BC.sum(dim=1, keepdim=True)).exp()
             counted = tokens_BC.any(dim=1, keepdim=True)
         else:
-            unbounded, counted = log_ratio_BC.exp(), tokens_BC
+            unbounded, counted = bounded_log_ratios(log_ratio_BC).exp(), tokens_BC
         return cls(rule.bounded(unbounded), unbounded, counted, log_ratio_BC[known_BC])
 
     def statistics(self) -> Tensor:

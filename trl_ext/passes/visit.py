@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .grpo import GRPOPlan
+from .overflow import bounded_old_and_reference
 from .rows import ScoredTokens, loss_mask
 from .sampler_ratio import SamplerRatio
 
@@ -22,8 +23,8 @@ class Visit:
     Args:
         policy_BC (`Tensor`): log-probs with the graph of the training forward.
         entropies_BC (`Tensor`): 0 where nothing was scored.
-        old_BC (`Tensor`): log-probs of the old policy.
-        reference_BC (`Tensor`, *optional*): log-probs of the reference.
+        old_BC (`Tensor`): log-probs of the old policy, moved where the ratio overflows (see `overflow.py`).
+        reference_BC (`Tensor`, *optional*): log-probs of the reference, likewise.
         ratio (`Tensor`, *optional*): of the old policy to the sampler, where that is corrected for.
         formed (`SamplerRatio`, *optional*): how `ratio` was formed, if in this visit.
         scored (`ScoredTokens`): what was fed and scored.
@@ -65,7 +66,7 @@ class Visit:
             _check_remembered(remembered_BC, scored)
             unscored_BC = remembered_BC.nan_to_num(nan=0.0)
             policy_BC = scored.spread(policy_RC, unscored_BC)
-            old_BC = _without_overflow(unscored_BC, policy_BC.detach(), in_loss_BC, inputs["advantages"], plan)
+            old_BC = unscored_BC
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
             reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
@@ -73,10 +74,21 @@ class Visit:
         if plan.sampler_ratio is not None and ratio is None:
             formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), in_loss_BC, plan.sampler_ratio)
             ratio = formed.ratio
+        scale = inputs["advantages"].abs().max()
+        bounded_old_BC, reference_BC = bounded_old_and_reference(
+            policy_BC,
+            old_BC,
+            reference_BC,
+            in_loss_BC,
+            scale if ratio is None else scale * ratio.max(),
+            of_sequences=plan.of_sequences,
+            kl_times_ratio=plan.kl_times_ratio,
+        )
         kept = {"importance_sampling_ratio": ratio} if ratio is not None else {}
         if remembered_BC is None:
             kept["old_per_token_logps"] = torch.where(scored.tokens_BC, old_BC, torch.nan)
-        return cls(policy_BC, scored.spread(entropies_RC), old_BC, reference_BC, ratio, formed, scored, kept)
+        entropies_BC = scored.spread(entropies_RC)
+        return cls(policy_BC, entropies_BC, bounded_old_BC, reference_BC, ratio, formed, scored, kept)
 
     def given_to_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """`inputs` with what this visit found."""
@@ -93,20 +105,6 @@ def _check_remembered(remembered_BC: Tensor, scored: ScoredTokens) -> None:
             "gradient when it was first met: its advantage was 0. Something has changed the advantages since. Change "
             "them where they are made, in a reward function or right after generation, and not between two visits."
         )
-
-
-def _without_overflow(
-    old_BC: Tensor, policy_BC: Tensor, tokens_BC: Tensor, advantages: Tensor, plan: GRPOPlan
-) -> Tensor:
-    """`old_BC`, but the policy's own where the ratio overflows beside an advantage of 0: inf * 0 is NaN, where any
-    other ratio makes 0."""
-    log_ratio = policy_BC - old_BC
-    if plan.of_sequences:
-        mask_BC = tokens_BC.to(log_ratio.dtype)
-        log_ratio = (log_ratio * mask_BC).sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(min=1.0)
-    # One a row; subclasses of TRL's trainer may have one a token
-    advantages = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
-    return torch.where(log_ratio.exp().isinf() & (advantages == 0), policy_BC, old_BC)
 
 
 def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:

@@ -53,6 +53,7 @@ class GRPOPassesMixin(AdapterReferenceMixin, GRPOSequenceSplitMixin, PlannedPass
                 has_own_loss=self._has_own_loss(),
                 own_step=self._own_step(),
                 of_sequences=trainer.importance_sampling_level == "sequence",
+                kl_times_ratio=args.use_bias_correction_kl,
                 has_images=self._takes_images(),
                 has_entropy_bonus=self._entropy_requires_grad(),
                 has_router_loss=trainer.aux_loss_enabled,
