@@ -23,6 +23,7 @@ from traffic import Traffic
 from trl_ext.heads import LogitTransform, run_head
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward, head_rows
 from trl_ext.scoring.forward import ScoringForward
+from trl_ext.scoring.head_parts import KnownHead
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -106,7 +107,7 @@ class HeadOfRank:
         self.hidden.grad = self.head.weight.grad = None
         with torch.set_grad_enabled(self.case.gradient), the_rule_says(self.way) as self.found:
             rows = head_rows.rows_of_head(
-                self.head,
+                KnownHead(self.head),
                 self.hidden,
                 whole=self.way == "whole",
                 gradient=self.case.gradient,

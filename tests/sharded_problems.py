@@ -28,6 +28,7 @@ from trl_ext.heads import (
     tiled_log_probs,
     tiles,
 )
+from trl_ext.heads import Operands as HeadOperands
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,9 @@ def _scored(group: dist.ProcessGroup, problem: Problem, way: str) -> Scored:
             shard = _shard(group, problem, way, Block(first, weight, bias))
             head = Head(operand_dtype(hidden, weight), transform, problem.outputs, shard, problem.chunk_size)
             entropy_grad = problem.entropy_requires_grad
-            scored = tiled_log_probs(head, hidden, weight, bias, targets, entropy_requires_grad=entropy_grad)
+            scored = tiled_log_probs(
+                head, HeadOperands(hidden, weight, bias), targets, entropy_requires_grad=entropy_grad
+            )
     loss = (scored.log_probs * upstream[0]).sum()
     if problem.entropy_requires_grad and problem.entropy_used[problem.owner(rank)]:
         loss = loss + (scored.entropy * upstream[1]).sum()

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trl_ext.heads import LogitTransform, run_head
+from trl_ext.scoring.head_parts import KnownHead
 from trl_ext.scoring.head_rows import rows_of_head
 
 V, H, N = 22, 8, 6
@@ -38,7 +39,7 @@ def gradients(copies):
         head.zero_grad()
         hidden_NH = hidden[own].clone().requires_grad_()
         rows = rows_of_head(
-            *(head, hidden_NH), outputs=("log_probs",), whole=gathered, gradient=True, entropy_grad=False
+            *(KnownHead(head), hidden_NH), outputs=("log_probs",), whole=gathered, gradient=True, entropy_grad=False
         )
         scored = run_head(
             *("tiled", hidden_NH, rows.weight, targets[own]),

@@ -6,13 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import trl_ext.heads.tiled as tiled
+import trl_ext.heads.scan as scan
+import trl_ext.heads.trained as trained
 from definition import ALL, FROZEN
 from tiny import Workshop, lora_config, preferences
 from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.heads import LogitTransform
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 from trl_ext.scoring.head_check import check_head
+from trl_ext.scoring.head_parts import KnownHead
 from trl_ext.scoring.head_rows import rows_of_head
 
 
@@ -40,28 +42,28 @@ def trainer(workshop: Workshop, folder: str, setup: str = "lora", **options) -> 
 
 
 def wrong_values(monkeypatch):
-    results = tiled.RunningStatistics.results
+    results = scan.RunningStatistics.results
 
     def wrong(self, outputs):
         right = results(self, outputs)
         return right._replace(log_probs=right.log_probs + 0.01)
 
-    monkeypatch.setattr(tiled.RunningStatistics, "results", wrong)
+    monkeypatch.setattr(scan.RunningStatistics, "results", wrong)
 
 
 def wrong_rescaling(monkeypatch):
-    fold = tiled.RunningStatistics.fold_
-    monkeypatch.setattr(tiled.RunningStatistics, "fold_", lambda self, *args: fold(self, *args) * 1.5)
+    fold = scan.RunningStatistics.fold_
+    monkeypatch.setattr(scan.RunningStatistics, "fold_", lambda self, *args: fold(self, *args) * 1.5)
 
 
 def wrong_recomputation(monkeypatch):
-    of_others = tiled.Coefficients.of_others_
-    monkeypatch.setattr(tiled.Coefficients, "of_others_", lambda self, *args: of_others(self, *args).mul_(1.5))
+    of_others = trained.Coefficients.of_others_
+    monkeypatch.setattr(trained.Coefficients, "of_others_", lambda self, *args: of_others(self, *args).mul_(1.5))
 
 
 def wrong_weight_gradient(monkeypatch):
-    with_target = tiled.Coefficients.with_target_
-    monkeypatch.setattr(tiled.Coefficients, "with_target_", lambda self, *args: with_target(self, *args).mul_(1.5))
+    with_target = trained.Coefficients.with_target_
+    monkeypatch.setattr(trained.Coefficients, "with_target_", lambda self, *args: with_target(self, *args).mul_(1.5))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_right_head_passes_however_confident_the_policy_is(dtype, certainty, t
         for parameter, values, grad in zip((head.weight, head.bias), (weight, bias), trained, strict=True):
             parameter.data = values
             parameter.requires_grad_(grad)
-        rows = rows_of_head(head, hidden, outputs=outputs, whole=False, gradient=True, entropy_grad=entropy)
+        rows = rows_of_head(KnownHead(head), hidden, outputs=outputs, whole=False, gradient=True, entropy_grad=entropy)
         assert check_head(hidden, rows, targets, transform, outputs, entropy)
 
 
@@ -132,8 +134,8 @@ def test_the_check_runs_once_and_leaves_no_trace(workshop, monkeypatch):
 
 
 def test_an_output_that_comes_later_is_checked_then(workshop, monkeypatch):
-    start = tiled.Coefficients.__init__
-    monkeypatch.setattr(tiled.Coefficients, "__init__", lambda self, *args: start(self, *args[:-1], 2 * args[-1]))
+    start = trained.Coefficients.__init__
+    monkeypatch.setattr(trained.Coefficients, "__init__", lambda self, *args: start(self, *args[:-1], 2 * args[-1]))
     model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     attach_scoring_forward(model, ScoringOptions())
     ids = torch.arange(3, 15).view(2, 6)

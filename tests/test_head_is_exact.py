@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, relative
 from trl_ext import linear_log_probs
-from trl_ext.heads import tiled, tiles
+from trl_ext.heads import scan, tiles
+from trl_ext.heads import trained as trained_head
 
 HALF = (torch.bfloat16, torch.float16)
 SMALL = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -25,7 +26,8 @@ def _several_tiles(monkeypatch):
 @pytest.fixture
 def rounds_coefficients(monkeypatch):
     """Round the coefficients of gradient products to the operands' dtype, as tensor cores require on CUDA."""
-    monkeypatch.setattr(tiled, "as_operand", lambda coefficients, dtype: coefficients.to(dtype))
+    for where in (scan, trained_head):
+        monkeypatch.setattr(where, "as_operand", lambda coefficients, dtype: coefficients.to(dtype))
 
 
 def operands(tokens, width, vocabulary, dtype, spread, seed=0):

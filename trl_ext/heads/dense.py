@@ -11,41 +11,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .adapted import Operands, ReplacedRows
 from .logits import LogitTransform
 from .outputs import LinearLogProbs
 from .products import ExactLinear, exact_arithmetic, statistics_dtype
 
 
 def dense_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    x: Operands,
     targets: Tensor,
     transform: LogitTransform,
     outputs: tuple[str, ...],
     *,
     operand_dtype: torch.dtype,
+    up_dtype: torch.dtype,
+    replaced: ReplacedRows | None = None,
     entropy_requires_grad: bool = False,
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> LinearLogProbs:
     """Per-token results from the whole (N, V) matrix of logits."""
     accumulate = statistics_dtype(operand_dtype)
-    logits_NV = dense_logits(hidden, weight, bias, transform, operand_dtype, accumulate, readable)
+    logits_NV = dense_logits(x, transform, operand_dtype, accumulate, readable, up_dtype=up_dtype, replaced=replaced)
     return log_probs_of(logits_NV, targets, outputs, entropy_requires_grad=entropy_requires_grad)
 
 
 def dense_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    x: Operands,
     transform: LogitTransform,
     operand_dtype: torch.dtype,
     accumulate: torch.dtype,
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
+    up_dtype: torch.dtype,
+    replaced: ReplacedRows | None = None,
 ) -> Tensor:
     """Logits of shape (N, V), from operands rounded to `operand_dtype`, summed and returned in `accumulate`."""
-    with exact_arithmetic(hidden.device):
-        return transform(ExactLinear.apply(hidden, weight, bias, operand_dtype, accumulate, readable))
+    weight = x.weight
+    if replaced is not None and x.rows is not None:
+        weight = replaced.put(weight, slice(0, len(weight)), x.rows)
+    with exact_arithmetic(x.hidden.device):
+        product = ExactLinear.apply(x.hidden, weight, x.bias, (operand_dtype, operand_dtype), accumulate, readable)
+        if x.down is not None:
+            product = product + ExactLinear.apply(x.down, x.up, None, (accumulate, up_dtype), accumulate, nullcontext)
+        return transform(product)
 
 
 def log_probs_of(

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .adapted import LowRank, Operands, ReplacedRows
 from .dense import dense_log_probs
 from .logits import LogitTransform
 from .outputs import OUTPUTS, LinearLogProbs
-from .tiled import Head, tiled_log_probs
+from .scan import Head
+from .tiled import tiled_log_probs
 from .vocabulary import VocabularyShard, check_range, range_of, shard_of_group
 
 HEADS = ("tiled", "dense")
@@ -140,6 +142,9 @@ def run_head(
     chunk_size: int | None = None,
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
     shard: VocabularyShard | None = None,
+    low_rank: LowRank | None = None,
+    replaced: ReplacedRows | None = None,
+    rows: Tensor | None = None,
 ) -> LinearLogProbs:
     """Call the head `name` of `HEADS` on checked input; shapes, dtypes and results as [`linear_log_probs`].
 
@@ -150,19 +155,33 @@ def run_head(
         shard (`VocabularyShard`, *optional*):
             What this rank holds of the vocabulary, for the tiled head; `weight` then has the rows that are here, or,
             where the shard has its own rows, is read for its dtype alone.
+        low_rank (`LowRank`, *optional*):
+            A term that an adapter adds to the product; not with `shard`.
+        replaced (`ReplacedRows`, *optional*), rows (`torch.Tensor` of shape `(K, H)`, *optional*):
+            Classes whose rows of the weight are those of `rows`; not with `shard`.
     """
     shape, dtype = targets.shape, operand_dtype(hidden, weight)
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
+    down, up, up_dtype = low_rank or (None, None, dtype)
+    x = Operands(hidden_NH, weight, bias, down, up, rows)
     if name == "dense":
         results = dense_log_probs(
-            *(hidden_NH, weight, bias, targets_N, transform, outputs),
+            *(x, targets_N, transform, outputs),
             operand_dtype=dtype,
+            up_dtype=up_dtype,
+            replaced=replaced,
             entropy_requires_grad=entropy_requires_grad,
             readable=readable,
         )
     else:
-        head = Head(*(dtype, transform, outputs, shard or VocabularyShard()), chunk_size=chunk_size, readable=readable)
-        results = tiled_log_probs(head, hidden_NH, weight, bias, targets_N, entropy_requires_grad=entropy_requires_grad)
+        head = Head(
+            *(dtype, transform, outputs, shard or VocabularyShard()),
+            chunk_size=chunk_size,
+            up_dtype=up_dtype,
+            replaced=replaced,
+            readable=readable,
+        )
+        results = tiled_log_probs(head, x, targets_N, entropy_requires_grad=entropy_requires_grad)
     return LinearLogProbs(*(None if x is None else x.view(shape) for x in results))
 
 

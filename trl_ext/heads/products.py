@@ -95,8 +95,8 @@ def as_operand(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
 class ExactLinear(torch.autograd.Function):
     """`hidden_NH @ weight_VH.T + bias_V`, differentiable: the product of the dense head.
 
-    Operands are rounded to `dtype`; sums, logits and the gradient of the logits are in `accumulate`, on any device. The
-    weight is read in slices, so that no cast copy of it stands beside the logits.
+    Hidden states and weight are rounded to `dtypes`; sums, logits and the gradient of the logits are in `accumulate`,
+    on any device. The weight is read in slices, so that no cast copy of it stands beside the logits.
     """
 
     @staticmethod
@@ -105,19 +105,20 @@ class ExactLinear(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         accumulate: torch.dtype,
         readable: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.dtype, ctx.readable = dtype, readable
+        ctx.dtypes, ctx.readable = dtypes, readable
+        of_hidden, of_weight = dtypes
         with readable(), exact_arithmetic(hidden.device):
-            operand_NH = hidden.to(dtype)
+            operand_NH = hidden.to(of_hidden)
             logits_NV = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=accumulate)
             for columns in _slices(weight.shape[0]):
-                project_into(logits_NV[:, columns], operand_NH, weight[columns].to(dtype))
+                project_into(logits_NV[:, columns], operand_NH, weight[columns].to(of_weight))
             if bias is not None:
-                logits_NV += bias.to(dtype)
+                logits_NV += bias.to(of_weight)
         return logits_NV
 
     @staticmethod
@@ -126,13 +127,14 @@ class ExactLinear(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         with ctx.readable(), exact_arithmetic(hidden.device):
-            operand_NH = hidden.to(ctx.dtype).to(grad_NV.dtype)
+            of_hidden, of_weight = ctx.dtypes
+            operand_NH = hidden.to(of_hidden).to(grad_NV.dtype)
             grad_hidden = torch.zeros_like(operand_NH) if needs_hidden else None
             grad_weight = torch.empty_like(weight) if needs_weight else None
             for columns in _slices(weight.shape[0]):
                 grad_tile = grad_NV[:, columns]
                 if grad_hidden is not None:
-                    grad_hidden.addmm_(grad_tile, weight[columns].to(ctx.dtype).to(grad_NV.dtype))
+                    grad_hidden.addmm_(grad_tile, weight[columns].to(of_weight).to(grad_NV.dtype))
                 if grad_weight is not None:
                     grad_weight[columns] = (grad_tile.t() @ operand_NH).to(weight.dtype)
             grad_bias = grad_NV.sum(0).to(bias.dtype) if needs_bias else None

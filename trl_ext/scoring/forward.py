@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from ..compat import FusedCausalLMOutput
 from ..dropout import has_dropout
-from ..engines import parameter_of, with_gradient_times
+from ..engines import with_gradient_times
 from ..engines.sequence_parallel import SequenceGroup, Shard
 from ..heads import LinearLogProbs, LogitTransform, run_head
 from ..packing import Layout, Packing, picked
 from .families import logit_transform
 from .head_check import check_head
+from .head_parts import KnownHead, OtherHead, device_of, head_parts
 from .head_rows import HeadRows, rows_of_head
+from .module_head import score_by_module
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,13 @@ class ScoringForward:
     def __init__(self, model: nn.Module, options: ScoringOptions) -> None:
         self.options = options
         self.transform: LogitTransform = logit_transform(model.config, options.temperature)
+        config: Any = model.config
+        self.vocabulary: int = config.get_text_config().vocab_size
         self.used = False
         self.head_rows: str | None = None
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._dropout: bool | None = None
-        self._checked: set[tuple[bool, bool]] = set()
+        self._checked: set[tuple[bool, ...]] = set()
 
     def __call__(
         self,
@@ -109,19 +113,19 @@ class ScoringForward:
             backbone_outputs = _backbone(model)(*args, **kwargs)
         else:
             backbone_outputs = self.packing.run(model, layout, kwargs)
-        lm_head = model.get_output_embeddings()
+        head = head_parts(model.get_output_embeddings())
         # A model split over devices (`device_map`) can end its backbone on another device than its head's
-        shift_labels = shift_labels.to(parameter_of(lm_head, "weight").device)
+        shift_labels = shift_labels.to(device_of(head))
         mask_BS = shift_labels != -100
         # A batch without labels stays in the graph this way: a zero that can be backpropagated
         outputs = self.options.outputs if head_outputs is None else head_outputs
         hidden = backbone_outputs.last_hidden_state
         if layout is None:
             hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(mask_BS.device)[mask_BS]
-            scored = self._score(hidden_NH, lm_head, shift_labels[mask_BS], outputs)._asdict()
+            scored = self._score(hidden_NH, head, shift_labels[mask_BS], outputs)._asdict()
         else:
             at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)].to(hidden.device)
-            scored = self._score_row(hidden.squeeze(0), at_N, shard, lm_head, shift_labels[mask_BS], outputs)
+            scored = self._score_row(hidden.squeeze(0), at_N, shard, head, shift_labels[mask_BS], outputs)
         fields = {
             name: None
             if x is None
@@ -178,29 +182,42 @@ class ScoringForward:
         hidden_TH: Tensor,
         at_N: Tensor,
         shard: Shard | None,
-        lm_head: Any,
+        head: KnownHead | OtherHead,
         targets_N: Tensor,
         outputs: tuple[str, ...],
     ) -> dict[str, Tensor | None]:
         """The fields of each target, predicted from the place `at_N` of the fed row; `hidden_TH` is its shard's."""
         device = targets_N.device
         if shard is None:
-            return self._score(picked(hidden_TH, at_N).to(device), lm_head, targets_N, outputs)._asdict()
+            return self._score(picked(hidden_TH, at_N).to(device), head, targets_N, outputs)._asdict()
         owner_N = shard.owner(at_N)
         own_N = owner_N == shard.rank
         hidden_NH = picked(hidden_TH, at_N[own_N] - shard.first).to(device)
-        scored = self._score(hidden_NH, lm_head, targets_N[own_N.to(device)], outputs)._asdict()
+        scored = self._score(hidden_NH, head, targets_N[own_N.to(device)], outputs)._asdict()
         owner_N = owner_N.to(device)
         return {name: None if x is None else shard.gathered(x, owner_N) for name, x in scored.items()}
 
-    def _score(self, hidden_NH: Tensor, lm_head: Any, targets_N: Tensor, outputs: tuple[str, ...]) -> LinearLogProbs:
+    def _score(
+        self, hidden_NH: Tensor, head: KnownHead | OtherHead, targets_N: Tensor, outputs: tuple[str, ...]
+    ) -> LinearLogProbs:
         options = self.options
         autocast: AbstractContextManager[Any] = nullcontext()
+        if isinstance(head, OtherHead):
+            self.head_rows = f"the head's own forward is called on tiles of tokens, since {head.why}"
+            return score_by_module(
+                *(head.module, hidden_NH, targets_N),
+                transform=self.transform,
+                outputs=outputs,
+                vocabulary=self.vocabulary,
+                head=options.head,
+                entropy_requires_grad=options.entropy_requires_grad,
+                chunk_size=options.chunk_size,
+            )
         if options.cast_lm_head_to_fp32:
             hidden_NH = hidden_NH.float()
             autocast = torch.autocast(hidden_NH.device.type, enabled=False)
         rows = rows_of_head(
-            lm_head,
+            head,
             hidden_NH,
             outputs=outputs,
             whole=options.head == "dense",
@@ -213,6 +230,7 @@ class ScoringForward:
             # In inference mode no gradient can be checked: the first batch outside it will be
             if options.head != "dense" and not torch.is_inference_mode_enabled():
                 self._check(hidden_NH, rows, targets_N, outputs)
+            adapter = rows.adapter
             return run_head(
                 *(options.head, hidden_NH, rows.weight, targets_N),
                 bias=rows.bias,
@@ -222,12 +240,15 @@ class ScoringForward:
                 chunk_size=options.chunk_size,
                 readable=rows.readable,
                 shard=rows.shard,
+                low_rank=None if adapter is None else adapter.low_rank(hidden_NH, rows.weight),
+                replaced=None if adapter is None else adapter.replaced(),
+                rows=None if adapter is None else adapter.rows,
             )
 
     def _check(self, hidden_NH: Tensor, rows: HeadRows, targets_N: Tensor, outputs: tuple[str, ...]) -> None:
         """Compare the tiled head with its definition, once for each way that it goes."""
         # Apart, where the rows of the weight are spread: then every rank takes part in a check, or none
-        way = rows.sharded is not None, "mean_log_probs" in outputs
+        way = rows.sharded is not None, "mean_log_probs" in outputs, rows.adapter is not None
         if way not in self._checked and check_head(
             *(hidden_NH, rows, targets_N),
             transform=self.transform,

@@ -19,6 +19,7 @@ from ..heads import (
     LinearLogProbs,
     LogitTransform,
     OneProcess,
+    Operands,
     OwnTokens,
     Part,
     SameTokens,
@@ -30,6 +31,7 @@ from ..heads import (
     tiled_log_probs,
     tokens_of_ranks,
 )
+from .head_parts import HeadAdapter
 from .head_rows import HeadRows
 
 _TOKENS = 8
@@ -72,6 +74,7 @@ def check_head(
         "gradient of the weight": sample.hidden_nH.double().norm() * slope,
         "gradient of the bias": torch.tensor(slope * sqrt(_TOKENS)),
     }
+    sizes |= _sizes_of_adapter(rows.adapter, sample.hidden_nH, slope)
     for name, value in expected.items():
         difference = (found[name].double() - value.double()).abs()
         if not value.numel():
@@ -87,6 +90,15 @@ def check_head(
             allowed = _VALUES * (largest_logit / 32).clamp(min=1)
             _raise_if_off(name, value, difference, difference.amax() / allowed)
     return True
+
+
+def _sizes_of_adapter(adapter: HeadAdapter | None, hidden_nH: Tensor, slope: float) -> dict[str, Tensor]:
+    """Of each gradient, what it would be at p = 0, at most."""
+    if adapter is None:
+        return {}
+    size = hidden_nH.double().norm() * slope
+    scale = max([1.0, *(abs(x.scaling) * float(y.detach().double().norm()) for x in adapter.factors for y in x[:2])])
+    return {f"gradient of the {name}": size * scale for name in adapter.trained()}
 
 
 @dataclass(frozen=True)
@@ -132,9 +144,15 @@ def _sample(hidden_NH: Tensor, rows: HeadRows, targets_N: Tensor) -> _Sample | N
     return _Sample(hidden_NH[some].detach(), targets_N[some], exchange, part, upstreams, seen_rows)
 
 
-def _inputs(sample: _Sample, rows: HeadRows, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _inputs(sample: _Sample, rows: HeadRows, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None, HeadAdapter]:
     bias = None if rows.bias is None else rows.bias.detach().requires_grad_(rows.trained[1])
-    return hidden.detach().requires_grad_(), rows.weight.detach().requires_grad_(rows.trained[0]), bias
+    weight = rows.weight.detach().requires_grad_(rows.trained[0])
+    return hidden.detach().requires_grad_(), weight, bias, (rows.adapter or HeadAdapter()).detached()
+
+
+def _trained(hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter: HeadAdapter) -> dict[str, Tensor]:
+    named = {"hidden states": hidden, "weight": weight, "bias": bias} | adapter.trained()
+    return {name: x for name, x in named.items() if x is not None and x.requires_grad}
 
 
 def _loss(scored: LinearLogProbs, upstream: tuple[Tensor, Tensor, Tensor], entropy_requires_grad: bool) -> Tensor:
@@ -149,11 +167,8 @@ def _seen(
     # Which of several equal logits is the first may turn on the last bit
     seen = {k: own(v.detach()) for k, v in scored._asdict().items() if v is not None and k != "is_top1"}
     for name, gradient in gradients.items():
-        seen[f"gradient of the {name}"] = gradient if name == "hidden states" else gradient[rows]
+        seen[f"gradient of the {name}"] = gradient[rows] if name in ("weight", "bias") else gradient
     return seen
-
-
-_NAMES = ("hidden states", "weight", "bias")
 
 
 def _by_the_tiled_head(
@@ -163,7 +178,8 @@ def _by_the_tiled_head(
     outputs: tuple[str, ...],
     entropy_requires_grad: bool,
 ) -> dict[str, Tensor]:
-    h, w, b = _inputs(sample, rows, sample.hidden_nH)
+    h, w, b, adapter = _inputs(sample, rows, sample.hidden_nH)
+    term, replaced = adapter.low_rank(h, w), adapter.replaced()
     shard = rows.shard or VocabularyShard()
     if shard.partial:
         shard = replace(shard, exchange=sample.exchange)
@@ -171,13 +187,17 @@ def _by_the_tiled_head(
         *(operand_dtype(h, w), transform, outputs, shard),
         chunk_size=-(-len(sample.upstream_M[0]) // 3),
         columns=min(8192, max(1, -(-len(w) // 3))),
+        up_dtype=w.dtype if term is None else term.dtype,
+        replaced=replaced,
     )
-    scored = tiled_log_probs(head, h, w, b, sample.targets_n, entropy_requires_grad=entropy_requires_grad)
+    down, up = (None, None) if term is None else (term.down, term.up)
+    x = Operands(h, w, b, down, up, adapter.rows)
+    scored = tiled_log_probs(head, x, sample.targets_n, entropy_requires_grad=entropy_requires_grad)
     log_probs, entropy, mean_log_probs = (sample.part.own(x) for x in sample.upstream_M)
-    trained = [(name, x) for name, x in zip(_NAMES, (h, w, b), strict=True) if x is not None and x.requires_grad]
+    trained = _trained(h, w, b, adapter)
     loss = _loss(scored, (log_probs, entropy, mean_log_probs), entropy_requires_grad)
-    gradients = torch.autograd.grad(loss, [x for _, x in trained])
-    named = {name: gradient for (name, _), gradient in zip(trained, gradients, strict=True)}
+    gradients = torch.autograd.grad(loss, list(trained.values()))
+    named = dict(zip(trained, gradients, strict=True))
     return _seen(scored, named, lambda x: x, sample.seen_rows)
 
 
@@ -190,10 +210,22 @@ def _by_definition(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The same in float64, and the largest logit: from the logits of these few tokens over the whole vocabulary."""
     part, spread = sample.part, rows.sharded
-    h, w, b = _inputs(sample, rows, part.gathered(sample.hidden_nH))
-    dtype = operand_dtype(h, w)
+    h, w, b, adapter = _inputs(sample, rows, part.gathered(sample.hidden_nH))
+    dtype, replaced = operand_dtype(h, w), adapter.replaced()
+    term = adapter.low_rank(h, w, torch.float64)
+    down, up = (None, None) if term is None else (term.down, term.up)
+    x = Operands(h, w, b, down, up, adapter.rows)
+    up_dtype = dtype if term is None else term.dtype
     weights = [w] if spread is None or len(spread.blocks) == 1 else [block[1] for block in spread.blocks]
-    logits_Mv = torch.cat([dense_logits(h, x, b, transform, dtype, torch.float64) for x in weights], 1)
+    logits_Mv = torch.cat(
+        [
+            dense_logits(
+                *(x._replace(weight=some), transform, dtype, torch.float64), up_dtype=up_dtype, replaced=replaced
+            )
+            for some in weights
+        ],
+        1,
+    )
     logits_MV = logits_Mv.detach()
     if spread is not None:
         counts = [sum(count for _, count in blocks) for blocks in spread.ranges]
@@ -205,10 +237,10 @@ def _by_definition(
     loss = _loss(scored, sample.upstream_M, entropy_requires_grad)
     (gradient_MV,) = torch.autograd.grad(loss, logits_MV)
     first = 0 if spread is None else spread.blocks[0][0]
-    trained = [(name, x) for name, x in zip(_NAMES, (h, w, b), strict=True) if x is not None and x.requires_grad]
+    trained = _trained(h, w, b, adapter)
     upstream = gradient_MV[:, first : first + logits_Mv.shape[1]]
-    gradients = torch.autograd.grad(logits_Mv, [x for _, x in trained], upstream)
-    named = {name: gradient for (name, _), gradient in zip(trained, gradients, strict=True)}
+    gradients = torch.autograd.grad(logits_Mv, list(trained.values()), upstream)
+    named = dict(zip(trained, gradients, strict=True))
     named["hidden states"] = part.summed(named["hidden states"].double())
     return _seen(scored, named, part.own, sample.seen_rows), logits_MV.detach().abs().max()
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from ..compat import maybe_gather_lm_head_ctx
 from ..engines import ShardedWeight, is_zero3, sharded_weight, whole_tensor, with_gradient_times
 from ..heads import Block, OwnTokens, RowsHere, RowsInTurn, SameTokens, VocabularyShard, tokens_of_ranks
+from .head_parts import HeadAdapter, KnownHead
 
 WHOLE_HERE = "the whole weight is on this rank"
 
@@ -25,6 +26,7 @@ class HeadRows(NamedTuple):
         sharded (`ShardedWeight`, *optional*): the weight as the engine has spread it, if `shard` is given.
         readable (`Callable`): makes a context in which weight and bias can be read.
         reason (`str`): what was chosen, and why.
+        adapter (`HeadAdapter`, *optional*): what is added to the weight.
     """
 
     weight: Tensor
@@ -34,10 +36,11 @@ class HeadRows(NamedTuple):
     sharded: ShardedWeight | None
     readable: Callable[[], AbstractContextManager[Any]]
     reason: str
+    adapter: HeadAdapter | None = None
 
 
 def rows_of_head(
-    lm_head: nn.Module,
+    head: KnownHead,
     hidden_NH: Tensor,
     *,
     outputs: tuple[str, ...],
@@ -55,7 +58,10 @@ def rows_of_head(
         gradient (`bool`): whether the hidden states get a gradient.
         entropy_grad (`bool`): whether the entropy's gradient is asked for, which reads the weight once more.
     """
-    sharded = None if whole else sharded_weight(lm_head)
+    if head.adapter is not None:
+        rows = _whole(head.linear)
+        return rows._replace(reason=f"{rows.reason}, beside {head.words}", adapter=head.adapter)
+    sharded = None if whole else sharded_weight(head.linear)
     if sharded is not None and sharded.engine == "tensor parallel":
         exchange = SameTokens(sharded.group)
         return _here(sharded, exchange, "each rank scores with its rows of the weight (tensor parallel)")
@@ -71,7 +77,7 @@ def rows_of_head(
         if not sharded.trained and sharded.blocks[0][2] is None:
             why = f"the weight costs {_mib(sent)} a pass to move, the tokens {_mib(moved)}"
             return _in_turn(sharded, f"the ranks send their rows of the weight in slices ({sharded.engine}): {why}")
-    return _whole(lm_head)
+    return _whole(head.linear)
 
 
 def bytes_moved(
@@ -136,8 +142,8 @@ def _in_turn(sharded: ShardedWeight, reason: str) -> HeadRows:
     return HeadRows(like, None, (False, False), shard, sharded, nullcontext, reason)
 
 
-def _whole(lm_head: nn.Module) -> HeadRows:
-    weight, bias = cast(Any, lm_head.weight), cast(Any, lm_head.bias)
+def _whole(linear: nn.Module) -> HeadRows:
+    weight, bias = cast(Any, linear.weight), cast(Any, linear.bias)
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
     reason = WHOLE_HERE
     if isinstance(weight, DTensor):

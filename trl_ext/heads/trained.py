@@ -1,0 +1,168 @@
+"""The head whose backward recomputes the tiles: for a trained weight, an adapter, and outputs beside the log-prob.
+
+Dimensions: N tokens, H hidden size, V vocabulary, n and v those of a tile, M tokens scored together with other ranks'.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapted import Operands
+from .coefficients import Coefficients, Upstream
+from .exchange import Part
+from .outputs import LinearLogProbs
+from .products import as_operand, exact_arithmetic, matmul_into, refuse_second_derivative
+from .rows import Rows
+from .scan import Head, Tile, gathered, joined, scan
+
+
+class TrainedHead(torch.autograd.Function):
+    """Log-probs, entropy and mean log-probs with a gradient to every operand.
+
+    The backward recomputes the tiles.
+
+    On several ranks the gradient of the weight's rows that are here is that of the sum of all ranks' losses.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, head: Head, targets: Tensor, entropy_grad: bool, *operands: Tensor | None) -> LinearLogProbs:
+        x = Operands(*operands)  # type: ignore[arg-type]
+        ctx.set_materialize_grads(False)
+        scored, saved = [], []
+        with head.readable(), exact_arithmetic(x.hidden.device):
+            for part in head.parts(x.hidden):
+                targets_M = part.gathered(targets)
+                statistics = scan(head, gathered(x, part), head.rows(x.weight, x.bias, targets_M), targets_M)
+                head.shard.exchange.combine_(statistics)
+                scored.append(part.own_results(statistics.results(head.outputs)))
+                saved.append([part.own(x) for x in (statistics.max, statistics.sum_exp, statistics.target_logit)])
+        results = joined(scored)
+        kept = [x[0] if len(saved) == 1 else torch.cat(x) for x in zip(*saved, strict=True)]
+        ctx.save_for_backward(*x, targets, *kept, results.entropy if entropy_grad else None)
+        ctx.head = head
+        differentiable = {"log_probs", "mean_log_probs", *(["entropy"] if entropy_grad else [])}
+        ctx.mark_non_differentiable(
+            *(x for name, x in results._asdict().items() if x is not None and name not in differentiable)
+        )
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        head: Head = ctx.head
+        of_results = LinearLogProbs(*gradients)
+        upstream = Upstream(of_results.log_probs, of_results.entropy, of_results.mean_log_probs)
+        # The other ranks may have a gradient, and wait for this one
+        if all(x is None for x in upstream) and not head.shard.spread:
+            return (None,) * len(ctx.needs_input_grad)
+        x, (targets, *statistics) = Operands(*ctx.saved_tensors[:6]), ctx.saved_tensors[6:]
+        parts = head.parts(x.hidden)
+        grads = _Gradients(ctx.needs_input_grad[3:], x, statistics[0].dtype, several=len(parts) > 1)
+        with head.readable(), exact_arithmetic(x.hidden.device):
+            for part in parts:
+                targets_M = part.gathered(targets)
+                rows = head.rows(x.weight, x.bias, targets_M)
+                of_tokens = _gathered_numbers(part, head, statistics, upstream)
+                coefficients = Coefficients(*of_tokens, head.transform, rows.vocabulary)
+                grads.add_(part, head, gathered(x, part), rows, targets_M, coefficients)
+        return None, None, None, *grads.of_operands()
+
+
+def _gathered_numbers(
+    part: Part, head: Head, saved: list[Any], upstream: Upstream
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Upstream]:
+    """What the coefficients of the tokens that are scored together are made of: numbers of shape (M,), or None."""
+    maximum, sum_exp, target_logit, entropy = saved
+    if not head.shard.partial:
+        return maximum, sum_exp, target_logit, entropy, upstream
+    # Every rank sends as many numbers, also where one has no gradient
+    asked = {"log_probs": "log_probs" in head.outputs, "entropy": entropy is not None}
+    asked["mean_log_probs"] = "mean_log_probs" in head.outputs
+    zeros = torch.zeros_like(maximum)
+    of_upstream = {name: zeros if x is None else x for name, x in upstream._asdict().items() if asked[name]}
+    sent = [maximum, sum_exp, target_logit, *([] if entropy is None else [entropy]), *of_upstream.values()]
+    numbers = iter(part.gathered(torch.stack(sent, 1)).unbind(1))
+    maximum_M, sum_exp_M, target_logit_M = next(numbers), next(numbers), next(numbers)
+    # 0 where a rank's tokens were filled up: nothing comes back from there, but log 0 must not either
+    sum_exp_M = sum_exp_M.masked_fill(sum_exp_M == 0, 1.0)
+    entropy_M = None if entropy is None else next(numbers)
+    upstream_M = Upstream(**dict(zip(of_upstream, numbers, strict=True)))
+    return maximum_M, sum_exp_M, target_logit_M, entropy_M, upstream_M
+
+
+class _Gradients:
+    """The gradients of a backward, added up tile by tile and part by part."""
+
+    def __init__(self, needed: tuple[bool, ...], x: Operands, dtype: torch.dtype, *, several: bool) -> None:
+        self.needs = Operands(*needed)  # type: ignore[arg-type]
+        sums: dict[str, Any] = {"dtype": dtype, "device": x.hidden.device}
+        self.x, self.sums = x, sums
+        self.hidden: list[Tensor] = []
+        self.down: list[Tensor] = []
+        # Zeros: with no token at all no tile is written
+        sums_of_weight = dtype if several else x.weight.dtype
+        self.weight = torch.zeros_like(x.weight, dtype=sums_of_weight) if self.needs.weight else None
+        self.bias, self.up, self.rows = (
+            torch.zeros(tensor.shape, **self.sums) if needs and tensor is not None else None
+            for needs, tensor in ((self.needs.bias, x.bias), (self.needs.up, x.up), (self.needs.rows, x.rows))
+        )
+
+    def add_(
+        self, part: Part, head: Head, x: Operands, rows: Rows, targets_M: Tensor, coefficients: Coefficients
+    ) -> None:
+        """Add the tiles of the tokens of `part`, of all ranks; `x` are their operands."""
+        grad_hidden = torch.zeros(x.hidden.shape, **self.sums) if self.needs.hidden else None
+        grad_down = torch.zeros_like(x.down) if self.needs.down and x.down is not None else None
+        unit = coefficients.unit()
+        for tile in head.tiles(x, rows):
+            local = targets_M[tile.tokens] - tile.classes.start
+            bracket = coefficients.of_others_(tile.tokens, local, tile.logits, tile.scratch)
+            if grad_hidden is not None:
+                matmul_into(grad_hidden[tile.tokens], as_operand(bracket, head.dtype), tile.weight, accumulate=True)
+            if grad_down is not None and tile.up is not None:
+                matmul_into(grad_down[tile.tokens], bracket, tile.up, accumulate=True)
+            if any(sums is not None for sums in (self.weight, self.bias, self.up, self.rows)):
+                whole = coefficients.with_target_(tile.tokens, local, bracket, unit)
+                self._add_of_classes_(head, tile, whole, unit, len(x.hidden))
+        if grad_hidden is not None:
+            grad_hidden.mul_(coefficients.row_factor[:, None])
+            head.add_targets_(grad_hidden, coefficients.target, rows, targets_M, x.rows)
+            self.hidden.append(part.summed(grad_hidden))
+        if grad_down is not None and x.up is not None:
+            grad_down.mul_(coefficients.row_factor[:, None])
+            # Clamped as in RowsHere
+            of_targets = x.up[targets_M.clamp(0, len(x.up) - 1)].to(head.up_dtype).to(grad_down.dtype)
+            grad_down.addcmul_(of_targets, coefficients.target[:, None])
+            self.down.append(grad_down)
+
+    def _add_of_classes_(self, head: Head, tile: Tile, coefficients: Tensor, unit: Tensor, tokens: int) -> None:
+        """Add a tile's part of what belongs to classes; its coefficients, in units of `unit`, may be overwritten."""
+        columns = slice(tile.classes.start - head.shard.first, tile.classes.stop - head.shard.first)
+        if self.bias is not None:
+            self.bias[columns].add_(coefficients.sum(0) * unit)
+        if self.up is not None and tile.down is not None:
+            self.up[columns] += (coefficients.t() @ tile.down).mul_(unit)
+        some = slice(0, 0) if head.replaced is None else head.replaced.within(tile.classes)
+        if head.replaced is not None and some.start < some.stop:
+            places = head.replaced.ids[some] - tile.classes.start
+            if self.rows is not None:
+                self.rows[some] += (coefficients[:, places].t() @ tile.hidden.to(self.rows.dtype)).mul_(unit)
+            coefficients.index_fill_(1, places, 0.0)  # these rows of the weight are not read
+        if self.weight is not None:
+            if tile.tokens.start == 0:
+                self.of_tile = torch.empty(tile.weight.shape, **self.sums)
+            operand = as_operand(coefficients, head.dtype)
+            matmul_into(self.of_tile, operand.t(), tile.hidden, accumulate=tile.tokens.start > 0)
+            if tile.tokens.stop == tokens:
+                self.weight[columns] += self.of_tile.mul_(unit)
+
+    def of_operands(self) -> Operands:
+        """In the operands' dtypes; None where none is needed."""
+        hidden, down = (torch.cat(x) if x else None for x in (self.hidden, self.down))
+        sums = (hidden, self.weight, self.bias, down, self.up, self.rows)
+        found = (
+            None if total is None or tensor is None else total.to(tensor.dtype)
+            for total, tensor in zip(sums, self.x, strict=True)
+        )
+        return Operands(*found)  # type: ignore[arg-type]
