@@ -1,18 +1,28 @@
 """Adapters on the LM head: values and gradients are those of PEFT's own modules, and no logits of a batch are held."""
 
-import tempfile
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import trl
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
-from adapters_on_head import CASES, LOW_RANK, MODULE, Case, build, lora
-from definition import ALL, FROZEN, floats_apart
+import trl_ext
+import trl_ext.scoring.forward as scoring_forward
+from adapters_on_head import CASES, CRASHES, LOW_RANK, MODULE, REFUSES, ROWS, TOKENS, WHOLE, build
+from definition import ALL, FROZEN, defined, floats_apart
+from drop_in_cases import Case as Run
+from run_losses import Trainers, train
+from same_training import tensors_differ
 from test_scoring_forward import batch
-from trl_ext.heads import tiles
+from trl_ext.heads import LogitTransform, tiles
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward, module_head
+from trl_ext.scoring.head_parts import OtherHead
+from trl_ext.scoring.module_head import score_by_module
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Model (with|has) `tie_word_embeddings=True`", "ignore:`lora_bias=True` was passed", "ignore:.*Unmerge"
@@ -103,3 +113,184 @@ def test_values_and_gradients_are_those_of_the_modules(workshop, name, head, mea
             assert found is None or not found.any(), parameter
             continue
         assert floats_apart(found, exact) <= 1e-5 * max(float(exact.abs().max()), 1.0), parameter
+
+
+class SeesLogits(TorchDispatchMode):
+    """Notes every tensor that is made with a place for each scored token, or each position, and each class."""
+
+    def __init__(self, positions: set[int], vocabulary: int) -> None:
+        super().__init__()
+        self.positions, self.vocabulary, self.seen = positions, vocabulary, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and self.vocabulary in x.shape:
+                others = x.numel() // self.vocabulary if x.numel() else 0
+                if others in self.positions:
+                    self.seen.append(f"{func} {tuple(x.shape)}")
+        return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_tensor_has_a_place_for_each_token_and_each_class(workshop, name):
+    model = build(CASES[name], workshop).train()
+    attach_scoring_forward(model.get_base_model(), ScoringOptions(outputs=ALL))
+    inputs, labels = full_batch()
+    scored = int((labels[:, 1:] != -100).sum())
+    positions = {scored, labels.numel(), labels[:, 1:].numel()}
+    assert scored > 10
+    sees = SeesLogits(positions, 97)
+    with sees:
+        out = model(**inputs, labels=labels, fused_lm_head=True)
+        if out.log_probs.requires_grad:
+            out.log_probs.sum().backward()
+    assert not sees.seen
+    with sees:
+        model(**inputs)
+    assert sees.seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_without_labels_gives_every_parameter_a_zero(workshop, name):
+    """As on a rank of DDP whose rows are all masked: it waits for a gradient of each parameter."""
+    model = build(CASES[name], workshop).train()
+    attach_scoring_forward(model.get_base_model(), ScoringOptions(outputs=ALL))
+    inputs, labels = full_batch()
+    out = model(**inputs, labels=torch.full_like(labels, -100), fused_lm_head=True)
+    trained = {key: x for key, x in model.named_parameters() if x.requires_grad}
+    reached = by_modules(build(CASES[name], workshop), False)[1]
+    if any(reached[key] is not None for key in trained):
+        out.loss.backward()
+    for key, x in trained.items():
+        assert reached[key] is None or (x.grad is not None and not x.grad.any()), key
+
+
+def test_with_the_adapter_disabled_the_base_is_scored(workshop):
+    for name in ("LoRA", "LoRA, all biases trained", "DoRA", "tokens, tied", "IA3", "LoRA and head in modules_to_save"):
+        case = CASES[name]
+        model = build(case, workshop)
+        base = AutoModelForCausalLM.from_pretrained(workshop.model(case.model)).eval()
+        inputs, labels = full_batch()
+        scored = []
+        for each in (model.get_base_model(), base):
+            attach_scoring_forward(each, ScoringOptions())
+        with torch.no_grad():
+            with model.disable_adapter():
+                scored.append(model(**inputs, labels=labels, fused_lm_head=True).log_probs)
+            scored.append(base(**inputs, labels=labels, fused_lm_head=True).log_probs)
+            assert floats_apart(*scored) < 1e-6, name
+            scored.append(model(**inputs, labels=labels, fused_lm_head=True).log_probs)
+        if name != "LoRA and head in modules_to_save":  # a copy, not trained yet; but LoRA is below it
+            assert floats_apart(*scored[1:]) > 1e-3, name
+
+
+def test_dropout_of_an_adapter_is_drawn_again_as_it_was_in_the_backward(workshop):
+    model = build(CASES["LoRA"], workshop)
+    head = model.get_base_model().lm_head
+    head.lora_dropout["default"] = torch.nn.Dropout(0.5)
+    head.train()
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(5, 32), torch.randint(97, (5,))
+    options = {"transform": LogitTransform(), "outputs": FROZEN, "vocabulary": 97, "entropy_requires_grad": False}
+    results = []
+    for way in ("tiled", "dense"):
+        head.zero_grad()
+        torch.manual_seed(3)
+        h = hidden.clone().requires_grad_()
+        scored = score_by_module(head, h, targets, head=way, chunk_size=None, **options)
+        torch.rand(7)
+        scored.log_probs.sum().backward()
+        trained = [x.grad for x in head.parameters() if x.requires_grad]
+        results.append([scored.log_probs.detach(), h.grad, *trained])
+    for a, b in zip(*results, strict=True):
+        assert floats_apart(a, b) < 1e-5
+    reasons = []
+    for training in (True, False):
+        reasons.append(scoring_forward.head_parts(head.train(training)))
+    assert isinstance(reasons[0], OtherHead)
+    assert "dropout" in reasons[0].why
+    assert not isinstance(reasons[1], OtherHead)
+
+
+def test_a_half_precision_base_with_an_adapter_in_fp32_is_not_rounded_in_between(workshop):
+    for autocast in (False, True):
+        model = build(CASES["LoRA"], workshop).get_base_model()
+        head = model.lm_head
+        head.base_layer.bfloat16()
+        attach_scoring_forward(model, ScoringOptions(outputs=ALL, padding_free=False))
+        hidden = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+        model.model.register_forward_hook(lambda *a, x=hidden: a[-1].__setitem__("last_hidden_state", x[None]) or a[-1])
+        ids = torch.arange(3, 12)[None]
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = model(input_ids=ids, labels=ids, fused_lm_head=True)
+        first, second = head.lora_A["default"].weight, head.lora_B["default"].weight
+        if autocast:
+            first, second = first.bfloat16(), second.bfloat16()
+        weight = head.base_layer.weight.double() + 1.5 * second.double() @ first.double()
+        exact = defined(hidden[:-1], weight, ids[0, 1:])
+        for field in ("log_probs", "entropy", "mean_log_probs"):
+            assert floats_apart(getattr(found, field)[0], getattr(exact, field)) < 1e-5, (autocast, field)
+
+
+RUNS = {
+    "LoRA": ({}, LOW_RANK, REFUSES),
+    "two options of LoRA": ({"use_rslora": True, "lora_bias": True}, LOW_RANK, REFUSES),
+    "DoRA": ({"use_dora": True}, MODULE, REFUSES),
+    "LoRA with dropout that is turned off": ({"lora_dropout": 0.3}, LOW_RANK, REFUSES),
+    "tokens, tied": ({"target_modules": ["q_proj"], "trainable_token_indices": TOKENS}, ROWS, CRASHES),
+    "modules_to_save": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, WHOLE, None),
+    "tied LoRA": (
+        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True, "init_lora_weights": True},
+        LOW_RANK,
+        REFUSES,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+@pytest.mark.parametrize("name", RUNS)
+def test_training_is_that_with_the_modules_logits_and_stock_trl_cannot(workshop, monkeypatch, kind, name):
+    changes, way, stock = RUNS[name]
+    options = {"target_modules": ["lm_head", "q_proj"], **changes}
+    config = {"disable_dropout": True, **({"beta": 0.1} if kind == "grpo" else {})}
+    model = "tied" if "tied" in name else "head_bias" if "options" in name else "untied"
+    run = Run(name, kind, model=model, setup="lora", lora=options, config=config)
+    monkeypatch.undo()  # tiles of their usual size
+    reasons = []
+
+    def explained(trainers: Trainers) -> Trainers:
+        def wrapped(trainer: type) -> type:
+            def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+                result = super(subclass, self).train(*args, **kwargs)
+                reasons.append(str(self.explain()["head"]))
+                return result
+
+            subclass = type(trainer.__name__, (trainer,), {"train": train})
+            return subclass
+
+        return replace(trainers, dpo_trainer=wrapped(trainers.dpo_trainer), grpo_trainer=wrapped(trainers.grpo_trainer))
+
+    ours = train(run, explained(Trainers.of(trl_ext)), workshop)
+    assert way in reasons[0]
+    with patch.object(scoring_forward, "head_parts", lambda lm_head: OtherHead(lm_head, "this is the definition")):
+        dense = replace(run, config={**config, "head": "dense"})
+        expected = train(dense, Trainers.of(trl_ext), workshop)
+    assert ours.losses == pytest.approx(expected.losses, abs=1e-5)
+    assert len(ours.gradients) == len(expected.gradients) > 0
+    for got, want in zip(ours.gradients, expected.gradients, strict=True):
+        assert any(x is not None and x.any() for key, x in want.items() if "lm_head" in key or "tokens" in key)
+        assert not tensors_differ("gradient", got, want)
+    assert not tensors_differ("weights", ours.updates, expected.updates)
+    if stock is not None:
+        with pytest.raises((ValueError, AttributeError), match=stock):
+            train(run, Trainers.of(trl), workshop)
+
+
+def test_a_head_that_grpo_casts_to_fp32_keeps_trls_refusal(workshop):
+    run = Run("cast", "grpo", model="untied", setup="lora", lora={"target_modules": ["lm_head"]})
+    with pytest.raises(ValueError, match=REFUSES):
+        train(replace(run, config={"cast_lm_head_to_fp32": True}), Trainers.of(trl_ext), workshop)
+    tokens = replace(run, lora={"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": TOKENS}})
+    with pytest.raises(ValueError, match="is not supported with an adapter on the LM head"):
+        train(replace(tokens, config={"cast_lm_head_to_fp32": True}), Trainers.of(trl_ext), workshop)

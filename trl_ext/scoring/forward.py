@@ -259,7 +259,19 @@ class ScoringForward:
 
 
 def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForward:
-    """Make `model(..., fused_lm_head=True)` our scoring forward, on the model inside what wraps it."""
+    """Make `model(..., fused_lm_head=True)` our scoring forward, on the model inside what wraps it.
+
+    Raises:
+        `ValueError`: a head with an adapter is to be cast to fp32.
+    """
+    if options.cast_lm_head_to_fp32:
+        head = head_parts(model.get_output_embeddings())
+        if isinstance(head, OtherHead) or head.adapter is not None:
+            # TRL puts a linear layer's forward in the place of the head's, so completions would be another policy's
+            raise ValueError(
+                "`cast_lm_head_to_fp32=True` is not supported with an adapter on the LM head. Leave `lm_head` out of "
+                "the adapter, put it into `modules_to_save`, or set `cast_lm_head_to_fp32=False`."
+            )
     scoring = ScoringForward(model, options)
     # None where it is the class's: then a deep copy of the model calls it on itself
     own_forward = model.__dict__.get("forward")
