@@ -18,7 +18,11 @@ ROOMS = {
     "passes": set(),
     "checkpoints": set(),
     "reference": {"dropout", "compat"},
-    "trainers": {"heads", "packing", "engines", "scoring", "passes", "checkpoints", "reference", "dropout", "compat"},
+    "losses": set(),
+    "trainers": {
+        *("heads", "packing", "engines", "scoring", "passes", "checkpoints", "reference", "losses"),
+        *("dropout", "compat"),
+    },
 }
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
 

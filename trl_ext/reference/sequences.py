@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 # The keys of a batch by which the store tells sequences apart. Another model input, such as pixel values, it cannot.
-_KNOWN = {"input_ids", "attention_mask", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
 _NEEDED = {"input_ids", "attention_mask", "completion_mask"}
+_OF_PAIRS = {"ref_chosen_logps", "ref_rejected_logps", "chosen_reward", "rejected_reward"}
 
 
 class Sequences:
@@ -31,7 +31,7 @@ class Sequences:
         self.batch = batch
         self.keys: list[bytes] | None = None
         self.shape: tuple[int, int] = tuple(batch["input_ids"].shape)
-        if not _NEEDED <= batch.keys() <= _KNOWN or batch["attention_mask"].shape != self.shape:
+        if not _NEEDED <= batch.keys() <= _NEEDED | _OF_PAIRS or batch["attention_mask"].shape != self.shape:
             return
         ids, attended, labelled = (
             batch[name].cpu().numpy() for name in ("input_ids", "attention_mask", "completion_mask")

@@ -9,6 +9,8 @@ import trl
 from .adapter_arguments import AdapterArguments
 from .complete_checkpoints import CompleteCheckpointsMixin
 from .head_arguments import HeadArguments
+from .loss_arguments import LossArguments
+from .loss_terms import LossTermsMixin
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
 from .store_arguments import StoreArguments
@@ -16,7 +18,15 @@ from .stored_reference import StoredReferenceMixin
 
 
 @dataclass
-class DPOConfig(HeadArguments, PackingArguments, ReferenceArguments, StoreArguments, AdapterArguments, trl.DPOConfig):
+class DPOConfig(
+    HeadArguments,
+    PackingArguments,
+    ReferenceArguments,
+    StoreArguments,
+    AdapterArguments,
+    LossArguments,
+    trl.DPOConfig,
+):
     # docstyle-ignore
     """
     TRL's [`~trl.DPOConfig`], with every argument and default of it, and the fields below.
@@ -46,10 +56,23 @@ class DPOConfig(HeadArguments, PackingArguments, ReferenceArguments, StoreArgume
         ref_adapter_name (`str`, *optional*):
             The adapter that is the reference, frozen, of a `PeftModel` that holds several. `None`: the base model for
             a fresh adapter, and the policy's adapter as it was before training for a `PeftModel`.
+        reward_scale (`float`, *optional*, defaults to `1.0`):
+            η of the loss types `"rpo_forward_kl"`, `"rpo_backward_kl"` and `"rpo_squared"`: what the data set's columns
+            `chosen_reward` and `rejected_reward` are multiplied by before β times the log-ratios is compared with them.
+        rpo_average_log_probs (`bool`, *optional*, defaults to `False`):
+            Whether these loss types read log-ratios averaged over the tokens of a completion, in the place of sums.
+        sft_label_smoothing (`float`, *optional*, defaults to `0.0`):
+            Label smoothing over the vocabulary in the loss type `"sft"`, in [0, 1).
+        sft_label_smoothing_convention (`str`, *optional*, defaults to `"pytorch"`):
+            What a smoothing of a means with K tokens in the vocabulary. `"pytorch"`: a / K for every token and 1 - a
+            more for the target. `"megatron"`: 1 - a for the target and a / (K - 1) for every other.
+
+    `loss_type` takes `"rpo_forward_kl"`, `"rpo_backward_kl"`, `"rpo_squared"`, `"ipo_sum"` and `"cdpo"` beside TRL's;
+    `"cdpo"` reads `label_smoothing`.
     """
 
 
-class DPOTrainer(StoredReferenceMixin, CompleteCheckpointsMixin, trl.DPOTrainer):
+class DPOTrainer(LossTermsMixin, StoredReferenceMixin, CompleteCheckpointsMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact and a reference that scores each sequence once:
     same arguments, losses and metrics.
