@@ -56,7 +56,13 @@ class Run:
 
 
 def run(
-    library: Any, workshop: Workshop, folder: Path, *, lora: bool = False, watch: Callable | None = None, **config: Any
+    library: Any,
+    workshop: Workshop,
+    folder: Path,
+    *,
+    lora: bool = False,
+    watch: Callable | None = None,
+    **config: Any,
 ) -> Run:
     """Train with `config`; `train_dataset` and other arguments of the trainer among it.
 

@@ -56,8 +56,8 @@ class MetricsOfAllRanksMixin(DPOLossInternals):
     def _log_of_all_ranks(self, found: dict[str, list[float]], counts: Counts) -> None:
         """Log the metrics that `found` holds of this rank's rows as those of all ranks'; one gather."""
         values = {name: of_batch[-1] for name, of_batch in found.items()}
-        tokens = values.pop("num_tokens", 0) if counts.pairs else 0
-        numbers = [*weighted(values, counts), tokens, self._packed_away()]
+        tokens = values.pop("num_tokens", 0)
+        numbers = [*weighted(values, counts), tokens if counts.pairs else 0, self._packed_away()]
         gathered = self.accelerator.gather(torch.tensor([numbers], dtype=torch.float64, device=self.accelerator.device))
         self._log_metrics(of_all_ranks(sorted(values), gathered[:, :-2]))
         total, packed_away = gathered[:, -2:].sum(0).tolist()
