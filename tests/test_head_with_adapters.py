@@ -112,9 +112,9 @@ def test_every_adapter_gives_the_definition_and_its_gradients(monkeypatch, probl
         rounded_twice = x is hidden and factors and dtype == torch.bfloat16  # through the weight, and through A
         if x.requires_grad and not rounded_twice:
             want = exactly(x).grad
-            allowed = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-3}[dtype]
+            allowed = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-3}[dtype]
             assert x.grad.dtype == dtype
-            assert float((x.grad.double() - want).norm()) <= allowed * max(float(want.norm()), 1e-2)
+            assert float((x.grad.double() - want).norm()) <= allowed * max(float(want.norm()), 1.0)
 
 
 @pytest.mark.parametrize("outputs", [ALL, FROZEN])
