@@ -19,9 +19,9 @@ from drop_in_cases import Case as Run
 from run_losses import Trainers, train
 from same_training import tensors_differ
 from test_scoring_forward import batch
-from trl_ext.heads import LogitTransform, tiles
+from trl_ext.heads import LogitTransform, ReplacedRows, tiles, trained
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward, module_head
-from trl_ext.scoring.head_parts import OtherHead
+from trl_ext.scoring.head_parts import HeadAdapter, OtherHead
 from trl_ext.scoring.module_head import score_by_module
 
 pytestmark = pytest.mark.filterwarnings(
@@ -158,11 +158,11 @@ def test_a_batch_without_labels_gives_every_parameter_a_zero(workshop, name):
     attach_scoring_forward(model.get_base_model(), ScoringOptions(outputs=ALL))
     inputs, labels = full_batch()
     out = model(**inputs, labels=torch.full_like(labels, -100), fused_lm_head=True)
-    trained = {key: x for key, x in model.named_parameters() if x.requires_grad}
+    parameters = {key: x for key, x in model.named_parameters() if x.requires_grad}
     reached = by_modules(build(CASES[name], workshop), False)[1]
-    if any(reached[key] is not None for key in trained):
+    if any(reached[key] is not None for key in parameters):
         out.loss.backward()
-    for key, x in trained.items():
+    for key, x in parameters.items():
         assert reached[key] is None or (x.grad is not None and not x.grad.any()), key
 
 
@@ -201,8 +201,8 @@ def test_dropout_of_an_adapter_is_drawn_again_as_it_was_in_the_backward(workshop
         scored = score_by_module(head, h, targets, head=way, chunk_size=None, **options)
         torch.rand(7)
         scored.log_probs.sum().backward()
-        trained = [x.grad for x in head.parameters() if x.requires_grad]
-        results.append([scored.log_probs.detach(), h.grad, *trained])
+        of_head = [x.grad for x in head.parameters() if x.requires_grad]
+        results.append([scored.log_probs.detach(), h.grad, *of_head])
     for a, b in zip(*results, strict=True):
         assert floats_apart(a, b) < 1e-5
     reasons = []
@@ -294,3 +294,55 @@ def test_a_head_that_grpo_casts_to_fp32_keeps_trls_refusal(workshop):
     tokens = replace(run, lora={"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": TOKENS}})
     with pytest.raises(ValueError, match="is not supported with an adapter on the LM head"):
         train(replace(tokens, config={"cast_lm_head_to_fp32": True}), Trainers.of(trl_ext), workshop)
+
+
+def another_scaling(self: Any, hidden: torch.Tensor, weight: torch.Tensor, *accumulate: Any) -> Any:
+    term = RIGHT_LOW_RANK(self, hidden, weight, *accumulate)
+    return term._replace(down=term.down * 1.2)
+
+
+def other_classes(self: Any) -> Any:
+    return ReplacedRows.of(tuple(x - 1 for x in self.classes), self.rows.device)
+
+
+RIGHT_LOW_RANK = HeadAdapter.low_rank
+
+
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize(
+    ("name", "what", "wrong"),
+    [("LoRA", "low_rank", another_scaling), ("tokens of the head", "replaced", other_classes)],
+)
+def test_an_adapter_that_is_taken_for_another_stops_training(workshop, monkeypatch, name, what, wrong, start):
+    """Also at the start of LoRA, where it adds nothing yet: its gradient says it."""
+    case = CASES[name]
+    if start and name == "LoRA":
+        case = CASES["LoRA, B zero"]
+    monkeypatch.setattr(HeadAdapter, what, wrong)
+    model = build(case, workshop)
+    attach_scoring_forward(model.get_base_model(), ScoringOptions())
+    inputs, labels = full_batch()
+    with pytest.raises(RuntimeError, match="adapter is not what it was taken for"):
+        model(**inputs, labels=labels, fused_lm_head=True)
+
+
+def test_the_check_of_the_first_batch_sees_a_wrong_gradient_of_an_adapter(workshop, monkeypatch):
+    right = trained.Coefficients.with_target_
+    monkeypatch.setattr(trained.Coefficients, "with_target_", lambda self, *args: right(self, *args).mul_(1.5))
+    model = build(CASES["LoRA"], workshop)
+    attach_scoring_forward(model.get_base_model(), ScoringOptions())
+    inputs, labels = full_batch()
+    with pytest.raises(RuntimeError, match="first batch: gradient of the second factor of adapter 0"):
+        model(**inputs, labels=labels, fused_lm_head=True)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["LoRA", "two LoRAs", "LoRA with a bias of its own", "tokens, tied"])
+def test_the_checks_pass_in_half_precision(workshop, name, autocast):
+    model = build(CASES[name], workshop)
+    if not autocast:
+        model.bfloat16()
+    attach_scoring_forward(model.get_base_model(), ScoringOptions(outputs=ALL, entropy_requires_grad=True))
+    inputs, labels = full_batch()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**inputs, labels=labels, fused_lm_head=True).log_probs.sum().backward()

@@ -19,6 +19,7 @@ from ..engines import with_gradient_times
 from ..engines.sequence_parallel import SequenceGroup, Shard
 from ..heads import LinearLogProbs, LogitTransform, run_head
 from ..packing import Layout, Packing, picked
+from .adapter_check import check_adapter
 from .families import logit_transform
 from .head_check import check_head
 from .head_parts import KnownHead, OtherHead, device_of, head_parts
@@ -73,7 +74,7 @@ class ScoringForward:
         self.head_rows: str | None = None
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._dropout: bool | None = None
-        self._checked: set[tuple[bool, ...]] = set()
+        self._checked: set[tuple[bool, bool, str]] = set()
 
     def __call__(
         self,
@@ -229,7 +230,7 @@ class ScoringForward:
         with autocast, rows.readable():
             # In inference mode no gradient can be checked: the first batch outside it will be
             if options.head != "dense" and not torch.is_inference_mode_enabled():
-                self._check(hidden_NH, rows, targets_N, outputs)
+                self._check(hidden_NH, head, rows, targets_N, outputs)
             adapter = rows.adapter
             return run_head(
                 *(options.head, hidden_NH, rows.weight, targets_N),
@@ -245,10 +246,12 @@ class ScoringForward:
                 rows=None if adapter is None else adapter.rows,
             )
 
-    def _check(self, hidden_NH: Tensor, rows: HeadRows, targets_N: Tensor, outputs: tuple[str, ...]) -> None:
+    def _check(
+        self, hidden_NH: Tensor, head: KnownHead, rows: HeadRows, targets_N: Tensor, outputs: tuple[str, ...]
+    ) -> None:
         """Compare the tiled head with its definition, once for each way that it goes."""
         # Apart, where the rows of the weight are spread: then every rank takes part in a check, or none
-        way = rows.sharded is not None, "mean_log_probs" in outputs, rows.adapter is not None
+        way = rows.sharded is not None, "mean_log_probs" in outputs, head.words
         if way not in self._checked and check_head(
             *(hidden_NH, rows, targets_N),
             transform=self.transform,
@@ -256,6 +259,8 @@ class ScoringForward:
             entropy_requires_grad=self.options.entropy_requires_grad,
         ):
             self._checked.add(way)
+            if head.module is not None:
+                check_adapter(hidden_NH, head.module, rows)
 
 
 def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForward:

@@ -80,11 +80,13 @@ class KnownHead(NamedTuple):
         linear (`nn.Module`): has the head's own weight and bias.
         adapter (`HeadAdapter`, *optional*): None where none is active.
         words (`str`): what there is beside the weight; empty for nothing.
+        module (`nn.Module`, *optional*): the layer with its adapters, where any is active.
     """
 
     linear: nn.Module
     adapter: HeadAdapter | None = None
     words: str = ""
+    module: nn.Module | None = None
 
 
 class OtherHead(NamedTuple):
@@ -149,7 +151,7 @@ def _parts(lm_head: nn.Module) -> KnownHead | OtherHead:
     classes = tuple(sorted(rows))
     own = _in_order(rows, classes)
     named = ["LoRA's low-rank term"] * bool(factors) + ["the rows of single tokens"] * bool(rows)
-    return KnownHead(module, HeadAdapter(tuple(factors), classes, own), " and ".join(named))
+    return KnownHead(module, HeadAdapter(tuple(factors), classes, own), " and ".join(named), lm_head)
 
 
 def _kind(module: nn.Module) -> type[Any]:
