@@ -345,3 +345,10 @@ def test_a_label_smoothing_that_trl_ignores_is_said(
     assert [f"`label_smoothing=0.1` is ignored by the loss type {warned}, as in TRL" in x for x in warnings] == (
         [True] if warned else []
     )
+
+
+def test_rewards_do_not_keep_the_reference_from_its_store(workshop: Workshop, tmp_path: Path):
+    """Two epochs, of which one has passes of the reference."""
+    seen = run(trl_ext, workshop, tmp_path, loss_type="rpo_squared", max_steps=4)
+    assert seen.log("skipped/passes") == [0, 0, 1, 1]
+    assert seen.trainer.stored.holds(next(iter(seen.trainer.get_train_dataloader())))

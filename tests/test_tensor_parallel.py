@@ -55,6 +55,12 @@ GRPO = {
 }
 
 
+SMOOTHED: dict[str, Any] = {
+    "loss_type": ["cdpo", "sft"],
+    "label_smoothing": 0.1,
+    "sft_label_smoothing": 0.3,
+    "sft_label_smoothing_convention": "megatron",
+}
 ADAMW: dict[str, Any] = {"optim": "adamw_torch", "gradient_checkpointing": True, "learning_rate": 1e-3}
 
 
@@ -236,6 +242,9 @@ CASES: dict[str, Callable[[Rank], Any]] = {
 CASES |= {
     "grpo-parts": partial(on_rank, kind="grpo", adapter=None, max_tokens_per_micro_batch=24, dynamic_sampling=True),
     "grpo-dapo": partial(on_rank, kind="grpo", adapter=None, loss_type="dapo", scale_rewards="batch", beta=0.0),
+    # The head's rows are split, trained and frozen
+    "dpo-smoothed": partial(on_rank, kind="dpo", adapter=None, **SMOOTHED),
+    "dpo-smoothed-adapter": partial(on_rank, kind="dpo", adapter="adapter", **SMOOTHED),
     "dpo-precomputed": partial(on_rank, kind="dpo", adapter=None, precomputed=True),
     "grpo-adamw": partial(on_rank, kind="grpo", adapter=None, **ADAMW),
     "random-adapter": random_adapter,
@@ -306,7 +315,10 @@ def assert_saved(on_ranks: list[dict[str, Any]], adapter: bool) -> None:
     [
         ["dpo-full", "grpo-adapter", "different-rows"],
         pytest.param(
-            ["dpo-adapter", "dpo-precomputed", "grpo-full", "grpo-adamw", "grpo-dapo", "grpo-parts"],
+            [
+                *("dpo-adapter", "dpo-precomputed", "dpo-smoothed", "dpo-smoothed-adapter"),
+                *("grpo-full", "grpo-adamw", "grpo-dapo", "grpo-parts"),
+            ],
             marks=pytest.mark.slow,
         ),
     ],
@@ -319,14 +331,15 @@ def test_two_ranks_that_hold_one_model_train_as_one_process(
     for case in cases:
         if results[case][0] is None:
             continue
-        kind, variant = case.split("-")
+        kind, variant = case.split("-", 1)
+        adapter = variant.endswith("adapter")
         options = {**CASES[case].keywords}  # type: ignore[attr-defined]
         del options["kind"], options["adapter"]
-        alone = on_one_process(workshop, tmp_path / case, kind, variant == "adapter", **options)
+        alone = on_one_process(workshop, tmp_path / case, kind, adapter, **options)
         assert len([log for log in alone["logs"] if "loss" in log]) == COMMON["max_steps"]
         assert any("eval_loss" in log for log in alone["logs"])
         assert_same_training(results[case], alone)
-        assert_saved(results[case], variant == "adapter")
+        assert_saved(results[case], adapter)
 
 
 @pytest.mark.slow
