@@ -173,9 +173,10 @@ def no_adapter_copied_by(trainer_class: type) -> Iterator[None]:
 
 
 class PolicyInFolder:
-    """Mixed in before a TRL trainer: the best of transformers' checkpoints, where PEFT has a folder for the policy.
+    """Mixed in before a TRL trainer: transformers' checkpoints of several adapters.
 
-    Transformers looks in the checkpoint itself, where the adapter "default" is, or none.
+    PEFT saves the adapter "default" in the checkpoint itself and any other in a folder of its name. For the best one
+    transformers looks in the checkpoint alone; to resume, transformers 5.17 looks in the folders alone.
     """
 
     state: Any
@@ -183,6 +184,13 @@ class PolicyInFolder:
     def policy_folder(self) -> str | None:
         """In which folder of a checkpoint the policy lies, where that is not the checkpoint itself."""
         return None
+
+    def policy_loaded(self, checkpoint: str) -> None:
+        """Called after transformers has loaded the policy of `checkpoint`, to resume from it."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        self.policy_loaded(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         best, folder = self.state.best_model_checkpoint, self.policy_folder()

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -143,11 +144,14 @@ class OwnReference:
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each copied parameter of the policy, and the reference's tensor in its place, sharded as it is."""
+        self._reshard()  # else FSDP2 shows whole parameters, which it takes away again
         found = []
         for name, copy in self._copies.items():
             param = self.policy.get_parameter(name)
             if isinstance(param, DTensor) and not isinstance(copy, DTensor):
-                copy = distribute_tensor(copy.to(param.device), param.device_mesh, param.placements)
+                # Where the first rank alone has loaded weights, it has the copies, and the others their places
+                whole = torch.empty_like(copy, device=param.device) if copy.is_meta else copy.to(param.device)
+                copy = distribute_tensor(whole, param.device_mesh, param.placements)
             self._copies[name] = copy = copy.to(param.device)
             found.append((param, copy))
         return found
@@ -200,10 +204,12 @@ class OwnReference:
         for param, value in values:
             # Not seen by autograd: a graph that holds the parameter meets its own value again in its backward
             param.data.copy_(value)
-        if values:
-            for module in self.policy.modules():
-                if isinstance(module, FSDPModule):  # what it holds gathered since an evaluation has the old values
-                    module.reshard()
+        self._reshard()  # what it holds gathered, as it does after an evaluation, has the old values
+
+    def _reshard(self) -> None:
+        for module in self.policy.modules():
+            if self._copies and isinstance(module, FSDPModule):
+                module.reshard()
 
     # Beside a checkpoint
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import trl
 from accelerate.utils import broadcast
 from peft import PeftConfig, PeftModel
+from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -201,6 +202,13 @@ class AdapterReferenceMixin(PolicyInFolder):
         if not isinstance(model, PeftModel) or model.active_adapter == "default":
             return None
         return str(model.active_adapter)
+
+    def policy_loaded(self, checkpoint: str) -> None:
+        """Called after transformers has loaded the policy of `checkpoint`: load it where it lies beside others."""
+        model: Any = self.model  # type: ignore[attr-defined]
+        several = isinstance(model, PeftModel) and len(model.peft_config) > 1
+        if several and self.policy_folder() is None and (Path(checkpoint) / PEFT_CONFIG_NAME).exists():
+            model.load_adapter(checkpoint, "default", is_trainable=True)
 
     def _copies_are_whole(self) -> bool:
         """Under tensor parallelism each rank has copies of its own part."""
