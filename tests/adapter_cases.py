@@ -161,15 +161,17 @@ def run(*positional: Any, **config: Any) -> Run:
     return shown
 
 
-def assert_alike(ours: Run, definition: Run, rename: Callable[[str], str] = lambda name: name) -> None:
-    """Losses, metrics and the update of each weight, to 1e-5 of their size."""
+def assert_alike(
+    ours: Run, definition: Run, rename: Callable[[str], str] = lambda name: name, times: float = 1.0
+) -> None:
+    """Losses, metrics and the update of each weight, to 1e-5 of their size, or `times` as much."""
     assert len(ours.losses) == len(definition.losses) == 4
     assert max(map(abs, ours.losses)) > 0
-    torch.testing.assert_close(ours.losses, definition.losses, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(ours.losses, definition.losses, rtol=1e-5 * times, atol=2e-6 * times)
     for got, want in zip(ours.logs, definition.logs, strict=True):
         for key in want.keys() & got.keys():
             if key.startswith(("rewards/chosen", "rewards/rejected", "rewards/margins", "kl", "logps/")):
-                assert abs(got[key] - want[key]) <= 2e-5 * max(1.0, abs(want[key])), (key, got[key], want[key])
+                assert abs(got[key] - want[key]) <= 2e-5 * times * max(1.0, abs(want[key])), (key, got[key], want[key])
     # PEFT leaves the virtual tokens of TRL's "ref" trainable; they get no gradient
     got_updates = {rename(name): update for name, update in ours.updates.items() if ".ref." not in name}
     assert all((update == 0).all() for name, update in definition.updates.items() if ".ref." in name)
@@ -178,7 +180,7 @@ def assert_alike(ours: Run, definition: Run, rename: Callable[[str], str] = lamb
     total = sum(update.double().pow(2).sum() for update in updates.values()).sqrt()
     assert total > 1e-3
     for name, want in updates.items():
-        assert (got_updates[name].double() - want.double()).norm() <= 2e-5 * total, name
+        assert (got_updates[name].double() - want.double()).norm() <= 2e-5 * times * total, name
 
 
 def copy_of(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""References that are copies, on two real ranks under DDP and FSDP2: the same training as on one process, resumed too."""
+"""References that are copies, on two real ranks under DDP and FSDP2: training as on one process, resumed too."""
 
 from functools import partial
 from pathlib import Path

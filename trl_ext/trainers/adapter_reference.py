@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..compat import PolicyInFolder, no_adapter_copied_by, unrecorded_pass
+from ..engines.quantized import keep_differentiable
 from ..passes import Plan
 from ..reference import OwnReference, freeze_adapter, name_policy, trained_beside, trl_copies_whole
 from .adapter_arguments import AdapterArguments
@@ -109,9 +110,10 @@ class AdapterReferenceMixin(PolicyInFolder):
         trainer: Any = self
         policy, args = trainer.model, trainer.args
         is_policy = len(trainer.scoring_forwards) == 1
-        if not is_policy or not isinstance(policy, PeftModel) or trainer.ref_model is not None:
+        if not is_policy or not isinstance(policy, PeftModel):
             return
-        if not self._has_reference():
+        keep_differentiable(policy)
+        if trainer.ref_model is not None or not self._has_reference():
             return
         moves, named = bool(args.sync_ref_model), self._adapters_asked.ref_adapter_name
         if moves:
