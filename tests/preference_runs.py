@@ -62,6 +62,7 @@ def run(
     *,
     lora: bool = False,
     watch: Callable | None = None,
+    gradients: bool = True,
     **config: Any,
 ) -> Run:
     """Train with `config`; `train_dataset` and other arguments of the trainer among it.
@@ -70,6 +71,7 @@ def run(
 
     Args:
         watch (`Callable`, *optional*): called with the trainer and the inputs of each `compute_loss`.
+        gradients (`bool`): whether they are kept; not where the engine keeps them elsewhere.
     """
     names = ("train_dataset", "eval_dataset", "data_collator", "ref_model", "model")
     options = {name: config.pop(name) for name in names if name in config}
@@ -83,8 +85,9 @@ def run(
 
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
-            trained = [x for x in self.model.parameters() if x.requires_grad]
-            seen.gradients.append(torch.cat([x.grad.flatten().clone() for x in trained]))
+            if gradients:
+                trained = [x for x in self.model.parameters() if x.requires_grad]
+                seen.gradients.append(torch.cat([x.grad.flatten().clone() for x in trained]))
             seen.losses.append(loss.item())
             return loss
 
