@@ -57,6 +57,7 @@ def build(name: str, library: Any, model: str, output: Path, streaming: bool = F
     return library.GRPOTrainer(
         model=model,
         reward_funcs=changes.pop("reward_funcs", id_reward),
+        rollout_func=changes.pop("rollout_func", None),
         args=library.GRPOConfig(output_dir=str(output), **{**COMMON, **GRPO, **changes}),
         train_dataset=data.to_iterable_dataset() if streaming else data,
     )

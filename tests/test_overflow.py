@@ -67,6 +67,24 @@ def test_a_far_reference_leaves_the_kl_term_finite(bias_correction: bool, worksh
         assert is_finite(ours, *loss_and_gradients(ours, far))
 
 
+@pytest.mark.parametrize(("level", "far"), [("token", 100.0), ("sequence", 1000.0)])
+def test_vespo_reads_each_tokens_ratio_as_it_is(level: str, far: float, workshop: Workshop) -> None:
+    """It bounds them at 20 itself, so a bound below that, or one amount for all tokens of a row, would be seen."""
+
+    def batch(trainer: Any) -> dict[str, Any]:
+        inputs = crafted(trainer, dead=-4.0)
+        inputs["old_per_token_logps"][LIVE] += torch.tensor([-far, 7.0, 8.0, 6.0, 0.0, 0.0])
+        return inputs
+
+    results = []
+    for trainers in (STOCK, OURS):
+        with built(trainers, workshop, loss_type="vespo", importance_sampling_level=level) as trainer:
+            results.append(loss_and_gradients(trainer, batch(trainer)))
+    (want, gradients), (got, own_gradients) = results
+    assert got == pytest.approx(want, rel=1e-5)
+    assert differ(own_gradients, gradients) <= 1e-5
+
+
 LOG_PROBS = st.lists(st.floats(-200, 0, width=32), min_size=6, max_size=6)
 
 

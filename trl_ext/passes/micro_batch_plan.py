@@ -3,6 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
+from .non_finite import steps_in_backward
 from .plan import Decision
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def plan_micro_batches(facts: "GRPOFacts") -> tuple[Decision, bool]:
         return decision, together
     against = why_micro_batches_count(facts)
     consequence = "parts of a micro-batch have another gradient"
-    if facts.optimizer in ("lomo", "adalomo") or facts.optimizer.endswith("_layerwise"):
+    if steps_in_backward(facts.optimizer):
         against = f"the optimizer `{facts.optimizer}` steps in every backward"
         consequence = "it would step after each part of a micro-batch"
     if against is not None:

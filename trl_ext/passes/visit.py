@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .grpo import GRPOPlan
+from .non_finite import not_finite_rows
 from .overflow import bounded_old_and_reference
 from .rows import ScoredTokens, loss_mask
 from .sampler_ratio import SamplerRatio
@@ -64,9 +65,9 @@ class Visit:
                 old_BC = torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
         else:
             _check_remembered(remembered_BC, scored)
-            unscored_BC = remembered_BC.nan_to_num(nan=0.0)
-            policy_BC = scored.spread(policy_RC, unscored_BC)
-            old_BC = unscored_BC
+            old_BC = torch.where(remembered_BC.isnan(), 0.0, remembered_BC)
+            old_BC = torch.where(old_BC == _WAS_NAN, torch.nan, old_BC)
+            policy_BC = scored.spread(policy_RC, old_BC)
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
             reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
@@ -86,7 +87,7 @@ class Visit:
         )
         kept = {"importance_sampling_ratio": ratio} if ratio is not None else {}
         if remembered_BC is None:
-            kept["old_per_token_logps"] = torch.where(scored.tokens_BC, old_BC, torch.nan)
+            kept["old_per_token_logps"] = kept_log_probs(old_BC, scored.tokens_BC)
         entropies_BC = scored.spread(entropies_RC)
         return cls(policy_BC, entropies_BC, bounded_old_BC, reference_BC, ratio, formed, scored, kept)
 
@@ -96,6 +97,31 @@ class Visit:
         if self.ratio is not None:
             given["importance_sampling_ratio"] = self.ratio
         return given
+
+    def not_finite(self, inputs: dict[str, Any]) -> dict[int, list[str]]:
+        """The rows in which a value is not finite, each with the passes that it is from."""
+        values = {
+            "policy": self.policy_BC,
+            "old policy": self.old_BC,
+            "reference": self.reference_BC,
+            "ratio to the sampler": self.ratio,
+            "reward": inputs["advantages"],
+        }
+        return not_finite_rows(values, self.scored.tokens_BC)
+
+
+_WAS_NAN = torch.inf  # no log-prob is
+
+
+def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> Tensor:
+    """Of an old policy, for later visits: NaN where nothing was scored, and another mark where that gave a NaN."""
+    return torch.where(tokens_BC, torch.where(log_probs_BC.isnan(), _WAS_NAN, log_probs_BC), torch.nan)
+
+
+def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
+    """The token ids of a row's prompt."""
+    ids: list[int] = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
+    return ids
 
 
 def _check_remembered(remembered_BC: Tensor, scored: ScoredTokens) -> None:

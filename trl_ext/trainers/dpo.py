@@ -11,10 +11,12 @@ from .complete_checkpoints import CompleteCheckpointsMixin
 from .head_arguments import HeadArguments
 from .loss_arguments import LossArguments
 from .loss_terms import LossTermsMixin
+from .non_finite_arguments import NonFiniteArguments
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
 from .store_arguments import StoreArguments
 from .stored_reference import StoredReferenceMixin
+from .watched_loss import WatchedLossMixin
 
 
 @dataclass
@@ -25,6 +27,7 @@ class DPOConfig(
     StoreArguments,
     AdapterArguments,
     LossArguments,
+    NonFiniteArguments,
     trl.DPOConfig,
 ):
     # docstyle-ignore
@@ -43,6 +46,10 @@ class DPOConfig(
         share_prompts (`bool`, *optional*):
             Whether leading tokens that several rows have in common are fed once. `None`: where that trains the same,
             which it does not while dropout is active.
+        on_non_finite_loss (`str`, *optional*):
+            What to do where a loss of training is NaN or infinite, on whichever rank. `"stop"`: an error that names the
+            rows and the pass it came from. `"skip"`: a warning that names them, and the optimizer step is left out on
+            all ranks. `None`: as in TRL.
         reference_store (`str`, *optional*, defaults to `"disk"`):
             Where per-token reference log-probs are kept, so that each sequence is scored once: `"disk"` for later runs
             too, `"memory"` for this one, `"off"` to run the reference on every micro-batch.
@@ -72,7 +79,7 @@ class DPOConfig(
     """
 
 
-class DPOTrainer(LossTermsMixin, StoredReferenceMixin, CompleteCheckpointsMixin, trl.DPOTrainer):
+class DPOTrainer(LossTermsMixin, StoredReferenceMixin, WatchedLossMixin, CompleteCheckpointsMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact and a reference that scores each sequence once:
     same arguments, losses and metrics.

@@ -14,6 +14,7 @@ from .grpo_pass_arguments import GRPOPassArguments
 from .grpo_tensor_parallel import SameCompletionsMixin
 from .head_arguments import HeadArguments
 from .hosted_reference import HostedReferenceMixin
+from .non_finite_arguments import NonFiniteArguments
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
 from .resumed_generation import ResumedGenerationMixin
@@ -21,7 +22,13 @@ from .resumed_generation import ResumedGenerationMixin
 
 @dataclass
 class GRPOConfig(
-    GRPOPassArguments, HeadArguments, PackingArguments, ReferenceArguments, AdapterArguments, trl.GRPOConfig
+    GRPOPassArguments,
+    HeadArguments,
+    PackingArguments,
+    ReferenceArguments,
+    AdapterArguments,
+    NonFiniteArguments,
+    trl.GRPOConfig,
 ):
     # docstyle-ignore
     """
@@ -39,6 +46,10 @@ class GRPOConfig(
         share_prompts (`bool`, *optional*):
             Whether leading tokens that several rows have in common are fed once. `None`: where that trains the same,
             which it does not while dropout is active.
+        on_non_finite_loss (`str`, *optional*):
+            What to do where a loss of training is NaN or infinite, on whichever rank. `"stop"`: an error that names the
+            rows and the pass it came from. `"skip"`: a warning that names them, and the optimizer step is left out on
+            all ranks. `None`: as in TRL.
         reference_device (`str`, *optional*):
             Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
             device layer by layer for each reference pass. `None`: on the device, as in TRL.

@@ -13,15 +13,23 @@ from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.measured import over_scored_rows, statistics
 from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, split, tokens_of
 from ..passes.sampler_ratio import RatioRule, sampler_metrics
-from ..passes.visit import Visit
+from ..passes.visit import Visit, kept_log_probs, prompt_of
 from .adapter_reference import AdapterReferenceMixin
 from .exact_head import ExactHeadMixin
 from .grpo_pass_arguments import GRPOPassArguments
+from .non_finite_loss import NonFiniteLossMixin
 from .planned import PlannedPassesMixin
 from .sequence_split import GRPOSequenceSplitMixin
 
 
-class GRPOPassesMixin(AdapterReferenceMixin, GRPOSequenceSplitMixin, PlannedPassesMixin, GRPOInternals, ExactHeadMixin):
+class GRPOPassesMixin(
+    NonFiniteLossMixin,
+    AdapterReferenceMixin,
+    GRPOSequenceSplitMixin,
+    PlannedPassesMixin,
+    GRPOInternals,
+    ExactHeadMixin,
+):
     """Mixed in before TRL's `GRPOTrainer`."""
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
@@ -123,7 +131,7 @@ class GRPOPassesMixin(AdapterReferenceMixin, GRPOSequenceSplitMixin, PlannedPass
             for inputs in waiting:
                 scored = self._policy_tokens(inputs)
                 log_probs_RC = self._old_policy_pass(trainer.model, inputs, scored)
-                inputs["old_per_token_logps"] = scored.spread(log_probs_RC, torch.nan)
+                inputs["old_per_token_logps"] = kept_log_probs(scored.spread(log_probs_RC), scored.tokens_BC)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -142,6 +150,7 @@ class GRPOPassesMixin(AdapterReferenceMixin, GRPOSequenceSplitMixin, PlannedPass
             if present is not None:
                 present.update(visit.kept)
         self._measure(visit)
+        self._watch_loss(loss, lambda: visit.not_finite(inputs), lambda row: prompt_of(inputs, row))
         return loss
 
     def _loss_of(

@@ -1,0 +1,64 @@
+"""Where a loss that is not finite came from: which rows, and which pass or reward gave a value that is not finite."""
+
+import torch
+from torch import Tensor
+
+ON_NON_FINITE_LOSS = ("stop", "skip")
+
+
+def not_finite_rows(values: dict[str, Tensor | None], tokens_BC: Tensor) -> dict[int, list[str]]:
+    """The rows in which a value is not finite, each with the names of such values, first come first.
+
+    Args:
+        values (`dict[str, Tensor]`): by the name of the pass they are from, of shape `(B,)`, `(B, 1)` or `(B, C)`.
+            A value that a later one takes over where it is not finite itself is named alone.
+        tokens_BC (`Tensor`, bool): the tokens that count.
+    """
+    rows: dict[int, list[str]] = {}
+    named_BC = torch.zeros_like(tokens_BC)
+    for name, value in values.items():
+        if value is None:
+            continue
+        value = value.detach()
+        wide = value.unsqueeze(1) if value.ndim == 1 else value
+        # TRL makes the largest number of an infinite advantage
+        bad_BC = ~wide.isfinite() | (wide.abs() == torch.finfo(wide.dtype).max)
+        bad_BC = bad_BC.expand_as(tokens_BC) & tokens_BC & ~named_BC
+        named_BC = named_BC | bad_BC
+        for row in bad_BC.any(dim=1).nonzero().flatten().tolist():
+            rows.setdefault(row, []).append(name)
+    return rows
+
+
+def labelled(inputs: dict[str, Tensor]) -> Tensor:
+    """The tokens of DPO's loss, at the positions that predict them: `(2B, S - 1)`, bool."""
+    return inputs["completion_mask"][:, 1:].bool()
+
+
+def prompt_of(inputs: dict[str, Tensor], row: int) -> list[int]:
+    """The token ids of the prompt of a row of DPO's batch."""
+    prompt_S = inputs["attention_mask"][row].bool() & ~inputs["completion_mask"][row].bool()
+    ids: list[int] = inputs["input_ids"][row][prompt_S].tolist()
+    return ids
+
+
+def steps_in_backward(optimizer: str) -> bool:
+    """Whether an optimizer, by its name in transformers, steps in every backward."""
+    return optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise")
+
+
+def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str) -> str | None:
+    """Why an optimizer step cannot be left out once its gradients are there.
+
+    Args:
+        engine (`str`, *optional*): that trains several processes together, or shards for one.
+        precision (`str`, *optional*): accelerate's mixed precision.
+        optimizer (`str`): `args.optim`.
+    """
+    if engine is not None and engine.startswith("DeepSpeed"):
+        return f"{engine} takes its step within the backward"
+    if steps_in_backward(optimizer):
+        return f"the optimizer `{optimizer}` takes its step within the backward"
+    if precision == "fp16":
+        return "the gradient scaler of fp16, which leaves out such steps itself, needs their gradients"
+    return None
