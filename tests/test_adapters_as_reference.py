@@ -400,6 +400,40 @@ def test_several_active_adapters_are_active_again(workshop, tmp_path):
     assert_equal_states(before, state_of(policy))
 
 
+def test_each_of_several_active_adapters_is_a_part_of_the_reference_in_the_store(workshop, tmp_path):
+    found = set()
+    for moved in (None, "a", "b"):
+        policy = loaded(workshop, tmp_path, "a", "b")
+        with torch.no_grad():
+            for name, param in policy.named_parameters():
+                if f".{moved}." in name:
+                    param.add_(0.5)
+        policy.base_model.set_adapter(["a", "b"])
+        trainer = build("dpo", trl_ext, workshop, tmp_path, policy, reference_store="disk")
+        assert 'the adapters "a" and "b" as before training' in trainer.explain()["reference"].reason
+        found.add(trainer._identity)
+    assert len(found) == 3
+
+
+def test_an_adapter_may_be_called_as_a_module_is(workshop, tmp_path):
+    """Only what is the adapter's is frozen, trained, or begun with."""
+    name = "model"
+
+    def trained(policy, **config):
+        trainer = build("dpo", trl_ext, workshop, tmp_path, policy, **config)
+        return trainer, {key for key, param in policy.named_parameters() if param.requires_grad}
+
+    policy = loaded(workshop, tmp_path, "policy", name)
+    own = {key for key, _ in policy.named_parameters() if ".policy." in key}
+    assert trained(policy, ref_adapter_name=name)[1] == own
+    policy = loaded(workshop, tmp_path, name, "anchor", trainable=False)
+    own = {key for key, _ in policy.named_parameters() if "lora_" in key and ".anchor." not in key}
+    assert trained(policy, policy_adapter_name=name)[1] == own
+    policy.get_base_model().model.layers[0].input_layernorm.weight.requires_grad_(True)
+    trainer, _ = trained(policy, sync_ref_model=True, policy_adapter_name=name, ref_adapter_name="anchor")
+    assert len(trainer.own_reference.copies) == len(own) + 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_frozen_by_hand_stays_frozen_in_training(kind, workshop, tmp_path):
     """PEFT lets all of an adapter be trained that it turns on again, so stock thaws it in the first reference pass."""

@@ -15,7 +15,7 @@ from trl_ext.reference import ReferenceWeights, code, identity_facts, identity_o
 
 
 def identity(model, adapter=None, **computed_with):
-    weights = ReferenceWeights(model, adapter)
+    weights = ReferenceWeights(model, () if adapter is None else (adapter,))
     return identity_of(identity_facts(weights.hash(lambda _: nullcontext()), weights.config, **computed_with))
 
 
@@ -146,14 +146,17 @@ def test_a_reference_adapter_is_the_base_with_that_adapter_alone(base, workshop)
     assert identity(policy, "ref") == before
     add_to("layers.0.self_attn.q_proj.lora_B.ref.")
     assert identity(policy, "ref") != before
-    assert ReferenceWeights(policy, "ref").trained() is None
+    assert ReferenceWeights(policy, ("ref",)).trained() is None
 
 
 def test_an_adapters_scaling_counts(base, workshop):
     policy, scaled = (with_ref_adapter(base, workshop) for _ in range(2))
     scaled.peft_config["ref"].lora_alpha = 8
-    weights = ReferenceWeights(policy, "ref"), ReferenceWeights(scaled, "ref")
+    weights = ReferenceWeights(policy, ("ref",)), ReferenceWeights(scaled, ("ref",))
     assert weights[0].config != weights[1].config
+    before = identity(policy, "ref")
+    policy.get_base_model().model.layers[0].self_attn.q_proj.set_scale("ref", 3.0)
+    assert identity(policy, "ref") != before
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])

@@ -57,12 +57,21 @@ class OwnReference:
             return self._named
         return "ref" if "ref" in self.policy.peft_config else None
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """All adapters that are on in a reference pass; of one that is a copy, those of the policy."""
+        if self._source == "initial":
+            return tuple(active_adapters(self.policy))
+        return () if self.adapter is None else (self.adapter,)
+
     def words(self) -> str:
         """What the reference is, for the plan."""
+        own = " and ".join(f'"{name}"' for name in self.adapters)
+        own = f"the adapters {own}" if len(self.adapters) > 1 else f"the adapter {own}"
         if self.moves:
-            return f'a copy of the adapter "{self.adapter}"'
+            return f"a copy of {own}"
         if self._source == "initial":
-            return f'the adapter "{self.adapter}" as it was before training, a copy'
+            return f"{own} as before training, a copy"
         what = "the base model, with the adapter off"
         if self.adapter is not None:
             what = f'the frozen adapter "{self.adapter}"'
@@ -79,7 +88,7 @@ class OwnReference:
         if self._source == "initial":
             reads = {id(param) for param in self.policy.parameters()}
         else:
-            reads = {id(param) for _, param in ReferenceWeights(self.policy, self.adapter).trained_parameters()}
+            reads = {id(param) for _, param in ReferenceWeights(self.policy, self.adapters).trained_parameters()}
         for name, param in self.policy.named_parameters():
             if param.requires_grad and id(param) in reads and name not in self._copies:
                 self._copies[name] = param.detach().clone()
@@ -122,7 +131,9 @@ class OwnReference:
         own = str(self.policy.active_adapter)
         configs = [adapter_settings(self.policy.peft_config[name].to_dict()) for name in (own, adapter)]
         theirs = dict(self.policy.named_parameters())
-        found = {name: theirs.get(_renamed(name, own, adapter)) for name in self._copies if own in name.split(".")}
+        of_own = {id(param) for param in _parameters_of(self.policy, own)}
+        names = [name for name in self._copies if id(theirs[name]) in of_own]
+        found = {name: theirs.get(_renamed(name, own, adapter)) for name in names}
         unlike = [name for name, param in found.items() if param is None or param.shape != self._copies[name].shape]
         if configs[0] != configs[1] or unlike:
             raise ValueError(
@@ -328,4 +339,4 @@ def freeze_adapter(policy: Any, name: str) -> None:
 
 
 def _parameters_of(policy: Any, name: str) -> list[nn.Parameter]:
-    return [param for of, param in policy.named_parameters() if name in of.split(".")]
+    return list(ReferenceWeights(policy, (name,)).parameters_of_adapters())

@@ -23,13 +23,13 @@ class ReferenceWeights:
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): before it is sharded.
-        adapter (`str`, *optional*):
-            For a `PeftModel` the adapter that is on in the reference pass; `None` where all are off.
+        adapters (`tuple[str, ...]`):
+            For a `PeftModel` the adapters that are on in the reference pass, in PEFT's order; none where all are off.
     """
 
-    def __init__(self, model: nn.Module, adapter: str | None = None) -> None:
+    def __init__(self, model: nn.Module, adapters: tuple[str, ...] = ()) -> None:
         self.model: Any = model
-        self.adapter = adapter
+        self.adapters = adapters
         self.base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         # Below a wrapper of a `PeftModel` only this child belongs to the base model. An adapter that transformers has
         # put into a plain model is a part of it.
@@ -48,16 +48,17 @@ class ReferenceWeights:
             "kernels": getattr(self.base, "use_kernels", False),
             "code": code_of(self.base),
         }
-        adapter: dict[str, Any] = {}
-        if self.adapter is not None:
-            given = self.model.peft_config[self.adapter].to_dict()
-            adapter = adapter_settings(given)
-        elif not isinstance(self.model, PeftModel):
-            layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
-            if layers:
-                adapter = {name: adapter_settings(given.to_dict()) for name, given in self.model.peft_config.items()}
-                chosen["layers"] = [(x.active_adapters, x.disable_adapters, x.merged_adapters) for x in layers]
-        return {"model": _without_origin(self.base.config.to_dict()), "adapter": adapter, **chosen}
+        layers: list[Any] = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        on = self.adapters
+        if layers and not isinstance(self.model, PeftModel):
+            on = tuple(self.model.peft_config)
+            chosen["layers"] = [(x.active_adapters, x.disable_adapters, x.merged_adapters) for x in layers]
+        # In PEFT's order: a module in `modules_to_save` is the first adapter's
+        chosen["adapters"] = [(name, adapter_settings(self.model.peft_config[name].to_dict())) for name in on]
+        # That of a layer can be set to another one than the configuration's
+        scalings = [x.scaling for x in layers if isinstance(getattr(x, "scaling", None), dict)]
+        chosen["scaling"] = [[scaling.get(name) for name in on] for scaling in scalings] if on else []
+        return {"model": _without_origin(self.base.config.to_dict()), **chosen}
 
     def trained(self, but: Container[int] = ()) -> str | None:
         """Name of a tensor that training will change, or None; of those alone whose `id` is not among `but`."""
@@ -132,23 +133,35 @@ class ReferenceWeights:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         # keep_vars: ZeRO-3's marks are on the parameter itself
-        parts = [("", self.base)]
-        encoder = getattr(self.model, "prompt_encoder", {})
-        if self.adapter is not None and self.adapter in encoder:
-            parts.append(("prompt_encoder.", encoder[self.adapter]))
-        for prefix, part in parts:
+        for prefix, part in [("", self.base), *(("prompt_encoder.", encoder) for encoder in self._encoders())]:
             for name, value in part.state_dict(keep_vars=True).items():
                 if isinstance(value, Tensor) and self._reads(name):
                     yield prefix + ".".join(x for x in name.split(".") if x not in _OF_WRAPPERS), value
 
+    def parameters_of_adapters(self) -> Iterator[nn.Parameter]:
+        """Each parameter of the adapters that are on, trained or not."""
+        yield from (p for name, p in self.base.named_parameters() if self._beside_base(name) and self._reads(name))
+        for encoder in self._encoders():
+            yield from encoder.parameters()
+
+    def _encoders(self) -> Iterator[nn.Module]:
+        """Of the adapters that are virtual tokens."""
+        encoders = getattr(self.model, "prompt_encoder", {})
+        return (encoders[name] for name in self.adapters if name in encoders)
+
     def _reads(self, name: str) -> bool:
-        """Whether what is called `name` takes part in the reference pass: base, or the adapter that is on."""
+        """Whether what is called `name` takes part in the reference pass: base, or an adapter that is on."""
+        beside = self._beside_base(name)
+        return not beside or not beside.isdisjoint(self.adapters)
+
+    def _beside_base(self, name: str) -> set[str]:
+        """The segments of a name, from where it leaves the base model for what adapters put beside it."""
         segments = name.split(".")
         for i in range(len(segments)):
             child = self._wrappers.get(".".join(segments[:i]))
             if child is not None and segments[i] != child:
-                return self.adapter is not None and self.adapter in segments[i:]
-        return True
+                return set(segments[i:])
+        return set()
 
 
 # Where the model came from, and what generation alone reads. Anything else may matter, so it counts.

@@ -61,7 +61,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
             self._meet_reference()
 
     def _meet_reference(self) -> None:
-        self._kind, self._adapter = self._reference_is(), self._reference_adapter()
+        self._kind, self._reference_adapters = self._reference_is(), self._adapters_of_reference()
         if not self._is_sharded:
             self._load_reference = next((x.load for x in self._loaded if x.model is self.ref_model), None)
         if self._kind == "model":
@@ -95,9 +95,9 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         """
         if self.own_reference is None:
             return
-        was, self._kind, self._adapters = self._adapter, self._reference_is(), self.adapters_of_policy()
-        self._adapter = now = self._reference_adapter()
-        if was is now is None and not self.own_reference.copied():
+        was, self._kind, self._adapters = self._reference_adapters, self._reference_is(), self.adapters_of_policy()
+        self._reference_adapters = now = self._adapters_of_reference()
+        if not was and not now and not self.own_reference.copied():
             return
         if was != now and self.args.precompute_ref_log_probs:
             raise ValueError(
@@ -148,12 +148,12 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
             return "model"
         return "initial" if self.own_reference is None else self.own_reference.words()
 
-    def _reference_adapter(self) -> str | None:
-        return None if self.own_reference is None else self.own_reference.adapter
+    def _adapters_of_reference(self) -> tuple[str, ...]:
+        return () if self.own_reference is None else self.own_reference.adapters
 
     def _weights(self, ref_model: Any) -> ReferenceWeights:
         policy = self.accelerator.unwrap_model(self.model)
-        return ReferenceWeights(policy if ref_model is None else ref_model, self._adapter)
+        return ReferenceWeights(policy if ref_model is None else ref_model, self._reference_adapters)
 
     def _identify(self, ref_model: Any) -> dict[str, Any]:
         """All that the reference's log-probs follow from, as the main process sees it."""
