@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import trl_ext
 import trl_ext.scoring.forward as scoring_forward
-from adapters_on_head import CASES, CRASHES, LOW_RANK, MODULE, REFUSES, ROWS, TOKENS, WHOLE, build
+from adapters_on_head import CASES, CRASHES, LOW_RANK, MODULE, REFUSES, ROWS, TOKENS, WHOLE, build, lora
+from adapters_on_head import Case as Kind
 from definition import ALL, FROZEN, defined, floats_apart
 from drop_in_cases import Case as Run
 from run_losses import Trainers, train
@@ -346,3 +347,21 @@ def test_the_checks_pass_in_half_precision(workshop, name, autocast):
     inputs, labels = full_batch()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(**inputs, labels=labels, fused_lm_head=True).log_probs.sum().backward()
+
+
+def test_alora_below_the_head_is_fed_padded_and_on_it_is_an_error(workshop):
+    """PEFT counts from the end of each row of the batch where it begins to act."""
+    inputs, labels = batch()
+    tokens = inputs["input_ids"][0, 3:5].tolist()
+    alora = Kind(lora(alora_invocation_tokens=tokens, target_modules=["q_proj"]), WHOLE)
+    values, expected = by_modules(build(alora, workshop), False)
+    model = build(alora, workshop)
+    scoring = attach_scoring_forward(model.get_base_model(), ScoringOptions(0.7))
+    out = model(**full_batch()[0], labels=labels, fused_lm_head=True)
+    assert floats_apart(out.log_probs, values["log_probs"]) < 1e-5
+    assert "aLoRA" in scoring.packing.why_padded
+    assert any(x is not None and x.any() for name, x in expected.items() if "lora_B" in name)
+    with_head = build(replace(alora, config=lora(alora_invocation_tokens=tokens)), workshop)
+    attach_scoring_forward(with_head.get_base_model(), ScoringOptions())
+    with pytest.raises(NotImplementedError, match='"default" is aLoRA on the LM head'):
+        with_head(**inputs, labels=labels, fused_lm_head=True)

@@ -25,6 +25,9 @@ def why_padded(model: Any) -> str | None:
         return "the model carries a state from token to token, which would run from row to row"
     if not getattr(model, "_supports_attention_backend", False):
         return "the model's attention does not go through transformers' attention interface"
+    adapters = getattr(model, "peft_config", None) or {}
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
+        return "an aLoRA adapter acts from a place on that PEFT counts from the end of a padded row"
     strange = set(getattr(config, "layer_types", None) or ()) - _MASKABLE
     if strange:
         return (

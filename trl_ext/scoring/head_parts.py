@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.variants import ALoraLinearVariant
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
@@ -100,7 +101,8 @@ def head_parts(lm_head: nn.Module) -> KnownHead | OtherHead:
     """What `lm_head` computes now: with the adapters that are active, merged or disabled at this moment.
 
     Raises:
-        `NotImplementedError`: parameters that would have to be put together are spread over ranks.
+        `NotImplementedError`: parameters that would have to be put together are spread over ranks; or an adapter acts
+            on rows, not on tokens.
     """
     parts = _parts(lm_head)
     if isinstance(parts, OtherHead):
@@ -187,6 +189,11 @@ def _low_rank(module: Any, factors: list[Factors]) -> nn.Module | str:
     for name in module.active_adapters:
         if name not in module.lora_A:
             continue
+        if isinstance(module.lora_variant.get(name), ALoraLinearVariant):
+            raise NotImplementedError(
+                f'The adapter "{name}" is aLoRA on the LM head: it acts from the invocation tokens of a row on, and '
+                "the head is given single tokens. Leave `lm_head` out of its `target_modules`."
+            )
         if name in module.lora_variant:
             return f"its LoRA is a variant, `{type(module.lora_variant[name]).__name__}`"
         dropout = module.lora_dropout[name]
