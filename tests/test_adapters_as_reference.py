@@ -3,7 +3,7 @@
 import pytest
 import torch
 import trl
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -133,12 +133,12 @@ VIRTUAL_TOKENS = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("config", VIRTUAL_TOKENS.values(), ids=VIRTUAL_TOKENS)
+@pytest.mark.parametrize("config", rows(VIRTUAL_TOKENS, "prompt_tuning"))
 @pytest.mark.filterwarnings("ignore:Adapter name .ref. should not be contained in the prefix")  # of PEFT, for TRL's own
 @pytest.mark.parametrize("name", rows(("fresh", "default", "policy"), "policy"))
 def test_virtual_tokens_are_trained_as_in_stock(name, config, kind, workshop, tmp_path):
     """Stock knows the base as reference, and the initial adapter where it is called "default"."""
-    tokens = config(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tokens = VIRTUAL_TOKENS[config](task_type="CAUSAL_LM", num_virtual_tokens=3)
 
     def shown(library, name):
         if name == "fresh":
@@ -195,7 +195,7 @@ SYNC = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("row", rows(MOVING, "fresh-not-zero", "from-an-anchor"))
+@pytest.mark.parametrize("row", rows(MOVING, "fresh-not-zero"))
 def test_a_reference_that_moves_is_mixed_by_name(row, kind, workshop, tmp_path):
     make, begins_as = MOVING[row]
     policy, options = make(workshop, tmp_path, "policy")
@@ -305,14 +305,13 @@ class PassFailedError(Exception):
 def policies(draw):
     """How a policy is made, and the arguments of its trainer."""
     adapter = draw(st.sampled_from(["lora", "bias", "dora", "head", "ia3", "prompt", "prefix"]))
-    # With more than one adapter, a reference by name; PEFT has room for one adapter with a bias
-    second = adapter != "bias" and draw(st.booleans())
-    sync = draw(st.booleans()) and adapter != "ia3"
+    # The reference: adapter off, "ref" or a copy, a copy, another by name (PEFT has room for one with a bias)
+    given = ["fresh", "default", "policy", *(["anchor"] if adapter != "bias" else [])]
+    of = draw(st.sampled_from(given))
     return {
         "adapter": adapter,
-        "name": draw(st.sampled_from(["default", "policy"])),
-        "second": second,
-        "sync": sync and not second,
+        "of": of,
+        "sync": of in ("default", "policy") and draw(st.booleans()),
         "frozen": draw(st.booleans()),  # a part of the adapter, by hand
         "training": draw(st.booleans()),
         "fails": draw(st.booleans()),
@@ -352,17 +351,23 @@ def assert_equal_states(before, after):
 
 
 @pytest.mark.filterwarnings("ignore:Adapter name .* should not be contained in the prefix")
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(case={"adapter": "prompt", "of": "fresh", "sync": False, "frozen": False, "training": True, "fails": True})
+@example(case={"adapter": "lora", "of": "default", "sync": False, "frozen": True, "training": True, "fails": False})
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=policies())
 def test_a_reference_pass_leaves_no_trace(case, workshop, tmp_path):
     model = "head_bias" if case["adapter"] == "bias" else "untied"
     make = CONFIGS[case["adapter"]]
-    policy = drawn(base(workshop, model), make(), 0, case["name"])
-    names = {}
-    if case["second"]:
-        policy.add_adapter("anchor", make())
-        names = {"policy_adapter_name": case["name"], "ref_adapter_name": "anchor"}
-    trainer = build("dpo", trl_ext, workshop, tmp_path, policy, model=model, sync_ref_model=case["sync"], **names)
+    options = {"model": model, "sync_ref_model": case["sync"]}
+    if case["of"] == "fresh":
+        trainer = build("dpo", trl_ext, workshop, tmp_path, None, peft_config=make(), **options)
+    else:
+        policy = drawn(base(workshop, model), make(), 0, "default" if case["of"] == "default" else "policy")
+        if case["of"] == "anchor":
+            policy.add_adapter("anchor", make())
+            options["ref_adapter_name"] = "anchor"
+        trainer = build("dpo", trl_ext, workshop, tmp_path, policy, **options)
+    policy = trainer.model
     if case["frozen"]:
         next(param for param in policy.parameters() if param.requires_grad).requires_grad_(False)
     policy.train(case["training"])
