@@ -15,6 +15,8 @@ from .grpo_tensor_parallel import SameCompletionsMixin
 from .head_arguments import HeadArguments
 from .hosted_reference import HostedReferenceMixin
 from .non_finite_arguments import NonFiniteArguments
+from .offloaded_activations import OffloadedActivationsMixin
+from .offloading_arguments import OffloadingArguments
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
 from .resumed_generation import ResumedGenerationMixin
@@ -28,6 +30,7 @@ class GRPOConfig(
     ReferenceArguments,
     AdapterArguments,
     NonFiniteArguments,
+    OffloadingArguments,
     trl.GRPOConfig,
 ):
     # docstyle-ignore
@@ -50,6 +53,8 @@ class GRPOConfig(
             What to do where a loss of training is NaN or infinite, on whichever rank. `"stop"`: an error that names the
             rows and the pass it came from. `"skip"`: a warning that names them, and the optimizer step is left out on
             all ranks. `None`: as in TRL.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Whether activations are kept in host memory between the forward and the backward of a micro-batch.
         reference_device (`str`, *optional*):
             Where the weights of a separate reference model are kept. `"cpu"`: in pinned host memory, brought to the
             device layer by layer for each reference pass. `None`: on the device, as in TRL.
@@ -88,6 +93,7 @@ class GRPOTrainer(
     HostedReferenceMixin,
     MicroBatchesMixin,
     SameCompletionsMixin,
+    OffloadedActivationsMixin,
     CompleteCheckpointsMixin,
     trl.GRPOTrainer,
 ):
