@@ -1,5 +1,6 @@
 """Adapters on the LM head: values and gradients are those of PEFT's own modules, and no logits of a batch are held."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -97,7 +98,14 @@ def by_the_head(model: Any, mean: bool, head: str = "tiled") -> tuple[Any, dict[
     return out, gradients | {"hidden states": kept["hidden states"].grad}, scoring.head_rows
 
 
-@pytest.mark.parametrize(("head", "mean"), [("tiled", False), ("tiled", True), ("dense", True)])
+@pytest.mark.parametrize(
+    ("head", "mean"),
+    [
+        ("tiled", True),
+        pytest.param("tiled", False, marks=pytest.mark.slow),
+        pytest.param("dense", True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_the_modules(workshop, name, head, mean):
     case = CASES[name]
@@ -114,6 +122,21 @@ def test_values_and_gradients_are_those_of_the_modules(workshop, name, head, mea
             assert found is None or not found.any(), parameter
             continue
         assert floats_apart(found, exact) <= 1e-5 * max(float(exact.abs().max()), 1.0), parameter
+
+
+def of_each_way(names: Iterable[str]) -> list[Any]:
+    """All of them, most as slow tests."""
+    fast = (
+        "LoRA",
+        "two LoRAs",
+        "LoRA with a bias of its own",
+        "DoRA",
+        "tokens, tied",
+        "tokens alone, tied",
+        "IA3",
+        "OFT",
+    )
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 
 class SeesLogits(TorchDispatchMode):
@@ -133,7 +156,7 @@ class SeesLogits(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", of_each_way(CASES))
 def test_no_tensor_has_a_place_for_each_token_and_each_class(workshop, name):
     model = build(CASES[name], workshop).train()
     attach_scoring_forward(model.get_base_model(), ScoringOptions(outputs=ALL))
@@ -152,7 +175,7 @@ def test_no_tensor_has_a_place_for_each_token_and_each_class(workshop, name):
     assert sees.seen
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", of_each_way(CASES))
 def test_a_batch_without_labels_gives_every_parameter_a_zero(workshop, name):
     """As on a rank of DDP whose rows are all masked: it waits for a gradient of each parameter."""
     model = build(CASES[name], workshop).train()
@@ -234,6 +257,7 @@ def test_a_half_precision_base_with_an_adapter_in_fp32_is_not_rounded_in_between
             assert floats_apart(getattr(found, field)[0], getattr(exact, field)) < 1e-5, (autocast, field)
 
 
+FAST_RUNS = [("LoRA", "dpo"), ("LoRA", "grpo"), ("tokens, tied", "dpo"), ("DoRA", "grpo")]
 RUNS = {
     "LoRA": ({}, LOW_RANK, REFUSES),
     "two options of LoRA": ({"use_rslora": True, "lora_bias": True}, LOW_RANK, REFUSES),
@@ -249,8 +273,14 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if (name, kind) in FAST_RUNS else pytest.mark.slow)
+        for name in RUNS
+        for kind in ("dpo", "grpo")
+    ],
+)
 def test_training_is_that_with_the_modules_logits_and_stock_trl_cannot(workshop, monkeypatch, kind, name):
     changes, way, stock = RUNS[name]
     options = {"target_modules": ["lm_head", "q_proj"], **changes}

@@ -72,9 +72,13 @@ SAME = [
     *(("FSDP2", name, True) for name in ("LoRA", "tokens, tied")),
     *(("FSDP2, the head apart", name, True) for name in TOLD if "tied" not in name),
 ]
+FAST = [("DDP", "LoRA", True), ("DDP", "DoRA", True), ("FSDP2", "tokens, tied", True), SAME[-3]]
 
 
-@pytest.mark.parametrize(("engine", "name", "unscored"), SAME)
+@pytest.mark.parametrize(
+    ("engine", "name", "unscored"),
+    [pytest.param(*row, marks=() if row in FAST else pytest.mark.slow) for row in SAME],
+)
 def test_ranks_train_as_one_process(ranks, workshop, engine, name, unscored):
     """With `unscored` one rank has no label: its parameters wait for a gradient as the other's do."""
     expected = of_one_process(workshop, name, unscored)
