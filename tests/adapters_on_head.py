@@ -112,6 +112,8 @@ def build(case: Case, workshop: Workshop) -> Any:
     torch.manual_seed(0)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(path), case.config())
     for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:  # no longer what it is a copy of
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
         if "lora_embedding" in name:
             parameter.data.mul_(0.3)
         if parameter.requires_grad and ("ia3" in name or "oft" in name or "tokens_delta" in name):
