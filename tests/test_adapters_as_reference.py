@@ -129,6 +129,18 @@ def test_a_bias_that_is_trained_does_not_move_the_reference(kind, workshop, tmp_
             assert_alike(run(kind, trl, workshop, tmp_path, None, **lora), definition)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_start_that_is_taken_out_of_the_base_is_in_the_reference(kind, workshop, tmp_path):
+    """With PiSSA's adapter off, TRL's reference is what it has left of the base model."""
+    lora = {"peft_config": lora_config(init_lora_weights="pissa")}
+    ours = run(kind, trl_ext, workshop, tmp_path, base(workshop), **lora)
+    definition = run(kind, trl, workshop, tmp_path, base(workshop), copy_of(base(workshop)), **lora)
+    assert_alike(ours, definition, times=3.0)
+    if kind == "dpo":
+        with pytest.raises(AssertionError):
+            assert_alike(run(kind, trl, workshop, tmp_path, base(workshop), **lora), definition, times=3.0)
+
+
 VIRTUAL_TOKENS = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTuningConfig}
 
 

@@ -1,6 +1,13 @@
 """Where reference log-probs come from: adapter off, a named adapter, a model, a model on the CPU, or the store."""
 
-from .adapters import OwnReference, freeze_adapter, name_policy, trained_beside, trl_copies_whole
+from .adapters import (
+    OwnReference,
+    begins_with_weights_of_base,
+    freeze_adapter,
+    name_policy,
+    trained_beside,
+    trl_copies_whole,
+)
 from .columns import CheckedCollator, check_batch, check_column_values, have_columns
 from .hosted import HostedReference, host_reference
 from .identity import identity_facts, identity_of, write_about
@@ -18,6 +25,7 @@ __all__ = [
     "OwnReference",
     "ReferenceWeights",
     "StoredReference",
+    "begins_with_weights_of_base",
     "check_batch",
     "check_column_values",
     "freeze_adapter",

@@ -325,6 +325,12 @@ def name_policy(policy: Any, name: str) -> None:
             param.requires_grad_(True)
 
 
+def begins_with_weights_of_base(config: Any) -> bool:
+    """Whether a fresh adapter takes what it begins with out of the base model, which is another model without it."""
+    start = getattr(config, "init_lora_weights", None)
+    return isinstance(start, str) and start.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
+
+
 def trained_beside(policy: Any) -> list[str]:
     """Names of what is trained and is in no adapter, nor a bias that PEFT saves with one."""
     saves_biases = getattr(policy.active_peft_config, "bias", "none") != "none"

@@ -17,7 +17,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..compat import PolicyInFolder, no_adapter_copied_by, unrecorded_pass
 from ..engines.quantized import keep_differentiable
 from ..passes import Plan
-from ..reference import OwnReference, freeze_adapter, name_policy, trained_beside, trl_copies_whole
+from ..reference import (
+    OwnReference,
+    begins_with_weights_of_base,
+    freeze_adapter,
+    name_policy,
+    trained_beside,
+    trl_copies_whole,
+)
 from .adapter_arguments import AdapterArguments
 
 
@@ -126,6 +133,8 @@ class AdapterReferenceMixin(PolicyInFolder):
             args.sync_ref_model, self._synced_apart = False, True
         elif named is not None:
             self.own_reference = OwnReference(policy, "named", named)
+        elif begins_with_weights_of_base(self._fresh):
+            self.own_reference = OwnReference(policy, "initial")
         elif self._fresh is not None or self._trl_makes_ref(policy, args):
             self.own_reference = OwnReference(policy, "trl")
             if self._fresh is None:
