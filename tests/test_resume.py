@@ -217,3 +217,23 @@ def test_a_run_resumed_from_any_checkpoint_ends_with_the_same_weights(
         resumed = Run(name, trl_ext, model, tmp_path / str(step), (alone.output, step), **changes)
         assert resumed.generations == alone.after(step)
         assert same(resumed.weights, alone.weights), step
+
+
+@pytest.mark.parametrize("name", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_a_reference_that_follows_the_policy_goes_on_where_the_checkpoint_stood(
+    name: str, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Stock TRL begins again with the reference of the beginning."""
+    # GRPO asks its reference when it generates: at step 3
+    moving = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    moving["max_steps"] = {"dpo": 3, "grpo": 4}[name]
+    model = workshop.model("untied")
+    alone = Run(name, trl_ext, model, tmp_path / "alone", **moving)
+    resumed = Run(name, trl_ext, model, tmp_path / "resumed", (alone.output, 2), **moving)
+    assert same(resumed.weights, alone.weights)
+    assert "begins again" not in caplog.text
+    (alone.output / "checkpoint-2" / "reference_weights.safetensors").unlink()
+    with caplog.at_level("WARNING", logger="trl_ext"):
+        resumed = Run(name, trl_ext, model, tmp_path / "without", (alone.output, 2), **moving)
+    assert "checkpoint-2 does not have the weights of the reference that `sync_ref_model` moves" in caplog.text
+    assert not same(resumed.weights, alone.weights)

@@ -11,6 +11,7 @@ from .adapters import (
 from .columns import CheckedCollator, check_batch, check_column_values, have_columns
 from .hosted import HostedReference, host_reference
 from .identity import identity_facts, identity_of, write_about
+from .moved import load_moved, save_moved
 from .store import DiskStore, Entries, MemoryStore
 from .stored import Answer, StoredReference
 from .weights import ReferenceWeights
@@ -33,7 +34,9 @@ __all__ = [
     "host_reference",
     "identity_facts",
     "identity_of",
+    "load_moved",
     "name_policy",
+    "save_moved",
     "trained_beside",
     "trl_copies_whole",
     "write_about",

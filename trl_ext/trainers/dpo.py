@@ -11,6 +11,7 @@ from .complete_checkpoints import CompleteCheckpointsMixin
 from .head_arguments import HeadArguments
 from .loss_arguments import LossArguments
 from .loss_terms import LossTermsMixin
+from .moved_reference import MovedReferenceMixin
 from .non_finite_arguments import NonFiniteArguments
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
@@ -79,7 +80,14 @@ class DPOConfig(
     """
 
 
-class DPOTrainer(LossTermsMixin, StoredReferenceMixin, WatchedLossMixin, CompleteCheckpointsMixin, trl.DPOTrainer):
+class DPOTrainer(
+    LossTermsMixin,
+    StoredReferenceMixin,
+    MovedReferenceMixin,
+    WatchedLossMixin,
+    CompleteCheckpointsMixin,
+    trl.DPOTrainer,
+):
     """
     TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact and a reference that scores each sequence once:
     same arguments, losses and metrics.

@@ -14,6 +14,7 @@ from .grpo_pass_arguments import GRPOPassArguments
 from .grpo_tensor_parallel import SameCompletionsMixin
 from .head_arguments import HeadArguments
 from .hosted_reference import HostedReferenceMixin
+from .moved_reference import MovedReferenceMixin
 from .non_finite_arguments import NonFiniteArguments
 from .offloaded_activations import OffloadedActivationsMixin
 from .offloading_arguments import OffloadingArguments
@@ -94,6 +95,7 @@ class GRPOTrainer(
     MicroBatchesMixin,
     SameCompletionsMixin,
     OffloadedActivationsMixin,
+    MovedReferenceMixin,
     CompleteCheckpointsMixin,
     trl.GRPOTrainer,
 ):

@@ -1,0 +1,56 @@
+"""Both trainers: a reference model that `sync_ref_model` moves goes on, in a resumed run, where its checkpoint stood."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import trl
+from transformers import TrainerCallback
+
+from ..reference import load_moved, save_moved
+
+logger = logging.getLogger("trl_ext")
+
+
+class MovedReferenceMixin:
+    """Mixed in before `CompleteCheckpointsMixin`."""
+
+    _resumes_from: Path | None
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
+        self.add_callback(_ResumesReference(self))  # type: ignore[attr-defined]
+
+    def _moved_reference(self) -> Any:
+        """The reference model, where a callback moves it."""
+        trainer: Any = self
+        moves = any(isinstance(x, trl.SyncRefModelCallback) for x in trainer.callback_handler.callbacks)
+        return trainer.ref_model if moves else None
+
+    def _is_partitioned(self) -> bool:
+        """Whether ZeRO-3 has the reference's parameters, of which no rank sees more than its part."""
+        plugin = self.accelerator.state.deepspeed_plugin  # type: ignore[attr-defined]
+        return plugin is not None and bool(plugin.zero_stage == 3)
+
+    def _save_beside(self, folder: Path) -> None:
+        super()._save_beside(folder)  # type: ignore[misc]
+        reference, args = self._moved_reference(), self.args  # type: ignore[attr-defined]
+        if reference is not None and not args.save_only_model and not self._is_partitioned():
+            save_moved(reference, folder, writes=args.should_save)
+
+
+class _ResumesReference(TrainerCallback):
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        folder, reference = trainer._resumes_from, trainer._moved_reference()
+        if folder is None or reference is None:
+            return
+        if trainer._is_partitioned() or not load_moved(reference, folder):
+            logger.warning(
+                f"{folder} does not have the weights of the reference that `sync_ref_model` moves, as one of stock "
+                "TRL, of ZeRO-3 or with `save_only_model`: the reference begins again where it began, so training "
+                "goes on otherwise than it would have."
+            )
