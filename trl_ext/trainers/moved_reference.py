@@ -1,4 +1,4 @@
-"""Both trainers: a reference model that `sync_ref_model` moves goes on, in a resumed run, where its checkpoint stood."""
+"""Both trainers: a reference model that `sync_ref_model` moves goes on, when resumed, where its checkpoint stood."""
 
 import logging
 from pathlib import Path
