@@ -85,6 +85,26 @@ def test_vespo_reads_each_tokens_ratio_as_it_is(level: str, far: float, workshop
     assert differ(own_gradients, gradients) <= 1e-5
 
 
+@pytest.mark.parametrize("loss_type", ["cispo", "vespo"])
+def test_a_loss_that_bounds_the_ratio_itself_is_given_it_as_it_is(loss_type: str, workshop: Workshop) -> None:
+    """The mask of far rows reads the same log-probs: a moved one would shut out a row that is near in the mean."""
+
+    def batch(trainer: Any) -> dict[str, Any]:
+        inputs = crafted(trainer, dead=-4.0)
+        inputs["old_per_token_logps"][WITH_TOOL] += torch.tensor([-100.0, 99.0, 0.0, 0.0, 0.0, 0.0])
+        del inputs["sampling_per_token_logps"]  # the mask would read them
+        return inputs
+
+    config = {"loss_type": loss_type, "off_policy_mask_threshold": 0.1, **GRPO_LOSSES[loss_type]}
+    results = []
+    for trainers in (STOCK, OURS):
+        with built(trainers, workshop, **config) as trainer:
+            results.append(loss_and_gradients(trainer, batch(trainer)))
+    (want, gradients), (got, own_gradients) = results
+    assert got == pytest.approx(want, rel=1e-5)
+    assert differ(own_gradients, gradients) <= 1e-5
+
+
 LOG_PROBS = st.lists(st.floats(-200, 0, width=32), min_size=6, max_size=6)
 
 
@@ -105,7 +125,14 @@ def test_values_are_moved_where_an_exponential_overflows_and_nowhere_else(
         old_BC, reference_BC = policy_BC + (old_BC - policy_BC) / 5, policy_BC + (reference_BC - policy_BC) / 5
     tokens_BC = torch.tensor([[True, True, False], [True, True, True]])
     got_old, got_reference = bounded_old_and_reference(
-        policy_BC, old_BC, reference_BC, tokens_BC, torch.tensor(2.0), of_sequences=sequences, kl_times_ratio=biased
+        policy_BC,
+        old_BC,
+        reference_BC,
+        tokens_BC,
+        torch.tensor(2.0),
+        of_sequences=sequences,
+        bounds_ratio=False,
+        kl_times_ratio=biased,
     )
     assert got_reference is not None
 
@@ -142,6 +169,7 @@ def test_nan_moves_nothing_of_itself() -> None:
         torch.ones(1, 2, dtype=torch.bool),
         torch.tensor(1.0),
         of_sequences=False,
+        bounds_ratio=False,
         kl_times_ratio=False,
     )
     assert torch.equal(old, torch.zeros(1, 2))

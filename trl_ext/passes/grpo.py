@@ -83,6 +83,7 @@ class GRPOPlan(Plan):
         leave_masked (`bool`): rows without a token in the loss are not fed.
         score_tools (`bool`): tokens that a tool wrote are scored.
         of_sequences (`bool`): a ratio of a completion is exponentiated, instead of one of a token.
+        bounds_ratio (`bool`): the loss bounds the ratio itself, and reads it without a gradient.
         kl_times_ratio (`bool`): the KL term is multiplied by the ratio.
         zero_equal_rewards (`bool`): the advantages of groups rewarded alike are set to 0.
         trust_sampler (`bool`): the sampler's log-probs are the old policy's.
@@ -97,6 +98,7 @@ class GRPOPlan(Plan):
     leave_masked: bool
     score_tools: bool
     of_sequences: bool
+    bounds_ratio: bool
     kl_times_ratio: bool
     zero_equal_rewards: bool
     trust_sampler: bool
@@ -130,8 +132,9 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         leave_zero_advantages=leave_zero_advantages,
         leave_masked=not (facts.has_router_loss or facts.has_own_loss),
         score_tools=facts.has_own_loss,
-        # vespo reads the ratios of tokens, which it bounds itself, at either level
+        # vespo reads the ratios of tokens at either level
         of_sequences=facts.of_sequences and facts.loss_type != "vespo",
+        bounds_ratio=facts.loss_type in ("cispo", "vespo") and not facts.has_own_loss,
         kl_times_ratio=facts.kl_times_ratio,
         zero_equal_rewards=leave_zero_advantages and facts.zero_advantages_of_equal_rewards,
         trust_sampler=facts.trust_sampling_log_probs,

@@ -26,6 +26,7 @@ def bounded_old_and_reference(
     scale: Tensor,
     *,
     of_sequences: bool,
+    bounds_ratio: bool,
     kl_times_ratio: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`old_BC` and `reference_BC` as they are, or, where GRPO's loss would overflow, moved towards the policy.
@@ -39,6 +40,8 @@ def bounded_old_and_reference(
         scale (`Tensor`, scalar): the largest factor of the ratio in the loss.
         of_sequences (`bool`): whether the mean log-ratio of a row is exponentiated, instead of each token's. Its
             tokens are moved by one amount.
+        bounds_ratio (`bool`): whether the loss bounds the ratio itself, and reads it without a gradient: it is left as
+            it is, since a mask of far rows reads the same values.
         kl_times_ratio (`bool`): whether the KL term is multiplied by the ratio.
     """
     policy_BC = policy_BC.detach()
@@ -47,7 +50,7 @@ def bounded_old_and_reference(
     if of_sequences:
         seen = log_ratio_BC.sum(dim=1, keepdim=True) / tokens_BC.sum(dim=1, keepdim=True).clamp(min=1)
     ratio_BC = torch.where(tokens_BC, seen.exp(), 0.0)
-    too_large = ~(ratio_BC.sum() * scale.clamp(min=1.0)).isfinite()
+    too_large = ~(ratio_BC.sum() * scale.clamp(min=1.0)).isfinite() & (not bounds_ratio)
     if reference_BC is not None:
         log_kl_BC = torch.where(tokens_BC, reference_BC - policy_BC, 0.0)
         kl_BC = log_kl_BC.exp() * ratio_BC if kl_times_ratio else torch.where(tokens_BC, log_kl_BC.exp(), 0.0)

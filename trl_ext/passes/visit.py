@@ -83,6 +83,7 @@ class Visit:
             in_loss_BC,
             scale if ratio is None else scale * ratio.max(),
             of_sequences=plan.of_sequences,
+            bounds_ratio=plan.bounds_ratio,
             kl_times_ratio=plan.kl_times_ratio,
         )
         kept = {"importance_sampling_ratio": ratio} if ratio is not None else {}
