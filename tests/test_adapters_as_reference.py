@@ -141,6 +141,20 @@ def test_a_start_that_is_taken_out_of_the_base_is_in_the_reference(kind, worksho
             assert_alike(run(kind, trl, workshop, tmp_path, base(workshop), **lora), definition, times=3.0)
 
 
+@pytest.mark.parametrize("start", ["pissa", pytest.param("olora", marks=pytest.mark.slow)])
+def test_a_loaded_adapter_does_not_take_its_start_out_of_the_base_again(start, workshop, tmp_path):
+    """As TRL's second one, "ref", does: its policy is another model before the first step."""
+
+    def policy():
+        return loaded(workshop, tmp_path, "default", init_lora_weights=start)
+
+    ours = run("dpo", trl_ext, workshop, tmp_path, policy())
+    definition = run("dpo", trl, workshop, tmp_path, policy(), copy_of(merged(workshop, tmp_path, 0)))
+    assert_alike(ours, definition, times=3.0)
+    with pytest.raises(AssertionError):
+        assert_alike(run("dpo", trl, workshop, tmp_path, policy()), definition, times=3.0)
+
+
 VIRTUAL_TOKENS = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTuningConfig}
 
 

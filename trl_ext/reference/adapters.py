@@ -309,11 +309,13 @@ def trl_copies_whole(policy: Any) -> bool:
     """Whether the adapter "ref" that TRL makes of "default" is a copy of it.
 
     It copies tensors with ".default." in their names: not those that are entries of a dictionary of parameters, as of
-    IA3, VeRA, LoHa and trained tokens, which end in ".default". And PEFT has room for one adapter with a bias only.
+    IA3, VeRA, LoHa and trained tokens, which end in ".default". PEFT has room for one adapter with a bias only. And
+    making one that takes from the base changes the policy.
     """
     of_default = [name for name, _ in policy.named_parameters() if "default" in name.split(".")]
-    bias = getattr(policy.peft_config["default"], "bias", "none")
-    return bias == "none" and all(".default." in name for name in of_default)
+    config = policy.peft_config["default"]
+    plain = getattr(config, "bias", "none") == "none" and not begins_with_weights_of_base(config)
+    return plain and all(".default." in name for name in of_default)
 
 
 def name_policy(policy: Any, name: str) -> None:
@@ -326,7 +328,10 @@ def name_policy(policy: Any, name: str) -> None:
 
 
 def begins_with_weights_of_base(config: Any) -> bool:
-    """Whether a fresh adapter takes what it begins with out of the base model, which is another model without it."""
+    """Whether an adapter takes what it begins with, when it is made, out of the base model.
+
+    That is another model then with the adapter off, and yet another once a second such adapter is made.
+    """
     start = getattr(config, "init_lora_weights", None)
     return isinstance(start, str) and start.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
 

@@ -200,6 +200,7 @@ class AdapterReferenceMixin(PolicyInFolder):
             raise ValueError(f"Nothing of the model is trained: no parameter has `requires_grad`. {hint}")
         if self.own_reference is not None:
             self.own_reference.keep_what_is_trained()  # what was unfrozen since
+            self._refuse_what_cannot_be_copied(self.own_reference)
         return super().train(*positional, **keywords)  # type: ignore[misc]
 
     def _save_beside(self, folder: Path) -> None:
