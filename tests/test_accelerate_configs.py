@@ -113,7 +113,7 @@ CASES = {"trains": trains, "trains-split-and-sharded": trains_split_and_sharded}
 @pytest.mark.parametrize(
     ("name", "engine", "case", "processes"),
     [
-        ("ddp", "ddp", "trains", 2),
+        pytest.param("ddp", "ddp", "trains", 2, marks=pytest.mark.slow),
         ("fsdp2", "fsdp2", "trains", 2),
         pytest.param("zero1", "zero1", "trains", 2, marks=pytest.mark.slow),
         pytest.param("zero2", "zero2", "trains", 2, marks=pytest.mark.slow),

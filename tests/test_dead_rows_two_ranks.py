@@ -113,7 +113,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("engine", "runs"),
     [
-        ("ddp", FAST),
+        pytest.param("ddp", FAST, marks=pytest.mark.slow),
         pytest.param("ddp", [run for run in REST if run not in FAST], marks=pytest.mark.slow),
         pytest.param("fsdp2", FAST, marks=pytest.mark.slow),
     ],
