@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 import trl_ext
 from ranks import Rank, run_on_ranks
 from resumable import build
-from tiny import Workshop, scripted_rollout
+from tiny import Workshop, preferences, scripted_rollout
 from trl_ext.passes.non_finite import not_finite_rows, why_not_skipped
 
 WORD = {"dpo": 3 + 13, "grpo": 3 + 2}  # of one pair; of one prompt, and of few completions
@@ -93,6 +93,14 @@ def test_stock_trl_ends_with_nan_weights(name: str, workshop: Workshop, tmp_path
 def test_stop_names_row_and_pass(workshop: Workshop, tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match=r"in step \d+\. Rank 0: row \d \(policy.*\) of the prompt 'w\d+"):
         trained("dpo", trl_ext, workshop.model("untied"), tmp_path, on_non_finite_loss="stop", **APART)
+
+
+def test_logits_are_still_given_to_compute_metrics(workshop: Workshop, tmp_path: Path) -> None:
+    trainer = build("dpo", trl_ext, workshop.model("untied"), tmp_path, on_non_finite_loss="stop", save_strategy="no")
+    trainer.compute_metrics = lambda seen: {"classes": seen.predictions.shape[-1]}
+    with pytest.warns(FutureWarning, match="return_outputs"):
+        found = trainer.evaluate(preferences(4, seed=3))
+    assert found["eval_classes"] == trainer.model.config.vocab_size
 
 
 def unbounded(completions: list[str], **_: Any) -> list[float]:

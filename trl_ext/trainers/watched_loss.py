@@ -43,7 +43,8 @@ def _log_probs_of(model: Any) -> Iterator[list[Tensor]]:
     scored: list[Tensor] = []
 
     def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
-        scored.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
+        if inputs.get("fused_lm_head"):  # not for the logits that `compute_metrics` is given
+            scored.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
 
     hook = model.register_forward_hook(record, with_kwargs=True)
     try:
