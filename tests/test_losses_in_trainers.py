@@ -245,6 +245,12 @@ def test_a_bad_reward_is_named_with_its_row(
     assert streaming or not steps
 
 
+def test_of_rows_that_several_workers_read_the_worker_is_named(workshop: Workshop, tmp_path: Path):
+    data = columns(chosen_reward=[*GOOD[:5], math.nan, 0.0, 0.0]).to_iterable_dataset(num_shards=2)
+    with pytest.raises(ValueError, match="`chosen_reward` of row 1 of those that worker 1 reads of the train data set"):
+        run(trl_ext, workshop, tmp_path, loss_type="rpo_squared", train_dataset=data, dataloader_num_workers=2)
+
+
 def test_evaluation_data_are_checked_too(workshop: Workshop, tmp_path: Path):
     options = {"loss_type": "rpo_squared", "eval_strategy": "steps", "eval_steps": 1}
     with pytest.raises(ValueError, match="row 2 of the eval data set is nan"):

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 from ..compat import DPOLossInternals
 from ..losses import READ_REWARDS, REWARD_COLUMNS, RewardCollator, check_reward, check_reward_columns
 from .released_reference import is_map_style
@@ -41,6 +43,9 @@ class RewardDataMixin(DPOLossInternals):
 
 
 def _checked(example: dict[str, Any], row: int, where: str) -> dict[str, Any]:
+    worker = get_worker_info()
+    if worker is not None and worker.num_workers > 1:  # each counts the rows of its own shards
+        where = f"those that worker {worker.id} reads of {where}"
     for column in REWARD_COLUMNS:
         check_reward(example.get(column), column, f"row {row} of {where}")
     return example
