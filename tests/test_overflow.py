@@ -175,6 +175,27 @@ def test_nan_moves_nothing_of_itself() -> None:
     assert torch.equal(old, torch.zeros(1, 2))
 
 
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("old", [-100.0, -1e4, -torch.inf])
+def test_any_old_log_prob_gives_a_finite_ratio(old: float, sequences: bool) -> None:
+    """A sampler may give its token no probability at all."""
+    policy, tokens = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]]), torch.ones(2, 2, dtype=torch.bool)
+    old_BC = torch.tensor([[old, old], [-1.5, -2.0]])
+    got, _ = bounded_old_and_reference(
+        policy,
+        old_BC,
+        None,
+        tokens,
+        torch.tensor(1.0),
+        of_sequences=sequences,
+        bounds_ratio=False,
+        kl_times_ratio=False,
+    )
+    log_ratio = (policy - got)[0]
+    assert (log_ratio.mean() if sequences else log_ratio).tolist() == pytest.approx(BOUND if sequences else [BOUND] * 2)
+    assert torch.equal(got[1], old_BC[1])
+
+
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_the_ratio_to_the_sampler_is_finite_without_a_bound_of_the_users(mode: str) -> None:
     old_BC, sampler_BC = torch.zeros(2, 3), torch.tensor([[-100.0, -1, -1], [-1, -1, -1]])

@@ -59,5 +59,7 @@ def bounded_old_and_reference(
         if kl_times_ratio:
             too_large = too_large | kl_too_large
     excess = (seen - BOUND).clamp(min=0.0)
-    moved_BC = old_BC + excess if of_sequences else policy_BC - BOUND
+    moved_BC = policy_BC - BOUND
+    if of_sequences:  # by one amount, but where that is infinite
+        moved_BC = torch.where(excess.isfinite(), old_BC + excess, moved_BC)
     return torch.where(too_large & tokens_BC & (excess > 0), moved_BC, old_BC), reference_BC
