@@ -12,6 +12,7 @@ from tiny import _SHAPE, _WORD_IDS, lora_config
 pytest.importorskip("bitsandbytes")
 pytestmark = [
     pytest.mark.slow,
+    # bitsandbytes 0.50: fp16 is all that its 8-bit product takes; and it calls what torch 2.13 will remove
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast"),
     pytest.mark.filterwarnings("ignore:.*_check_is_size will be removed"),
 ]
