@@ -326,6 +326,12 @@ def test_a_head_that_grpo_casts_to_fp32_keeps_trls_refusal(workshop):
         train(replace(tokens, config={"cast_lm_head_to_fp32": True}), Trainers.of(trl_ext), workshop)
 
 
+def test_with_vllm_trls_refusal_is_kept(workshop):
+    run = Run("vllm", "grpo", model="tied", setup="lora", lora={"target_modules": ["lm_head"]})
+    with pytest.raises(ValueError, match=REFUSES):
+        train(replace(run, config={"use_vllm": True}), Trainers.of(trl_ext), workshop)
+
+
 def another_scaling(self: Any, hidden: torch.Tensor, weight: torch.Tensor, *accumulate: Any) -> Any:
     term = RIGHT_LOW_RANK(self, hidden, weight, *accumulate)
     return term._replace(down=term.down * 1.2)

@@ -32,8 +32,9 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, Tensor
         self.head_arguments = HeadArguments.of(config)
         self.packing_arguments = PackingArguments.of(config)
         self.scoring_forwards: list[ScoringForward] = []
-        # The head that GRPO casts to fp32 is a linear layer from then on, without its adapter
-        adapted = not getattr(config, "cast_lm_head_to_fp32", False)
+        # The head that GRPO casts to fp32 is a linear layer from then on, without its adapter. What vLLM samples with,
+        # where the head of a tied model has one, has not been seen
+        adapted = not (getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False))
         with head_attached_by(self._attach, self._trl_trainer, adapted=adapted), padding_free_is_ours(config):
             super().__init__(*positional, **keywords)  # type: ignore[call-arg]
         self._tell_packing_of_the_run()  # a wrong argument is an error here, not at the first step
