@@ -1,11 +1,12 @@
 """The config fields that name the adapters of a `PeftModel`, which both trainers' configs have."""
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+
+from .added_fields import AddedFields
 
 
 @dataclass
-class AdapterArguments:
+class AdapterArguments(AddedFields):
     """Fields that say which adapter is the policy and which the reference; the defaults are TRL's choice."""
 
     policy_adapter_name: str | None = field(
@@ -30,11 +31,4 @@ class AdapterArguments:
                 "would be trained. Leave `ref_adapter_name` unset, and the reference is the adapter as it was before "
                 "training."
             )
-        inherited = getattr(super(), "__post_init__", None)
-        if inherited is not None:
-            inherited()
-
-    @classmethod
-    def of(cls, args: Any) -> Self:
-        """The fields of a trainer's arguments; the defaults where those are TRL's own config."""
-        return args if isinstance(args, cls) else cls()
+        super().__post_init__()

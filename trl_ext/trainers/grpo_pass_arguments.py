@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from .added_fields import AddedFields
+
 
 @dataclass
-class GRPOPassArguments:
+class GRPOPassArguments(AddedFields):
     """Fields of the plan; with every default nothing but useless work is left out."""
 
     force_on_policy_ratio: bool = field(
@@ -68,6 +70,4 @@ class GRPOPassArguments:
         budget = self.max_tokens_per_micro_batch
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
             raise ValueError(f"`max_tokens_per_micro_batch` must be None or an integer of at least 1, got {budget!r}.")
-        inherited = getattr(super(), "__post_init__", None)
-        if inherited is not None:
-            inherited()
+        super().__post_init__()

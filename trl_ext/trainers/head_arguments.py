@@ -1,13 +1,13 @@
 """The config fields of the head, which both trainers' configs have."""
 
 from dataclasses import dataclass, field
-from typing import Any, Self
 
 from ..heads import HEADS
+from .added_fields import AddedFields
 
 
 @dataclass
-class HeadArguments:
+class HeadArguments(AddedFields):
     """Fields that choose the head; every default trains as TRL does, more exactly."""
 
     head: str = field(
@@ -29,11 +29,4 @@ class HeadArguments:
         size = self.head_chunk_size
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"`head_chunk_size` must be None or an integer of at least 1, got {size!r}.")
-        inherited = getattr(super(), "__post_init__", None)
-        if inherited is not None:
-            inherited()
-
-    @classmethod
-    def of(cls, args: Any) -> Self:
-        """The fields of a trainer's arguments; the defaults where those are TRL's own config, or None."""
-        return args if isinstance(args, cls) else cls()
+        super().__post_init__()

@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from ..losses import CONVENTIONS, PREFERENCE_LOSSES, READ_REWARDS
+from .added_fields import AddedFields
 
 # TRL's loss types that read `label_smoothing`, and ours
 _READ_SMOOTHING = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "cdpo"})
@@ -12,7 +13,7 @@ _REFUSE_SMOOTHING = frozenset({"hinge", "ipo", "ipo_sum"})
 
 
 @dataclass
-class LossArguments:
+class LossArguments(AddedFields):
     """Fields of the loss types added to TRL's; every default trains as TRL does."""
 
     reward_scale: float = field(
@@ -57,16 +58,9 @@ class LossArguments:
                 f"`sft_label_smoothing_convention` must be one of {list(CONVENTIONS)}, got "
                 f"{self.sft_label_smoothing_convention!r}."
             )
-        inherited = getattr(super(), "__post_init__", None)
-        if inherited is not None:
-            inherited()
+        super().__post_init__()
         if hasattr(self, "loss_type"):
             check_loss_arguments(self)
-
-    @classmethod
-    def of(cls, args: Any) -> Self:
-        """The fields of a trainer's arguments; the defaults where those are TRL's own config, or None."""
-        return args if isinstance(args, cls) else cls()
 
 
 def check_loss_arguments(config: Any) -> None:

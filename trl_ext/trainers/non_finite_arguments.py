@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 
 from ..passes.non_finite import ON_NON_FINITE_LOSS
+from .added_fields import AddedFields
 
 
 @dataclass
-class NonFiniteArguments:
+class NonFiniteArguments(AddedFields):
     """Field that is looked at where a loss of training is NaN or infinite, on whichever rank."""
 
     on_non_finite_loss: str | None = field(
@@ -24,6 +25,4 @@ class NonFiniteArguments:
         asked = self.on_non_finite_loss
         if asked is not None and asked not in ON_NON_FINITE_LOSS:
             raise ValueError(f"`on_non_finite_loss` must be None or one of {ON_NON_FINITE_LOSS}, got {asked!r}.")
-        inherited = getattr(super(), "__post_init__", None)
-        if inherited is not None:
-            inherited()
+        super().__post_init__()

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from .added_fields import AddedFields
+
 
 @dataclass
-class OffloadingArguments:
+class OffloadingArguments(AddedFields):
     """Field that changes memory and speed, not results."""
 
     activation_offloading: bool = field(

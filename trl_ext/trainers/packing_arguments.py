@@ -1,14 +1,16 @@
 """The config fields of both trainers that decide which tokens of a padded batch are fed."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
+
+from .added_fields import AddedFields
 
 # On the command line the bare flag is True, as that of any bool
 _FLAG: dict[str, Any] = {"nargs": "?", "const": True}
 
 
 @dataclass
-class PackingArguments:
+class PackingArguments(AddedFields):
     """Fields of packing; every default feeds as little as trains the same."""
 
     padding_free: bool | None = field(
@@ -29,7 +31,7 @@ class PackingArguments:
     )
 
     @classmethod
-    def of(cls, args: Any) -> "PackingArguments":
+    def of(cls, args: Any) -> Self:
         """The fields of a trainer's arguments; the defaults where those are TRL's own config.
 
         TRL's `DPOConfig` has a `padding_free` of its own, whose False is its default, and says nothing.

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from .added_fields import AddedFields
+
 DEVICES = ("cpu",)
 
 
 @dataclass
-class ReferenceArguments:
+class ReferenceArguments(AddedFields):
     """Field that chooses where a separate reference model is kept; it changes memory and speed, not results."""
 
     reference_device: str | None = field(
@@ -21,6 +23,4 @@ class ReferenceArguments:
     def __post_init__(self) -> None:
         if self.reference_device is not None and self.reference_device not in DEVICES:
             raise ValueError(f"`reference_device` must be None or one of {DEVICES}, got {self.reference_device!r}.")
-        inherited = getattr(super(), "__post_init__", None)
-        if inherited is not None:
-            inherited()
+        super().__post_init__()

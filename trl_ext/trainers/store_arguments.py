@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
 
 import datasets
+
+from .added_fields import AddedFields
 
 _STORES = ("disk", "memory", "off")
 
 
 @dataclass
-class StoreArguments:
+class StoreArguments(AddedFields):
     """Fields that choose where reference log-probs are kept; every default trains as TRL does, with fewer passes."""
 
     reference_store: str = field(
@@ -43,14 +44,7 @@ class StoreArguments:
                 "`precompute_ref_log_probs=True` fills the store, so `reference_store` must be 'disk' or 'memory', got "
                 "'off'."
             )
-        inherited = getattr(super(), "__post_init__", None)
-        if inherited is not None:
-            inherited()
-
-    @classmethod
-    def of(cls, args: Any) -> Self:
-        """The fields of a trainer's arguments; the defaults where those are TRL's own config."""
-        return args if isinstance(args, cls) else cls()
+        super().__post_init__()
 
     @property
     def folder(self) -> Path:
