@@ -1,18 +1,31 @@
 """Log-ratios that overflow in an exponential: loss and gradient stay finite, and nothing changes where none does."""
 
+import copy
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import logsigmoid, softplus
 
-from drop_in_cases import GRPO_LOSSES
+from drop_in_cases import DPO_LOSSES, GRPO_LOSSES, Case
+from run_losses import Record, Trainers, build
 from test_unscored_positions import LIVE, OURS, STOCK, WITH_TOOL, built, crafted, is_finite, loss_and_gradients
 from tiny import Workshop
-from trl_ext.passes.overflow import BOUND, bounded_log_ratios, bounded_old_and_reference
+from trl_ext.passes.overflow import (
+    BOUND,
+    PairExponential,
+    bounded_log_ratios,
+    bounded_old_and_reference,
+    bounded_pairs,
+)
 from trl_ext.passes.sampler_ratio import RatioRule, SamplerRatio
+from trl_ext.trainers.watched_loss import WatchedLossMixin
 
 LEVELS = ["token", pytest.param("sequence", marks=pytest.mark.slow)]
 
@@ -210,3 +223,256 @@ def test_float64_overflows_later() -> None:
     log_ratio = torch.tensor([100.0], dtype=torch.float64)
     assert torch.equal(bounded_log_ratios(log_ratio), log_ratio)
     assert bounded_log_ratios(torch.tensor([800.0], dtype=torch.float64)) == BOUND
+
+
+# DPO: pairs, chosen and rejected
+
+BETA, TAU, ALPHA = 0.1, 0.05, 0.5  # TRL's defaults
+
+SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "reverse_kl": lambda x: x,
+    "forward_kl": lambda x: 1 - (-x).exp(),
+    "js_divergence": lambda x: math.log(2) + logsigmoid(x),
+    "alpha_divergence": lambda x: (((ALPHA - 1) * x).exp() - 1) / (ALPHA - 1),
+}
+
+
+def of_pairs(loss_type: str, divergence: str, ratio_2B: torch.Tensor, tokens_2B: torch.Tensor) -> torch.Tensor:
+    """The definition of a loss type: its value for each pair."""
+    scores_2B = SCORES[divergence](ratio_2B)
+    d, e = BETA * (scores_2B[0] - scores_2B[1]), DPO_LOSSES[loss_type].get("label_smoothing", 0.0)
+    mean_2B = scores_2B / tokens_2B
+    mean = mean_2B[0] - mean_2B[1]
+    if loss_type == "sigmoid":
+        return softplus(-d)
+    if loss_type == "sigmoid_norm":
+        return softplus(-BETA * mean)
+    if loss_type == "hinge":
+        return (1 - d).relu()
+    if loss_type == "ipo":
+        return (mean - 1 / (2 * BETA)) ** 2
+    if loss_type == "robust":
+        return ((1 - e) * softplus(-d) - e * softplus(d)) / (1 - 2 * e)
+    if loss_type == "exo_pair":
+        p, q = d.sigmoid(), (-d).sigmoid()
+        return p * (logsigmoid(d) - math.log(1 - e)) + q * (logsigmoid(-d) - math.log(e))
+    if loss_type == "sppo_hard":
+        return (ratio_2B[0] - 0.5 / BETA) ** 2 + (ratio_2B[1] + 0.5 / BETA) ** 2
+    assert loss_type == "discopop"
+    m = (d / TAU).sigmoid()
+    return softplus(-d) * (1 - m) + (logsigmoid(d / TAU) - d).exp()
+
+
+@contextmanager
+def dpo(trainers: Trainers, workshop: Workshop, pairs: int, **config: Any) -> Iterator[Any]:
+    case = Case("far", "dpo", "ref_model", config={"per_device_train_batch_size": pairs, **config})
+    with TemporaryDirectory() as output_dir:
+        trainer = build(case, trainers, workshop, output_dir, Record())
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1  # set by `train()`
+        if trainers is STOCK:
+            trainer.precompute_ref_logps = True  # the batch has columns
+        yield trainer
+
+
+def sums(model: Any, batch: dict[str, torch.Tensor], ld_alpha: float = 1.0) -> torch.Tensor:
+    """Of each completion's log-probs, `(2, B)`; tokens beyond the shorter one's length times `ld_alpha`."""
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    log_probs = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    mask = batch["completion_mask"][:, 1:]
+    shorter = mask.sum(1).view(2, -1).amin(0).repeat(2)[:, None]
+    return (log_probs * mask * torch.where(mask.cumsum(1) > shorter, ld_alpha, 1.0)).sum(1).view(2, -1)
+
+
+def far_batch(trainer: Any, chosen: float, rejected: float, ld_alpha: float = 1.0) -> dict[str, torch.Tensor]:
+    """A batch with reference columns: the first pair has these log-ratios, the others are near."""
+    batch = next(iter(trainer.get_train_dataloader()))
+    near = torch.tensor([[0.0, 0.1, 0.2, -0.3], [0.0, 0.3, -0.2, 0.1]])
+    near[:, 0] = torch.tensor([chosen, rejected])
+    with torch.no_grad():
+        reference = sums(trainer.model, batch, ld_alpha)
+        reference = reference - near[:, : reference.shape[1]]
+    return {**batch, "ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
+
+
+def definition(
+    trainer: Any, batch: dict[str, torch.Tensor], losses: dict[str, float], divergence: str, ld_alpha: float = 1.0
+) -> dict[str, torch.Tensor]:
+    """The gradient of the weighted losses, in float64; its direction where it is larger than 1e6."""
+    model = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model)).double()
+    model.zero_grad()
+    model.forward = type(model).forward.__get__(model)  # without the scoring head that the trainer has attached
+    sums_2B = sums(model, batch, ld_alpha)
+    reference_2B = torch.stack([batch["ref_chosen_logps"], batch["ref_rejected_logps"]]).double()
+    ratio_2B = (sums_2B.detach() - reference_2B).requires_grad_()
+    tokens_2B = batch["completion_mask"].sum(1).view(2, -1)
+    sum(w * of_pairs(name, divergence, ratio_2B, tokens_2B).mean() for name, w in losses.items()).backward()
+    largest = ratio_2B.grad.abs().max()
+    # The models' norms are in fp32
+    sums_2B.backward(ratio_2B.grad / largest if largest > 1e6 else ratio_2B.grad)
+    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+
+def directions(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    norm = sum(x.double().pow(2).sum() for x in gradients.values()) ** 0.5
+    return {name: x.double() / norm for name, x in gradients.items()}
+
+
+# Loss type, divergence, log-ratios of the first pair, and whether fp32 can hold the true gradient
+FAR_PAIRS: list[tuple[str, str, float, float, bool]] = [
+    ("discopop", "reverse_kl", -1000.0, 0.0, True),
+    ("sigmoid", "forward_kl", -100.0, 0.0, False),
+    ("sigmoid", "forward_kl", -100.0, -150.0, True),
+    ("ipo", "forward_kl", 0.0, -50.0, False),
+]
+MORE_FAR_PAIRS: list[tuple[str, str, float, float, bool]] = [
+    ("discopop", "reverse_kl", 0.0, 1000.0, True),
+    ("discopop", "reverse_kl", -500.0, 500.0, True),
+    ("discopop", "forward_kl", -20.0, 0.0, False),
+    ("discopop", "forward_kl", -100.0, 0.0, False),
+    ("discopop", "forward_kl", -100.0, -150.0, True),
+    ("discopop", "js_divergence", -1000.0, 0.0, True),
+    ("discopop", "alpha_divergence", -30.0, 0.0, False),
+    ("ipo", "alpha_divergence", -120.0, 0.0, False),
+    *((name, "forward_kl", -120.0, -100.0, False) for name in ("sigmoid", "sigmoid_norm", "hinge", "robust", "ipo")),
+    *((name, "forward_kl", 0.0, -150.0, True) for name in ("sigmoid", "sigmoid_norm", "hinge", "exo_pair", "discopop")),
+    ("exo_pair", "forward_kl", -100.0, 0.0, True),
+    ("robust", "forward_kl", 0.0, -150.0, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "divergence", "chosen", "rejected", "holds"),
+    [*FAR_PAIRS, *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE_FAR_PAIRS)],
+)
+def test_a_pair_far_from_its_reference_has_the_gradient_of_float64(
+    loss_type: str, divergence: str, chosen: float, rejected: float, holds: bool, workshop: Workshop
+) -> None:
+    """Its direction alone where fp32 cannot hold it; the rewards are logged of the log-ratios as they are."""
+    config = {"loss_type": loss_type, "f_divergence_type": divergence, **DPO_LOSSES[loss_type]}
+    pairs = 4 if holds else 1
+    with dpo(STOCK, workshop, pairs, **config) as stock:
+        loss, gradients = loss_and_gradients(stock, far_batch(stock, chosen, rejected))
+        assert not (math.isfinite(loss) and all(x.isfinite().all() for x in gradients.values()))
+        logged = {name: x for name, x in stock._metrics["train"].items() if name.startswith("rewards/")}
+    with dpo(OURS, workshop, pairs, **config) as ours:
+        batch = far_batch(ours, chosen, rejected)
+        loss, gradients = loss_and_gradients(ours, batch)
+        assert is_finite(ours, loss, gradients)
+        want = definition(ours, batch, {loss_type: 1.0}, divergence)
+        if not holds:
+            gradients, want = directions(gradients), directions(want)
+        assert differ(gradients, want) <= 1e-4
+        for name, values in logged.items():
+            assert ours._metrics["train"][name] == pytest.approx(values, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "divergence", "far"), [("sigmoid", "forward_kl", -80.0), ("discopop", "reverse_kl", -800.0)]
+)
+def test_a_pair_that_does_not_overflow_is_left_bit_for_bit(
+    loss_type: str, divergence: str, far: float, workshop: Workshop
+) -> None:
+    with dpo(OURS, workshop, 4, loss_type=loss_type, f_divergence_type=divergence) as ours:
+        batch = far_batch(ours, far, 0.0)
+        loss, gradients = loss_and_gradients(ours, batch)
+        ours._exponentials = lambda but: {}  # TRL's loss alone
+        trls_loss, trls_gradients = loss_and_gradients(ours, batch)
+        assert loss == trls_loss
+        assert math.isfinite(loss)
+        assert all(torch.equal(x, trls_gradients[name]) for name, x in gradients.items())
+
+
+def test_other_loss_types_beside_read_the_reference_as_it_is(workshop: Workshop) -> None:
+    """Given by token, of which those beyond the shorter completion's length have a weight of their own."""
+    losses = {"discopop": 0.5, "sppo_hard": 0.25}
+    config = {"loss_type": list(losses), "loss_weights": list(losses.values()), "ld_alpha": 0.5}
+    with dpo(OURS, workshop, 4, **config) as ours:
+        batch = far_batch(ours, -1000.0, 0.0, 0.5)
+        want = definition(ours, batch, losses, "reverse_kl", 0.5)
+        reference = torch.cat([batch.pop("ref_chosen_logps"), batch.pop("ref_rejected_logps")])
+        mask = batch["completion_mask"][:, 1:]
+        first = (mask.cumsum(1) == 1) & mask.bool()
+        ours.model.zero_grad()
+        with ours.reference_given(first * reference[:, None]):
+            loss = ours._compute_loss(ours.model, batch, False)
+        loss.backward()
+        gradients = {name: x.grad for name, x in ours.model.named_parameters()}
+        assert is_finite(ours, loss.item(), gradients)
+        assert differ(gradients, want) <= 1e-4
+
+
+def test_a_far_pair_hides_no_nan_from_the_watch(workshop: Workshop) -> None:
+    with dpo(OURS, workshop, 4, loss_type="discopop", on_non_finite_loss="stop") as ours:
+        batch = far_batch(ours, -1000.0, 0.0)
+        assert ours.compute_loss(ours.model, batch).isfinite()
+        reference = torch.cat([batch.pop("ref_chosen_logps"), batch.pop("ref_rejected_logps")])
+        reference[6] = torch.nan
+        log_probs = torch.zeros(batch["completion_mask"][:, 1:].shape) + reference[:, None]
+        with ours.reference_given(log_probs), pytest.raises(FloatingPointError, match=r"Rank 0: row 6 \(reference\)"):
+            WatchedLossMixin.compute_loss(ours, ours.model, batch)
+
+
+FAR_RATIOS = st.lists(
+    st.one_of(st.floats(-2000, 2000, width=32), st.floats(-100, 100, width=32)), min_size=6, max_size=6
+)
+EXPONENTIALS = [
+    *(("forward_kl", name) for name in ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop")),
+    *((name, "discopop") for name in ("reverse_kl", "js_divergence", "alpha_divergence")),
+    ("alpha_divergence", "ipo"),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=st.sampled_from(EXPONENTIALS), ratios=FAR_RATIOS, policy=st.floats(-500, 0, width=32))
+def test_pairs_are_moved_where_their_loss_overflows_and_nowhere_else(
+    case: tuple[str, str], ratios: list[float], policy: float
+) -> None:
+    divergence, loss_type = case
+    exponential = PairExponential.of(loss_type, divergence, alpha=ALPHA, beta=BETA, label_smoothing=0.2, weight=1.0)
+    assert exponential is not None
+    policy_2B = torch.full((2, 3), policy)
+    reference_2B = policy_2B - torch.tensor(ratios).view(2, 3)
+    ratio_2B = policy_2B - reference_2B
+    moved_2B = bounded_pairs(policy_2B, reference_2B, exponential)
+    exponents_2B = {"forward_kl": -ratio_2B, "alpha_divergence": ((ALPHA - 1) * ratio_2B).clamp(max=80.0)}.get(
+        divergence
+    )
+    size = 0.0
+    cut_2B = ratio_2B.clamp(min=-160.0) if divergence == "alpha_divergence" else ratio_2B  # TRL cuts its exponents
+    if exponents_2B is not None:
+        size = (exponents_2B.double() * (2 if loss_type == "ipo" else 1)).exp().sum().item() / abs(ALPHA - 1)
+    if loss_type == "discopop":
+        scores_2B = SCORES[divergence](cut_2B.double())
+        size = max(size, (-BETA * (scores_2B[0] - scores_2B[1])).exp().sum().item())  # TRL forms this factor
+    if size < 1e38:
+        assert moved_2B is None
+    if moved_2B is None:
+        assert size < 1e39
+        bounded_2B = ratio_2B
+    else:
+        bounded_2B = policy_2B - moved_2B
+        near_B = (ratio_2B.abs() <= 3.0).all(dim=0)
+        assert torch.equal(moved_2B[:, near_B], reference_2B[:, near_B])
+        assert ((bounded_2B[0] - bounded_2B[1]) * (ratio_2B[0] - ratio_2B[1]) >= 0).all()  # the order is kept
+    bounded_2B = bounded_2B.requires_grad_()
+    cut_2B = bounded_2B.clamp(min=-160.0) if divergence == "alpha_divergence" else bounded_2B
+    if loss_type == "discopop":
+        scores_2B = SCORES[divergence](cut_2B)
+        assert (-BETA * (scores_2B[0] - scores_2B[1])).exp().sum().isfinite()
+    loss = of_pairs(loss_type, divergence, cut_2B, torch.full((2, 3), 4)).mean()
+    loss.backward()
+    assert loss.isfinite()
+    assert bounded_2B.grad is not None
+    assert bounded_2B.grad.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type", sorted(DPO_LOSSES.keys() - {"discopop"}))
+def test_stocks_other_loss_types_are_finite_far_away_and_left_alone(loss_type: str, workshop: Workshop) -> None:
+    config = {"loss_type": loss_type, **DPO_LOSSES[loss_type]}
+    with dpo(STOCK, workshop, 4, **config) as stock, dpo(OURS, workshop, 4, **config) as ours:
+        assert not ours._exponentials(but=())
+        for chosen, rejected in [(1e4, 0.0), (-1e4, 0.0), (0.0, 1e4), (0.0, -1e4), (1e3, -1e3), (-1e3, 1e3)]:
+            for trainer in (stock, ours):
+                assert is_finite(trainer, *loss_and_gradients(trainer, far_batch(trainer, chosen, rejected)))

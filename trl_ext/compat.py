@@ -352,6 +352,9 @@ class DPOLossInternals:
     beta: float
     label_smoothing: float
     precompute_ref_logps: bool
+    aux_loss_enabled: bool
+    f_divergence_type: str
+    f_alpha_divergence_coef: float
     _metrics: dict[str, dict[str, list[float]]]
     _total_train_tokens: int
     _extra_columns: tuple[str, ...] = ()  # of the data sets, that must reach the collator and the batches
@@ -382,6 +385,34 @@ class DPOLossInternals:
         if self.precompute_ref_logps:
             return batch["ref_chosen_logps"], batch["ref_rejected_logps"]
         return super().compute_ref_log_probs(self.ref_model, batch)  # type: ignore[misc, no-any-return]
+
+    def _policy_sums(self, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The policy's log-probs in `outputs`, summed as TRL's loss does, without a gradient: chosen and rejected."""
+        chosen, rejected = super().compute_ref_log_probs(lambda **_: outputs, batch)  # type: ignore[misc]
+        return chosen.detach(), rejected.detach()
+
+    def _trls_loss_again(
+        self,
+        outputs: Any,
+        batch: dict[str, Any],
+        but: Collection[str],
+        reference_sums: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Any:
+        """What `_trls_loss` gives, from the policy's `outputs`, with no metric logged.
+
+        Args:
+            reference_sums (`tuple`, *optional*): read instead of the reference's. The loss is without the router's
+                then, so that it can be added to one that has it.
+        """
+        held = self.precompute_ref_logps, self.aux_loss_enabled
+        if reference_sums is not None:
+            batch = {**batch, "ref_chosen_logps": reference_sums[0], "ref_rejected_logps": reference_sums[1]}
+            self.precompute_ref_logps, self.aux_loss_enabled = True, False
+        try:
+            with self._metrics_of_this_rank():
+                return DPOLossInternals._trls_loss(self, lambda **_: outputs, batch, False, but)
+        finally:
+            self.precompute_ref_logps, self.aux_loss_enabled = held
 
     @contextmanager
     def _metrics_of_this_rank(self) -> Iterator[dict[str, list[float]]]:

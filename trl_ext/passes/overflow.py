@@ -4,11 +4,14 @@ In fp32 exp(x) is inf above x = 88.7. In the branch of the loss that clipping le
 gradient of 0 by inf: a finite loss has a NaN for its gradient (trl #3015, #6637). Moving the old policy's or the
 reference's log-prob instead of the policy's keeps the gradient of losses that read the policy's log-probs themselves.
 
-Dimensions: B rows, C completion tokens.
+Dimensions: B rows, or DPO's pairs, C completion tokens, 2 the chosen and the rejected completion of each pair.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 BOUND = 40.0  # exp(40) is 2e17: a sum of squares of such gradients, their norm, is finite too
 
@@ -63,3 +66,105 @@ def bounded_old_and_reference(
     if of_sequences:  # by one amount, but where that is infinite
         moved_BC = torch.where(excess.isfinite(), old_BC + excess, moved_BC)
     return torch.where(too_large & tokens_BC & (excess > 0), moved_BC, old_BC), reference_BC
+
+
+# Loss types of TRL that read the scores which an f-divergence makes of log-ratios, and the power in which they do
+_DEGREES = {"sigmoid": 1, "sigmoid_norm": 1, "hinge": 1, "exo_pair": 1, "robust": 1, "discopop": 1, "ipo": 2}
+_LARGEST_OF_ALPHA = 80.0  # TRL cuts the exponents of `alpha_divergence` there
+
+
+@dataclass(frozen=True)
+class PairExponential:
+    """What one of DPO's loss types exponentiates of the log-ratios of a pair.
+
+    Args:
+        divergence (`str`): TRL's `f_divergence_type`.
+        power (`float`, *optional*): of a divergence whose scores are (exp(power * log-ratio) - 1) / power.
+        degree (`int`): the power in which the loss reads the scores.
+        of_margin (`bool`): whether the loss has exp(-beta * margin), the margin of chosen over rejected score.
+        weight (`float`): the factor of what is exponentiated in the loss.
+    """
+
+    divergence: str
+    power: float | None
+    degree: int
+    of_margin: bool
+    beta: float
+    weight: float
+
+    @classmethod
+    def of(
+        cls, loss_type: str, divergence: str, *, alpha: float, beta: float, label_smoothing: float, weight: float
+    ) -> "PairExponential | None":
+        """That of a loss type, or `None` where it exponentiates nothing that can overflow."""
+        power = {"forward_kl": -1.0, "alpha_divergence": alpha - 1.0}.get(divergence)
+        if power is not None and abs(power) < 1e-6:  # TRL's limit case
+            divergence, power = "reverse_kl", None
+        degree = _DEGREES.get(loss_type, 0)
+        of_margin = loss_type == "discopop"
+        if not (of_margin or (divergence == "forward_kl" and degree) or (power is not None and degree > 1)):
+            return None
+        if loss_type == "robust":
+            weight = weight / (1 - 2 * label_smoothing)
+        return cls(divergence, power, degree, of_margin, beta, weight)
+
+    def bounded(self, ratio_2B: Tensor) -> Tensor:
+        """`ratio_2B` as it is, or, where this overflows in sum over the micro-batch, nearer to 0.
+
+        The two of a pair are moved by one amount where each is exponentiated, so that their order stays, and with it
+        the direction of the gradient.
+        """
+        weight = max(1.0, abs(self.weight))
+        if self.power is not None:
+            factor = weight * max(1.0, self.beta) / min(1.0, abs(self.power))
+            exponent_2B = self.power * ratio_2B
+            size_2B = self._exponents(ratio_2B).exp().pow(self.degree) * factor
+            if not size_2B.sum().isfinite():
+                excess_B = (exponent_2B.amax(0) - BOUND / self.degree).clamp(min=0.0)
+                ratio_2B = torch.where(excess_B > 0, (exponent_2B - excess_B) / self.power, ratio_2B)
+        if not self.of_margin:
+            return ratio_2B
+        margin_B = self._margins(ratio_2B)
+        log_B = -self.beta * margin_B
+        if (log_B.exp().sum() * weight).isfinite():
+            return ratio_2B
+        return torch.where(log_B > BOUND, self._with_margin_at_bound(ratio_2B, margin_B), ratio_2B)
+
+    def _exponents(self, ratio_2B: Tensor) -> Tensor:
+        assert self.power is not None
+        exponent_2B = self.power * ratio_2B
+        return exponent_2B.clamp(max=_LARGEST_OF_ALPHA) if self.divergence == "alpha_divergence" else exponent_2B
+
+    def _margins(self, ratio_2B: Tensor) -> Tensor:
+        if self.power is not None:
+            scores_2B = self._exponents(ratio_2B).exp() / self.power
+        else:
+            scores_2B = logsigmoid(ratio_2B) if self.divergence == "js_divergence" else ratio_2B
+        return scores_2B[0] - scores_2B[1]
+
+    def _with_margin_at_bound(self, ratio_2B: Tensor, margin_B: Tensor) -> Tensor:
+        """Log-ratios with a margin of -`BOUND` / beta, of those with a lower one."""
+        wanted = -BOUND / self.beta
+        if self.power is not None:
+            return (self._exponents(ratio_2B) - (margin_B / wanted).log()) / self.power
+        chosen_B, rejected_B = ratio_2B
+        if self.divergence == "js_divergence":
+            score_B = logsigmoid(rejected_B) + wanted
+            chosen_B = score_B - (-score_B.expm1()).log()  # the inverse of logsigmoid
+        else:
+            chosen_B = rejected_B + wanted
+        return torch.stack([chosen_B, rejected_B])
+
+
+def bounded_pairs(policy_2B: Tensor, reference_2B: Tensor, exponential: PairExponential) -> Tensor | None:
+    """`reference_2B` moved towards the policy where DPO's loss would overflow, or `None` where it does not.
+
+    Args:
+        policy_2B, reference_2B (`Tensor` of shape `(2, B)`): log-probs of chosen and rejected completions, without a
+            gradient. A pair with one that is not finite is left as it is.
+    """
+    ratio_2B = policy_2B - reference_2B
+    ratio_2B = torch.where(ratio_2B.isfinite().all(dim=0), ratio_2B, 0.0)
+    bounded_2B = exponential.bounded(ratio_2B)
+    moved_2B = bounded_2B != ratio_2B
+    return torch.where(moved_2B, policy_2B - bounded_2B, reference_2B) if moved_2B.any() else None

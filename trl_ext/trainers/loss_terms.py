@@ -18,12 +18,13 @@ from ..losses import (
     smoothing_term,
 )
 from ..passes import DPOPlan
+from .bounded_pairs import BoundedPairsMixin
 from .loss_arguments import LossArguments, check_loss_arguments, ignored_smoothing
 from .metrics_of_all_ranks import MetricsOfAllRanksMixin
 from .reward_data import RewardDataMixin
 
 
-class LossTermsMixin(MetricsOfAllRanksMixin, RewardDataMixin):
+class LossTermsMixin(BoundedPairsMixin, MetricsOfAllRanksMixin, RewardDataMixin):
     """Mixed in before what gives TRL's `DPOTrainer` its scoring forward and its reference.
 
     Attributes:
