@@ -359,6 +359,7 @@ def test_a_pair_far_from_its_reference_has_the_gradient_of_float64(
         batch = far_batch(ours, chosen, rejected)
         loss, gradients = loss_and_gradients(ours, batch)
         assert is_finite(ours, loss, gradients)
+        assert torch.cat([x.flatten() for x in gradients.values()]).norm().isfinite()
         want = definition(ours, batch, {loss_type: 1.0}, divergence)
         if not holds:
             gradients, want = directions(gradients), directions(want)
@@ -452,7 +453,10 @@ def test_pairs_are_moved_where_their_loss_overflows_and_nowhere_else(
         bounded_2B = ratio_2B
     else:
         bounded_2B = policy_2B - moved_2B
-        near_B = (ratio_2B.abs() <= 3.0).all(dim=0)
+        near = 30.0 if loss_type == "ipo" else 70.0
+        if loss_type == "discopop" and exponents_2B is not None:
+            near = 3.0
+        near_B = (ratio_2B.abs() <= near).all(dim=0)
         assert torch.equal(moved_2B[:, near_B], reference_2B[:, near_B])
         assert ((bounded_2B[0] - bounded_2B[1]) * (ratio_2B[0] - ratio_2B[1]) >= 0).all()  # the order is kept
     bounded_2B = bounded_2B.requires_grad_()
@@ -465,6 +469,25 @@ def test_pairs_are_moved_where_their_loss_overflows_and_nowhere_else(
     assert loss.isfinite()
     assert bounded_2B.grad is not None
     assert bounded_2B.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "divergence", "changes"),
+    [
+        ("sigmoid", "forward_kl", {"beta": 100.0}),
+        ("sigmoid", "forward_kl", {"weight": -100.0}),
+        ("robust", "forward_kl", {"label_smoothing": 0.49}),
+        ("discopop", "reverse_kl", {"weight": 100.0}),
+    ],
+)
+def test_factors_of_an_exponential_count(loss_type: str, divergence: str, changes: dict[str, float]) -> None:
+    """exp(86) is 2e37."""
+    near: dict[str, Any] = {"alpha": ALPHA, "beta": 1.0, "label_smoothing": 0.1, "weight": 1.0}
+    policy_2B, reference_2B = torch.tensor([[-86.0], [0.0]]), torch.zeros(2, 1)
+    for options, overflows in ((near, False), ({**near, **changes}, True)):
+        exponential = PairExponential.of(loss_type, divergence, **options)
+        assert exponential is not None
+        assert (bounded_pairs(policy_2B, reference_2B, exponential) is not None) == overflows
 
 
 @pytest.mark.slow

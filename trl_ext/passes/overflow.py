@@ -109,26 +109,23 @@ class PairExponential:
         return cls(divergence, power, degree, of_margin, beta, weight)
 
     def bounded(self, ratio_2B: Tensor) -> Tensor:
-        """`ratio_2B` as it is, or, where this overflows in sum over the micro-batch, nearer to 0.
+        """`ratio_2B` as it is, or, where this overflows in sum over the micro-batch, nearer to 0 in the pairs at fault.
 
         The two of a pair are moved by one amount where each is exponentiated, so that their order stays, and with it
         the direction of the gradient.
         """
         weight = max(1.0, abs(self.weight))
         if self.power is not None:
-            factor = weight * max(1.0, self.beta) / min(1.0, abs(self.power))
+            factor = self.degree * weight * max(1.0, self.beta) / min(1.0, abs(self.power))
             exponent_2B = self.power * ratio_2B
             size_2B = self._exponents(ratio_2B).exp().pow(self.degree) * factor
-            if not size_2B.sum().isfinite():
-                excess_B = (exponent_2B.amax(0) - BOUND / self.degree).clamp(min=0.0)
-                ratio_2B = torch.where(excess_B > 0, (exponent_2B - excess_B) / self.power, ratio_2B)
+            excess_B = (exponent_2B.amax(0) - BOUND / self.degree).clamp(min=0.0)
+            ratio_2B = torch.where(_at_fault(size_2B.amax(0)), (exponent_2B - excess_B) / self.power, ratio_2B)
         if not self.of_margin:
             return ratio_2B
         margin_B = self._margins(ratio_2B)
-        log_B = -self.beta * margin_B
-        if (log_B.exp().sum() * weight).isfinite():
-            return ratio_2B
-        return torch.where(log_B > BOUND, self._with_margin_at_bound(ratio_2B, margin_B), ratio_2B)
+        at_fault_B = _at_fault((-self.beta * margin_B).exp() * weight)
+        return torch.where(at_fault_B, self._with_margin_at_bound(ratio_2B, margin_B), ratio_2B)
 
     def _exponents(self, ratio_2B: Tensor) -> Tensor:
         assert self.power is not None
@@ -154,6 +151,11 @@ class PairExponential:
         else:
             chosen_B = rejected_B + wanted
         return torch.stack([chosen_B, rejected_B])
+
+
+def _at_fault(size_B: Tensor) -> Tensor:
+    """Where the sum of `size_B` is not finite: those without which it is."""
+    return ~size_B.sum().isfinite() & ~size_B.mul(len(size_B)).isfinite()
 
 
 def bounded_pairs(policy_2B: Tensor, reference_2B: Tensor, exponential: PairExponential) -> Tensor | None:
