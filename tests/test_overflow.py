@@ -490,6 +490,15 @@ def test_factors_of_an_exponential_count(loss_type: str, divergence: str, change
         assert (bounded_pairs(policy_2B, reference_2B, exponential) is not None) == overflows
 
 
+def test_it_is_the_sum_of_a_micro_batch_that_overflows() -> None:
+    exponential = PairExponential.of("discopop", "reverse_kl", alpha=ALPHA, beta=1.0, label_smoothing=0.0, weight=1.0)
+    assert exponential is not None
+    for chosen, overflows in (([-88.5, 0.0, 0.0], False), ([-88.5, -88.5, 0.0], True)):
+        assert (
+            bounded_pairs(torch.tensor([chosen, [0.0] * 3]), torch.zeros(2, 3), exponential) is not None
+        ) == overflows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", sorted(DPO_LOSSES.keys() - {"discopop"}))
 def test_stocks_other_loss_types_are_finite_far_away_and_left_alone(loss_type: str, workshop: Workshop) -> None:
