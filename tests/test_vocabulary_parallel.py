@@ -17,8 +17,8 @@ from trl_ext.heads import exchange
 VALUES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits")
 # Of a gradient's norm. bf16 gradients are rounded once, at the end: `autocast` shows what is rounded
 GRADIENT = {"float64": 1e-12, "autocast": 1e-5, "bfloat16": 4e-3}
-# Of what is left where larger terms cancel: in float64 the definition's 1 - p, else fp32 sums of terms up to about 10
-ROUNDED = {"float64": 1e-14, "autocast": 1e-6, "bfloat16": 1e-6}
+# Of what is left where larger terms cancel: the definition's 1 - p, and sums over tens of terms up to about 10
+ROUNDED = {"float64": 1e-13, "autocast": 1e-5, "bfloat16": 1e-5}
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(500, marks=pytest.mark.slow)])
