@@ -69,7 +69,7 @@ def test_resuming_names_what_is_not_whole(workshop: Workshop, tmp_path: Path, ca
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert trainer.args.save_total_limit == 1
     half = checkpoint(tmp_path, 9, ended=False)
-    with pytest.raises(ValueError, match=r"its writing was interrupted\. The last complete one .* is checkpoint-2"):
+    with pytest.raises(ValueError, match=r"is no complete checkpoint.*\. The last complete one .* is checkpoint-2"):
         trainer.train(resume_from_checkpoint=str(half))
     with caplog.at_level("WARNING", logger="trl_ext"):
         trainer.train(resume_from_checkpoint=True)

@@ -295,7 +295,7 @@ REFUSED = [
     ({"loss_type": ["cdpo", "ipo"], "label_smoothing": 0.1}, "has no meaning for 'ipo'"),
     ({"loss_type": ["ipo_sum"], "label_smoothing": 0.1}, "has no meaning for 'ipo_sum'"),
     ({"loss_type": ["rpo_squared"], "label_smoothing": 0.1}, "is not read by 'rpo_squared'"),
-    ({"loss_type": ["rpo_sq"]}, "There is no loss type 'rpo_sq'; those of RPO are"),
+    ({"loss_type": ["rpo_sq"]}, "`loss_type` has 'rpo_sq', which there is not; those added"),
     ({"loss_type": ["rpo_squared"], "ld_alpha": 0.5}, "`ld_alpha=0.5` is not defined for 'rpo_squared'"),
     ({"loss_type": ["ipo_sum"], "use_weighting": True}, "`use_weighting=True` is not defined for 'ipo_sum'"),
     ({"loss_type": ["cdpo"], "f_divergence_type": "forward_kl"}, "`f_divergence_type='forward_kl'` is not defined"),
@@ -320,6 +320,12 @@ def test_what_a_loss_does_not_have_is_refused(config: dict[str, Any], message: s
         ({"sft_label_smoothing": "0.1", "loss_type": ["sft"]}, "`sft_label_smoothing` must be a finite number"),
         ({"sft_label_smoothing_convention": "keras"}, "must be one of .*got 'keras'"),
         ({"reward_scale": math.nan}, "`reward_scale` must be a finite number, got nan"),
+        ({"reward_scale": -1.0}, "`reward_scale` must be above 0, got -1.0"),
+        ({"reward_scale": 2.0}, "`reward_scale=2.0` is read by RPO alone, which is not in"),
+        ({"rpo_average_log_probs": True, "loss_type": ["cdpo"]}, "`rpo_average_log_probs=True` is read by RPO alone"),
+        ({"loss_type": ["cDPO"]}, "`loss_type` has 'cDPO', which there is not; those added to TRL's are"),
+        ({"loss_type": ["sft", "ipo-sum"]}, "`loss_type` has 'ipo-sum'"),
+        ({"loss_type": []}, "`loss_type` is empty"),
     ],
 )
 def test_fields_are_checked(config: dict[str, Any], message: str, tmp_path: Path):

@@ -173,6 +173,7 @@ def test_a_checkpoint_of_stock_trl_resumes_with_the_same_prompts_and_says_what_i
     ("changes", "words"),
     [
         ({"steps_per_generation": 6, "num_iterations": 1}, "steps_per_generation was 3 and is 6; num_iterations was 2"),
+        ({"steps_per_generation": 2, "num_iterations": 1}, "num_iterations was 2"),  # where TRL would generate anyway
         ({"ignore_data_skip": True}, None),  # the epoch begins again, with a generation
     ],
 )

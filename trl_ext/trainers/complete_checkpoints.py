@@ -89,7 +89,10 @@ def _found(asked: str | bool, run: Path) -> tuple[str | None, str | None]:
     if asked is not True:
         path = Path(str(asked))
         if path.is_dir() and not is_complete(path):
-            return None, f"`resume_from_checkpoint={str(asked)!r}`: its writing was interrupted.{others}"
+            return None, (
+                f"`resume_from_checkpoint={str(asked)!r}` is no complete checkpoint: it was interrupted while it was "
+                f"written, or is a folder of another kind.{others} `True` takes the last complete one in `output_dir`."
+            )
         return str(asked), None
     if not complete:
         names = f": {', '.join(path.name for path in interrupted)} not written whole" if interrupted else ""

@@ -51,6 +51,11 @@ class LossArguments(AddedFields):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
                 raise ValueError(f"`{name}` must be a finite number, got {value!r}.")
+        if self.reward_scale <= 0:
+            raise ValueError(
+                f"`reward_scale` must be above 0, got {self.reward_scale!r}: the rejected completion would be "
+                "preferred, or none. Set it to what the rewards are to be multiplied by."
+            )
         if not 0 <= self.sft_label_smoothing < 1:
             raise ValueError(f"`sft_label_smoothing` must lie in [0, 1), got {self.sft_label_smoothing!r}.")
         if self.sft_label_smoothing_convention not in CONVENTIONS:
@@ -74,9 +79,21 @@ def check_loss_arguments(config: Any) -> None:
             f"`sft_label_smoothing={fields.sft_label_smoothing!r}` smooths the labels of the loss type 'sft', which is "
             f"not in `loss_type={config.loss_type}`. Add it, or leave the field at 0."
         )
-    unknown = [name for name in config.loss_type if name.startswith("rpo") and name not in PREFERENCE_LOSSES]
-    if unknown:
-        raise ValueError(f"There is no loss type {unknown[0]!r}; those of RPO are {sorted(READ_REWARDS)}.")
+    if not config.loss_type:
+        raise ValueError("`loss_type` is empty: name at least one loss type.")
+    for name in config.loss_type:
+        spelled = name.lower().replace("-", "_")
+        if name not in PREFERENCE_LOSSES and (spelled in PREFERENCE_LOSSES or spelled.startswith("rpo")):
+            raise ValueError(
+                f"`loss_type` has {name!r}, which there is not; those added to TRL's are {sorted(PREFERENCE_LOSSES)}."
+            )
+    if READ_REWARDS.isdisjoint(config.loss_type):
+        for name, unset in (("reward_scale", 1.0), ("rpo_average_log_probs", False)):
+            if getattr(fields, name) != unset:
+                raise ValueError(
+                    f"`{name}={getattr(fields, name)!r}` is read by RPO alone, which is not in "
+                    f"`loss_type={config.loss_type}`. Add one of {sorted(READ_REWARDS)}, or leave the field out."
+                )
     own = [name for name in config.loss_type if name in PREFERENCE_LOSSES]
     if not own:
         return

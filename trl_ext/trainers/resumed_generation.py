@@ -84,7 +84,8 @@ class ResumedGenerationMixin(GRPOPassesMixin):
             problems = self._on_all_ranks(torch.tensor(int(problem is not None), device=trainer.accelerator.device))
         if saved is None or problems:
             self._continue_at(micro_batch, None)
-            if self._in_mid_cycle():
+            left_over = saved is not None and not (saved.slices is None and saved.lost is None)
+            if (left_over and not args.ignore_data_skip) or self._in_mid_cycle():
                 logger.warning(
                     "Training resumes between two generations, and the completions that were still to be trained on "
                     f"are lost: {problem or 'they are on another rank'}. For the same prompts others are sampled now, "
