@@ -1,0 +1,33 @@
+"""Every name of TRL that is not public API, imported in this one folder."""
+
+# ruff: noqa: I001  # first the versions: an unsupported TRL is told before a name is missed
+from .versions import SUPPORTED_TRL
+from .checkpoints import PolicyInFolder, rotation_put_off
+from .dpo import DPOLossInternals, Recorded
+from .grpo import GRPOInternals, sequence_parallelism_hidden
+from .head import FusedCausalLMOutput, head_attached_by
+from .ranks import TensorParallelInternals, WholeBatches, adapters_made_by, gathered_by
+from .reference import ReferenceGiven, loaded_models_recorded, no_adapter_copied_by, unrecorded_pass
+
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+__all__ = [
+    "SUPPORTED_TRL",
+    "DPOLossInternals",
+    "FusedCausalLMOutput",
+    "GRPOInternals",
+    "PolicyInFolder",
+    "Recorded",
+    "ReferenceGiven",
+    "TensorParallelInternals",
+    "WholeBatches",
+    "adapters_made_by",
+    "gathered_by",
+    "head_attached_by",
+    "loaded_models_recorded",
+    "maybe_gather_lm_head_ctx",
+    "no_adapter_copied_by",
+    "rotation_put_off",
+    "sequence_parallelism_hidden",
+    "unrecorded_pass",
+]
