@@ -114,7 +114,7 @@ CASES = {"trains": trains, "trains-split-and-sharded": trains_split_and_sharded}
     ("name", "engine", "case", "processes"),
     [
         pytest.param("ddp", "ddp", "trains", 2, marks=pytest.mark.slow),
-        ("fsdp2", "fsdp2", "trains", 2),
+        pytest.param("fsdp2", "fsdp2", "trains", 2, marks=pytest.mark.slow),
         pytest.param("zero1", "zero1", "trains", 2, marks=pytest.mark.slow),
         pytest.param("zero2", "zero2", "trains", 2, marks=pytest.mark.slow),
         pytest.param("zero3", "zero3", "trains", 2, marks=pytest.mark.slow),

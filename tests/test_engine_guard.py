@@ -86,7 +86,7 @@ CASES = {
     [
         # No accelerator, and nobody says CPU: unrelated runs; with a backend, no gradient sync; then DDP for FSDP2
         ("fsdp2", "ddp", {}, ["alone", "alone-grpo", "gloo-alone", "fsdp-on-cpu"]),
-        ("ddp", "ddp", CPU, ["loaded-model", "not-wrapped"]),
+        pytest.param("ddp", "ddp", CPU, ["loaded-model", "not-wrapped"], marks=pytest.mark.slow),
         pytest.param("fsdp2", "ddp", CPU, ["fsdp-on-cpu"], marks=pytest.mark.slow),
         pytest.param("zero3", "zero3", CPU, ["zero-on-cpu"], marks=pytest.mark.slow),
         pytest.param("ddp", "tp", LIKE_GPUS, ["not-split", "not-sharded"], marks=pytest.mark.slow),

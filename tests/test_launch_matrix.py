@@ -74,7 +74,7 @@ def test_one_process_is_stock_trl(row: str, tmp_path: Path):
     assert max(found.values()) <= LIMIT, found
 
 
-@pytest.mark.parametrize("engine", ["zero3", "tp"])
+@pytest.mark.parametrize("engine", ["zero3", pytest.param("tp", marks=pytest.mark.slow)])
 def test_an_engine_of_each_family_trains_as_one_process(engine: str, tmp_path: Path):
     rows = ["dpo-lora-untied", "grpo-full-tied"]
     check_matrix(engine, [*rows, f"{rows[-1]}-unsynced"], tmp_path)

@@ -79,6 +79,7 @@ def test_sequence_parallelism_trains_as_one_process(tmp_path: Path):
     check(["dpo-lora", "grpo-full", "grpo-full-unexchanged"], "zero2", tmp_path)
 
 
+@pytest.mark.slow
 def test_context_parallelism_trains_as_one_process(tmp_path: Path):
     check(["dpo-full", "grpo-lora", "dpo-full-unscaled", "padded", "heads"], "fsdp2", tmp_path)
 

@@ -57,8 +57,15 @@ def _data(trainer: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("use_peft", [False, True], ids=["full", "peft"])
-@pytest.mark.parametrize("trainer", ["dpo", "grpo"])
+@pytest.mark.parametrize(
+    ("trainer", "use_peft"),
+    [
+        pytest.param("dpo", False, id="dpo-full"),
+        pytest.param("dpo", True, id="dpo-peft", marks=pytest.mark.slow),
+        pytest.param("grpo", False, id="grpo-full", marks=pytest.mark.slow),
+        pytest.param("grpo", True, id="grpo-peft"),
+    ],
+)
 def test_trl_script_runs_with_only_the_import_changed(
     trainer: str, use_peft: bool, workshop: Workshop, tmp_path: Path
 ) -> None:
