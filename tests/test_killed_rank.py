@@ -22,7 +22,8 @@ from tiny import Workshop, preferences, prompts, scripted_rollout
 from trl_ext.engines.roll_call import _is_of_a_collective
 
 STEPS = 4
-TIMEOUT = 20  # of the process group, in seconds
+TIMEOUT = 60  # of the process group, in seconds: more than a loaded machine needs to notice a closed connection
+HANGS = 20  # the same, where nothing closes a connection: a rank must reach its collective within it
 
 
 class Ends:
@@ -129,9 +130,9 @@ CASES = {
         "killed": {"ends": "killed"},
         "0-killed": {"ends": "killed", "ending_rank": 0},
         "raises": {"ends": "raises"},
-        "stopped": {"ends": "stopped", "timeout": 8},
-        "0-stopped": {"ends": "stopped", "ending_rank": 0, "timeout": 8},
-        "sleeps": {"ends": "sleeps", "timeout": 8},
+        "stopped": {"ends": "stopped", "timeout": HANGS},
+        "0-stopped": {"ends": "stopped", "ending_rank": 0, "timeout": HANGS},
+        "sleeps": {"ends": "sleeps", "timeout": HANGS},
     }.items()
 }
 
