@@ -1,0 +1,62 @@
+"""The lines that benchmarks write: one measurement each, with the device, the versions and the date of its run."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import uuid
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent / "results"
+
+
+def new_run() -> str:
+    """Name of a run: subjects are compared within one."""
+    return uuid.uuid4().hex[:12]
+
+
+def device_name(device: str) -> str:
+    """What a result says of the device of this type: of a CPU how many threads take part."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"CPU {platform.machine()}, {threads} thread{'s' * (threads > 1)}"
+
+
+def origin(device: str) -> dict[str, Any]:
+    """What every line of a run on a device of this type ends with."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"device": device_name(device), "versions": versions(), "date": date}
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in ("torch", "triton", "transformers", "trl", "trl_ext"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found["commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        found["commit"] = None
+    return found
+
+
+def add(lines: list[dict[str, Any]], folder: Path) -> Path:
+    """Add lines of one run to the file of their day and device: all of them or none, whenever it is stopped."""
+    slug = re.sub(r"[^a-z0-9]+", "-", lines[0]["device"].lower())
+    path = folder / f"{lines[0]['date'][:10]}-{slug}.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    earlier = path.read_text() if path.exists() else ""
+    temporary.write_text(earlier + "".join(json.dumps(line) + "\n" for line in lines))
+    os.replace(temporary, path)
+    return path
