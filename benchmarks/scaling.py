@@ -4,14 +4,15 @@
     python benchmarks/scaling.py --tables   # the tables alone
     python benchmarks/scaling.py --smoke    # 2 ranks and two calls of each: that it runs; its times say nothing
 
-It writes lines to benchmarks/results/scaling-<date>-<device>.jsonl. Kinds:
+Benchmarks of the lines that it writes to benchmarks/results/:
 
-- `head`: one pass of the head on tiny shapes. `payloads` of each kind of collective by the formula and `counted`, the
-  `received` bytes that follow over a ring, and the most bytes `held` by the formula beside those counted.
-- `step`: forward and backward of one micro-batch of a tiny Llama in fp32, head included; likewise.
-- `time`: milliseconds of one pass of the head, forward and backward, for a frozen weight: medians of calls of each way
-  that take turns. `rule` is the way that moves fewer bytes; `ratio` is the fastest other way over it, of which more is
-  better.
+- `scaling_head`: one pass of the head on tiny shapes. `payloads` of each kind of collective by the formula and
+  `counted`, the `received` bytes that follow over a ring, and the most bytes `held` by the formula beside those
+  counted.
+- `scaling_step`: forward and backward of one micro-batch of a tiny Llama in fp32, head included; likewise.
+- `scaling_time`: milliseconds of one pass of the head, forward and backward, for a frozen weight: medians of calls of
+  each way that take turns. `rule` is the way that moves fewer bytes; `ratio` is the fastest other way over it, of which
+  more is better.
 
 The formulas are in scaling_formulas.py, the runs in scaling_counts.py.
 """
@@ -22,6 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import results
 from scaling_counts import LENGTH, LORA_RANK, ROWS, TINY, count_heads, count_steps, on_ranks, time_heads
 from scaling_formulas import Engine, HeadCase, Step, Way, chosen_way, head_held, head_payloads, received, step_received
 from scaling_tables import tables
@@ -65,7 +67,7 @@ def step_formula(ranks: int, engine: Engine, lora: bool) -> float:
 
 
 def heads(ranks: int) -> list[dict[str, Any]]:
-    """Lines of kind `head`."""
+    """Lines of `scaling_head`."""
     cases, lines = head_cases(ranks), []
     for number, (case, way) in enumerate(cases):
         if number == 0:
@@ -74,7 +76,7 @@ def heads(ranks: int) -> list[dict[str, Any]]:
         payloads = {kind: count for kind, count in head_payloads(case, way).items() if count}
         lines.append(
             {
-                "kind": "head",
+                "benchmark": "scaling_head",
                 "ranks": ranks,
                 "way": way,
                 **{name: getattr(case, name) for name in ("gradient", "trained", "entropy_grad")},
@@ -93,11 +95,11 @@ def heads(ranks: int) -> list[dict[str, Any]]:
 
 
 def steps(ranks: int) -> list[dict[str, Any]]:
-    """Lines of kind `step`."""
+    """Lines of `scaling_step`."""
     seen = on_ranks(ranks, count_steps, list(STEPS))
     return [
         {
-            "kind": "step",
+            "benchmark": "scaling_step",
             "ranks": ranks,
             "engine": engine,
             "lora": lora,
@@ -116,7 +118,7 @@ def steps(ranks: int) -> list[dict[str, Any]]:
 
 
 def times(grid: tuple[tuple[int, int], ...], hidden: int, calls: int) -> list[dict[str, Any]]:
-    """Lines of kind `time`."""
+    """Lines of `scaling_time`."""
     cases = [HeadCase(2, tokens, hidden, vocabulary, item=4, device="cpu") for tokens, vocabulary in grid]
     seen = on_ranks(2, time_heads, cases, WAYS, calls)
     lines = []
@@ -126,23 +128,25 @@ def times(grid: tuple[tuple[int, int], ...], hidden: int, calls: int) -> list[di
         rule = chosen_way(case)
         others = min(count for way, count in ms.items() if way != rule)
         ratio = others / ms[rule]
-        lines.append({"kind": "time", "rule": rule, "ratio": ratio, "milliseconds": ms, "case": asdict(case)})
+        lines.append(
+            {"benchmark": "scaling_time", "rule": rule, "ratio": ratio, "milliseconds": ms, "case": asdict(case)}
+        )
     return lines
 
 
 def show(line: dict[str, Any]) -> None:
-    if line["kind"] == "time":
+    if line["benchmark"] == "scaling_time":
         case = line["case"]
         ms = ", ".join(f"{way} {count:.1f} ms" for way, count in line["milliseconds"].items())
         print(f"2 ranks, N {case['tokens']:5}, V {case['vocabulary']:6}: {ms}; the rule: {line['rule']}", flush=True)
         return
     both = line["received"]
-    name = line["way"] if line["kind"] == "head" else f"{line['engine']}{', LoRA' if line['lora'] else ''}"
+    name = line["way"] if line["benchmark"] == "scaling_head" else f"{line['engine']}{', LoRA' if line['lora'] else ''}"
     extra = [key for key in ("gradient", "trained", "entropy_grad") if line.get(key)]
     same = "equal" if abs(both["formula"] - both["counted"]) < 1e-6 * max(1, both["formula"]) else "NOT EQUAL"
     print(
-        f"{line['ranks']} ranks, {line['kind']} {name} {' '.join(extra)}: received {both['counted']:.0f}, by formula "
-        f"{both['formula']:.0f}: {same}",
+        f"{line['ranks']} ranks, {line['benchmark']} {name} {' '.join(extra)}: received {both['counted']:.0f}, by "
+        f"formula {both['formula']:.0f}: {same}",
         flush=True,
     )
 
@@ -151,18 +155,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="2 ranks, few calls")
     parser.add_argument("--tables", action="store_true", help="print the tables of docs/scaling.md, and nothing else")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder to write to")
+    parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder to write to")
     arguments = parser.parse_args()
     if not arguments.tables:
-        from steps import write
-
-        lines = []
+        lines: list[dict[str, Any]] = []
         for ranks in (2,) if arguments.smoke else (2, 4, 8):
             lines += heads(ranks) + steps(ranks)
         lines += times(GRID[:1] if arguments.smoke else GRID, *(16, 2) if arguments.smoke else (256, 7))
         for line in lines:
             show(line)
-        write("scaling", lines, arguments.results)
+        origin = results.origin("cpu")
+        results.add([line | origin for line in lines], arguments.results)
     print(tables())
 
 

@@ -1,35 +1,27 @@
-"""Steps of GRPO and DPO training on made-up data, timed and counted: what the benchmarks of whole steps share.
+"""Trainings of stock TRL and of ours on made-up data, for the benchmarks of whole steps: model, data and trainer.
 
-Completions come from a script instead of a sampler, and depend on nothing but their prompt and the step: stock and ours
-train on the same tokens.
+Completions come from a script instead of a sampler, and depend on nothing but their prompt, their place in the batch
+and the step: stock and ours train on the same tokens.
 """
 
-import json
-import logging
 import os
-import platform
-import time
-import warnings
 import zlib
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL's own switch: `rollout_func` warns without it
 
-import datasets
 import torch
+import trl
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 GROUP = 8
-WARM_UP_STEPS = 2
+PROMPTS = 64
 
 
 @dataclass(frozen=True)
@@ -46,67 +38,30 @@ class Shape:
     heads: int = 4
     kv_heads: int = 2
     head_size: int | None = None  # None: hidden / heads
-    ragged: bool = False  # completions of 1 to `completion` tokens, each length as likely
+    ragged: bool = False  # completions of 1/8, 2/8, ... of `completion` tokens, as many of each
 
 
-class StepTimes(TrainerCallback):
-    """Milliseconds of each optimizer step after the first ones, what entered the model in them, and the most memory
-    that was allocated in them."""
+@dataclass(frozen=True)
+class Case:
+    """A training that TRL's users run, measured under the name `benchmark`."""
 
-    def __init__(self, warm_up_steps: int = WARM_UP_STEPS) -> None:
-        self.warm_up_steps = warm_up_steps
-        self.milliseconds: list[float] = []
-        self.training_milliseconds: list[float] = []  # without what prepares a batch: generation, rewards, old policy
-        self.counts: Counter[str] = Counter()
-        self.peak_mib: float | None = None
-        self.warm = False
+    benchmark: str
+    trainer: Literal["grpo", "dpo"]
+    shape: Shape
+    config: dict[str, Any] = field(default_factory=dict)  # of both subjects
+    ours: dict[str, Any] = field(default_factory=dict)  # of our config alone
+    lora: bool = False
+    epochs: int = 1  # of DPO, over which the steps are spread evenly
+    dead_share: float = 0.0  # of GRPO's groups, whose rewards are all equal
+    sampler: bool = False  # completions come with their sampler's log-probs, as from vLLM, and are corrected for
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self.warm and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        self.warm = state.global_step >= self.warm_up_steps
-        self._preparing = 0.0
-        self._start = now()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        took = now() - self._start
-        if self.warm:
-            self.milliseconds.append(1e3 * took)
-            self.training_milliseconds.append(1e3 * (took - self._preparing))
-            if torch.cuda.is_available():
-                self.peak_mib = torch.cuda.max_memory_allocated() / 2**20
-
-    def watch(self, trainer: Any) -> None:
-        """Count what enters the models of `trainer`, and time what prepares its batches."""
-
-        def enter(module: Any, args: Any, output: Any) -> None:
-            if self.warm:
-                self.counts["tokens"] += args[0].numel()
-                self.counts["no_grad_forwards"] += not torch.is_grad_enabled()
-
-        prepare = trainer._prepare_inputs
-
-        def timed(inputs: Any) -> Any:
-            start = now()
-            prepared = prepare(inputs)
-            self._preparing += now() - start
-            return prepared
-
-        trainer._prepare_inputs = timed
-        for model in filter(None, (trainer.model, trainer.ref_model)):
-            model.get_input_embeddings().register_forward_hook(enter)
-        trainer.add_callback(self)
+    @property
+    def rows(self) -> int:
+        """Completions, or pairs, of an optimizer step."""
+        return self.config["per_device_train_batch_size"] * self.config.get("gradient_accumulation_steps", 1)
 
 
-def now() -> float:
-    """Seconds. With one thread on the CPU they are the process's own: what else runs on the machine counts less."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    elif torch.get_num_threads() == 1:
-        return time.process_time()
-    return time.perf_counter()
-
-
+@cache
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     # Special tokens are found inside of words too: theirs must not begin another
     special = ["<pad>", "</s>", "<unk>"]
@@ -116,7 +71,8 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
-def policy(shape: Shape) -> Qwen3ForCausalLM:
+def policy(shape: Shape, frozen: bool = False) -> Qwen3ForCausalLM:
+    """A model with random weights, always the same: in fp32 to be trained, in bf16 on a GPU where it is frozen."""
     torch.manual_seed(0)
     config = Qwen3Config(
         hidden_size=shape.hidden,
@@ -131,7 +87,8 @@ def policy(shape: Shape) -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
     )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(config)
+    return model.bfloat16() if frozen and torch.cuda.is_available() else model
 
 
 def words(seed: int, count: int, vocabulary: int) -> list[int]:
@@ -140,9 +97,10 @@ def words(seed: int, count: int, vocabulary: int) -> list[int]:
     return torch.randint(3, vocabulary, (count,), generator=generator).tolist()
 
 
-def completion(seed: int, shape: Shape) -> list[int]:
-    length = 1 + seed % shape.completion if shape.ragged else shape.completion
-    return [*words(seed, length - 1, shape.vocabulary), 1]
+def completion(seed: int, place: int, shape: Shape) -> list[int]:
+    """Tokens that depend on the seed, as many as the place asks for: with place 0 the most."""
+    eighths = 8 - place % 8 if shape.ragged else 8
+    return [*words(seed, max(1, eighths * shape.completion // 8) - 1, shape.vocabulary), 1]
 
 
 def number_of(key: str) -> int:
@@ -154,64 +112,75 @@ def text(ids: list[int]) -> str:
     return " ".join(f"w{i}" for i in ids)
 
 
-def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(ids) % 101 / 101 for ids in completion_ids]
+def reward(prompts: list[str], completion_ids: list[list[int]], dead: list[bool], **_: Any) -> list[float]:
+    return [0.5 if is_dead else sum(ids) % 101 / 101 for is_dead, ids in zip(dead, completion_ids, strict=True)]
 
 
-def grpo(
-    library: Any,
-    shape: Shape,
-    folder: str,
-    config: dict[str, Any],
-    *,
-    model: Any,
-    reward: Callable[..., list[float]] = reward,
-    sampler_log_prob: float | None = None,
-    **options: Any,
-) -> Any:
-    """A GRPO trainer of `library`, whose completions come with the log-prob `sampler_log_prob` if it is given."""
+def trainer_of(library: Any, case: Case, folder: str) -> Any:
+    """The trainer of `library` for this case."""
+    config = {**common(case.shape), "output_dir": folder, **case.config}
+    if library is not trl:
+        config |= case.ours
+        if case.trainer == "dpo":
+            config["reference_store_dir"] = folder  # nothing is read that another run has stored
+    return (grpo if case.trainer == "grpo" else dpo)(library, case, config)
+
+
+def grpo(library: Any, case: Case, config: dict[str, Any]) -> Any:
+    shape = case.shape
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        seeds = [number_of(f"{prompt} {i} {trainer.state.global_step}") for i, prompt in enumerate(prompts)]
-        ids = [completion(seed, shape) for seed in seeds]
+        step = trainer.state.global_step
+        ids = [completion(number_of(f"{prompt} {i} {step}"), i, shape) for i, prompt in enumerate(prompts)]
         return {
             "prompt_ids": trainer.processing_class(list(prompts))["input_ids"],
             "completion_ids": ids,
-            "logprobs": None if sampler_log_prob is None else [[sampler_log_prob] * len(x) for x in ids],
+            "logprobs": [[-8.0] * len(x) for x in ids] if case.sampler else None,
         }
 
-    rows = [{"prompt": text(words(i, shape.prompt, shape.vocabulary))} for i in range(64)]
-    return library.GRPOTrainer(
-        model,
+    # Prompts keep their order, so that every step has its share of dead groups
+    dead = [int((i + 1) * case.dead_share) > int(i * case.dead_share) for i in range(PROMPTS)]
+    rows = [{"prompt": text(words(i, shape.prompt, shape.vocabulary)), "dead": dead[i]} for i in range(PROMPTS)]
+    trainer = library.GRPOTrainer(
+        policy(shape, case.lora),
         reward_funcs=reward,
         rollout_func=rollout,
         args=library.GRPOConfig(
-            folder,
-            **{**common(shape), "num_generations": GROUP, "max_completion_length": shape.completion, **config},
+            **{"num_generations": GROUP, "max_completion_length": shape.completion, "shuffle_dataset": False, **config}
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(shape.vocabulary),
-        **options,
+        peft_config=adapter(case),
     )
+    if case.sampler:  # as vLLM's trainer does it, with its weights in step
+        trainer.use_vllm = True
+        type(trainer)._last_loaded_step = property(lambda self: self.state.global_step, lambda self, step: None)
+    return trainer
 
 
-def dpo(library: Any, shape: Shape, folder: str, config: dict[str, Any], *, pairs: int) -> Any:
-    """A DPO trainer of `library` with a reference model of its own, on that many pairs."""
+def dpo(library: Any, case: Case, config: dict[str, Any]) -> Any:
+    """Its reference is a model of its own, and with LoRA the policy without its adapter."""
+    shape = case.shape
     rows = [
         {
             "prompt": text(words(i, shape.prompt, shape.vocabulary)),
-            "chosen": " " + text(completion(number_of(f"chosen {i}"), shape)[:-1]),
-            "rejected": " " + text(completion(number_of(f"rejected {i}"), shape)[:-1]),
+            "chosen": " " + text(completion(number_of(f"chosen {i}"), i, shape)[:-1]),
+            "rejected": " " + text(completion(number_of(f"rejected {i}"), i + 4, shape)[:-1]),
         }
-        for i in range(pairs)
+        for i in range(case.rows * shape.steps // case.epochs)
     ]
     return library.DPOTrainer(
-        policy(shape),
-        ref_model=policy(shape),
-        args=library.DPOConfig(folder, **{**common(shape), "max_length": None, **config}),
+        policy(shape, case.lora),
+        ref_model=None if case.lora else policy(shape),
+        args=library.DPOConfig(**{"max_length": None, **config}),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer(shape.vocabulary),
+        peft_config=adapter(case),
     )
+
+
+def adapter(case: Case) -> LoraConfig | None:
+    return LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0) if case.lora else None
 
 
 def common(shape: Shape) -> dict[str, Any]:
@@ -227,25 +196,3 @@ def common(shape: Shape) -> dict[str, Any]:
         "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
     }
-
-
-def quiet() -> None:
-    """No progress bars and plans on the table's way."""
-    logging.getLogger("trl_ext").setLevel(logging.WARNING)
-    datasets.disable_progress_bars()
-    warnings.simplefilter("ignore", FutureWarning)  # of the libraries', on names of their own
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-
-
-def write(name: str, results: list[dict[str, Any]], folder: Path) -> None:
-    """A line of JSON for each result, with device, threads and versions: the whole file, or none."""
-    about = {"device": device_name(), "threads": torch.get_num_threads()}
-    about |= {package: version(package) for package in ("torch", "transformers", "trl")}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{device_name().replace(' ', '-')}.jsonl"
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps({**about, **result}) + "\n" for result in results))
-    partial.replace(path)

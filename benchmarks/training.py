@@ -1,0 +1,172 @@
+"""Measure whole training steps of GRPO and DPO, stock TRL's and ours: the same script with the class swapped.
+
+    python benchmarks/training.py           # a 0.6 B model on one GPU, 150 s; a small one on the CPU, 5 minutes
+    python benchmarks/training.py --smoke   # a tiny one, seconds: that it runs; its times say nothing
+
+Generation is not measured: completions come from a script (steps.py), so that a step is its log-prob passes, its
+backward and its optimizer, with tokenization and rewards. Model and data are made on the fly, with random weights: no
+network. Stock and ours take turns, on the same model, data and seed; turns.py says what is measured. A config field
+that is not in a line's `shape` has its default. Benchmarks:
+
+- `grpo_step_lora`, `grpo_step_full`: 4 groups of 8 completions, of 1/8 of the longest to the longest, in micro-batches
+  of 8 rows; one group is dead, all of its rewards being equal. On a GPU in bf16: frozen weights are kept in it, trained
+  ones are fp32 under autocast.
+- `dpo_step_lora_epoch_1`, `dpo_step_lora_epoch_2`: the reference is the model without its adapter.
+- `grpo_longest_lora`, `dpo_longest_lora`, on a GPU alone: `longest` is the longest completion, in tokens, with which
+  one micro-batch was seen to fit, and `fails_at` the shortest with which it was not. `peak_mib` is that of the longest;
+  nothing is timed. Found by doubling, then by bisection, in a limited number of trials and of seconds.
+- `grpo_loss_curve`, `dpo_loss_curve`: `loss` and `grad_norm` at each of 100 steps of a smaller model, and on our line
+  the `largest_difference` from stock's; nothing is timed. GRPO visits each batch twice: at the first visit its loss
+  does not depend on the model.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import results
+import torch
+from steps import GROUP, Case, Shape
+from turns import SUBJECTS, Line, Step, arguments, line_of, measure, shape_of, take, train
+
+FOUR_GROUPS = {"per_device_train_batch_size": GROUP, "gradient_accumulation_steps": 4}
+CURVES = {"logging_steps": 1, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+TRIALS = 9
+
+
+class Sizes(NamedTuple):
+    """Shapes of one machine."""
+
+    grpo: Shape
+    dpo: Shape
+    curve: Shape
+
+
+# Qwen3-0.6B's
+GPU_STEP = Shape(
+    hidden=1024,
+    layers=28,
+    vocabulary=151936,
+    prompt=1024,
+    completion=1024,
+    steps=5,
+    rounds=2,
+    heads=16,
+    kv_heads=8,
+    head_size=128,
+    ragged=True,
+)
+CPU_STEP = Shape(
+    hidden=128, layers=3, vocabulary=1024, prompt=1024, completion=128, steps=4, rounds=2, kv_heads=4, ragged=True
+)
+TINY = Shape(hidden=32, layers=1, vocabulary=64, prompt=8, completion=8, steps=6, rounds=1, ragged=True)
+
+GPU = Sizes(
+    GPU_STEP,
+    replace(GPU_STEP, prompt=512, completion=512, steps=8),
+    replace(GPU_STEP, layers=6, prompt=64, completion=64, steps=100),
+)
+CPU = Sizes(
+    CPU_STEP,
+    replace(CPU_STEP, prompt=256, completion=128, steps=8),
+    replace(CPU_STEP, prompt=32, completion=32, steps=100),
+)
+SMOKE = Sizes(TINY, TINY, TINY)
+
+
+def longest_that_fits(fits: Callable[[int], bool], first: int, trials: int, deadline: float) -> tuple[int, int | None]:
+    """The greatest length seen to fit (0: none), and the least seen not to (None: none).
+
+    A further trial is begun only where one as long as the last ends before `deadline`, a time of `time.monotonic`.
+    """
+    good, bad = 0, None
+    for _ in range(trials):
+        begun = time.monotonic()
+        length = (good + bad) // 2 if bad else 2 * good or first
+        if fits(length):
+            good = length
+        else:
+            bad = length
+        finished = time.monotonic()
+        if (bad and bad - good <= bad // 16) or 2 * finished - begun > deadline:
+            break
+    return good, bad
+
+
+def longest_of(library: Any, case: Case, deadline: float) -> tuple[dict[str, int | None], Step]:
+    """What was found, and the step of the longest."""
+    steps = {0: Step()}
+
+    def fits(length: int) -> bool:
+        try:
+            steps[length] = train(library, replace(case, shape=replace(case.shape, completion=length)))[0][-1]
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    good, bad = longest_that_fits(fits, case.shape.completion, TRIALS, deadline)
+    return {"longest": good, "fails_at": bad}, steps[good]
+
+
+def longest(case: Case, deadline: float) -> list[Line]:
+    if not torch.cuda.is_available():
+        print(f"left out: {case.benchmark}, for which there must be a GPU")
+        return []
+    run, lines = results.new_run(), []
+    shape = {name: size for name, size in shape_of(case).items() if name != "completion"}
+    for number, (name, library) in enumerate(SUBJECTS.items()):
+        now = time.monotonic()
+        found, step = longest_of(library, case, now + (deadline - now) / (len(SUBJECTS) - number))
+        print(f"{case.benchmark}, {name}: {found}", flush=True)
+        line = line_of(case.benchmark, shape, name, run, []) | found
+        lines.append(line | {"peak_mib": step.peak_mib, "tokens": step.tokens})
+    return lines
+
+
+def curve(case: Case, deadline: float) -> list[Line]:
+    run, lines = results.new_run(), []
+    for name, library in SUBJECTS.items():
+        steps, log = train(library, case)
+        line = line_of(case.benchmark, shape_of(case), name, run, [])
+        curves = {what: [entry[what] for entry in log if what in entry] for what in ("loss", "grad_norm")}
+        lines.append({**line, "tokens": statistics.fmean(step.tokens for step in steps), **curves})
+    stock, ours = lines
+    ours["largest_difference"] = {
+        what: max(abs(a - b) for a, b in zip(stock[what], ours[what], strict=True)) for what in ("loss", "grad_norm")
+    }
+    for what, difference in ours["largest_difference"].items():
+        values = f"stock's is {min(stock[what]):.4g} to {max(stock[what]):.4g}"
+        print(f"{case.benchmark}: {what} differs by at most {difference:.1e} in {len(stock[what])} steps; {values}")
+    return lines
+
+
+def measurements(sizes: Sizes) -> dict[str, Callable[[float], list[Line]]]:
+    """In the order of what matters most, should the time run out."""
+    pairs = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    grpo = Case("grpo_step_lora", "grpo", sizes.grpo, FOUR_GROUPS, lora=True, dead_share=0.25)
+    dpo = Case("dpo_step_lora", "dpo", sizes.dpo, pairs, lora=True, epochs=2)
+    grpo_curve = {"per_device_train_batch_size": 4 * GROUP, "num_iterations": 2, **CURVES}
+    dpo_curve = {"per_device_train_batch_size": 8, **CURVES}
+    one_step = replace(sizes.grpo, steps=1)
+    cases = [
+        (measure, grpo),
+        (measure, replace(grpo, benchmark="grpo_step_full", lora=False)),
+        (measure, dpo),
+        (curve, replace(grpo, benchmark="grpo_loss_curve", shape=sizes.curve, config=grpo_curve)),
+        (curve, replace(dpo, benchmark="dpo_loss_curve", shape=sizes.curve, config=dpo_curve)),
+        (longest, Case("grpo_longest_lora", "grpo", one_step, {"per_device_train_batch_size": GROUP}, lora=True)),
+        (longest, Case("dpo_longest_lora", "dpo", one_step, {"per_device_train_batch_size": 2}, lora=True)),
+    ]
+    return {case.benchmark: partial(take_one, case) for take_one, case in cases}
+
+
+def main() -> None:
+    chosen = arguments(__doc__, budget=150 if torch.cuda.is_available() else 360)
+    take(measurements(SMOKE if chosen.smoke else GPU if torch.cuda.is_available() else CPU), chosen)
+
+
+if __name__ == "__main__":
+    main()

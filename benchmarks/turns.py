@@ -1,0 +1,192 @@
+"""Stock TRL and ours take turns at the same training: time, memory and what is fed, for each optimizer step.
+
+A line's milliseconds are of whole optimizer steps, each begun and ended with nothing left to do on the device; on the
+CPU one thread runs, and its own time is taken, so that what else the machine does counts less. `tokens` entered the
+models in a step, padding included, by a hook on the input embedding; `no_grad_forwards` are those of the old policy and
+the reference; both are means over the `steps` that were measured. `peak_mib` is the most memory allocated in a step,
+model and optimizer included.
+"""
+
+import argparse
+import gc
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import results
+import torch
+import trl
+from steps import Case, Shape, trainer_of
+from transformers import PrinterCallback, TrainerCallback
+
+import trl_ext
+
+SUBJECTS = {"trl": trl, "trl_ext": trl_ext}
+WARM_UP_STEPS = 2
+
+Line = dict[str, Any]
+
+
+@dataclass
+class Step:
+    """What one optimizer step took."""
+
+    milliseconds: float = 0.0
+    peak_mib: float | None = None
+    tokens: int = 0
+    no_grad_forwards: int = 0
+
+
+class Steps(TrainerCallback):
+    """The optimizer steps of a trainer."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.taken: list[Step] = []
+        for model in filter(None, (trainer.model, trainer.ref_model)):
+            model.get_input_embeddings().register_forward_hook(self._feed)
+        trainer.add_callback(self)
+
+    def _feed(self, module: Any, args: Any, output: Any) -> None:
+        if self.taken:  # DPO's trainer may score before the first step
+            self.taken[-1].tokens += args[0].numel()
+            self.taken[-1].no_grad_forwards += not torch.is_grad_enabled()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self.taken.append(Step())
+        self._begun = now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.taken[-1].milliseconds = 1e3 * (now() - self._begun)
+        if torch.cuda.is_available():
+            self.taken[-1].peak_mib = torch.cuda.max_memory_allocated() / 2**20
+
+
+def now() -> float:
+    """Seconds, with nothing left to do on the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def train(library: Any, case: Case) -> tuple[list[Step], list[dict[str, float]]]:
+    """One training: its optimizer steps, and what it logged. Nothing of it stays in memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(library, case, folder)
+        steps = Steps(trainer)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        return steps.taken, trainer.state.log_history
+
+
+def line_of(benchmark: str, shape: dict[str, Any], subject: str, run: str, milliseconds: list[float]) -> Line:
+    timed = (statistics.median(milliseconds), min(milliseconds), max(milliseconds)) if milliseconds else (None,) * 3
+    return {
+        "benchmark": benchmark,
+        "shape": shape,
+        "subject": subject,
+        "run": run,
+        **dict(zip(("median_ms", "min_ms", "max_ms"), timed, strict=True)),
+        "peak_mib": None,
+        "max_error": None,
+    }
+
+
+def measure(case: Case, deadline: float) -> list[Line]:
+    """A line for each subject, and for each epoch where there are several.
+
+    A further round is begun only where it ends before `deadline`, a time of `time.monotonic`.
+    """
+    taken: dict[str, list[list[Step]]] = {name: [] for name in SUBJECTS}
+    for _ in range(case.shape.rounds):
+        begun = time.monotonic()
+        for name, library in SUBJECTS.items():
+            taken[name].append(train(library, case)[0])
+        if 2 * time.monotonic() - begun > deadline:
+            break
+    run, lines = results.new_run(), []
+    steps_of_epoch = case.shape.steps // case.epochs
+    for epoch in range(case.epochs):
+        begin = max(WARM_UP_STEPS, epoch * steps_of_epoch)
+        benchmark = case.benchmark + (f"_epoch_{epoch + 1}" if case.epochs > 1 else "")
+        for name, rounds in taken.items():
+            steps = [step for steps in rounds for step in steps[begin : (epoch + 1) * steps_of_epoch]]
+            line = line_of(benchmark, shape_of(case), name, run, [step.milliseconds for step in steps])
+            line["peak_mib"] = max((step.peak_mib for step in steps if step.peak_mib is not None), default=None)
+            line["tokens"] = statistics.fmean(step.tokens for step in steps)
+            line["no_grad_forwards"] = statistics.fmean(step.no_grad_forwards for step in steps)
+            lines.append({**line, "steps": len(steps)})
+    return lines
+
+
+def sizes_of(shape: Shape) -> dict[str, Any]:
+    return {name: size for name, size in asdict(shape).items() if name not in ("steps", "rounds")}
+
+
+def shape_of(case: Case) -> dict[str, Any]:
+    """What a reader needs to run the case again."""
+    return {**sizes_of(case.shape), "lora": case.lora, "dead_share": case.dead_share, **case.config, **case.ours}
+
+
+def arguments(doc: str | None, budget: float) -> argparse.Namespace:
+    """The command line of a benchmark of whole steps."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model: that it runs; its times say nothing")
+    parser.add_argument("--only", default="", help="measure only what has this in its name")
+    parser.add_argument("--budget", type=float, default=budget, help="seconds; what does not fit is left out")
+    parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder to write to")
+    return parser.parse_args()
+
+
+def take(measurements: dict[str, Callable[[float], list[Line]]], chosen: argparse.Namespace) -> None:
+    """Take the measurements, each in an equal share of the time that is left, and keep the lines of each at once."""
+    end = time.monotonic() + chosen.budget
+    quiet()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    names = [name for name in measurements if chosen.only in name]
+    origin = results.origin(device())
+    print(f"{origin}\n{'':<44}{'before ms':>11}{'after ms':>11}{'ratio':>7}  tokens fed, MiB at most")
+    for number, name in enumerate(names):
+        left = end - time.monotonic()
+        if left < 0:
+            print(f"left out: {name}, past the budget of {chosen.budget:g} s")
+            continue
+        lines = measurements[name](time.monotonic() + left / (len(names) - number))
+        if lines:
+            results.add([line | origin for line in lines], chosen.results)
+            show(lines)
+    print(f"{chosen.budget + time.monotonic() - end:.0f} s; the lines are in {chosen.results}")
+
+
+def show(lines: list[Line]) -> None:
+    """Neighbours of one benchmark for a reader: the first one's time over the second's, of which more is better."""
+    for before, after in zip(lines[::2], lines[1::2], strict=True):
+        fed = f"{before['tokens']:.0f} -> {after['tokens']:.0f}"
+        peaks = "" if before["peak_mib"] is None else f"  {before['peak_mib']:.0f} -> {after['peak_mib']:.0f}"
+        times = before["median_ms"], after["median_ms"]
+        timed = f"{times[0]:>11.1f}{times[1]:>11.1f}{times[0] / times[1]:>7.2f}" if times[0] is not None else " " * 29
+        print(f"{before['benchmark']:<44}{timed}  {fed}{peaks}", flush=True)
+
+
+def quiet() -> None:
+    """No progress bars and plans on the table's way."""
+    logging.getLogger("trl_ext").setLevel(logging.WARNING)
+    datasets.disable_progress_bars()
+    warnings.simplefilter("ignore", FutureWarning)  # of the libraries', on names of their own
