@@ -32,6 +32,8 @@ from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 GRPO = Shape(hidden=256, layers=4, vocabulary=1024, prompt=512, completion=64, steps=4, rounds=2, ragged=True)
 DPO = dataclasses.replace(GRPO, prompt=384, completion=128, steps=5)
 SMOKE = Shape(hidden=32, layers=1, vocabulary=64, prompt=8, completion=4, steps=3, rounds=1, ragged=True)
+# Four layers of Qwen3-0.6B's
+GPU = dataclasses.replace(GRPO, hidden=1024, heads=16, kv_heads=8, head_size=128)
 # That each subject is fed in a comparison of calls; and how many calls that is at least and at most
 TOKENS, FEWEST, MOST = 50_000, 3, 40
 # (rows, tokens of a row)
@@ -152,7 +154,7 @@ def compared(
 
 def measurements(smoke: bool) -> dict[str, Callable[[float], list[Line]]]:
     found: dict[str, Callable[[float], list[Line]]] = {}
-    shape = SMOKE if smoke else GRPO
+    shape = SMOKE if smoke else GPU if torch.cuda.is_available() else GRPO
     if not torch.cuda.is_available():
         for case in CASES:
             found[case.benchmark] = partial(measure, dataclasses.replace(case, shape=SMOKE) if smoke else case)

@@ -59,9 +59,7 @@ GPU_STEP = Shape(
     head_size=128,
     ragged=True,
 )
-CPU_STEP = Shape(
-    hidden=128, layers=3, vocabulary=1024, prompt=1024, completion=128, steps=4, rounds=2, kv_heads=4, ragged=True
-)
+CPU_STEP = Shape(hidden=128, layers=4, vocabulary=1024, prompt=256, completion=256, steps=5, rounds=2, ragged=True)
 TINY = Shape(hidden=32, layers=1, vocabulary=64, prompt=8, completion=8, steps=6, rounds=1, ragged=True)
 
 GPU = Sizes(
@@ -71,8 +69,8 @@ GPU = Sizes(
 )
 CPU = Sizes(
     CPU_STEP,
-    replace(CPU_STEP, prompt=256, completion=128, steps=8),
-    replace(CPU_STEP, prompt=32, completion=32, steps=100),
+    replace(CPU_STEP, prompt=128, completion=128, steps=8),
+    replace(CPU_STEP, layers=2, prompt=16, completion=16, steps=100),
 )
 SMOKE = Sizes(TINY, TINY, TINY)
 
@@ -91,7 +89,7 @@ def longest_that_fits(fits: Callable[[int], bool], first: int, trials: int, dead
         else:
             bad = length
         finished = time.monotonic()
-        if (bad and bad - good <= bad // 16) or 2 * finished - begun > deadline:
+        if (bad and bad - good <= max(1, bad // 16)) or 2 * finished - begun > deadline:
             break
     return good, bad
 
