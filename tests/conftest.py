@@ -16,9 +16,13 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL's own switch: `rollout_func`
 
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="trl_ext_tests_")  # not the user's
 
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # for the head's kernels; read when Triton is imported, as libraries do
+
 import datasets
 import pytest
-import torch
 
 from standing_ranks import StandingRanks
 from tiny import Workshop

@@ -12,22 +12,31 @@ from definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, 
 from trl_ext import linear_log_probs
 from trl_ext.heads import scan, tiles
 from trl_ext.heads import trained as trained_head
+from trl_ext.heads.kernels import work_of
 
+# Triton's interpreter computes with NumPy, which warns of what a device does silently
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 HALF = (torch.bfloat16, torch.float16)
 SMALL = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 
 
-@pytest.fixture(autouse=True)
-def _several_tiles(monkeypatch):
-    """Tiles of at most 2^14 elements, so that small inputs too cross the borders of tiles."""
-    monkeypatch.setitem(tiles._ELEMENTS, "cpu", 2**14)
+@pytest.fixture(autouse=True, params=["torch", pytest.param("triton", marks=pytest.mark.slow)])
+def kernels(request, monkeypatch):
+    """Every bound holds for either work between the products; Triton's runs in its interpreter.
+
+    Tiles are of at most 2^14 elements, so that small inputs too cross their borders; in the interpreter each row of a
+    tile takes milliseconds, so there are fewer.
+    """
+    monkeypatch.setitem(tiles._ELEMENTS, "cpu", 2**14 if request.param == "torch" else 2**18)
+    monkeypatch.setattr(scan, "work_of", lambda kernels, *about: work_of(kernels or request.param, *about))
+    return request.param
 
 
 @pytest.fixture
 def rounds_coefficients(monkeypatch):
     """Round the coefficients of gradient products to the operands' dtype, as tensor cores require on CUDA."""
     for where in (scan, trained_head):
-        monkeypatch.setattr(where, "as_operand", lambda coefficients, dtype: coefficients.to(dtype))
+        monkeypatch.setattr(where, "coefficients_dtype", lambda operands, device: operands)
 
 
 def operands(tokens, width, vocabulary, dtype, spread, seed=0):

@@ -4,6 +4,7 @@ from .adapted import Factors, LowRank, Operands, ReplacedRows, low_rank_term
 from .dense import dense_logits, log_probs_of
 from .exchange import Exchange, OneProcess, OwnTokens, Part, SameTokens, all_gather, tokens_of_ranks
 from .given_product import log_probs_of_product
+from .kernels import KERNELS, check_kernels, why_not_triton
 from .linear_log_probs import HEADS, linear_log_probs, operand_dtype, run_head
 from .logits import LogitTransform
 from .outputs import OUTPUTS, LinearLogProbs
@@ -15,6 +16,7 @@ from .vocabulary import VocabularyShard
 
 __all__ = [
     "HEADS",
+    "KERNELS",
     "OUTPUTS",
     "Block",
     "Exchange",
@@ -33,6 +35,7 @@ __all__ = [
     "SameTokens",
     "VocabularyShard",
     "all_gather",
+    "check_kernels",
     "dense_logits",
     "linear_log_probs",
     "log_probs_of",
@@ -43,4 +46,5 @@ __all__ = [
     "statistics_dtype",
     "tiled_log_probs",
     "tokens_of_ranks",
+    "why_not_triton",
 ]

@@ -50,6 +50,7 @@ class Coefficients:
         in_proportion = -g  # to p_v
         if upstream.mean_log_probs is not None:
             in_proportion = in_proportion - upstream.mean_log_probs
+        self.offset: Tensor | None = None
         self.slope_of_surprise: Tensor | None = None
         if upstream.entropy is None or entropy is None:
             row_factor = in_proportion
@@ -60,6 +61,7 @@ class Coefficients:
             self.offset, self.slope_of_surprise = at_maximum / nonzero, -upstream.entropy / nonzero
             target = target - upstream.entropy * log_p.exp() * (log_p + entropy)
         self.row_factor = row_factor * share
+        self.scale: Tensor | None = None
         self.same_for_all: Tensor | None = None
         if upstream.mean_log_probs is not None:
             of_each = upstream.mean_log_probs / vocabulary
@@ -74,9 +76,9 @@ class Coefficients:
         slope = self.transform.derivative(logits)
         shifted = logits.sub_(self.maximum[rows, None])
         bracket = torch.exp(shifted, out=scratch)
-        if self.slope_of_surprise is not None:
+        if self.slope_of_surprise is not None and self.offset is not None:
             bracket.mul_(shifted.mul_(self.slope_of_surprise[rows, None]).add_(self.offset[rows, None]))
-        if self.same_for_all is not None:
+        if self.same_for_all is not None and self.scale is not None:
             bracket.mul_(self.scale[rows, None]).add_(self.same_for_all[rows, None])
         bracket.mul_(slope)
         return _put(bracket, local, torch.zeros_like(self.maximum[rows]))

@@ -56,9 +56,9 @@ class OneProcess:
         """The `tokens` of this rank, in parts that are scored together; as many on every rank."""
         return [Part(slice(0, tokens))]
 
-    def combine_(self, statistics: RunningStatistics) -> Tensor | None:
+    def combine_(self, statistics: RunningStatistics) -> Tensor:
         """Make this rank's statistics those of all rows; returns what its sums were rescaled by, of shape (M, 1)."""
-        return None
+        return statistics.move_to_(statistics.maxima())[:, None]
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class _OfProduct(torch.autograd.Function):
             statistics.take_target_(every, 0, logits, scratch)
             statistics.fold_(every, logits, scratch)
             results = statistics.results(outputs)
-        kept = statistics.max, statistics.sum_exp, statistics.target_logit
+        kept = statistics.shift, statistics.sum_exp, statistics.target_logit
         ctx.save_for_backward(product, targets, *kept, results.entropy if entropy_grad else None)
         ctx.transform = transform
         differentiable = {"log_probs", "mean_log_probs", *(["entropy"] if entropy_grad else [])}

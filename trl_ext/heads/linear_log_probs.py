@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .adapted import LowRank, Operands, ReplacedRows
 from .dense import dense_log_probs
+from .kernels import check_kernels
 from .logits import LogitTransform
 from .outputs import OUTPUTS, LinearLogProbs
 from .scan import Head
@@ -32,6 +33,8 @@ def linear_log_probs(
     outputs: tuple[str, ...] = ("log_probs",),
     entropy_requires_grad: bool = False,
     chunk_size: int | None = None,
+    tile_columns: int | None = None,
+    kernels: str | None = None,
     group: dist.ProcessGroup | None = None,
     first_class: int = 0,
     vocab_size: int | None = None,
@@ -67,7 +70,13 @@ def linear_log_probs(
             Whether the entropy carries a gradient. Without it the gradient to a frozen weight's hidden states is formed
             in the forward (two matrix products in all); with it, or with a trained weight, tiles are recomputed.
         chunk_size (`int`, *optional*):
-            Tokens in a tile. None chooses it.
+            Tokens in a tile. None chooses it, by their number and the device.
+        tile_columns (`int`, *optional*):
+            Columns of the vocabulary in a tile, at most 8192. None chooses it, by the tokens in a tile and the device.
+        kernels (`str`, *optional*):
+            What works on a tile between the matrix products: `"triton"` (its kernels, for operands below float64) or
+            `"torch"`. None takes Triton's on a device that it compiles for, once they were seen to give torch's numbers
+            there, and torch elsewhere. They differ by fp32 rounding.
         group (`torch.distributed.ProcessGroup`, *optional*):
             Ranks over which the rows of the weight are spread, consecutive rows on each. All call this function
             together, with the same options. A few fp32 numbers a token are exchanged, never logits or rows of the
@@ -89,7 +98,7 @@ def linear_log_probs(
     Raises:
         `TypeError`: hidden or weight is not floating point, targets are not integers.
         `ValueError`: shapes or devices do not fit, a target on the CPU is out of range, an unknown output, an option
-        out of its range, the ranks' rows are not the vocabulary.
+        out of its range, the ranks' rows are not the vocabulary, `kernels="triton"` where Triton does not run.
         `RuntimeError`: in the backward, a second derivative is asked for (`create_graph=True`).
 
     Example:
@@ -102,8 +111,9 @@ def linear_log_probs(
     torch.Size([2, 5])
     ```
     """
-    _check_options(temperature, logit_scale, softcap, outputs, chunk_size)
+    _check_options(temperature, logit_scale, softcap, outputs, chunk_size=chunk_size, tile_columns=tile_columns)
     _check_tensors(hidden, weight, targets, bias)
+    check_kernels(kernels, hidden.device)
     shard = None
     if group is not None:
         shard = shard_of_group(group, weight.shape[0], first_class, vocab_size, targets, own_tokens)
@@ -123,6 +133,8 @@ def linear_log_probs(
         outputs=outputs,
         entropy_requires_grad=entropy_requires_grad,
         chunk_size=chunk_size,
+        tile_columns=tile_columns,
+        kernels=kernels,
         shard=shard,
     )
 
@@ -140,6 +152,8 @@ def run_head(
     outputs: tuple[str, ...],
     entropy_requires_grad: bool = False,
     chunk_size: int | None = None,
+    tile_columns: int | None = None,
+    kernels: str | None = None,
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
     shard: VocabularyShard | None = None,
     low_rank: LowRank | None = None,
@@ -177,6 +191,8 @@ def run_head(
         head = Head(
             *(dtype, transform, outputs, shard or VocabularyShard()),
             chunk_size=chunk_size,
+            columns=tile_columns,
+            kernels=kernels,
             up_dtype=up_dtype,
             replaced=replaced,
             readable=readable,
@@ -232,7 +248,11 @@ def _check_classes(weight: Tensor, targets: Tensor) -> None:
 
 
 def _check_options(
-    temperature: float, logit_scale: float, softcap: float | None, outputs: tuple[str, ...], chunk_size: int | None
+    temperature: float,
+    logit_scale: float,
+    softcap: float | None,
+    outputs: tuple[str, ...],
+    **sizes: int | None,
 ) -> None:
     numbers = {"temperature": temperature, "logit_scale": logit_scale} | (
         {} if softcap is None else {"softcap": softcap}
@@ -248,5 +268,6 @@ def _check_options(
         raise ValueError(f"`softcap` must be None or a finite number above 0, got {softcap}.")
     if isinstance(outputs, str) or not outputs or not all(name in OUTPUTS for name in outputs):
         raise ValueError(f"`outputs` must be a non-empty tuple of names among {list(OUTPUTS)}, got {outputs!r}.")
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"`chunk_size` must be None or an integer of at least 1, got {chunk_size!r}.")
+    for name, size in sizes.items():
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"`{name}` must be None or an integer of at least 1, got {size!r}.")

@@ -32,10 +32,19 @@ class LogitTransform:
             product.mul_(self.logit_scale / self.temperature)
         return product
 
+    @property
+    def slope(self) -> float:
+        """dz/dx without a softcap, or far from it."""
+        return self.logit_scale / self.temperature
+
+    def bend(self, logits: Tensor) -> Tensor | None:
+        """What a softcap multiplies the slope by where the logits are `logits`: 1 - tanh^2, of their shape."""
+        if self.softcap is None:
+            return None
+        tanh = logits * (self.temperature / self.softcap)
+        return tanh.square_().neg_().add_(1)
+
     def derivative(self, logits: Tensor) -> Tensor | float:
         """dz/dx where the logits are `logits`: a tensor of their shape with a softcap, one number without."""
-        slope = self.logit_scale / self.temperature
-        if self.softcap is None:
-            return slope
-        tanh = logits * (self.temperature / self.softcap)
-        return tanh.square_().neg_().add_(1).mul_(slope)
+        bend = self.bend(logits)
+        return self.slope if bend is None else bend.mul_(self.slope)

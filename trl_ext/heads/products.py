@@ -6,6 +6,7 @@ Dimensions: N tokens, H hidden size, V vocabulary (or one tile of its columns).
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,13 +48,26 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
             torch.backends.cuda.matmul.allow_fp16_accumulation = True
 
 
+@cache
+def multiplies_halves(device: torch.device) -> bool:
+    """Whether torch has a product of two half-precision operands that leaves fp32 there: seen by making one."""
+    if device.type != "cuda":
+        return False
+    out, half = torch.zeros(8, 8, device=device), torch.ones(8, 8, dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(out, half, half, beta=1, out_dtype=out.dtype, out=out)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
     """`out = a @ b`, or `out += a @ b`, accumulated and left in `out`'s dtype (fp32 or float64).
 
-    Half-precision operands go to the tensor cores as they are on CUDA. Elsewhere they are upcast first, which gives
-    the same sums: a product of two bf16 or fp16 numbers is exact in fp32.
+    Half-precision operands go to the tensor cores as they are, where torch can. Elsewhere they are upcast first, which
+    gives the same sums: a product of two bf16 or fp16 numbers is exact in fp32.
     """
-    if a.device.type == "cuda" and a.dtype in _HALF and out.dtype == torch.float32:
+    if a.dtype in _HALF and out.dtype == torch.float32 and multiplies_halves(a.device):
         # `beta=0` does not read `out`, which may be uninitialised
         torch.addmm(out, a, b, beta=int(accumulate), out_dtype=out.dtype, out=out)
     else:
@@ -83,13 +97,13 @@ def refuse_second_derivative() -> None:
         )
 
 
-def as_operand(coefficients: Tensor, dtype: torch.dtype) -> Tensor:
-    """Coefficients of a gradient product, in fp32, as that product wants them beside operands of `dtype`.
+def coefficients_dtype(operands: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which coefficients of a gradient product stand beside operands of the dtype `operands`.
 
     Tensor cores need both operands in the same half precision. Elsewhere the other operand is upcast anyway, so the
     coefficients keep their fp32.
     """
-    return coefficients.to(dtype) if coefficients.device.type == "cuda" else coefficients
+    return operands if multiplies_halves(device) else statistics_dtype(operands)
 
 
 class ExactLinear(torch.autograd.Function):

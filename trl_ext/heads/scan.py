@@ -7,37 +7,21 @@ R rank of a low-rank term.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .adapted import Operands, ReplacedRows
 from .exchange import Part
+from .kernels import TileWork, work_of
 from .logits import LogitTransform
 from .outputs import LinearLogProbs
-from .products import as_operand, matmul_into, project_into, statistics_dtype
+from .products import coefficients_dtype, matmul_into, project_into, statistics_dtype
 from .rows import Block, Rows, RowsHere
 from .statistics import RunningStatistics
-from .tiles import columns_per_tile, rows_per_tile
+from .tiles import Tile, columns_per_tile, rows_per_tile
 from .vocabulary import VocabularyShard
-
-
-class Tile(NamedTuple):
-    """Logits of some tokens and consecutive classes, and the operands they were made of.
-
-    `logits` and `scratch` (n, v) are buffers that the next tile overwrites; `down` (n, R) and `up` (v, R) are of a
-    low-rank term.
-    """
-
-    tokens: slice
-    classes: slice
-    logits: Tensor
-    scratch: Tensor
-    hidden: Tensor
-    weight: Tensor
-    down: Tensor | None
-    up: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -54,9 +38,14 @@ class Head:
     shard: VocabularyShard
     chunk_size: int | None = None
     columns: int | None = None
+    kernels: str | None = None  # of `KERNELS`; None chooses by the device
     up_dtype: torch.dtype = torch.float32  # what the second factor of a low-rank term is rounded to
     replaced: ReplacedRows | None = None
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def work(self, device: torch.device) -> TileWork:
+        """What is done with the tiles between the products."""
+        return work_of(self.kernels, device, statistics_dtype(self.dtype), self.transform)
 
     def parts(self, hidden: Tensor) -> list[Part]:
         """The tokens of this rank, in parts that are scored together."""
@@ -76,27 +65,25 @@ class Head:
         N = x.hidden.shape[0]
         n = rows_per_tile(N, x.hidden.device, self.chunk_size)
         v = columns_per_tile(n, rows.vocabulary, x.hidden.device, self.columns)
-        buffers = x.hidden.new_empty(2, n * v, dtype=accumulate)
+        buffer = x.hidden.new_empty(n * v, dtype=accumulate)
         for block in rows.blocks():
             for start in range(0, len(block.weight), v):
                 columns = slice(start, min(start + v, len(block.weight)))
                 classes = slice(block.first + columns.start, block.first + columns.stop)
                 weight_vH = self._rounded(block, columns, classes, x)
                 up_vR = None if x.up is None else x.up[classes].to(self.up_dtype).to(accumulate)
+                bias_v = None if block.bias is None else block.bias[columns].to(self.dtype)
                 width = columns.stop - columns.start
                 for first in range(0, N, n):
                     tokens = slice(first, min(first + n, N))
                     shape = (tokens.stop - tokens.start, width)
-                    logits, scratch = (buffer[: shape[0] * width].view(shape) for buffer in buffers)
+                    product = buffer[: shape[0] * width].view(shape)
                     hidden_nH = x.hidden[tokens].to(self.dtype)
-                    project_into(logits, hidden_nH, weight_vH)
+                    project_into(product, hidden_nH, weight_vH)
                     down_nR = None if x.down is None else x.down[tokens]
                     if down_nR is not None and up_vR is not None:
-                        matmul_into(logits, down_nR, up_vR.t(), accumulate=True)
-                    if block.bias is not None:
-                        logits.add_(block.bias[columns].to(self.dtype))
-                    self.transform.apply_(logits)
-                    yield Tile(tokens, classes, logits, scratch, hidden_nH, weight_vH, down_nR, up_vR)
+                        matmul_into(product, down_nR, up_vR.t(), accumulate=True)
+                    yield Tile(tokens, classes, product, bias_v, hidden_nH, weight_vH, down_nR, up_vR)
 
     def _rounded(self, block: Block, columns: slice, classes: slice, x: Operands) -> Tensor:
         weight = block.weight[columns]
@@ -121,28 +108,24 @@ class Head:
 
 
 def scan(head: Head, x: Operands, rows: Rows, targets: Tensor, others_NH: Tensor | None = None) -> RunningStatistics:
-    """Fold every tile; with `others_NH`, also leave there sum_{v != t} exp(z_v - max) dz_v/dx_v W_v (fp32)."""
+    """Fold every tile; with `others_NH`, also leave there sum_{v != t} exp(z_v - shift) dz_v/dx_v W_v (fp32)."""
     statistics = RunningStatistics(
         targets, rows.vocabulary, head.outputs, statistics_dtype(head.dtype), partial=head.shard.partial
     )
+    work = head.work(x.hidden.device)
+    operand = None if others_NH is None else coefficients_dtype(head.dtype, x.hidden.device)
     first_class = None
-    for tokens, classes, logits, scratch, _, weight_vH, *_ in head.tiles(x, rows):
-        first_class = classes.start if first_class is None else first_class
-        # Read before the target's column is put out: that column holds no logit
-        slope = head.transform.derivative(logits) if others_NH is not None else None
-        statistics.take_target_(tokens, classes.start, logits, scratch)
-        rescale = statistics.fold_(tokens, logits, scratch)
-        if others_NH is not None:
-            coefficients = scratch.mul_(slope) if isinstance(slope, Tensor) else scratch
-            later = classes.start != first_class
-            if later:
-                others_NH[tokens].mul_(rescale)
-            operand = as_operand(coefficients, head.dtype)
-            matmul_into(others_NH[tokens], operand, weight_vH, accumulate=later)
+    for tile in head.tiles(x, rows):
+        first_class = tile.classes.start if first_class is None else first_class
+        later = tile.classes.start != first_class
+        sums_nH = None if others_NH is None else others_NH[tile.tokens]
+        coefficients = work.fold(statistics, tile, operand, sums_nH if later else None)
+        if sums_nH is not None and coefficients is not None:
+            matmul_into(sums_nH, coefficients, tile.weight, accumulate=later)
     if others_NH is not None and first_class is None:
         others_NH.zero_()  # a rank without a row of the weight
-    elif others_NH is not None and head.transform.softcap is None:
-        others_NH.mul_(head.transform.logit_scale / head.transform.temperature)
+    elif others_NH is not None and head.transform.slope != 1:
+        others_NH.mul_(head.transform.slope)
     return statistics
 
 

@@ -1,12 +1,16 @@
 """Online statistics of each token's logits over vocabulary tiles, with the target kept apart from the others.
 
-With m and s the running max and sum of exponentials over the *other* tokens of the vocabulary, the target's log-odds
-are d = z_target - m - log s, and everything follows without cancellation:
+With m a number near the running max and s the sum of exp(z - m) over the *other* tokens of the vocabulary, the
+target's log-odds are d = z_target - m - log s, and everything follows without cancellation:
 
 - log p = logsigmoid(d), which is -log1p(exp(-d)) where the target dominates, so that a nearly certain token keeps its
   relative precision; it is finite wherever the logits are.
 - 1 - p = sigmoid(-d), which weighs the gradient.
 - entropy = H(p, 1 - p) + (1 - p) * (entropy among the others), the chain rule of entropy; no term is negative.
+
+m is the shift. It follows the max only where that has moved on by more than `FAR`, which after the first tile is rare:
+so what was summed up in units of exp(m), such as the gradient of the hidden states, is seldom rescaled. In the end it
+moves to the max.
 """
 
 import torch
@@ -16,7 +20,10 @@ from torch import Tensor
 from .outputs import LinearLogProbs
 
 # Stands in the target's column once the target is taken out: finite, so that 0 times it is 0, and far below any logit
-_ABSENT = -1e30
+ABSENT = -1e30
+
+# How far above the shift a logit may lie: exp(8) = 2981 is far from overflow, in fp16 too, and costs no precision
+FAR = 8.0
 
 
 class RunningStatistics:
@@ -39,6 +46,7 @@ class RunningStatistics:
         self.targets = targets
         self.vocabulary = vocabulary
         self.max = full(torch.finfo(dtype).min)
+        self.shift = full(torch.finfo(dtype).min)
         self.sum_exp = full(0.0)
         # NaN until its tile comes: a target outside the vocabulary, which CUDA inputs are not checked for, stays loud
         self.target_logit = full(torch.nan)
@@ -66,27 +74,28 @@ class RunningStatistics:
             self.max_before_target[rows] = torch.maximum(self.max_before_target[rows], scratch.amax(-1))
         target = logits.gather(1, column)
         self.target_logit[rows] = torch.where(inside, target, self.target_logit[rows, None])[:, 0]
-        logits.scatter_(1, column, torch.where(inside, _ABSENT, target))
+        logits.scatter_(1, column, torch.where(inside, ABSENT, target))
 
     def fold_(self, rows: slice, logits: Tensor, exponentials: Tensor) -> Tensor:
         """Fold in a tile whose target was taken out; returns what earlier sums were rescaled by, of shape (n, 1).
 
-        On return `exponentials` holds exp(z - max), 0 for the target, and `logits` is overwritten.
+        On return `exponentials` holds exp(z - shift), 0 for the target, and `logits` is overwritten.
         """
-        old_max = self.max[rows]
-        new_max = torch.maximum(old_max, logits.amax(-1))
-        rescale = torch.exp(old_max - new_max)
-        shifted = logits.sub_(new_max[:, None])
+        largest, old = logits.amax(-1), self.shift[rows]
+        shift = torch.where(largest > old + FAR, largest, old)
+        rescale = torch.exp(old - shift)
+        shifted = logits.sub_(shift[:, None])
         torch.exp(shifted, out=exponentials)
         if self.sum_shifted_exp is not None:
-            # sum (z - max) exp(z - max): when the max moves, every earlier term moves with it
-            moved = self.sum_shifted_exp[rows] + (old_max - new_max) * self.sum_exp[rows]
+            # sum (z - shift) exp(z - shift): when the shift moves, every earlier term moves with it
+            moved = self.sum_shifted_exp[rows] + (old - shift) * self.sum_exp[rows]
             self.sum_shifted_exp[rows] = moved * rescale + shifted.mul_(exponentials).sum(-1)
         if self.sum_sq_exp is not None:
             squares = torch.mul(exponentials, exponentials, out=shifted)
             self.sum_sq_exp[rows] = self.sum_sq_exp[rows] * rescale.square() + squares.sum(-1)
         self.sum_exp[rows] = self.sum_exp[rows] * rescale + exponentials.sum(-1)
-        self.max[rows] = new_max
+        self.max[rows] = torch.maximum(self.max[rows], largest)
+        self.shift[rows] = shift
         return rescale[:, None]
 
     def maxima(self) -> Tensor:
@@ -94,15 +103,15 @@ class RunningStatistics:
         return torch.stack([x for x in (self.max, self.max_before_target) if x is not None])
 
     def move_to_(self, maxima: Tensor) -> Tensor:
-        """Take the maxima of all ranks; returns what the sums were rescaled by, of shape (N,)."""
-        moved = self.max - maxima[0]
+        """Move the shift to the maxima, be they all ranks'; returns what the sums were rescaled by, of shape (N,)."""
+        moved = self.shift - maxima[0]
         rescale = torch.exp(moved)
         if self.sum_shifted_exp is not None:
             self.sum_shifted_exp = (self.sum_shifted_exp + moved * self.sum_exp) * rescale
         if self.sum_sq_exp is not None:
             self.sum_sq_exp = self.sum_sq_exp * rescale.square()
         self.sum_exp = self.sum_exp * rescale
-        self.max = maxima[0]
+        self.max = self.shift = maxima[0]
         if self.max_before_target is not None:
             self.max_before_target = maxima[1]
         return rescale
@@ -122,7 +131,7 @@ class RunningStatistics:
     @property
     def log_odds(self) -> Tensor:
         """log(p / (1 - p)) of the target."""
-        return self.target_logit - self.max - self.sum_exp.log()
+        return self.target_logit - self.shift - self.sum_exp.log()
 
     def results(self, outputs: tuple[str, ...]) -> LinearLogProbs:
         """What was asked for, once every tile has been folded in."""
@@ -142,7 +151,7 @@ class RunningStatistics:
             if "mean_logits" in outputs:
                 results["mean_logits"] = mean
             if "mean_log_probs" in outputs:
-                results["mean_log_probs"] = mean - torch.logaddexp(self.target_logit, self.max + self.sum_exp.log())
+                results["mean_log_probs"] = mean - torch.logaddexp(self.target_logit, self.shift + self.sum_exp.log())
         if self.max_before_target is not None:
             first = self.target_logit > self.max_before_target
             results["is_top1"] = first & (self.target_logit >= self.max)

@@ -58,7 +58,7 @@ class FrozenHead(torch.autograd.Function):
                 rescale = head.shard.exchange.combine_(statistics)
                 others_share = torch.sigmoid(-statistics.log_odds)[:, None]
                 factor = -others_share / statistics.sum_exp[:, None]
-                gradient_MH.mul_(factor if rescale is None else factor * rescale)
+                gradient_MH.mul_(factor * rescale)
                 slope = head.transform.derivative(statistics.target_logit)
                 head.add_targets_(gradient_MH, others_share[:, 0] * slope, rows, targets_M, x.rows)
                 gradients.append(part.summed(gradient_MH))

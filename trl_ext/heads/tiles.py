@@ -1,26 +1,70 @@
-"""How large a tile of logits is: so many tokens by so many columns of the vocabulary."""
+"""A tile of the head's product, and how large it is: so many tokens by so many columns of the vocabulary."""
+
+import math
+from functools import cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-# Elements of one fp32 tile. Two such buffers live at a time (three with a softcap), beside half a tile for bf16
-# probabilities on CUDA: 160 MiB there, below the 256 MiB of TRL 1.16's one bf16 tile; on CPU 4 MiB each.
-_ELEMENTS = {"cuda": 2**24, "cpu": 2**20}
-_TOKENS = {"cuda": 4096, "cpu": 1024}
+
+class Tile(NamedTuple):
+    """The product x = h W^T of some tokens and consecutive classes, and the operands it was made of.
+
+    `product` (n, v) is a buffer that the next tile overwrites; `bias` (v,) is to be added to it; `down` (n, R) and `up`
+    (v, R) are of a low-rank term, which it holds already.
+    """
+
+    tokens: slice
+    classes: slice
+    product: Tensor
+    bias: Tensor | None
+    hidden: Tensor
+    weight: Tensor
+    down: Tensor | None
+    up: Tensor | None
+
+
+# Elements of one fp32 tile; on the CPU two such buffers live at a time (three with a softcap), 4 MiB each
+_ELEMENTS = {"cpu": 2**20}
+_TOKENS = {"cpu": 1024, "accelerator": 4096}
+# A library's matrix product gives each multiprocessor blocks of so many elements; it needs some to keep busy to the end
+_BLOCK = 128 * 256
+_BLOCKS_EACH = 4
 _FEWEST_COLUMNS = 256
 # Few tokens do not make a tile wide: its slice of the weight may have to be cast, and that copy has as many rows
-_MOST_COLUMNS = 8192
+MOST_COLUMNS = 8192
 
 
 def rows_per_tile(tokens: int, device: torch.device, chunk_size: int | None) -> int:
-    """Tokens of a tile; `chunk_size` is the user's number, None chooses it."""
-    return max(1, min(tokens, chunk_size or _TOKENS[_kind(device)]))
+    """Tokens of a tile; `chunk_size` is the user's number, None shares the tokens out evenly."""
+    if chunk_size is not None:
+        return max(1, min(tokens, chunk_size))
+    most = _TOKENS[_kind(device)]
+    if tokens <= most:
+        return max(1, tokens)
+    even = -(-tokens // -(-tokens // most))
+    return -(-even // 128) * 128
 
 
 def columns_per_tile(rows: int, vocabulary: int, device: torch.device, columns: int | None = None) -> int:
-    """Columns of a tile of so many tokens; `columns` settles it."""
-    fitting = min(_MOST_COLUMNS, max(_FEWEST_COLUMNS, _ELEMENTS[_kind(device)] // rows))
-    return min(vocabulary, columns or fitting)
+    """Columns of a tile of so many tokens; `columns` is the user's number, at most `MOST_COLUMNS`."""
+    elements = _ELEMENTS.get(device.type) or _elements_of(device)
+    fitting = max(_FEWEST_COLUMNS, elements // rows)
+    return min(vocabulary, MOST_COLUMNS, columns or fitting)
+
+
+@cache
+def _elements_of(device: torch.device) -> int:
+    """Elements that keep an accelerator busy: 2^24 on an H200, a buffer of 64 MiB beside 32 MiB of bf16 coefficients.
+
+    That is below the 256 MiB of TRL 1.16's one bf16 tile. Reasoned, not measured: `benchmarks/head.py --sweep` does.
+    """
+    if device.type != "cuda":
+        return 2**24
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return 2 ** min(25, max(21, round(math.log2(_BLOCKS_EACH * multiprocessors * _BLOCK))))
 
 
 def _kind(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else "cuda"
+    return "cpu" if device.type == "cpu" else "accelerator"

@@ -12,9 +12,10 @@ from .adapted import Operands
 from .coefficients import Coefficients, Upstream
 from .exchange import Part
 from .outputs import LinearLogProbs
-from .products import as_operand, exact_arithmetic, matmul_into, refuse_second_derivative
+from .products import coefficients_dtype, exact_arithmetic, matmul_into, refuse_second_derivative
 from .rows import Rows
-from .scan import Head, Tile, gathered, joined, scan
+from .scan import Head, gathered, joined, scan
+from .tiles import Tile
 
 
 class TrainedHead(torch.autograd.Function):
@@ -36,7 +37,7 @@ class TrainedHead(torch.autograd.Function):
                 statistics = scan(head, gathered(x, part), head.rows(x.weight, x.bias, targets_M), targets_M)
                 head.shard.exchange.combine_(statistics)
                 scored.append(part.own_results(statistics.results(head.outputs)))
-                saved.append([part.own(x) for x in (statistics.max, statistics.sum_exp, statistics.target_logit)])
+                saved.append([part.own(x) for x in (statistics.shift, statistics.sum_exp, statistics.target_logit)])
         results = joined(scored)
         kept = [x[0] if len(saved) == 1 else torch.cat(x) for x in zip(*saved, strict=True)]
         ctx.save_for_backward(*x, targets, *kept, results.entropy if entropy_grad else None)
@@ -115,15 +116,19 @@ class _Gradients:
         grad_hidden = torch.zeros(x.hidden.shape, **self.sums) if self.needs.hidden else None
         grad_down = torch.zeros_like(x.down) if self.needs.down and x.down is not None else None
         unit = coefficients.unit()
+        work, operand = head.work(x.hidden.device), coefficients_dtype(head.dtype, x.hidden.device)
+        of_classes = any(sums is not None for sums in (self.bias, self.up, self.rows))
+        dtypes = {
+            "bracket": self.sums["dtype"] if grad_down is not None else operand if grad_hidden is not None else None,
+            "whole": self.sums["dtype"] if of_classes else operand if self.weight is not None else None,
+        }
         for tile in head.tiles(x, rows):
-            local = targets_M[tile.tokens] - tile.classes.start
-            bracket = coefficients.of_others_(tile.tokens, local, tile.logits, tile.scratch)
-            if grad_hidden is not None:
-                matmul_into(grad_hidden[tile.tokens], as_operand(bracket, head.dtype), tile.weight, accumulate=True)
-            if grad_down is not None and tile.up is not None:
+            bracket, whole = work.gradient(coefficients, tile, targets_M[tile.tokens], unit, **dtypes)
+            if grad_hidden is not None and bracket is not None:
+                matmul_into(grad_hidden[tile.tokens], bracket.to(operand), tile.weight, accumulate=True)
+            if grad_down is not None and bracket is not None and tile.up is not None:
                 matmul_into(grad_down[tile.tokens], bracket, tile.up, accumulate=True)
-            if any(sums is not None for sums in (self.weight, self.bias, self.up, self.rows)):
-                whole = coefficients.with_target_(tile.tokens, local, bracket, unit)
+            if whole is not None:
                 self._add_of_classes_(head, tile, whole, unit, len(x.hidden))
         if grad_hidden is not None:
             grad_hidden.mul_(coefficients.row_factor[:, None])
@@ -152,7 +157,7 @@ class _Gradients:
         if self.weight is not None:
             if tile.tokens.start == 0:
                 self.of_tile = torch.empty(tile.weight.shape, **self.sums)
-            operand = as_operand(coefficients, head.dtype)
+            operand = coefficients.to(coefficients_dtype(head.dtype, coefficients.device))
             matmul_into(self.of_tile, operand.t(), tile.hidden, accumulate=tile.tokens.start > 0)
             if tile.tokens.stop == tokens:
                 self.weight[columns] += self.of_tile.mul_(unit)

@@ -37,6 +37,7 @@ class ScoringOptions:
         outputs (`tuple[str, ...]`): per-token fields of `FusedCausalLMOutput` to compute.
         head (`str`): a name in `trl_ext.heads.HEADS`.
         chunk_size (`int`, *optional*): tokens in a tile of the head.
+        kernels (`str`, *optional*): a name in `trl_ext.heads.KERNELS`; `None` chooses by the device.
         entropy_requires_grad (`bool`): whether a loss term needs the entropy's gradient.
         padding_free (`bool`): whether rows are fed without their padding, where the model can.
         share_prompts (`bool`): whether leading tokens that several rows have in common are fed once, where that changes
@@ -48,6 +49,7 @@ class ScoringOptions:
     outputs: tuple[str, ...] = ("log_probs",)
     head: str = "tiled"
     chunk_size: int | None = None
+    kernels: str | None = None
     entropy_requires_grad: bool = False
     padding_free: bool = True
     share_prompts: bool = True
@@ -239,6 +241,7 @@ class ScoringForward:
                 outputs=outputs,
                 entropy_requires_grad=options.entropy_requires_grad,
                 chunk_size=options.chunk_size,
+                kernels=options.kernels,
                 readable=rows.readable,
                 shard=rows.shard,
                 low_rank=None if adapter is None else adapter.low_rank(hidden_NH, rows.weight),
@@ -257,6 +260,7 @@ class ScoringForward:
             transform=self.transform,
             outputs=tuple(dict.fromkeys((*self.options.outputs, *outputs))),
             entropy_requires_grad=self.options.entropy_requires_grad,
+            kernels=self.options.kernels,
         ):
             self._checked.add(way)
             if head.module is not None:

@@ -52,6 +52,7 @@ def check_head(
     transform: LogitTransform,
     outputs: tuple[str, ...],
     entropy_requires_grad: bool,
+    kernels: str | None = None,
 ) -> bool:
     """Whether there was a token to check; raises `RuntimeError` if the tiled head disagrees with the definition.
 
@@ -66,7 +67,7 @@ def check_head(
         return False
     # The caller's hooks on saved tensors (activation offloading) are for the model's own graph
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
-        found = _by_the_tiled_head(sample, rows, transform, outputs, entropy_requires_grad)
+        found = _by_the_tiled_head(sample, rows, transform, outputs, entropy_requires_grad, kernels)
         expected, largest_logit = _by_definition(sample, rows, transform, outputs, entropy_requires_grad)
     slope = abs(transform.logit_scale) / transform.temperature
     sizes = {
@@ -177,6 +178,7 @@ def _by_the_tiled_head(
     transform: LogitTransform,
     outputs: tuple[str, ...],
     entropy_requires_grad: bool,
+    kernels: str | None,
 ) -> dict[str, Tensor]:
     h, w, b, adapter = _inputs(sample, rows, sample.hidden_nH)
     term, replaced = adapter.low_rank(h, w), adapter.replaced()
@@ -186,7 +188,8 @@ def _by_the_tiled_head(
     head = Head(
         *(operand_dtype(h, w), transform, outputs, shard),
         chunk_size=-(-len(sample.upstream_M[0]) // 3),
-        columns=min(8192, max(1, -(-len(w) // 3))),
+        columns=max(1, -(-len(w) // 3)),
+        kernels=kernels,
         up_dtype=w.dtype if term is None else term.dtype,
         replaced=replaced,
     )

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..compat import head_attached_by
+from ..heads import check_kernels, why_not_triton
 from ..passes import Decision
 from ..scoring import WHOLE_HERE, ScoringForward, ScoringOptions, attach_scoring_forward
 from .guarded_engine import GuardedEngineMixin
@@ -37,6 +38,7 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, Tensor
         adapted = not (getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False))
         with head_attached_by(self._attach, self._trl_trainer, adapted=adapted), padding_free_is_ours(config):
             super().__init__(*positional, **keywords)  # type: ignore[call-arg]
+        check_kernels(self.head_arguments.head_kernels, self.accelerator.device, "head_kernels")  # type: ignore[attr-defined]
         self._tell_packing_of_the_run()  # a wrong argument is an error here, not at the first step
         self.padding_free = self._packing_plan().padding_free
         self._join_sequence_group()
@@ -52,7 +54,15 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, Tensor
         alone = self.accelerator.state.num_processes == 1  # type: ignore[attr-defined]
         ahead = WHOLE_HERE if alone else "where the rows of its weight lie is seen at each pass"
         seen = self.scoring_forwards[0].head_rows or ahead
-        return Decision("head", "run", f"{how[self.head_arguments.head]}; {seen}.")
+        return Decision("head", "run", f"{how[self.head_arguments.head]}{self._kernels_of_head()}; {seen}.")
+
+    def _kernels_of_head(self) -> str:
+        """What works on the tiles, where that may be Triton."""
+        device, asked = self.accelerator.device, self.head_arguments.head_kernels  # type: ignore[attr-defined]
+        if self.head_arguments.head == "dense" or (device.type == "cpu" and asked != "triton"):
+            return ""
+        reason = "`head_kernels` says so" if asked == "torch" else why_not_triton(device)
+        return ", by Triton's kernels" if reason is None else f", without Triton's kernels, since {reason}"
 
     def _entropy_requires_grad(self) -> bool:
         """Whether a term of the loss sends a gradient through the policy's entropy."""
@@ -66,6 +76,7 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, Tensor
             ScoringOptions(
                 head=self.head_arguments.head,
                 chunk_size=self.head_arguments.head_chunk_size,
+                kernels=self.head_arguments.head_kernels,
                 entropy_requires_grad=entropy_requires_grad,
                 padding_free=self.packing_arguments.padding_free is not False,
                 share_prompts=self.packing_arguments.share_prompts is not False,

@@ -44,6 +44,9 @@ class GRPOConfig(
             definition.
         head_chunk_size (`int`, *optional*):
             Tokens in a tile of the head. `None` chooses it.
+        head_kernels (`str`, *optional*):
+            What works on a tile of the head between the matrix products, `"triton"` or `"torch"`. `None`: Triton's
+            kernels on a device that it compiles for, torch elsewhere.
         padding_free (`bool`, *optional*):
             Whether rows are fed without their padding, as one row. `None`: where the model can. `True`: an error before
             training where it cannot. `False`: the padded batch, as in TRL.

@@ -1,0 +1,271 @@
+"""Triton's kernels beside torch, tile for tile, in Triton's interpreter; that they compile, and what chooses them."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tiny import Workshop, preferences
+from trl_ext import DPOConfig, DPOTrainer, linear_log_probs
+from trl_ext.heads import OUTPUTS, LogitTransform
+from trl_ext.heads.coefficients import Coefficients, Upstream
+from trl_ext.heads.kernels import TorchWork, check_kernels, choice, why_not_triton, work_of
+from trl_ext.heads.statistics import RunningStatistics
+from trl_ext.heads.tiles import Tile
+
+# The interpreter computes with NumPy, which warns of what a device does silently
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+CPU = torch.device("cpu")
+HALVES = (torch.bfloat16, torch.float16, torch.float32)
+# In the interpreter a row takes milliseconds: a failure is shown as it was found
+GENERATE = (Phase.explicit, Phase.reuse, Phase.generate)
+FEW = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=25, phases=GENERATE)
+MANY = settings(FEW, max_examples=300)
+
+
+@st.composite
+def problems(draw):
+    """Ragged tiles of a product of some tokens, all options, and targets in and out of them."""
+    return {
+        "seed": draw(st.integers(0, 2**31)),
+        "tokens": draw(st.integers(1, 4)),
+        "widths": draw(st.lists(st.integers(1, 37), min_size=1, max_size=3)),
+        "spread": draw(st.sampled_from([0.1, 3.0, 30.0, 1000.0])),
+        "bias": draw(st.sampled_from([None, *HALVES])),
+        "transform": LogitTransform(
+            draw(st.sampled_from([1.0, 0.3])),
+            draw(st.sampled_from([1.0, -0.5])),
+            draw(st.sampled_from([None, 5.0, 50.0])),
+        ),
+        "outputs": tuple(draw(st.sets(st.sampled_from(OUTPUTS), min_size=1))),
+        "operand": draw(st.sampled_from(HALVES)),
+        "upstream": draw(st.sets(st.sampled_from(Upstream._fields), min_size=1)),
+        "asks": draw(st.sampled_from([("bracket",), ("whole",), ("bracket", "whole")])),
+    }
+
+
+class Problem:
+    """Tiles that are made anew for each work: torch's overwrites the product."""
+
+    def __init__(self, problem):
+        self.__dict__.update(problem)
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.vocabulary = sum(self.widths) + 1  # one row of the weight is somebody else's
+        self.products = [self.random(self.tokens, width) * self.spread for width in self.widths]
+        self.biases = [None if self.bias is None else self.random(width).to(self.bias) for width in self.widths]
+        self.targets = torch.randint(self.vocabulary, (self.tokens,), generator=self.generator)
+        self.given = {name: self.random(self.tokens) for name in Upstream._fields}
+        self.sums = self.random(self.tokens, 5)
+
+    def random(self, *shape):
+        return torch.randn(*shape, generator=self.generator)
+
+    def tiles(self):
+        start = 0
+        for product, bias in zip(self.products, self.biases, strict=True):
+            classes = slice(start, start + product.shape[1])
+            yield Tile(slice(0, self.tokens), classes, product.clone(), bias, self.sums, self.sums, None, None)
+            start = classes.stop
+
+    def run(self, work):
+        """After each tile: the statistics, coefficients and rescaled sums; then each tile's gradient."""
+        statistics = RunningStatistics(self.targets, self.vocabulary, self.outputs, torch.float32, partial=True)
+        sums, seen = self.sums.clone(), []
+        for tile in self.tiles():
+            first = tile.classes.start == 0
+            written = work.fold(statistics, tile, self.operand, None if first else sums)
+            numbers = {name: x.clone() for name, x in vars(statistics).items() if isinstance(x, torch.Tensor)}
+            seen.append({**numbers, "coefficients": written.clone(), "sums": sums.clone()})
+        statistics.move_to_(statistics.maxima())
+        asked = {name: x if name in self.upstream else None for name, x in self.given.items()}
+        entropy = self.given["log_probs"].abs()
+        numbers = (statistics.max, statistics.sum_exp.clamp(min=1), statistics.target_logit, entropy)
+        coefficients = Coefficients(*numbers, Upstream(**asked), self.transform, self.vocabulary)
+        dtypes = {name: self.operand if name in self.asks else None for name in ("bracket", "whole")}
+        for tile in self.tiles():
+            found = work.gradient(coefficients, tile, self.targets, coefficients.unit(), **dtypes)
+            seen.append({name: x.clone() for name, x in zip(dtypes, found, strict=True) if x is not None})
+        return seen
+
+
+def compare(problem):
+    problem = Problem(problem)
+    works = [work_of(name, CPU, torch.float32, problem.transform) for name in ("torch", "triton")]
+    for place, (right, ours) in enumerate(zip(*map(problem.run, works), strict=True)):
+        assert right.keys() == ours.keys()
+        for name in right:
+            want, got = right[name], ours[name]
+            assert (want.dtype, want.shape) == (got.dtype, got.shape)
+            # exp of a logit is as exact as the logit's last place; a half's last place may round the other way
+            rounding = torch.finfo(want.dtype).eps if want.dtype in HALVES[:2] else 0
+            logits = max(1.0, 5 * problem.spread / problem.transform.temperature)
+            largest = float(want.double().nan_to_num(posinf=0, neginf=0).abs().max())
+            if problem.transform.softcap is not None:
+                largest = max(largest, 1.0)  # torch reads 1 - tanh^2 off the logits, to fp32 rounding beside 1
+            off = (got.double() - want.double()).abs()
+            same = (off <= max(rounding, 1e-6 * logits) * largest) | (got == want) | (got.isnan() & want.isnan())
+            assert same.all(), f"{name} of tile {place}: {got} is not {want}"
+
+
+@FEW
+@given(problems())
+def test_every_kernel_equals_torch_tile_for_tile(problem):
+    compare(problem)
+
+
+@pytest.mark.slow
+@MANY
+@given(problems())
+def test_every_kernel_equals_torch_tile_for_tile_in_many_problems(problem):
+    compare(problem)
+
+
+def test_a_number_that_is_none_stays_loud():
+    hidden, weight = torch.randn(3, 8), torch.randn(300, 8)
+    weight[7, 0] = torch.inf
+    hidden[:, 0] = torch.tensor([1.0, torch.nan, 2.0])
+    found = linear_log_probs(hidden, weight, torch.tensor([0, 1, 2]), kernels="triton", tile_columns=128).log_probs
+    assert not found.isfinite().any()
+
+
+def test_a_tile_wider_than_a_program_is_made_narrower():
+    hidden, weight = torch.randn(1, 4), torch.randn(20000, 4)
+    ours, right = (
+        linear_log_probs(hidden, weight, torch.tensor([19999]), kernels=kernels, tile_columns=50000).log_probs
+        for kernels in ("triton", "torch")
+    )
+    torch.testing.assert_close(ours, right)
+
+
+def test_the_cpu_takes_torch_and_float64_does_everywhere():
+    assert isinstance(work_of(None, CPU, torch.float32, LogitTransform()), TorchWork)
+    assert isinstance(work_of("triton", CPU, torch.float64, LogitTransform()), TorchWork)
+    assert not isinstance(work_of("triton", CPU, torch.float32, LogitTransform()), TorchWork)
+
+
+@pytest.fixture
+def unsettled():
+    """What was found about a device is found again, in the test and after it."""
+    why_not_triton.cache_clear()
+    yield
+    why_not_triton.cache_clear()
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_kernels_that_cannot_run_are_an_error_that_says_why(monkeypatch, workshop: Workshop, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"`kernels` must be None or one of \['torch', 'triton'\], got 'cuda'"):
+        check_kernels("cuda", CPU)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    hidden, weight = torch.randn(2, 4), torch.randn(9, 4)
+    with pytest.raises(ValueError, match="`kernels='triton'` cannot be had: on the CPU Triton runs under"):
+        linear_log_probs(hidden, weight, torch.tensor([0, 1]), kernels="triton")
+    with pytest.raises(ValueError, match="`head_kernels` must be None or one of"):
+        DPOConfig(str(tmp_path), head_kernels="cuda", use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match="`head_kernels='torch'` is for the tiled head, but `head` is 'dense'"):
+        DPOConfig(str(tmp_path), head_kernels="torch", head="dense", use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match="`head_kernels='triton'` cannot be had"):
+        trainer_with("triton", workshop, tmp_path)
+
+
+def trainer_with(kernels, workshop, folder):
+    args = DPOConfig(str(folder), head_kernels=kernels, use_cpu=True, bf16=False, report_to="none", max_steps=1)
+    return DPOTrainer(workshop.model("untied"), args=args, train_dataset=preferences(4, seed=0))
+
+
+def test_a_trainer_says_whose_kernels_it_trains_with(workshop: Workshop, tmp_path: Path):
+    losses = {}
+    for kernels in (None, "triton"):
+        trainer = trainer_with(kernels, workshop, tmp_path)
+        assert ("Triton" in trainer.explain()["head"].reason) == (kernels == "triton")
+        losses[kernels] = trainer.train().training_loss
+    assert losses["triton"] == pytest.approx(losses[None], rel=1e-6)
+
+
+@pytest.mark.usefixtures("unsettled")
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_kernels_that_fail_on_a_device_are_left_with_a_warning(fault, monkeypatch):
+    def difference(device):
+        if fault == "raises":
+            raise OSError("no C compiler")
+        return 0.5
+
+    monkeypatch.setattr(choice, "_difference", difference)
+    words = "its kernels fail: OSError: no C compiler" if fault == "raises" else "off by 5.0e-01"
+    with pytest.warns(UserWarning, match=f"works without Triton, since on cuda:7 .*{words}"):
+        assert isinstance(work_of(None, torch.device("cuda", 7), torch.float32, LogitTransform()), TorchWork)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert words in why_not_triton(torch.device("cuda", 7))  # said once
+
+
+def test_the_check_of_a_device_passes_and_notices_a_wrong_kernel(monkeypatch):
+    assert choice._difference(CPU) < 1e-4
+    monkeypatch.setattr("trl_ext.heads.kernels.triton_work.FAR", 80.0)
+    assert choice._difference(CPU) > 1e-4
+
+
+def run(code, **env):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import importlib.util as util
+found = util.find_spec
+util.find_spec = lambda name, *a: None if name == "triton" else found(name, *a)
+import torch
+from trl_ext.heads import check_kernels, linear_log_probs
+print(linear_log_probs(torch.randn(2, 4), torch.randn(9, 4), torch.tensor([0, 8])).log_probs.shape)
+try:
+    check_kernels("triton", torch.device("cuda"))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_without_triton_the_head_works_and_says_what_is_missing():
+    assert "Triton is not installed" in run(WITHOUT_TRITON, PYTHONPATH=str(Path(__file__).parents[1]))
+
+
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from trl_ext.heads.kernels import triton_kernels as kernels
+
+STATISTICS = {name: "*fp32" for name in (
+    "max_ptr shift_ptr sum_exp_ptr target_logit_ptr sum_shifted_exp_ptr sum_sq_exp_ptr sum_logits_ptr "
+    "max_before_target_ptr sums_ptr maximum_ptr offset_ptr slope_of_surprise_ptr scale_ptr same_for_all_ptr "
+    "row_factor_ptr target_ptr unit_ptr product_ptr".split())}
+TYPES = STATISTICS | {"bias_ptr": "*bf16", "targets_ptr": "*i64", "coefficients_ptr": "*bf16", "bracket_ptr": "*bf16",
+    "whole_ptr": "*bf16", "start": "i32", "width": "i32", "scale": "fp32", "cap": "fp32", "absent": "fp32",
+    "slope": "fp32"}
+FLAGS = {"FAR": 8.0, "COLUMNS": 4096, "UNITS": 4096}
+backend, arch, lanes = json.loads(sys.argv[1])
+for kernel in (kernels.fold, kernels.gradient):
+    constants = {p.name: FLAGS.get(p.name, True) for p in kernel.params if p.is_constexpr}
+    signature = {p.name: "constexpr" if p.is_constexpr else TYPES[p.name] for p in kernel.params}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
+    made = triton.compile(source, target=GPUTarget(backend, arch, lanes), options={"num_warps": 4})
+    print(kernel.__name__, sorted(made.asm))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)], ids=str)
+def test_the_kernels_compile_for(target, tmp_path: Path):
+    env = {"PYTHONPATH": str(Path(__file__).parents[1]), "TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    code = COMPILE.replace("sys.argv[1]", repr(json.dumps(target)))
+    binary = "cubin" if target[0] == "cuda" else "hsaco"
+    assert run(code, **env).count(binary) == 2

@@ -1,0 +1,77 @@
+"""The work between the products in plain torch: on any device, and the reference for the kernels."""
+
+import torch
+from torch import Tensor
+
+from ..coefficients import Coefficients
+from ..logits import LogitTransform
+from ..statistics import RunningStatistics
+from ..tiles import Tile
+
+
+class TorchWork:
+    """What is done with a tile of the product, by torch's own operations; the product is overwritten.
+
+    Args:
+        transform (`LogitTransform`): from the product to the logits.
+    """
+
+    def __init__(self, transform: LogitTransform) -> None:
+        self.transform = transform
+        self._scratch: Tensor | None = None
+
+    def fold(
+        self, statistics: RunningStatistics, tile: Tile, coefficients: torch.dtype | None, sums_nH: Tensor | None
+    ) -> Tensor | None:
+        """Fold a tile into `statistics`.
+
+        Args:
+            coefficients (`torch.dtype`, *optional*): asks for exp(z - shift) dz/dx over the slope, of shape (n, v) and
+                this dtype, 0 for the target.
+            sums_nH (`Tensor` of shape `(n, H)`, *optional*): what earlier tiles have summed up in units of exp(shift),
+                rescaled where the shift moves.
+        """
+        logits, scratch = self._logits(tile)
+        # Read before the target's column is put out: that column holds no logit
+        bend = self.transform.bend(logits) if coefficients is not None else None
+        statistics.take_target_(tile.tokens, tile.classes.start, logits, scratch)
+        rescale = statistics.fold_(tile.tokens, logits, scratch)
+        # Elsewhere the look would wait for the device
+        if sums_nH is not None and (sums_nH.device.type != "cpu" or bool((rescale != 1).any())):
+            sums_nH.mul_(rescale)
+        if coefficients is None:
+            return None
+        return (scratch if bend is None else scratch.mul_(bend)).to(coefficients)
+
+    def gradient(
+        self,
+        coefficients: Coefficients,
+        tile: Tile,
+        targets: Tensor,
+        unit: Tensor,
+        *,
+        bracket: torch.dtype | None,
+        whole: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The bracket of a tile, and the whole gradient of its products in units of `unit`, each in its dtype.
+
+        Either of shape (n, v), None where no dtype is given. `targets` (n,) are class ids.
+        """
+        logits, scratch = self._logits(tile)
+        local = targets - tile.classes.start
+        of_others = coefficients.of_others_(tile.tokens, local, logits, scratch)
+        result = of_others.to(bracket) if bracket is not None else None
+        if whole is None:
+            return result, None
+        if result is of_others:
+            of_others = logits.copy_(of_others)
+        return result, coefficients.with_target_(tile.tokens, local, of_others, unit).to(whole)
+
+    def _logits(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """The logits in the place of the product, and a buffer of their shape."""
+        if self._scratch is None or self._scratch.numel() < tile.product.numel():
+            self._scratch = torch.empty_like(tile.product).view(-1)
+        if tile.bias is not None:
+            tile.product.add_(tile.bias)
+        self.transform.apply_(tile.product)
+        return tile.product, self._scratch[: tile.product.numel()].view(tile.product.shape)

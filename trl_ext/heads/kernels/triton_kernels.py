@@ -1,0 +1,163 @@
+"""The Triton kernels: one row of a tile of the product each, from its fp32 numbers to what the next product needs.
+
+Triton compiles them for NVIDIA, AMD and Intel devices; with TRITON_INTERPRET=1 they run on the CPU.
+
+A program reads its row once and keeps it in registers, so a tile has at most `MOST_COLUMNS` columns. What they compute
+is defined, in torch, by `RunningStatistics` and `Coefficients`, which also say what each number is.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tanh(x):
+    """To 2 units in the last place: the exponential form cancels near 0, where the series holds."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    decay = tl.exp(-2 * tl.abs(x))
+    large = (1 - decay) / (1 + decay)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def _logits(product_ptr, bias_ptr, columns, inside, scale, cap, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
+    """z, and 1 - tanh^2 where it is capped (1 elsewhere): z = cap * tanh(scale * x) with a cap, scale * x without."""
+    x = tl.load(product_ptr + columns, mask=inside, other=0.0)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if CAPPED:
+        t = _tanh(x * scale)
+        return t * cap, 1 - t * t
+    else:
+        return x * scale, tl.full(x.shape, 1.0, tl.float32)
+
+
+@triton.jit(do_not_specialize=["start"])
+def fold(
+    product_ptr,  # (n, width) fp32
+    bias_ptr,  # (width,)
+    targets_ptr,  # (n,) int64
+    max_ptr,  # from here on (n,) fp32, in and out
+    shift_ptr,
+    sum_exp_ptr,
+    target_logit_ptr,
+    sum_shifted_exp_ptr,
+    sum_sq_exp_ptr,
+    sum_logits_ptr,
+    max_before_target_ptr,
+    coefficients_ptr,  # (n, width), out
+    sums_ptr,  # (n, UNITS) fp32, of the tiles before
+    start,
+    width,
+    scale,
+    cap,
+    absent,
+    FAR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    MEAN: tl.constexpr,
+    TOP1: tl.constexpr,
+    COEFFICIENTS: tl.constexpr,
+    RESCALES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Fold a row into its statistics, write exp(z - shift) (1 - tanh^2), and rescale its earlier sums if they moved."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < width
+    z, bend = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, HAS_BIAS, CAPPED)
+    local = tl.load(targets_ptr + row) - start
+    is_target = columns == local
+    if MEAN:
+        sum_logits = tl.load(sum_logits_ptr + row) + tl.sum(tl.where(inside, z, 0.0), 0)
+        tl.store(sum_logits_ptr + row, sum_logits)
+    if TOP1:
+        before = tl.max(tl.where(inside & (columns < local), z, -float("inf")), 0)
+        tl.store(max_before_target_ptr + row, tl.maximum(tl.load(max_before_target_ptr + row), before))
+    if (local >= 0) & (local < width):
+        tl.store(target_logit_ptr + row, tl.sum(tl.where(is_target, z, 0.0), 0))
+
+    others = tl.where(is_target, absent, tl.where(inside, z, -float("inf")))
+    largest = tl.max(others, 0)
+    tl.store(max_ptr + row, tl.maximum(tl.load(max_ptr + row), largest))
+    old = tl.load(shift_ptr + row)
+    shift = tl.where(largest > old + FAR, largest, old)
+    moved = old - shift
+    rescale = tl.exp(moved)
+    shifted = others - shift
+    exponentials = tl.exp(shifted)
+    sum_exp = tl.load(sum_exp_ptr + row)
+    if ENTROPY:
+        earlier = tl.load(sum_shifted_exp_ptr + row) + moved * sum_exp
+        weighed = tl.sum(tl.where(inside, shifted, 0.0) * exponentials, 0)
+        tl.store(sum_shifted_exp_ptr + row, earlier * rescale + weighed)
+    if SQUARES:
+        squares = tl.sum(exponentials * exponentials, 0)
+        tl.store(sum_sq_exp_ptr + row, tl.load(sum_sq_exp_ptr + row) * rescale * rescale + squares)
+    tl.store(sum_exp_ptr + row, sum_exp * rescale + tl.sum(exponentials, 0))
+    tl.store(shift_ptr + row, shift)
+    if COEFFICIENTS:
+        coefficients = (exponentials * bend).to(coefficients_ptr.dtype.element_ty)
+        tl.store(coefficients_ptr + row * width + columns, coefficients, mask=inside)
+    if RESCALES:  # noqa: SIM102 (the outer one is decided by the compiler)
+        if rescale != 1.0:
+            for first in range(0, UNITS, 1024):
+                units = first + tl.arange(0, 1024)
+                sums = tl.load(sums_ptr + row * UNITS + units, mask=units < UNITS, other=0.0)
+                tl.store(sums_ptr + row * UNITS + units, sums * rescale, mask=units < UNITS)
+
+
+@triton.jit(do_not_specialize=["start"])
+def gradient(
+    product_ptr,  # (n, width) fp32
+    bias_ptr,  # (width,)
+    targets_ptr,  # (n,) int64
+    maximum_ptr,  # from here on (n,) fp32
+    offset_ptr,
+    slope_of_surprise_ptr,
+    scale_ptr,
+    same_for_all_ptr,
+    row_factor_ptr,
+    target_ptr,
+    unit_ptr,  # one fp32 number
+    bracket_ptr,  # (n, width), out
+    whole_ptr,  # (n, width), out
+    start,
+    width,
+    scale,
+    cap,
+    slope,
+    HAS_BIAS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
+    BRACKET: tl.constexpr,
+    WHOLE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write a row's bracket, and the whole gradient of its products in units of `unit`: see `Coefficients`."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < width
+    z, bend = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, HAS_BIAS, CAPPED)
+    is_target = columns == tl.load(targets_ptr + row) - start
+    # The target's logit may lie far above the others'
+    shifted = tl.where(is_target, 0.0, tl.where(inside, z - tl.load(maximum_ptr + row), 0.0))
+    bracket = tl.exp(shifted)
+    if ENTROPY:
+        bracket *= shifted * tl.load(slope_of_surprise_ptr + row) + tl.load(offset_ptr + row)
+    if MEAN:
+        bracket = bracket * tl.load(scale_ptr + row) + tl.load(same_for_all_ptr + row)
+    bracket *= bend * slope
+    if BRACKET:
+        others = tl.where(is_target, 0.0, bracket).to(bracket_ptr.dtype.element_ty)
+        tl.store(bracket_ptr + row * width + columns, others, mask=inside)
+    if WHOLE:
+        unit = tl.load(unit_ptr)
+        target = tl.load(target_ptr + row) / unit
+        whole = tl.where(is_target, target, bracket * (tl.load(row_factor_ptr + row) / unit))
+        tl.store(whole_ptr + row * width + columns, whole.to(whole_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,123 @@
+"""The work between the products by Triton's kernels: one launch a tile."""
+
+import torch
+import triton
+from torch import Tensor
+
+from ..coefficients import Coefficients
+from ..logits import LogitTransform
+from ..statistics import ABSENT, FAR, RunningStatistics
+from ..tiles import Tile
+from . import triton_kernels
+
+
+class TritonWork:
+    """As `TorchWork`, whose results it equals to fp32 rounding; the product is left as it was."""
+
+    def __init__(self, transform: LogitTransform) -> None:
+        self.capped = transform.softcap is not None
+        self.slope = transform.slope
+        self.scale, self.cap = self.slope, 0.0
+        if transform.softcap is not None:
+            self.scale, self.cap = transform.logit_scale / transform.softcap, transform.softcap / transform.temperature
+        self._buffers: dict[str, Tensor] = {}
+
+    def fold(
+        self, statistics: RunningStatistics, tile: Tile, coefficients: torch.dtype | None, sums_nH: Tensor | None
+    ) -> Tensor | None:
+        n, v = tile.product.shape
+        written = None if coefficients is None else self._buffer("coefficients", tile.product, coefficients)
+        numbers = (
+            statistics.max,
+            statistics.shift,
+            statistics.sum_exp,
+            statistics.target_logit,
+            statistics.sum_shifted_exp,
+            statistics.sum_sq_exp,
+            statistics.sum_logits,
+            statistics.max_before_target,
+        )
+        triton_kernels.fold[(n,)](
+            tile.product,
+            tile.bias,
+            statistics.targets[tile.tokens],
+            *(None if x is None else x[tile.tokens] for x in numbers),
+            written,
+            sums_nH,
+            tile.classes.start,
+            v,
+            self.scale,
+            self.cap,
+            ABSENT,
+            FAR=FAR,
+            HAS_BIAS=tile.bias is not None,
+            CAPPED=self.capped,
+            ENTROPY=statistics.sum_shifted_exp is not None,
+            SQUARES=statistics.sum_sq_exp is not None,
+            MEAN=statistics.sum_logits is not None,
+            TOP1=statistics.max_before_target is not None,
+            COEFFICIENTS=written is not None,
+            RESCALES=sums_nH is not None,
+            UNITS=0 if sums_nH is None else sums_nH.shape[1],
+            **_of_width(v),
+        )
+        return written
+
+    def gradient(
+        self,
+        coefficients: Coefficients,
+        tile: Tile,
+        targets: Tensor,
+        unit: Tensor,
+        *,
+        bracket: torch.dtype | None,
+        whole: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        n, v = tile.product.shape
+        of_others = None if bracket is None else self._buffer("coefficients", tile.product, bracket)
+        with_target = None if whole is None else self._buffer("whole", tile.product, whole)
+        numbers = (
+            coefficients.maximum,
+            coefficients.offset,
+            coefficients.slope_of_surprise,
+            coefficients.scale,
+            coefficients.same_for_all,
+            coefficients.row_factor,
+            coefficients.target,
+        )
+        triton_kernels.gradient[(n,)](
+            tile.product,
+            tile.bias,
+            targets,
+            *(None if x is None else x[tile.tokens] for x in numbers),
+            unit,
+            of_others,
+            with_target,
+            tile.classes.start,
+            v,
+            self.scale,
+            self.cap,
+            self.slope,
+            HAS_BIAS=tile.bias is not None,
+            CAPPED=self.capped,
+            ENTROPY=coefficients.slope_of_surprise is not None,
+            MEAN=coefficients.same_for_all is not None,
+            BRACKET=of_others is not None,
+            WHOLE=with_target is not None,
+            **_of_width(v),
+        )
+        return of_others, with_target
+
+    def _buffer(self, name: str, product: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of the product's shape; the next tile overwrites it."""
+        held = self._buffers.get(name)
+        if held is None or held.numel() < product.numel() or held.dtype != dtype:
+            self._buffers.pop(name, None)
+            held = self._buffers[name] = torch.empty(product.numel(), dtype=dtype, device=product.device)
+        return held[: product.numel()].view(product.shape)
+
+
+def _of_width(columns: int) -> dict[str, int]:
+    """How a row of so many columns is laid out: at most 32 numbers a thread of an NVIDIA device."""
+    width = triton.next_power_of_2(columns)
+    return {"COLUMNS": width, "num_warps": min(16, max(1, width // 1024))}
