@@ -22,6 +22,7 @@ from trl_ext.heads.tiles import Tile
 # The interpreter computes with NumPy, which warns of what a device does silently
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU  # `make bench-gpu` runs this file too
 HALVES = (torch.bfloat16, torch.float16, torch.float32)
 # In the interpreter a row takes milliseconds: a failure is shown as it was found
 GENERATE = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -59,12 +60,12 @@ class Problem:
         self.vocabulary = sum(self.widths) + 1  # one row of the weight is somebody else's
         self.products = [self.random(self.tokens, width) * self.spread for width in self.widths]
         self.biases = [None if self.bias is None else self.random(width).to(self.bias) for width in self.widths]
-        self.targets = torch.randint(self.vocabulary, (self.tokens,), generator=self.generator)
+        self.targets = torch.randint(self.vocabulary, (self.tokens,), generator=self.generator).to(DEVICE)
         self.given = {name: self.random(self.tokens) for name in Upstream._fields}
         self.sums = self.random(self.tokens, 5)
 
     def random(self, *shape):
-        return torch.randn(*shape, generator=self.generator)
+        return torch.randn(*shape, generator=self.generator).to(DEVICE)
 
     def tiles(self):
         start = 0
@@ -96,7 +97,7 @@ class Problem:
 
 def compare(problem):
     problem = Problem(problem)
-    works = [work_of(name, CPU, torch.float32, problem.transform) for name in ("torch", "triton")]
+    works = [work_of(name, DEVICE, torch.float32, problem.transform) for name in ("torch", "triton")]
     for place, (right, ours) in enumerate(zip(*map(problem.run, works), strict=True)):
         assert right.keys() == ours.keys()
         for name in right:
@@ -124,6 +125,27 @@ def test_every_kernel_equals_torch_tile_for_tile(problem):
 @given(problems())
 def test_every_kernel_equals_torch_tile_for_tile_in_many_problems(problem):
     compare(problem)
+
+
+@pytest.mark.skipif(DEVICE == CPU, reason="tests/test_head_is_exact.py holds the bounds in the interpreter")
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_bounds_hold_on_the_device(trained):
+    hidden, weight, targets = (
+        torch.randn(300, 1024, dtype=torch.bfloat16, device=DEVICE, requires_grad=True),
+        (torch.randn(32003, 1024, device=DEVICE) / 8).bfloat16().requires_grad_(trained),
+        torch.randint(32003, (300,), device=DEVICE),
+    )
+    found = linear_log_probs(hidden, weight, targets, outputs=("log_probs", "entropy"), kernels="triton")
+    h, w = (x.detach().double().requires_grad_(x.requires_grad) for x in (hidden, weight))
+    log_p = (h @ w.t()).log_softmax(-1)
+    exact = log_p.gather(1, targets[:, None])[:, 0]
+    assert (found.log_probs - exact).abs().max() <= 1e-5
+    assert (found.entropy + (log_p.exp() * log_p).sum(-1)).abs().max() <= 1e-5
+    for ours, right in ((hidden, h), (weight, w))[: 1 + trained]:
+        (gradient,) = torch.autograd.grad(found.log_probs.sum(), ours, retain_graph=True)
+        (wanted,) = torch.autograd.grad(exact.sum(), right, retain_graph=True)
+        floor = (wanted.to(ours.dtype) - wanted).norm()
+        assert (gradient - wanted).norm() <= 1.5 * floor
 
 
 def test_a_number_that_is_none_stays_loud():

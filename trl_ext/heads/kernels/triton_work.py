@@ -1,5 +1,8 @@
 """The work between the products by Triton's kernels: one launch a tile."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -37,30 +40,31 @@ class TritonWork:
             statistics.sum_logits,
             statistics.max_before_target,
         )
-        triton_kernels.fold[(n,)](
-            tile.product,
-            tile.bias,
-            statistics.targets[tile.tokens],
-            *(None if x is None else x[tile.tokens] for x in numbers),
-            written,
-            sums_nH,
-            tile.classes.start,
-            v,
-            self.scale,
-            self.cap,
-            ABSENT,
-            FAR=FAR,
-            HAS_BIAS=tile.bias is not None,
-            CAPPED=self.capped,
-            ENTROPY=statistics.sum_shifted_exp is not None,
-            SQUARES=statistics.sum_sq_exp is not None,
-            MEAN=statistics.sum_logits is not None,
-            TOP1=statistics.max_before_target is not None,
-            COEFFICIENTS=written is not None,
-            RESCALES=sums_nH is not None,
-            UNITS=0 if sums_nH is None else sums_nH.shape[1],
-            **_of_width(v),
-        )
+        with _current(tile.product.device):
+            triton_kernels.fold[(n,)](
+                tile.product,
+                tile.bias,
+                statistics.targets[tile.tokens],
+                *(None if x is None else x[tile.tokens] for x in numbers),
+                written,
+                sums_nH,
+                tile.classes.start,
+                v,
+                self.scale,
+                self.cap,
+                ABSENT,
+                FAR=FAR,
+                HAS_BIAS=tile.bias is not None,
+                CAPPED=self.capped,
+                ENTROPY=statistics.sum_shifted_exp is not None,
+                SQUARES=statistics.sum_sq_exp is not None,
+                MEAN=statistics.sum_logits is not None,
+                TOP1=statistics.max_before_target is not None,
+                COEFFICIENTS=written is not None,
+                RESCALES=sums_nH is not None,
+                UNITS=0 if sums_nH is None else sums_nH.shape[1],
+                **_of_width(v),
+            )
         return written
 
     def gradient(
@@ -85,27 +89,28 @@ class TritonWork:
             coefficients.row_factor,
             coefficients.target,
         )
-        triton_kernels.gradient[(n,)](
-            tile.product,
-            tile.bias,
-            targets,
-            *(None if x is None else x[tile.tokens] for x in numbers),
-            unit,
-            of_others,
-            with_target,
-            tile.classes.start,
-            v,
-            self.scale,
-            self.cap,
-            self.slope,
-            HAS_BIAS=tile.bias is not None,
-            CAPPED=self.capped,
-            ENTROPY=coefficients.slope_of_surprise is not None,
-            MEAN=coefficients.same_for_all is not None,
-            BRACKET=of_others is not None,
-            WHOLE=with_target is not None,
-            **_of_width(v),
-        )
+        with _current(tile.product.device):
+            triton_kernels.gradient[(n,)](
+                tile.product,
+                tile.bias,
+                targets,
+                *(None if x is None else x[tile.tokens] for x in numbers),
+                unit,
+                of_others,
+                with_target,
+                tile.classes.start,
+                v,
+                self.scale,
+                self.cap,
+                self.slope,
+                HAS_BIAS=tile.bias is not None,
+                CAPPED=self.capped,
+                ENTROPY=coefficients.slope_of_surprise is not None,
+                MEAN=coefficients.same_for_all is not None,
+                BRACKET=of_others is not None,
+                WHOLE=with_target is not None,
+                **_of_width(v),
+            )
         return of_others, with_target
 
     def _buffer(self, name: str, product: Tensor, dtype: torch.dtype) -> Tensor:
@@ -115,6 +120,11 @@ class TritonWork:
             self._buffers.pop(name, None)
             held = self._buffers[name] = torch.empty(product.numel(), dtype=dtype, device=product.device)
         return held[: product.numel()].view(product.shape)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, wherever the tensors lie."""
+    return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def _of_width(columns: int) -> dict[str, int]:
