@@ -25,7 +25,7 @@ import results
 import torch
 from steps import GROUP, Case, Shape, policy
 from torch import Tensor
-from turns import Line, arguments, line_of, measure, now, sizes_of, take
+from turns import Line, begin, line_of, measure, now, sizes_of, take
 
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
@@ -166,7 +166,7 @@ def measurements(smoke: bool) -> dict[str, Callable[[float], list[Line]]]:
 
 
 def main() -> None:
-    chosen = arguments(__doc__, budget=900)
+    chosen = begin(__doc__, budget=900)
     take(measurements(chosen.smoke), chosen)
 
 

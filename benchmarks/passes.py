@@ -10,7 +10,7 @@ take turns, on the same model, data and seed; turns.py says what is measured.
 from functools import partial
 
 from steps import GROUP, Case, Shape
-from turns import arguments, measure, take
+from turns import begin, measure, take
 
 SHAPE = Shape(hidden=256, layers=4, vocabulary=4096, prompt=64, completion=64, steps=8, rounds=3)
 SMOKE = Shape(hidden=32, layers=1, vocabulary=64, prompt=4, completion=4, steps=6, rounds=1)
@@ -33,7 +33,7 @@ def cases(shape: Shape) -> list[Case]:
 
 
 def main() -> None:
-    chosen = arguments(__doc__, budget=240)
+    chosen = begin(__doc__, budget=240)
     take({case.benchmark: partial(measure, case) for case in cases(SMOKE if chosen.smoke else SHAPE)}, chosen)
 
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import results
 import torch
 from steps import GROUP, Case, Shape
-from turns import SUBJECTS, Line, Step, arguments, line_of, measure, shape_of, take, train
+from turns import SUBJECTS, Line, Step, begin, line_of, measure, shape_of, take, train
 
 FOUR_GROUPS = {"per_device_train_batch_size": GROUP, "gradient_accumulation_steps": 4}
 CURVES = {"logging_steps": 1, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
@@ -53,13 +53,13 @@ GPU_STEP = Shape(
     prompt=1024,
     completion=1024,
     steps=5,
-    rounds=2,
+    rounds=4,
     heads=16,
     kv_heads=8,
     head_size=128,
     ragged=True,
 )
-CPU_STEP = Shape(hidden=128, layers=4, vocabulary=1024, prompt=256, completion=256, steps=5, rounds=2, ragged=True)
+CPU_STEP = Shape(hidden=128, layers=4, vocabulary=1024, prompt=256, completion=256, steps=5, rounds=3, ragged=True)
 TINY = Shape(hidden=32, layers=1, vocabulary=64, prompt=8, completion=8, steps=6, rounds=1, ragged=True)
 
 GPU = Sizes(
@@ -148,7 +148,7 @@ def measurements(sizes: Sizes) -> dict[str, Callable[[float], list[Line]]]:
     dpo = Case("dpo_step_lora", "dpo", sizes.dpo, pairs, lora=True, epochs=2)
     grpo_curve = {"per_device_train_batch_size": 4 * GROUP, "num_iterations": 2, **CURVES}
     dpo_curve = {"per_device_train_batch_size": 8, **CURVES}
-    one_step = replace(sizes.grpo, steps=1)
+    one_step = replace(sizes.grpo, completion=4 * sizes.grpo.completion, steps=1)
     cases = [
         (measure, grpo),
         (measure, replace(grpo, benchmark="grpo_step_full", lora=False)),
@@ -162,7 +162,7 @@ def measurements(sizes: Sizes) -> dict[str, Callable[[float], list[Line]]]:
 
 
 def main() -> None:
-    chosen = arguments(__doc__, budget=150 if torch.cuda.is_available() else 360)
+    chosen = begin(__doc__, budget=150 if torch.cuda.is_available() else 360)
     take(measurements(SMOKE if chosen.smoke else GPU if torch.cuda.is_available() else CPU), chosen)
 
 

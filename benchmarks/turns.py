@@ -111,22 +111,22 @@ def line_of(benchmark: str, shape: dict[str, Any], subject: str, run: str, milli
 def measure(case: Case, deadline: float) -> list[Line]:
     """A line for each subject, and for each epoch where there are several.
 
-    A further round is begun only where it ends before `deadline`, a time of `time.monotonic`.
+    A third round, and each further one, is begun only where it ends before `deadline`, a time of `time.monotonic`.
     """
     taken: dict[str, list[list[Step]]] = {name: [] for name in SUBJECTS}
-    for _ in range(case.shape.rounds):
+    for number in range(case.shape.rounds):
         begun = time.monotonic()
         for name, library in SUBJECTS.items():
             taken[name].append(train(library, case)[0])
-        if 2 * time.monotonic() - begun > deadline:
+        if number and 2 * time.monotonic() - begun > deadline:
             break
     run, lines = results.new_run(), []
     steps_of_epoch = case.shape.steps // case.epochs
     for epoch in range(case.epochs):
-        begin = max(WARM_UP_STEPS, epoch * steps_of_epoch)
+        first = max(WARM_UP_STEPS, epoch * steps_of_epoch)
         benchmark = case.benchmark + (f"_epoch_{epoch + 1}" if case.epochs > 1 else "")
         for name, rounds in taken.items():
-            steps = [step for steps in rounds for step in steps[begin : (epoch + 1) * steps_of_epoch]]
+            steps = [step for steps in rounds for step in steps[first : (epoch + 1) * steps_of_epoch]]
             line = line_of(benchmark, shape_of(case), name, run, [step.milliseconds for step in steps])
             line["peak_mib"] = max((step.peak_mib for step in steps if step.peak_mib is not None), default=None)
             line["tokens"] = statistics.fmean(step.tokens for step in steps)
@@ -144,31 +144,44 @@ def shape_of(case: Case) -> dict[str, Any]:
     return {**sizes_of(case.shape), "lora": case.lora, "dead_share": case.dead_share, **case.config, **case.ours}
 
 
-def arguments(doc: str | None, budget: float) -> argparse.Namespace:
-    """The command line of a benchmark of whole steps."""
+def begin(doc: str | None, budget: float) -> argparse.Namespace:
+    """What the command line asks for; and the process is made quiet, and on the CPU one thread."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a tiny model: that it runs; its times say nothing")
     parser.add_argument("--only", default="", help="measure only what has this in its name")
     parser.add_argument("--budget", type=float, default=budget, help="seconds; what does not fit is left out")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder to write to")
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    # No progress bars and plans on the table's way
+    logging.getLogger("trl_ext").setLevel(logging.WARNING)
+    datasets.disable_progress_bars()
+    warnings.simplefilter("ignore", FutureWarning)  # of the libraries', on names of their own
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    return chosen
 
 
 def take(measurements: dict[str, Callable[[float], list[Line]]], chosen: argparse.Namespace) -> None:
-    """Take the measurements, each in an equal share of the time that is left, and keep the lines of each at once."""
+    """Take the measurements, each in an equal share of the time that is left, and keep the lines of each at once.
+
+    One is left out where less time is left than the last one took, and where the device lacks the memory.
+    """
     end = time.monotonic() + chosen.budget
-    quiet()
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)
     names = [name for name in measurements if chosen.only in name]
     origin = results.origin(device())
     print(f"{origin}\n{'':<44}{'before ms':>11}{'after ms':>11}{'ratio':>7}  tokens fed, MiB at most")
+    took = 0.0
     for number, name in enumerate(names):
-        left = end - time.monotonic()
-        if left < 0:
+        begun = time.monotonic()
+        if begun + took > end:
             print(f"left out: {name}, past the budget of {chosen.budget:g} s")
             continue
-        lines = measurements[name](time.monotonic() + left / (len(names) - number))
+        try:
+            lines = measurements[name](begun + (end - begun) / (len(names) - number))
+        except torch.OutOfMemoryError as error:
+            print(f"left out: {name}, {error}")
+            continue
+        took = time.monotonic() - begun
         if lines:
             results.add([line | origin for line in lines], chosen.results)
             show(lines)
@@ -179,14 +192,7 @@ def show(lines: list[Line]) -> None:
     """Neighbours of one benchmark for a reader: the first one's time over the second's, of which more is better."""
     for before, after in zip(lines[::2], lines[1::2], strict=True):
         fed = f"{before['tokens']:.0f} -> {after['tokens']:.0f}"
-        peaks = "" if before["peak_mib"] is None else f"  {before['peak_mib']:.0f} -> {after['peak_mib']:.0f}"
-        times = before["median_ms"], after["median_ms"]
-        timed = f"{times[0]:>11.1f}{times[1]:>11.1f}{times[0] / times[1]:>7.2f}" if times[0] is not None else " " * 29
-        print(f"{before['benchmark']:<44}{timed}  {fed}{peaks}", flush=True)
-
-
-def quiet() -> None:
-    """No progress bars and plans on the table's way."""
-    logging.getLogger("trl_ext").setLevel(logging.WARNING)
-    datasets.disable_progress_bars()
-    warnings.simplefilter("ignore", FutureWarning)  # of the libraries', on names of their own
+        times, peaks = ([line[what] for line in (before, after)] for what in ("median_ms", "peak_mib"))
+        timed = " " * 29 if None in times else f"{times[0]:>11.1f}{times[1]:>11.1f}{times[0] / times[1]:>7.2f}"
+        held = "" if None in peaks else f"  {peaks[0]:.0f} -> {peaks[1]:.0f}"
+        print(f"{before['benchmark']:<44}{timed}  {fed}{held}", flush=True)
