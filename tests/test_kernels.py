@@ -38,13 +38,14 @@ def problems(draw):
         "tokens": draw(st.integers(1, 4)),
         "widths": draw(st.lists(st.integers(1, 37), min_size=1, max_size=3)),
         "spread": draw(st.sampled_from([0.1, 3.0, 30.0, 1000.0])),
+        "climb": draw(st.sampled_from([0.0, 9.0, 12.0])),  # from tile to tile: near where the shift begins to move
         "bias": draw(st.sampled_from([None, *HALVES])),
         "transform": LogitTransform(
             draw(st.sampled_from([1.0, 0.3])),
             draw(st.sampled_from([1.0, -0.5])),
             draw(st.sampled_from([None, 5.0, 50.0])),
         ),
-        "outputs": tuple(draw(st.sets(st.sampled_from(OUTPUTS), min_size=1))),
+        "outputs": tuple(draw(st.just(OUTPUTS) | st.sets(st.sampled_from(OUTPUTS), min_size=1))),
         "operand": draw(st.sampled_from(HALVES)),
         "upstream": draw(st.sets(st.sampled_from(Upstream._fields), min_size=1)),
         "asks": draw(st.sampled_from([("bracket",), ("whole",), ("bracket", "whole")])),
@@ -58,7 +59,9 @@ class Problem:
         self.__dict__.update(problem)
         self.generator = torch.Generator().manual_seed(self.seed)
         self.vocabulary = sum(self.widths) + 1  # one row of the weight is somebody else's
-        self.products = [self.random(self.tokens, width) * self.spread for width in self.widths]
+        self.products = [
+            self.random(self.tokens, width) * self.spread + self.climb * i for i, width in enumerate(self.widths)
+        ]
         self.biases = [None if self.bias is None else self.random(width).to(self.bias) for width in self.widths]
         self.targets = torch.randint(self.vocabulary, (self.tokens,), generator=self.generator).to(DEVICE)
         self.given = {name: self.random(self.tokens) for name in Upstream._fields}
@@ -105,7 +108,7 @@ def compare(problem):
             assert (want.dtype, want.shape) == (got.dtype, got.shape)
             # exp of a logit is as exact as the logit's last place; a half's last place may round the other way
             rounding = torch.finfo(want.dtype).eps if want.dtype in HALVES[:2] else 0
-            logits = max(1.0, 5 * problem.spread / problem.transform.temperature)
+            logits = max(1.0, (5 * problem.spread + 2 * problem.climb) / problem.transform.temperature)
             largest = float(want.double().nan_to_num(posinf=0, neginf=0).abs().max())
             if problem.transform.softcap is not None:
                 largest = max(largest, 1.0)  # torch reads 1 - tanh^2 off the logits, to fp32 rounding beside 1
