@@ -13,8 +13,9 @@ that is not in a line's `shape` has its default. Benchmarks:
   ones are fp32 under autocast.
 - `dpo_step_lora_epoch_1`, `dpo_step_lora_epoch_2`: the reference is the model without its adapter.
 - `grpo_longest_lora`, `dpo_longest_lora`, on a GPU alone: `longest` is the longest completion, in tokens, with which
-  one micro-batch was seen to fit, and `fails_at` the shortest with which it was not. `peak_mib` is that of the longest;
-  nothing is timed. Found by doubling, then by bisection, in a limited number of trials and of seconds.
+  two steps of one micro-batch were seen to fit, and `fails_at` the shortest with which they were not. `peak_mib` is
+  that of the longest; nothing is timed. Found by doubling, then by bisection, in a limited number of trials and of
+  seconds.
 - `grpo_loss_curve`, `dpo_loss_curve`: `loss` and `grad_norm` at each of 100 steps of a smaller model, and on our line
   the `largest_difference` from stock's; nothing is timed. GRPO visits each batch twice: at the first visit its loss
   does not depend on the model.
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import results
 import torch
 from steps import GROUP, Case, Shape
-from turns import SUBJECTS, Line, Step, begin, line_of, measure, shape_of, take, train
+from turns import SUBJECTS, Line, Step, begin, line_of, measure, peak_of, shape_of, take, train
 
 FOUR_GROUPS = {"per_device_train_batch_size": GROUP, "gradient_accumulation_steps": 4}
 CURVES = {"logging_steps": 1, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
@@ -94,19 +95,20 @@ def longest_that_fits(fits: Callable[[int], bool], first: int, trials: int, dead
     return good, bad
 
 
-def longest_of(library: Any, case: Case, deadline: float) -> tuple[dict[str, int | None], Step]:
-    """What was found, and the step of the longest."""
-    steps = {0: Step()}
+def longest_of(library: Any, case: Case, deadline: float) -> dict[str, float | None]:
+    """What a line says of the longest."""
+    taken: dict[int, list[Step]] = {0: [Step()]}
 
     def fits(length: int) -> bool:
         try:
-            steps[length] = train(library, replace(case, shape=replace(case.shape, completion=length)))[0][-1]
+            taken[length], _ = train(library, replace(case, shape=replace(case.shape, completion=length)))
         except torch.OutOfMemoryError:
             return False
         return True
 
     good, bad = longest_that_fits(fits, case.shape.completion, TRIALS, deadline)
-    return {"longest": good, "fails_at": bad}, steps[good]
+    # The first step looks at its batch in other ways too
+    return {"longest": good, "fails_at": bad, "peak_mib": peak_of(taken[good]), "tokens": taken[good][-1].tokens}
 
 
 def longest(case: Case, deadline: float) -> list[Line]:
@@ -117,10 +119,9 @@ def longest(case: Case, deadline: float) -> list[Line]:
     shape = {name: size for name, size in shape_of(case).items() if name != "completion"}
     for number, (name, library) in enumerate(SUBJECTS.items()):
         now = time.monotonic()
-        found, step = longest_of(library, case, now + (deadline - now) / (len(SUBJECTS) - number))
-        print(f"{case.benchmark}, {name}: {found}", flush=True)
-        line = line_of(case.benchmark, shape, name, run, []) | found
-        lines.append(line | {"peak_mib": step.peak_mib, "tokens": step.tokens})
+        found = longest_of(library, case, now + (deadline - now) / (len(SUBJECTS) - number))
+        print(f"{case.benchmark}, {name}: {found['longest']} tokens fit, {found['fails_at']} do not", flush=True)
+        lines.append(line_of(case.benchmark, shape, name, run, []) | found)
     return lines
 
 
@@ -148,15 +149,15 @@ def measurements(sizes: Sizes) -> dict[str, Callable[[float], list[Line]]]:
     dpo = Case("dpo_step_lora", "dpo", sizes.dpo, pairs, lora=True, epochs=2)
     grpo_curve = {"per_device_train_batch_size": 4 * GROUP, "num_iterations": 2, **CURVES}
     dpo_curve = {"per_device_train_batch_size": 8, **CURVES}
-    one_step = replace(sizes.grpo, completion=4 * sizes.grpo.completion, steps=1)
+    two_steps = replace(sizes.grpo, completion=4 * sizes.grpo.completion, steps=2)
     cases = [
         (measure, grpo),
         (measure, replace(grpo, benchmark="grpo_step_full", lora=False)),
         (measure, dpo),
         (curve, replace(grpo, benchmark="grpo_loss_curve", shape=sizes.curve, config=grpo_curve)),
         (curve, replace(dpo, benchmark="dpo_loss_curve", shape=sizes.curve, config=dpo_curve)),
-        (longest, Case("grpo_longest_lora", "grpo", one_step, {"per_device_train_batch_size": GROUP}, lora=True)),
-        (longest, Case("dpo_longest_lora", "dpo", one_step, {"per_device_train_batch_size": 2}, lora=True)),
+        (longest, Case("grpo_longest_lora", "grpo", two_steps, {"per_device_train_batch_size": GROUP}, lora=True)),
+        (longest, Case("dpo_longest_lora", "dpo", two_steps, {"per_device_train_batch_size": 2}, lora=True)),
     ]
     return {case.benchmark: partial(take_one, case) for take_one, case in cases}
 

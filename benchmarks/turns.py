@@ -108,6 +108,10 @@ def line_of(benchmark: str, shape: dict[str, Any], subject: str, run: str, milli
     }
 
 
+def peak_of(steps: list[Step]) -> float | None:
+    return max((step.peak_mib for step in steps if step.peak_mib is not None), default=None)
+
+
 def measure(case: Case, deadline: float) -> list[Line]:
     """A line for each subject, and for each epoch where there are several.
 
@@ -128,7 +132,7 @@ def measure(case: Case, deadline: float) -> list[Line]:
         for name, rounds in taken.items():
             steps = [step for steps in rounds for step in steps[first : (epoch + 1) * steps_of_epoch]]
             line = line_of(benchmark, shape_of(case), name, run, [step.milliseconds for step in steps])
-            line["peak_mib"] = max((step.peak_mib for step in steps if step.peak_mib is not None), default=None)
+            line["peak_mib"] = peak_of(steps)
             line["tokens"] = statistics.fmean(step.tokens for step in steps)
             line["no_grad_forwards"] = statistics.fmean(step.no_grad_forwards for step in steps)
             lines.append({**line, "steps": len(steps)})

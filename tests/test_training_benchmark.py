@@ -104,7 +104,7 @@ def test_what_has_no_memory_left_does_not_fit_and_leaves_nothing_behind():
     models = []
     case = Case("", "grpo", training.SMOKE.grpo, {"per_device_train_batch_size": 8})
     library = SimpleNamespace(GRPOTrainer=Small, GRPOConfig=trl_ext.GRPOConfig)
-    found, _ = training.longest_of(library, case, deadline=0)
-    assert found == {"longest": 0, "fails_at": 8}
+    found = training.longest_of(library, case, deadline=0)
+    assert found == {"longest": 0, "fails_at": 8, "peak_mib": None, "tokens": 0}
     gc.collect()
     assert [model() for model in models] == [None]
