@@ -5,7 +5,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TRL_1_15 := .venv-trl-1.15/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short test test-all test-part test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu clean
+.PHONY: demo demo-check demo-short test test-all test-part test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-report clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -60,7 +60,7 @@ types: $(VENV)
 	$(PYTHON) -m mypy
 
 bench: $(VENV)
-	$(PYTHON) benchmarks/head.py --device cpu --smoke --results runs/bench
+	$(PYTHON) benchmarks/head.py --device cpu --results runs/bench
 	$(PYTHON) benchmarks/training.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/passes.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/packing.py --smoke --results runs/bench
@@ -86,11 +86,16 @@ bench-scaling: $(VENV)
 # Of its 8 minutes the head has 220 s, whole steps 130 s, what packing costs where it saves nothing 20 s; what is left
 # is for the tests and for four starts of Python. What does not fit is left out, with a line that says so. The passes
 # that are left out are in whole steps already.
+bench-gpu: export PYTHONPATH = $(CURDIR)
 bench-gpu: $(VENV)
 	$(PYTHON) benchmarks/head.py --device cuda --budget 220
 	$(PYTHON) benchmarks/training.py --budget 130
 	$(PYTHON) benchmarks/packing.py --budget 20
 	$(PYTHON) -m pytest -n 0 -q tests/test_hosted_reference_gpu.py tests/test_packing_gpu.py
+
+# Tables and plots of docs/performance.md, from the lines in benchmarks/results/
+bench-report: $(VENV)
+	$(PYTHON) benchmarks/report.py
 
 clean:
 	rm -rf .venv .venv-trl-1.15 runs

@@ -1,0 +1,229 @@
+"""Make the tables and plots of docs/performance.md from the lines in benchmarks/results/.
+
+    python benchmarks/report.py   # writes the page's generated part, and the images that it shows
+
+Of each benchmark, shape and device the newest run is shown. Every ratio is of two subjects of one run. Lines without a
+subject are left out: those of the collectives have docs/scaling.md.
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+from report_plots import draw_curves, draw_errors, draw_peaks, draw_times, slug
+from report_runs import Run, newest_runs
+from results import FOLDER
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "performance.md"
+BEGIN, END = "<!-- made by benchmarks/report.py -->", "<!-- end of what it made -->"
+
+NAMES = {
+    "trl_ext": "ours",
+    "trl_ext_torch": "ours, torch only",
+    "trl": "TRL",
+    "liger": "Liger",
+    "liger_grpo": "Liger, GRPO loss",
+    "cut_cross_entropy": "Cut Cross-Entropy",
+    "torch_linear_cross_entropy": "torch",
+    "logits": "whole logits",
+    "logits_compiled": "whole logits, compiled",
+    "matmul": "bare products",
+}
+USES = {
+    "head_nograd": "Forward without a gradient",
+    "head_frozen_fwd_bwd": "Forward and backward, frozen weight",
+    "head_trained_fwd_bwd": "Forward and backward, trained weight",
+    "head_nograd_entropy": "Forward without a gradient, with the entropy",
+    "head_frozen_fwd_bwd_entropy": "Forward and backward, frozen weight, with the entropy",
+    "head_trained_fwd_bwd_entropy": "Forward and backward, trained weight, with the entropy",
+}
+ERRORS = {
+    "max_error": "log-prob, largest error",
+    "gradient_error": "gradient of hidden states",
+    "weight_gradient_error": "gradient of the weight",
+}
+NONE = "No results have been committed."
+
+
+def number(value: float | None, form: str | None = None) -> str:
+    if value is None:
+        return "-"
+    return format(value, form or (".0f" if value >= 100 else ".1f" if value >= 10 else ".2f"))
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---", *["---:"] * (len(header) - 1)], *rows])
+
+
+def subjects_of(runs: list[Run]) -> list[str]:
+    found = {subject for run in runs for subject in run.lines}
+    return [name for name in NAMES if name in found]
+
+
+def shape_text(run: Run) -> str:
+    return " x ".join(str(size) for size in run.shape.values())
+
+
+def head_times(runs: list[Run]) -> str:
+    """Ours in milliseconds, and the others' times over ours: more than 1 is slower than ours."""
+    others = [name for name in subjects_of(runs) if name not in ("trl_ext", "matmul")]
+    others = [name for name in others if any(run.ours != name for run in runs)]
+    header = ["N x H x V", "ours, ms", "of the limit", "ours / bare products", *(f"{NAMES[x]} / ours" for x in others)]
+    rows = []
+    for run in runs:
+        line = run.lines.get(run.ours)
+        reached = None if line is None else max(line["products_ms"], line["bytes_ms"]) / line["median_ms"]
+        ratios = [number(run.over(name, run.ours) if name != run.ours else None, ".2f") for name in others]
+        of_ours = [number(line and line["median_ms"]), number(reached, ".0%"), number(run.over(run.ours, "matmul"))]
+        rows.append([shape_text(run), *of_ours, *ratios])
+    return table(header, rows)
+
+
+def head_peaks(runs: list[Run]) -> str:
+    subjects = [name for name in subjects_of(runs) if name != "matmul"]
+    rows = [
+        [shape_text(run), *(number(run.lines.get(name, {}).get("peak_mib"), ".0f") for name in subjects)]
+        for run in runs
+    ]
+    return table(["N x H x V", *(NAMES[name] for name in subjects)], rows)
+
+
+def worst_errors(runs: list[Run]) -> dict[str, dict[str, float | None]]:
+    """Of each subject the worst of every kind of error, over all its shapes and uses."""
+    return {
+        name: {
+            title: max((x for run in runs if (x := run.lines.get(name, {}).get(kind)) is not None), default=None)
+            for kind, title in ERRORS.items()
+        }
+        for name in subjects_of(runs)
+        if name != "matmul"
+    }
+
+
+def has_peaks(runs: list[Run]) -> bool:
+    return any(line["peak_mib"] is not None for run in runs for line in run.lines.values())
+
+
+def head_section(runs: list[Run], device: str) -> list[str]:
+    text = ["#### The head"]
+    for benchmark, title in USES.items():
+        of_use = [run for run in runs if run.benchmark == benchmark]
+        if of_use:
+            text += [f"**{title}**", head_times(of_use)]
+            if has_peaks(of_use):
+                text += ["Most memory of a call, MiB:", head_peaks(of_use)]
+    rows = [[NAMES[name], *(number(x, ".1e") for x in errors.values())] for name, errors in worst_errors(runs).items()]
+    text += [
+        "**Errors against float64**, the worst over the shapes and uses above:",
+        table(["", *ERRORS.values()], rows),
+    ]
+    plots = ["times", *(["peaks"] if has_peaks(runs) else []), "errors"]
+    return [*text, *(f"![The head: {plot}](images/head-{plot}-{device}.png)" for plot in plots)]
+
+
+def steps_section(runs: list[Run]) -> list[str]:
+    """Runs of two subjects: the first is what was before."""
+    rows = []
+    for run in runs:
+        before, after = run.lines.values()
+        pair = [f"{subject}: {number(line['median_ms'])}" for subject, line in run.lines.items()]
+        peaks = [number(line["peak_mib"], ".0f") for line in (before, after)]
+        fed = after["tokens"] / before["tokens"] if "tokens" in before else None
+        ratio = number(before["median_ms"] / after["median_ms"], ".2f")
+        rows.append([f"`{run.benchmark}`", *pair, ratio, number(fed, ".2f"), " -> ".join(peaks)])
+    header = ["", "before, ms", "after, ms", "before / after", "tokens fed, after / before", "MiB at most"]
+    shapes = [f"- `{run.benchmark}`: {', '.join(f'{name} {size}' for name, size in run.shape.items())}" for run in runs]
+    return ["#### Whole steps", table(header, rows), "\n".join(shapes)]
+
+
+def longest_section(runs: list[Run]) -> list[str]:
+    rows = [
+        [
+            f"`{run.benchmark}`",
+            NAMES[name],
+            str(line["longest"]),
+            number(line["fails_at"], "d"),
+            number(line["peak_mib"]),
+        ]
+        for run in runs
+        for name, line in run.lines.items()
+    ]
+    return [
+        "#### The longest completion that fits",
+        table(["", "", "fits, tokens", "does not fit", "MiB at most"], rows),
+    ]
+
+
+def curves_section(runs: list[Run]) -> list[str]:
+    text = ["#### Loss curves"]
+    for run in runs:
+        found = run.lines["trl_ext"]["largest_difference"].items()
+        different = " and ".join(f"{what} by at most {number(value, '.1e')}" for what, value in found)
+        steps = len(run.lines["trl"]["loss"])
+        text += [
+            f"`{run.benchmark}`: over {steps} steps ours differs from TRL's in {different}.",
+            f"![{run.benchmark}](images/curve-{slug(run.benchmark)}-{slug(run.device)}.png)",
+        ]
+    return text
+
+
+def origins(runs: list[Run]) -> str:
+    """Dates, commits and versions, one line each."""
+    found = []
+    for run in runs:
+        named = ", ".join(f"{name} {of}" for name, of in run.versions.items() if of)
+        line = f"- {run.date[:10]}: {named}"
+        if line not in found:
+            found.append(line)
+    return "\n".join(sorted(found))
+
+
+def sections(runs: list[Run]) -> str:
+    """All of the generated part."""
+    text: list[str] = []
+    for device, of_device in groupby(runs, key=lambda run: run.device):
+        here = list(of_device)
+        head = [run for run in here if run.benchmark in USES]
+        longest = [run for run in here if "longest" in run.benchmark]
+        curves = [run for run in here if "curve" in run.benchmark]
+        timed = [run for run in here if run not in (*head, *longest, *curves) and len(run.lines) == 2]
+        text += [f"### {device}", origins(here)]
+        if head:
+            text += head_section(head, slug(device))
+        text += steps_section(timed) if timed else []
+        text += longest_section(longest) if longest else []
+        text += curves_section(curves) if curves else []
+    return "\n\n".join(text) or NONE
+
+
+def with_part(page: str, part: str) -> str:
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{rest.split(END)[1]}"
+
+
+def draw(runs: list[Run], folder: Path) -> None:
+    """Every plot that the generated part shows."""
+    titles = {name: title for name, title in USES.items() if "entropy" not in name}
+    for device, of_device in groupby(runs, key=lambda run: run.device):
+        here = list(of_device)
+        if head := [run for run in here if run.benchmark in USES]:
+            draw_times(head, titles, NAMES, folder / f"head-times-{slug(device)}.png")
+            draw_errors(worst_errors(head), NAMES, folder / f"head-errors-{slug(device)}.png")
+            if has_peaks(head):
+                draw_peaks(head, titles, NAMES, folder / f"head-peaks-{slug(device)}.png")
+        for run in here:
+            if "curve" in run.benchmark:
+                draw_curves(run, NAMES, folder / f"curve-{slug(run.benchmark)}-{slug(device)}.png")
+
+
+def main() -> None:
+    runs = newest_runs(FOLDER)
+    PAGE.write_text(with_part(PAGE.read_text(), sections(runs)))
+    draw(runs, DOCS / "images")
+    print(f"wrote {PAGE}, from {len(runs)} runs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The plots of docs/performance.md, legible on a phone."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
+from report_runs import Run
+
+WIDTH = 5.0  # inches, at 200 dots each
+STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
+# Without Liger's GRPO loss, which is measured at one shape and so slow there that it would squeeze the others together
+LOOKS = {
+    "trl_ext": ("o", "#0b6e4f"),
+    "trl_ext_torch": ("o", "#8bc6ae"),
+    "trl": ("s", "#c1292e"),
+    "liger": ("D", "#235789"),
+    "cut_cross_entropy": ("^", "#e08e0b"),
+    "torch_linear_cross_entropy": ("v", "#7b4fa3"),
+    "logits": ("P", "#777777"),
+    "logits_compiled": ("X", "#bbbbbb"),
+}
+MOST_ROWS = 16
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def draw_times(runs: list[Run], titles: dict[str, str], names: dict[str, str], path: Path) -> None:
+    """A row for each shape, a mark for each subject's time over that of the bare products, which are the line."""
+    label = "time over that of bare products"
+    _draw_shapes(runs, titles, names, lambda run, name: run.over(name, "matmul"), label, path, limit=1)
+
+
+def draw_peaks(runs: list[Run], titles: dict[str, str], names: dict[str, str], path: Path) -> None:
+    """A row for each shape, a mark for each subject's peak memory."""
+    _draw_shapes(runs, titles, names, lambda run, name: run.lines.get(name, {}).get("peak_mib"), "MiB at most", path)
+
+
+def draw_errors(worst: dict[str, dict[str, float | None]], names: dict[str, str], path: Path) -> None:
+    """A row for each subject, a mark for each kind of error."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(WIDTH, 1.6 + 0.3 * len(worst)), layout="constrained")
+        kinds = next(iter(worst.values()))
+        for kind, marker in zip(kinds, "os^", strict=True):
+            points = [(errors[kind], row) for row, errors in enumerate(worst.values()) if errors[kind] is not None]
+            if points:
+                axes.scatter(*zip(*points, strict=True), marker=marker, label=kind, zorder=3)
+        axes.set_xscale("log")
+        axes.set_yticks(range(len(worst)), [names[name] for name in worst])
+        axes.invert_yaxis()
+        figure.legend(loc="outside lower center", ncols=1, frameon=False)
+        _save(figure, path)
+
+
+def draw_curves(run: Run, names: dict[str, str], path: Path) -> None:
+    """The loss of every subject of a run over its steps, and the gradient norm below it."""
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(2, 1, figsize=(WIDTH, 4.6), sharex=True, layout="constrained")
+        for axes, what in zip(grid, ("loss", "grad_norm"), strict=True):
+            for (name, line), style in zip(run.lines.items(), ("-", "--"), strict=True):
+                axes.plot(line[what], style, color=LOOKS[name][1], label=names[name], linewidth=2)
+            axes.set_ylabel(what)
+        grid[0].legend(frameon=False)
+        grid[1].set_xlabel("step")
+        _save(figure, path)
+
+
+def _draw_shapes(
+    runs: list[Run],
+    titles: dict[str, str],
+    names: dict[str, str],
+    value: Callable[[Run, str], float | None],
+    label: str,
+    path: Path,
+    limit: float | None = None,
+) -> None:
+    """A panel for each use in `titles`."""
+    panels = {use: shown for use in titles if (shown := _shown([run for run in runs if run.benchmark == use]))}
+    heights = [len(shown) + 2.5 for shown in panels.values()]
+    with plt.rc_context(STYLE):
+        size = (WIDTH, 1.2 + 0.24 * sum(heights))
+        figure, grid = plt.subplots(
+            len(panels), figsize=size, height_ratios=heights, squeeze=False, layout="constrained"
+        )
+        marks: dict[str, Any] = {}
+        for axes, (use, shown) in zip(grid[:, 0], panels.items(), strict=True):
+            for name, (marker, colour) in LOOKS.items():
+                places = [(value(run, name), row) for row, run in enumerate(shown)]
+                points = [place for place in places if place[0] is not None]
+                if points:
+                    marks[names[name]] = axes.scatter(*zip(*points, strict=True), marker=marker, color=colour, zorder=3)
+            if limit:
+                axes.axvline(limit, color="black", linewidth=1)
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_yticks(range(len(shown)), [" x ".join(map(str, run.shape.values())) for run in shown], fontsize=8)
+            axes.set_ylim(len(shown) - 0.4, -0.6)
+            axes.set_title(titles[use], fontsize=10, loc="left")
+        grid[-1, 0].set_xlabel(f"{label}, at N x H x V")
+        figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=2, frameon=False)
+        _save(figure, path)
+
+
+def _shown(runs: list[Run]) -> list[Run]:
+    """What has room: the shapes of one number of tokens, of which there are most; of equally many the larger."""
+    tokens = [run.shape["N"] for run in runs]
+    most = max(tokens, key=lambda N: (tokens.count(N), N), default=0)
+    return runs if len(runs) <= MOST_ROWS else [run for run in runs if run.shape["N"] == most]
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200, metadata={"Software": None})  # the same bytes from the same lines
+    plt.close(figure)

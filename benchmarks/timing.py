@@ -1,0 +1,73 @@
+"""Time and memory of single calls, and the two ceilings of a device: its matmul rate and its memory bandwidth."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+Step = Callable[[], Any]
+
+
+def milliseconds(step: Step, device: torch.device) -> float:
+    """Time of one call that begins on an idle device."""
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+    begun = time.perf_counter()
+    step()
+    return 1e3 * (time.perf_counter() - begun)
+
+
+def peak_mib(step: Step, device: torch.device) -> float | None:
+    """Most memory allocated during one call, above what was allocated before; None where torch does not count it."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+def in_turns(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each step in so many rounds, in which each has its turn; one more before them is warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order = list(steps)
+    for _ in range(1 + rounds):
+        for name in order:
+            times[name].append(milliseconds(steps[name], device))
+        # What one leaves behind, such as heat, falls on each of the others in turn
+        order = order[1:] + order[:1]
+    return {name: spent[1:] for name, spent in times.items()}
+
+
+class Ceilings(NamedTuple):
+    """What a device was seen to do at most: bf16 operations a second in a large product, and bytes a second, read and
+    written, in a large copy."""
+
+    flops: float
+    bandwidth: float
+
+    def __str__(self) -> str:
+        return f"ceilings: {self.flops / 1e12:.3g} TFLOP/s in a product, {self.bandwidth / 1e12:.3g} TB/s in a copy"
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Medians of 20 calls, after warm-up, on random numbers: on zeros a GPU multiplies faster."""
+    N, H, V = (8192, 8192, 16384) if device.type == "cuda" else (256, 512, 1024)
+    hidden = torch.randn(N, H, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(V, H, dtype=torch.bfloat16, device=device)
+    size = 2**31 if device.type == "cuda" else 2**26
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    steps: dict[str, Step] = {"product": lambda: hidden @ weight.t(), "copy": lambda: target.copy_(source)}
+    seconds = {name: statistics.median(spent) / 1e3 for name, spent in in_turns(steps, 20, device).items()}
+    return Ceilings(2 * N * H * V / seconds["product"], 2 * size / seconds["copy"])

@@ -1,0 +1,218 @@
+"""The head's benchmark measures the same function for every subject and says what it left out; the report's figures are
+those of the lines."""
+
+import json
+import sys
+
+import head
+import head_inputs
+import head_subjects
+import head_tiles
+import pytest
+import report
+import report_runs
+import results
+import torch
+from head_uses import ENTROPY_USES, USES, limits, step_of
+from timing import Ceilings
+
+CPU = torch.device("cpu")
+TINY = {"N": 24, "H": 16, "V": 120}
+CEILINGS = Ceilings(flops=790e12, bandwidth=4.3e12)
+KEYS = {"benchmark", "shape", "subject", "run", "median_ms", "min_ms", "max_ms", "peak_mib", "max_error", "device"}
+KEYS |= {"versions", "date"}
+
+
+def lines_in(folder):
+    return [json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def problem():
+    inputs = head_inputs.fresh_inputs(**TINY, device=CPU, seed=0)
+    return head.Problem(TINY, inputs, head_inputs.float64_reference(inputs))
+
+
+@pytest.fixture
+def few_rounds(monkeypatch):
+    monkeypatch.setattr(head, "ROUNDS", 2)
+
+
+def test_a_run_on_the_cpu_writes_a_line_for_each_subject_and_use(tmp_path, few_rounds):
+    heads = head_subjects.load(CPU, without=[])
+    assert {"trl_ext_torch", "trl", "torch_linear_cross_entropy", "logits"} <= heads.keys()
+    head.measure_all([TINY, TINY], heads, CPU, tmp_path, budget=100)
+    lines = lines_in(tmp_path)
+    first, second = lines[: -3 * (len(heads) + 1)], lines[-3 * (len(heads) + 1) :]
+    assert {line["benchmark"] for line in first} == {*USES, *ENTROPY_USES}
+    for name in USES:
+        for of_shape in (first, second):
+            of_use = [line for line in of_shape if line["benchmark"] == name]
+            assert [line["subject"] for line in of_use] == [*heads, "matmul"]
+            assert len({line["run"] for line in of_use}) == 1
+    for name in ENTROPY_USES:
+        of_use = [line["subject"] for line in first if line["benchmark"] == name]
+        assert of_use == ["trl_ext_torch", "trl", "matmul"]
+    for line in lines:
+        assert line.keys() >= KEYS
+        assert line["shape"] == TINY
+        assert 0 < line["min_ms"] <= line["median_ms"] <= line["max_ms"]
+        bare = line["subject"] == "matmul"
+        for name, measured in (
+            ("max_error", True),
+            ("gradient_error", "nograd" not in line["benchmark"]),
+            ("weight_gradient_error", "trained" in line["benchmark"]),
+        ):
+            assert (line[name] is not None) == (measured and not bare), line
+        if not bare:
+            # All of them are the same function: what bf16 logits and bf16 log-probs are off by
+            assert line["max_error"] < (1e-5 if line["subject"] == "trl_ext_torch" else 0.2)
+            assert (line["gradient_error"] or 0) < 0.02
+            assert (line["weight_gradient_error"] or 0) < 0.02
+
+
+def test_what_cannot_be_imported_or_needs_a_gpu_is_said(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    heads = head_subjects.load(CPU, without=["logits"])
+    said = capsys.readouterr().out
+    assert "left out: liger_grpo cannot be imported (" in said
+    assert "left out: cut_cross_entropy, which is measured on a GPU" in said
+    assert "left out: logits, as asked for" in said
+    assert not heads.keys() & {"liger_grpo", "cut_cross_entropy", "logits"}
+
+
+def test_a_subject_that_fails_is_said_and_the_others_go_on(capsys, few_rounds, problem):
+    def out_of_memory(inputs, outputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def broken(inputs, outputs):
+        raise TypeError("no such option\nand much more")
+
+    def wrong(inputs, outputs):
+        return torch.full_like(inputs.upstream, torch.nan)
+
+    heads = {"trl": out_of_memory, "liger": broken, "logits_compiled": wrong, "logits": head_subjects.logits()}
+    lines = head.measure("head_nograd", USES["head_nograd"], problem, heads, CPU, CEILINGS)
+    assert [line["subject"] for line in lines] == ["logits", "matmul"]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        f"left out: trl in head_nograd at {TINY}, out of memory",
+        f"left out: liger in head_nograd at {TINY}, TypeError: no such option",
+        f"left out: logits_compiled in head_nograd at {TINY}, FloatingPointError: its max_error is nan",
+    ]
+
+
+def test_shapes_past_the_budget_are_said_in_one_line(capsys, tmp_path, few_rounds):
+    heads = {"logits": head_subjects.logits()}
+    head.measure_all([TINY, head.FIRST, TINY, head.FIRST], heads, CPU, tmp_path, budget=100)
+    said = capsys.readouterr().out
+    assert said.endswith("left out: 8192x4096x131072, 8192x4096x131072 (N x H x V), past the budget of 100 s\n")
+    assert len(lines_in(tmp_path)) == 15  # uses with entropy have no subject but the bare products
+
+
+def test_the_judged_shape_comes_first_and_every_shape_once():
+    shapes = [tuple(shape.values()) for shape in head.shapes_in_order()]
+    assert shapes[0] == (8192, 4096, 131072)
+    assert len(shapes) == len(set(shapes)) == 48
+    assert [N for N, _, _ in shapes] == [8192] * 16 + [2048] * 16 + [32768] * 16
+
+
+def test_the_limit_of_the_judged_shape():
+    frozen = limits(USES["head_frozen_fwd_bwd"], head.FIRST, CEILINGS)
+    assert frozen["products_ms"] == pytest.approx(2 * 11.13, rel=1e-3)
+    # Hidden states twice, the weight once, and 16 bytes a token
+    assert frozen["bytes_ms"] == pytest.approx((4 * 8192 * 4096 + 2 * 131072 * 4096 + 16 * 8192) / 4.3e9)
+    trained = limits(USES["head_trained_fwd_bwd"], head.FIRST, CEILINGS)
+    assert trained["products_ms"] == pytest.approx(4 * 11.13, rel=1e-3)
+
+
+def test_the_reference_is_the_definition(monkeypatch):
+    monkeypatch.setattr(head_inputs, "SLICE", 50)
+    monkeypatch.setattr(head_inputs, "TOKENS", 7)
+    inputs = head_inputs.fresh_inputs(**TINY, device=CPU, seed=1)
+    reference = head_inputs.float64_reference(inputs)
+    hidden, weight = inputs.hidden.double().requires_grad_(), inputs.weight.double().requires_grad_()
+    log_probs = (hidden @ weight.t()).log_softmax(-1).gather(1, inputs.targets[:, None])[:, 0]
+    grad_hidden, grad_weight = torch.autograd.grad(log_probs, (hidden, weight), inputs.upstream.double())
+    torch.testing.assert_close(reference.log_probs, log_probs.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(reference.grad_hidden, grad_hidden[reference.tokens], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(reference.grad_weight, grad_weight[reference.rows], rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_in_place_of_log_probs_has_the_same_gradients(problem):
+    def loss(inputs, outputs):
+        return (inputs.upstream * head_subjects.plain(*inputs[:3])).sum()
+
+    trained = USES["head_trained_fwd_bwd"]
+    of_loss = step_of(loss, trained, problem.inputs)()
+    of_log_probs = step_of(head_subjects.logits(), trained, problem.inputs)()
+    assert of_loss.log_probs is None
+    assert torch.equal(of_loss.grad_hidden, of_log_probs.grad_hidden)
+    assert torch.equal(of_loss.grad_weight, of_log_probs.grad_weight)
+
+
+def test_the_sweep_names_the_fastest_tile_first(capsys, monkeypatch):
+    monkeypatch.setattr(head_tiles, "TOKENS", (8,))
+    monkeypatch.setattr(head_tiles, "COLUMNS", (4, 64))
+    head_tiles.sweep(TINY, CPU)
+    tables = capsys.readouterr().out.split("\n\n")
+    assert len(tables) == len(USES)
+    for table in tables:
+        rows = [line.rsplit(maxsplit=2) for line in table.strip().splitlines()[2:]]
+        assert {row[0] for row in rows} == {"chosen", "8 x 4", "8 x 64"}
+        times = [float(row[1]) for row in rows]
+        assert times == sorted(times)
+
+
+def line(subject, run, median, *, date="2026-01-02T00:00:00+00:00", benchmark="head_nograd", **more):
+    about = {"benchmark": benchmark, "shape": TINY, "subject": subject, "run": run, "median_ms": median}
+    figures = {"peak_mib": 10 * median, "max_error": 1e-5 * median, "gradient_error": None, "products_ms": 3.0}
+    return {**about, **figures, "bytes_ms": 1.0, "device": "A GPU", "versions": {"torch": "2"}, "date": date, **more}
+
+
+def test_ratios_are_of_the_newest_run_alone(tmp_path):
+    older = [line(name, "a", 100.0, date="2026-01-01T00:00:00+00:00") for name in ("trl_ext", "trl", "liger")]
+    newer = [line("trl_ext", "b", 4.0), line("trl", "b", 6.0), line("matmul", "b", 3.2)]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(x) + "\n" for x in [*newer, *older]))
+    (run,) = report_runs.newest_runs(tmp_path)
+    assert run.over("trl", "trl_ext") == 1.5
+    assert run.over("liger", "trl_ext") is None
+    text = report.sections([run])
+    assert "| 24 x 16 x 120 | 4.00 | 75% | 1.25 | 1.50 |" in text
+    assert "| 24 x 16 x 120 | 40 | 60 |" in text
+    assert "| TRL | 6.0e-05 | - | - |" in text
+    assert "Liger" not in text
+
+
+def test_each_device_and_shape_keeps_its_run(tmp_path):
+    lines = [line("trl", "a", 1.0), line("trl", "b", 2.0, device="B"), line("trl", "c", 3.0, shape={**TINY, "N": 2})]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert [list(run.lines["trl"].values())[3] for run in report_runs.newest_runs(tmp_path)] == ["c", "a", "b"]
+
+
+def test_whole_steps_are_before_over_after(tmp_path):
+    steps = [line("trl", "a", 900.0, benchmark="grpo_step_lora", tokens=100, shape={"hidden": 8, "ragged": True})]
+    steps += [line("trl_ext", "a", 300.0, benchmark="grpo_step_lora", tokens=25, shape={"hidden": 8, "ragged": True})]
+    found = {"median_ms": None, "longest": 512, "fails_at": 544}
+    longest = [line(name, "b", 1.0, benchmark="grpo_longest_lora", **found) for name in ("trl", "trl_ext")]
+    curve = {"median_ms": None, "loss": [2.0, 1.0], "grad_norm": [1.0, 1.0]}
+    different = {"largest_difference": {"loss": 0.001}}
+    curves = [line("trl", "c", 1.0, benchmark="dpo_loss_curve", **curve)]
+    curves += [line("trl_ext", "c", 1.0, benchmark="dpo_loss_curve", **curve, **different)]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(x) + "\n" for x in steps + longest + curves))
+    runs = report_runs.newest_runs(tmp_path)
+    text = report.sections(runs)
+    assert "| `grpo_step_lora` | trl: 900 | trl_ext: 300 | 3.00 | 0.25 | 9000 -> 3000 |" in text
+    assert "- `grpo_step_lora`: hidden 8, ragged True" in text
+    assert "| `grpo_longest_lora` | TRL | 512 | 544 | 10.0 |" in text
+    assert "over 2 steps ours differs from TRL's in loss by at most 1.0e-03." in text
+    report.draw(runs, tmp_path)
+    shown = {part.split(")")[0] for part in text.split("](images/")[1:]}
+    assert {path.name for path in tmp_path.glob("*.png")} == shown
+
+
+def test_the_page_has_the_tables_of_the_committed_results():
+    page = report.PAGE.read_text()
+    assert report.with_part(page, report.sections(report_runs.newest_runs(results.FOLDER))) == page, "make bench-report"
+    for part in page.split("](images/")[1:]:
+        assert (report.DOCS / "images" / part.split(")")[0]).exists()
