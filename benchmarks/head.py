@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from head_inputs import DTYPE, Inputs, Reference, Results, errors, float64_reference, fresh_inputs
 from head_subjects import SUBJECTS, Head, load
-from head_tiles import sweep
+from head_tiles import SHAPES, sweep
 from head_uses import ENTROPY_USES, USES, Shape, Use, limits, matmul_step, step_of
 from results import FOLDER, add, new_run, origin
 from timing import Ceilings, Step, in_turns, measure_ceilings, peak_mib
@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--sweep", action="store_true", help="only try tile sizes of ours, and say which is fastest")
     parser.add_argument("--without", nargs="*", default=[], choices=SUBJECTS, help="subjects to leave out")
-    parser.add_argument("--budget", type=float, default=220, help="seconds; leaves out shapes that take more")
+    parser.add_argument("--budget", type=float, default=200, help="seconds; leaves out shapes that take more")
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder to write to")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -212,7 +212,8 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(options.device)
     shapes = shapes_in_order() if options.device == "cuda" else list(SMALL)
     if options.sweep:
-        sweep(shapes[0], device)
+        for shape in SHAPES if options.device == "cuda" else SMALL[:1]:
+            sweep(shape, device)
         return
     measure_all(shapes, load(device, options.without), device, options.results, options.budget)
 

@@ -1,4 +1,4 @@
-"""Which tile sizes are fastest for our head on a device: every pair of tokens and columns at one shape, in each use."""
+"""Which tile sizes are fastest for our head on a device: each pair of tokens and columns at some shapes, by use."""
 
 import statistics
 from itertools import product
@@ -11,6 +11,12 @@ from head_uses import USES, Shape, step_of
 from results import new_run
 from timing import Step, in_turns, peak_mib
 
+SHAPES = (
+    {"N": 8192, "H": 4096, "V": 131072},
+    {"N": 2048, "H": 4096, "V": 131072},
+    {"N": 8192, "H": 1024, "V": 151936},
+    {"N": 8192, "H": 8192, "V": 262144},
+)
 TOKENS = (1024, 2048, 4096, 8192)
 COLUMNS = (512, 1024, 2048, 4096, 8192)
 ROUNDS = 5

@@ -37,7 +37,7 @@ def origin(device: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in ("torch", "triton", "transformers", "trl", "trl_ext"):
+    for package in ("torch", "triton", "transformers", "trl", "trl_ext", "liger_kernel", "cut_cross_entropy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

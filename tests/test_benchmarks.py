@@ -170,6 +170,11 @@ def line(subject, run, median, *, date="2026-01-02T00:00:00+00:00", benchmark="h
     return {**about, **figures, "bytes_ms": 1.0, "device": "A GPU", "versions": {"torch": "2"}, "date": date, **more}
 
 
+def shown_in(text):
+    """The images of a text."""
+    return {part.split(")")[0] for part in text.split("](images/")[1:]}
+
+
 def test_ratios_are_of_the_newest_run_alone(tmp_path):
     older = [line(name, "a", 100.0, date="2026-01-01T00:00:00+00:00") for name in ("trl_ext", "trl", "liger")]
     newer = [line("trl_ext", "b", 4.0), line("trl", "b", 6.0), line("matmul", "b", 3.2)]
@@ -182,6 +187,8 @@ def test_ratios_are_of_the_newest_run_alone(tmp_path):
     assert "| 24 x 16 x 120 | 40 | 60 |" in text
     assert "| TRL | 6.0e-05 | - | - |" in text
     assert "Liger" not in text
+    report.draw([run], tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == shown_in(text)
 
 
 def test_each_device_and_shape_keeps_its_run(tmp_path):
@@ -207,12 +214,11 @@ def test_whole_steps_are_before_over_after(tmp_path):
     assert "| `grpo_longest_lora` | TRL | 512 | 544 | 10.0 |" in text
     assert "over 2 steps ours differs from TRL's in loss by at most 1.0e-03." in text
     report.draw(runs, tmp_path)
-    shown = {part.split(")")[0] for part in text.split("](images/")[1:]}
-    assert {path.name for path in tmp_path.glob("*.png")} == shown
+    assert {path.name for path in tmp_path.glob("*.png")} == shown_in(text)
 
 
 def test_the_page_has_the_tables_of_the_committed_results():
     page = report.PAGE.read_text()
     assert report.with_part(page, report.sections(report_runs.newest_runs(results.FOLDER))) == page, "make bench-report"
-    for part in page.split("](images/")[1:]:
-        assert (report.DOCS / "images" / part.split(")")[0]).exists()
+    for name in shown_in(page):
+        assert (report.DOCS / "images" / name).exists()
