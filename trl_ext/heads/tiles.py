@@ -60,7 +60,7 @@ def _elements_of(device: torch.device) -> int:
 
     That is below the 256 MiB of TRL 1.16's one bf16 tile. Reasoned, not measured: `benchmarks/head.py --sweep` does.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return 2**24
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return 2 ** min(25, max(21, round(math.log2(_BLOCKS_EACH * multiprocessors * _BLOCK))))
