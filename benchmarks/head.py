@@ -46,7 +46,7 @@ from timing import Ceilings, Step, in_turns, measure_ceilings, peak_mib
 FIRST = {"N": 8192, "H": 4096, "V": 131072}
 # The numbers of tokens in the order in which they are measured
 GRID = {"N": (8192, 2048, 32768), "H": (1024, 2048, 4096, 8192), "V": (32000, 131072, 151936, 262144)}
-SMALL = ({"N": 128, "H": 256, "V": 8192}, {"N": 96, "H": 64, "V": 4099})
+SMALL = ({"N": 128, "H": 256, "V": 4096}, {"N": 96, "H": 64, "V": 4099})
 ROUNDS = 10
 
 

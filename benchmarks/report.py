@@ -129,7 +129,8 @@ def steps_section(runs: list[Run]) -> list[str]:
     for run in runs:
         before, after = run.lines.values()
         pair = [f"{subject}: {number(line['median_ms'])}" for subject, line in run.lines.items()]
-        peaks = [number(line["peak_mib"], ".0f") for line in (before, after)]
+        counted = before["peak_mib"] is not None
+        peaks = [number(line["peak_mib"], ".0f") for line in (before, after)] if counted else ["-"]
         fed = after["tokens"] / before["tokens"] if "tokens" in before else None
         ratio = number(before["median_ms"] / after["median_ms"], ".2f")
         rows.append([f"`{run.benchmark}`", *pair, ratio, number(fed, ".2f"), " -> ".join(peaks)])
