@@ -61,8 +61,9 @@ class Problem:
         self.products = [
             self.random(self.tokens, width) * self.spread + self.climb * i for i, width in enumerate(self.widths)
         ]
-        self.biases = [None if self.bias is None else self.random(width).to(self.bias) for width in self.widths]
-        self.targets = torch.randint(self.vocabulary, (self.tokens,), generator=self.generator).to(DEVICE)
+        self.biases = [None if self.bias is None else column(self.random(width).to(self.bias)) for width in self.widths]
+        targets = torch.randint(self.vocabulary, (self.tokens,), generator=self.generator)
+        self.targets = column(targets.to(DEVICE))
         self.given = {name: self.random(self.tokens) for name in Upstream._fields}
         self.sums = self.random(self.tokens, 5)
 
@@ -88,13 +89,18 @@ class Problem:
         statistics.move_to_(statistics.maxima())
         asked = {name: x if name in self.upstream else None for name, x in self.given.items()}
         entropy = self.given["log_probs"].abs()
-        numbers = (statistics.max, statistics.sum_exp.clamp(min=1), statistics.target_logit, entropy)
+        numbers = (column(statistics.max), statistics.sum_exp.clamp(min=1), statistics.target_logit, entropy)
         coefficients = Coefficients(*numbers, Upstream(**asked), self.transform, self.vocabulary)
         dtypes = {name: self.operand if name in self.asks else None for name in ("bracket", "whole")}
         for tile in self.tiles():
             found = work.gradient(coefficients, tile, self.targets, coefficients.unit(), **dtypes)
             seen.append({name: x.clone() for name, x in zip(dtypes, found, strict=True) if x is not None})
         return seen
+
+
+def column(numbers):
+    """The same numbers with others between them, as a caller's column of ids has and what ranks have exchanged."""
+    return torch.stack([numbers, numbers.new_full(numbers.shape, 3)], 1)[:, 0]
 
 
 def compare(problem):

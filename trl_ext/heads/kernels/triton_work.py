@@ -43,8 +43,8 @@ class TritonWork:
         with _current(tile.product.device):
             triton_kernels.fold[(n,)](
                 tile.product,
-                tile.bias,
-                statistics.targets[tile.tokens],
+                _packed(tile.bias),
+                _packed(statistics.targets[tile.tokens]),
                 *(None if x is None else x[tile.tokens] for x in numbers),
                 written,
                 sums_nH,
@@ -92,9 +92,9 @@ class TritonWork:
         with _current(tile.product.device):
             triton_kernels.gradient[(n,)](
                 tile.product,
-                tile.bias,
-                targets,
-                *(None if x is None else x[tile.tokens] for x in numbers),
+                _packed(tile.bias),
+                _packed(targets),
+                *(None if x is None else _packed(x[tile.tokens]) for x in numbers),
                 unit,
                 of_others,
                 with_target,
@@ -120,6 +120,11 @@ class TritonWork:
             self._buffers.pop(name, None)
             held = self._buffers[name] = torch.empty(product.numel(), dtype=dtype, device=product.device)
         return held[: product.numel()].view(product.shape)
+
+
+def _packed(numbers: Tensor | None) -> Tensor | None:
+    """The kernels step from one number to the next: what is given may be a column of something, or expanded."""
+    return None if numbers is None else numbers.contiguous()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
