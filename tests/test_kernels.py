@@ -240,6 +240,16 @@ def test_the_check_of_a_device_passes_and_notices_a_wrong_kernel(monkeypatch):
     assert choice._difference(CPU) > 1e-4
 
 
+@pytest.mark.parametrize("default", ["dtype", "device"])
+def test_the_check_of_a_device_does_not_depend_on_the_callers_defaults(default):
+    change, back = (torch.set_default_dtype, torch.float32) if default == "dtype" else (torch.set_default_device, None)
+    change(torch.bfloat16 if default == "dtype" else "meta")
+    try:
+        assert choice._difference(CPU) < 1e-4
+    finally:
+        change(back)
+
+
 def run(code, **env):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr

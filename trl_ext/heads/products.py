@@ -53,7 +53,7 @@ def multiplies_halves(device: torch.device) -> bool:
     """Whether torch has a product of two half-precision operands that leaves fp32 there: seen by making one."""
     if device.type != "cuda":
         return False
-    out, half = torch.zeros(8, 8, device=device), torch.ones(8, 8, dtype=torch.bfloat16, device=device)
+    out, half = (torch.ones(8, 8, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16))
     try:
         torch.addmm(out, half, half, beta=1, out_dtype=out.dtype, out=out)
     except (NotImplementedError, RuntimeError, TypeError):

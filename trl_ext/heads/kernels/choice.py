@@ -49,11 +49,16 @@ def _difference(device: torch.device) -> float:
 
 def _numbers(work: "TorchWork | TritonWork", transform: LogitTransform, device: torch.device) -> list[torch.Tensor]:
     """What comes of two tiles, the second of which moves the shift: coefficients, sums, results and a gradient."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     tokens, width, units = 8, 300, 48
-    sums_nH, given = (torch.randn(tokens, size, generator=generator).to(device) for size in (units, 2))
-    targets = (torch.arange(tokens) * (2 * width // tokens)).to(device)
-    products = [(3 + 27 * i) * torch.randn(tokens, width, generator=generator).to(device) for i in range(2)]
+
+    def numbers_of(size: int) -> torch.Tensor:
+        # Whatever the caller's default device and dtype are
+        return torch.randn(tokens, size, generator=generator, device="cpu", dtype=torch.float32).to(device)
+
+    sums_nH, given = numbers_of(units), numbers_of(2)
+    targets = torch.arange(tokens, device=device) * (2 * width // tokens)
+    products = [(3 + 27 * i) * numbers_of(width) for i in range(2)]
     first, second = (
         Tile(slice(0, tokens), slice(i * width, i * width + width), product, None, sums_nH, sums_nH, None, None)
         for i, product in enumerate(products)
