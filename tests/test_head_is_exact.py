@@ -20,16 +20,21 @@ HALF = (torch.bfloat16, torch.float16)
 SMALL = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 
 
-@pytest.fixture(autouse=True, params=["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.fixture(autouse=True)
 def kernels(request, monkeypatch):
-    """Every bound holds for either work between the products; Triton's runs in its interpreter.
+    """What works between the products.
 
-    Tiles are of at most 2^14 elements, so that small inputs too cross their borders; in the interpreter each row of a
-    tile takes milliseconds, so there are fewer.
+    Tiles are of at most 2^14 elements, so that small inputs too cross their borders; in Triton's interpreter each row
+    of a tile takes milliseconds, so there are fewer.
     """
-    monkeypatch.setitem(tiles._ELEMENTS, "cpu", 2**14 if request.param == "torch" else 2**18)
-    monkeypatch.setattr(scan, "work_of", lambda kernels, *about: work_of(kernels or request.param, *about))
-    return request.param
+    name = getattr(request, "param", "torch")
+    monkeypatch.setitem(tiles._ELEMENTS, "cpu", 2**14 if name == "torch" else 2**18)
+    monkeypatch.setattr(scan, "work_of", lambda kernels, *about: work_of(kernels or name, *about))
+    return name
+
+
+# The bounds hold with either work between the products
+WITH_BOTH = pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture
@@ -54,6 +59,7 @@ def allowed(logits):
     return 1e-5 * max(1.0, float(logits.detach().abs().max()) / 32)
 
 
+@WITH_BOTH
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 @pytest.mark.parametrize("width", [64, 1024, 8192])
 @pytest.mark.parametrize("dtype", HALF + (torch.float32,), ids=str)
@@ -68,14 +74,17 @@ def test_values_are_those_of_float64_on_the_same_operands(dtype, width, spread):
     assert torch.equal(ours.is_top1, exact.is_top1)
 
 
+@WITH_BOTH
 @pytest.mark.parametrize("cuda_rounding", [False, True])
 @pytest.mark.parametrize("entropy_requires_grad", [False, True])
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_gradient_of_hidden_stays_at_its_dtypes_rounding_floor(
-    dtype, spread, trained, entropy_requires_grad, cuda_rounding, request
+    dtype, spread, trained, entropy_requires_grad, cuda_rounding, kernels, request
 ):
+    # Triton's interpreter cuts fp32 off to bf16, at twice the error, where devices round
+    cut_off = cuda_rounding and kernels == "triton" and dtype == torch.bfloat16
     if cuda_rounding:
         request.getfixturevalue("rounds_coefficients")
     hidden, weight, targets = operands(128, 512, 3001, dtype, spread)
@@ -96,12 +105,13 @@ def test_gradient_of_hidden_stays_at_its_dtypes_rounding_floor(
     exact_loss.backward()
     # Where the gradient of a nearly certain token falls below what fp16 can hold, no result is any better
     floor = relative(exact_hidden.grad.to(dtype), exact_hidden.grad)
-    assert relative(hidden.grad, exact_hidden.grad) <= 1.15 * floor
+    assert relative(hidden.grad, exact_hidden.grad) <= (2.5 if cut_off else 1.15) * floor
     if trained:
         floor = relative(exact_weight.grad.to(dtype), exact_weight.grad)
-        assert relative(weight.grad, exact_weight.grad) <= 1.5 * floor
+        assert relative(weight.grad, exact_weight.grad) <= (2.5 if cut_off else 1.5) * floor
 
 
+@WITH_BOTH
 @pytest.mark.parametrize("head", ["frozen", "trained", "entropy", "mean"])
 @pytest.mark.parametrize("dtype", HALF + (torch.float32,), ids=str)
 def test_logits_of_ten_thousand_give_finite_values_and_gradients(dtype, head):
@@ -130,6 +140,7 @@ def test_logits_of_ten_thousand_give_finite_values_and_gradients(dtype, head):
             assert floats_apart(gradient, exact_gradient) <= 1e-2 * float(exact_gradient.abs().max())
 
 
+@WITH_BOTH
 @pytest.mark.parametrize("dtype", HALF + (torch.float32,), ids=str)
 def test_a_nearly_certain_token_keeps_its_relative_precision(dtype):
     hidden, weight, targets = operands(256, 128, 2003, dtype, 1.0)
@@ -144,6 +155,7 @@ def test_a_nearly_certain_token_keeps_its_relative_precision(dtype):
     assert ((ours - exact) / exact).abs()[certain].max() < 5e-5
 
 
+@WITH_BOTH
 @pytest.mark.parametrize("cap", [None, 5.0])
 def test_the_gradient_of_a_nearly_certain_token_does_not_cancel(cap):
     hidden, weight, targets = operands(64, 32, 501, torch.float32, 1.0)
@@ -426,6 +438,7 @@ def test_the_dense_head_is_the_same_function():
             assert relative(a, b) < {torch.bfloat16: 4e-3, torch.float16: 1e-3}.get(dtype, 1e-5)
 
 
+@WITH_BOTH
 @pytest.mark.parametrize("cuda_rounding", [False, True])
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])

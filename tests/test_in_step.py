@@ -293,19 +293,13 @@ def test_ranks_decide_alike(workshop: Workshop, tmp_path: Path, monkeypatch: pyt
     assert fed_padded
 
 
-@pytest.mark.parametrize(
-    ("engine", "seeds"),
-    [
-        pytest.param("ddp", SEEDS[:2], id="ddp-few"),
-        pytest.param("ddp", SEEDS, id="ddp", marks=pytest.mark.slow),
-        pytest.param("fsdp2", SEEDS, id="fsdp2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_random_batches_train_as_on_one_process(
-    engine: str, seeds: range, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
-    names = {f"{kind}-{seed}": (kind, seed) for seed in seeds for kind in TRAINERS}
+    names = {f"{kind}-{seed}": (kind, seed) for seed in SEEDS for kind in TRAINERS}
     of_stock = [f"stock-{name}" for name in names]
     results = run_on_ranks(__file__, [x for x in (*names, *of_stock) if x in CASES], engine, tmp_path, timeout=900)
     wrong = {}
@@ -324,4 +318,4 @@ def test_random_batches_train_as_on_one_process(
         assert first["collectives"]
         assert first["calls"][1] == first["calls"][0]["train"] >= first["batches"]
     assert not wrong, "\n".join(f"{name}: {found}" for name, found in wrong.items())
-    assert sum(results[name][0]["batches"] for name in names) >= (15 if len(seeds) <= 2 else 200)
+    assert sum(results[name][0]["batches"] for name in names) >= 200

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import trl_ext
 from ranks import Rank, run_on_ranks
+from rewards import id_reward
 from run_losses import WALL_CLOCK
 from tiny import Workshop, lora_config, preferences, prompts
 from tokens import counted
@@ -249,7 +250,7 @@ CASES |= {
     "grpo-adamw": partial(on_rank, kind="grpo", adapter=None, **ADAMW),
     "random-adapter": random_adapter,
     "grpo-random": partial(on_rank, kind="grpo", adapter=None, reward=random_reward, rollout=random_rollout),
-    "grpo-noise": partial(on_rank, kind="grpo", adapter="adapter", prepare=noise_on_scores),
+    "grpo-noise": partial(on_rank, kind="grpo", adapter="adapter", reward=id_reward, prepare=noise_on_scores),
     "refused-adapters": refused_adapters,
     "refused-arguments": refused_arguments,
     "different-rows": different_rows,

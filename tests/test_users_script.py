@@ -63,7 +63,7 @@ def _data(trainer: str, folder: Path) -> Path:
         pytest.param("dpo", False, id="dpo-full"),
         pytest.param("dpo", True, id="dpo-peft", marks=pytest.mark.slow),
         pytest.param("grpo", False, id="grpo-full", marks=pytest.mark.slow),
-        pytest.param("grpo", True, id="grpo-peft"),
+        pytest.param("grpo", True, id="grpo-peft", marks=pytest.mark.slow),
     ],
 )
 def test_trl_script_runs_with_only_the_import_changed(
