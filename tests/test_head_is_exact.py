@@ -44,6 +44,11 @@ def rounds_coefficients(monkeypatch):
         monkeypatch.setattr(where, "coefficients_dtype", lambda operands, device: operands)
 
 
+def cuts_off(kernels, dtype):
+    """Triton's interpreter cuts fp32 off to bf16, at twice the error, where devices round."""
+    return kernels == "triton" and dtype == torch.bfloat16
+
+
 def operands(tokens, width, vocabulary, dtype, spread, seed=0):
     """Hidden states, weight and targets whose logits have standard deviation `spread`; half the targets are likely."""
     generator = torch.Generator().manual_seed(seed)
@@ -83,8 +88,7 @@ def test_values_are_those_of_float64_on_the_same_operands(dtype, width, spread):
 def test_gradient_of_hidden_stays_at_its_dtypes_rounding_floor(
     dtype, spread, trained, entropy_requires_grad, cuda_rounding, kernels, request
 ):
-    # Triton's interpreter cuts fp32 off to bf16, at twice the error, where devices round
-    cut_off = cuda_rounding and kernels == "triton" and dtype == torch.bfloat16
+    cut_off = cuda_rounding and cuts_off(kernels, dtype)
     if cuda_rounding:
         request.getfixturevalue("rounds_coefficients")
     hidden, weight, targets = operands(128, 512, 3001, dtype, spread)
@@ -443,7 +447,9 @@ def test_the_dense_head_is_the_same_function():
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 @pytest.mark.parametrize("dtype", HALF + (torch.float32,), ids=str)
-def test_label_smoothing_over_tokens_has_the_gradient_of_its_definition(dtype, spread, trained, cuda_rounding, request):
+def test_label_smoothing_over_tokens_has_the_gradient_of_its_definition(
+    dtype, spread, trained, cuda_rounding, kernels, request
+):
     """PyTorch's convention; at a spread of 30 most probabilities underflow, and half the targets are nearly certain."""
     if cuda_rounding:
         request.getfixturevalue("rounds_coefficients")
@@ -460,7 +466,8 @@ def test_label_smoothing_over_tokens_has_the_gradient_of_its_definition(dtype, s
     for x, exact_x in zip((hidden, weight), inputs, strict=True):
         if x.requires_grad:
             floor = max(relative(exact_x.grad.to(dtype), exact_x.grad), 5e-6)
-            assert relative(x.grad, exact_x.grad) <= 1.5 * floor
+            cut_off = cuda_rounding and cuts_off(kernels, dtype)
+            assert relative(x.grad, exact_x.grad) <= (2.5 if cut_off else 1.5) * floor
 
 
 def test_the_mean_log_prob_of_a_large_vocabulary_keeps_its_gradient():
