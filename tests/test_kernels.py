@@ -22,6 +22,7 @@ from trl_ext.heads.tiles import Tile
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU  # `make bench-gpu` runs this file too
+INTERPRETED = pytest.mark.skipif(DEVICE != CPU, reason="runs the kernels on the CPU, in the interpreter")
 HALVES = (torch.bfloat16, torch.float16, torch.float32)
 # In the interpreter a row takes milliseconds: a failure is shown as it was found
 GENERATE = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -156,18 +157,48 @@ def test_the_bounds_hold_on_the_device(trained):
         assert (gradient - wanted).norm() <= 1.5 * floor
 
 
+def share_of_rows(group, own):
+    """By either work, what a rank gets of a head whose rows are spread over two: results, and gradients of all."""
+    torch.manual_seed(group.rank() if own else 0)
+    numbers = torch.randn(5, 8), torch.randint(40, (5,)), torch.randn(3, 5)
+    torch.manual_seed(9)
+    first, last = ((0, 17), (17, 40))[group.rank()]
+    rows, found = torch.randn(40, 8)[first:last], []
+    for kernels in ("torch", "triton"):
+        hidden, targets, given = numbers
+        hidden, weight = (x.clone().requires_grad_() for x in (hidden, rows))
+        outputs = ("log_probs", "entropy", "mean_log_probs")
+        spread = {"group": group, "first_class": first, "own_tokens": own}
+        results = linear_log_probs(
+            *(hidden, weight, targets), **spread, outputs=outputs, entropy_requires_grad=True, kernels=kernels
+        )
+        results = [getattr(results, name) for name in outputs]
+        gradients = torch.autograd.grad(results, (hidden, weight), list(given))
+        found.append([x.detach() for x in (*results, *gradients)])
+    return found
+
+
+@INTERPRETED
+@pytest.mark.parametrize("own", [False, True])
+def test_a_share_of_the_rows_gives_the_same_by_either_work(ranks, own):
+    for right, ours in ranks.run(share_of_rows, 2, own):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
+
+
 def test_a_number_that_is_none_stays_loud():
-    hidden, weight = torch.randn(3, 8), torch.randn(300, 8)
+    hidden, weight = torch.randn(3, 8, device=DEVICE), torch.randn(300, 8, device=DEVICE)
     weight[7, 0] = torch.inf
     hidden[:, 0] = torch.tensor([1.0, torch.nan, 2.0])
-    found = linear_log_probs(hidden, weight, torch.tensor([0, 1, 2]), kernels="triton", tile_columns=128).log_probs
+    targets = torch.arange(3, device=DEVICE)
+    found = linear_log_probs(hidden, weight, targets, kernels="triton", tile_columns=128).log_probs
     assert not found.isfinite().any()
 
 
 def test_a_tile_wider_than_a_program_is_made_narrower():
-    hidden, weight = torch.randn(1, 4), torch.randn(20000, 4)
+    hidden, weight = torch.randn(1, 4, device=DEVICE), torch.randn(20000, 4, device=DEVICE)
+    target = torch.tensor([19999], device=DEVICE)
     ours, right = (
-        linear_log_probs(hidden, weight, torch.tensor([19999]), kernels=kernels, tile_columns=50000).log_probs
+        linear_log_probs(hidden, weight, target, kernels=kernels, tile_columns=50000).log_probs
         for kernels in ("triton", "torch")
     )
     torch.testing.assert_close(ours, right)
@@ -191,7 +222,7 @@ def unsettled():
 def test_kernels_that_cannot_run_are_an_error_that_says_why(monkeypatch, workshop: Workshop, tmp_path: Path):
     with pytest.raises(ValueError, match=r"`kernels` must be None or one of \['torch', 'triton'\], got 'cuda'"):
         check_kernels("cuda", CPU)
-    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     hidden, weight = torch.randn(2, 4), torch.randn(9, 4)
     with pytest.raises(ValueError, match="`kernels='triton'` cannot be had: on the CPU Triton runs under"):
         linear_log_probs(hidden, weight, torch.tensor([0, 1]), kernels="triton")
@@ -208,6 +239,7 @@ def trainer_with(kernels, workshop, folder):
     return DPOTrainer(workshop.model("untied"), args=args, train_dataset=preferences(4, seed=0))
 
 
+@INTERPRETED
 def test_a_trainer_says_whose_kernels_it_trains_with(workshop: Workshop, tmp_path: Path):
     losses = {}
     for kernels in (None, "triton"):
@@ -235,9 +267,9 @@ def test_kernels_that_fail_on_a_device_are_left_with_a_warning(fault, monkeypatc
 
 
 def test_the_check_of_a_device_passes_and_notices_a_wrong_kernel(monkeypatch):
-    assert choice._difference(CPU) < 1e-4
+    assert choice._difference(DEVICE) < 1e-4
     monkeypatch.setattr("trl_ext.heads.kernels.triton_work.FAR", 80.0)
-    assert choice._difference(CPU) > 1e-4
+    assert choice._difference(DEVICE) > 1e-4
 
 
 @pytest.mark.parametrize("default", ["dtype", "device"])
@@ -245,7 +277,7 @@ def test_the_check_of_a_device_does_not_depend_on_the_callers_defaults(default):
     change, back = (torch.set_default_dtype, torch.float32) if default == "dtype" else (torch.set_default_device, None)
     change(torch.bfloat16 if default == "dtype" else "meta")
     try:
-        assert choice._difference(CPU) < 1e-4
+        assert choice._difference(DEVICE) < 1e-4
     finally:
         change(back)
 

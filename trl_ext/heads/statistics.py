@@ -22,7 +22,7 @@ from .outputs import LinearLogProbs
 # Stands in the target's column once the target is taken out: finite, so that 0 times it is 0, and far below any logit
 ABSENT = -1e30
 
-# How far above the shift a logit may lie: exp(8) = 2981 is far from overflow, in fp16 too, and costs no precision
+# How far above the shift a logit may lie: exp(8) = 2981 is far from overflow, in fp16 too
 FAR = 8.0
 
 
