@@ -86,7 +86,8 @@ bench-scaling: $(VENV)
 # Of its 8 minutes the head has 200 s, whole steps 130 s, what packing costs where it saves nothing 20 s; what is left
 # is for the tests and for four starts of Python. What does not fit is left out, with a line that says so. The passes
 # that are left out are in whole steps already.
-bench-gpu: export PYTHONPATH = $(CURDIR)
+# Beside what the caller has there, such as wheels that were unpacked
+bench-gpu: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 bench-gpu: $(VENV)
 	$(PYTHON) benchmarks/head.py --device cuda --budget 200
 	$(PYTHON) benchmarks/training.py --budget 130
