@@ -282,6 +282,14 @@ def test_the_check_of_a_device_does_not_depend_on_the_callers_defaults(default):
         change(back)
 
 
+def test_a_device_is_not_tried_inside_of_a_compiled_function(monkeypatch):
+    def traced(device):
+        return "traced" if torch.compiler.is_compiling() else None
+
+    monkeypatch.setattr("trl_ext.heads.kernels.why_not_triton", traced)
+    torch.compile(lambda name: check_kernels(name, CPU), backend="eager")("triton")
+
+
 def run(code, **env):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -46,6 +46,7 @@ def work_of(kernels: str | None, device: torch.device, statistics: torch.dtype, 
     return TritonWork(transform)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a device is tried as it is, not traced
 def check_kernels(kernels: str | None, device: torch.device, name: str = "kernels") -> None:
     """Raise `ValueError` where the argument `name` is none of `KERNELS`, or asks for kernels that do not run there."""
     if kernels is not None and kernels not in KERNELS:
