@@ -2,6 +2,15 @@
 
 # ruff: noqa: I001  # first the versions: an unsupported TRL is told before a name is missed
 from .versions import SUPPORTED_TRL
+from .choices import (
+    DPO_CHOICES,
+    DPO_LOSS_TYPES,
+    GRPO_CHOICES,
+    GRPO_LOSS_TYPES,
+    REWARD_COLUMNS_LEFT_OUT,
+    REWARD_KEYWORDS,
+)
+from .data import DataInternals
 from .checkpoints import PolicyInFolder, rotation_put_off
 from .dpo import DPOLossInternals, Recorded
 from .grpo import GRPOInternals, sequence_parallelism_hidden
@@ -12,8 +21,15 @@ from .reference import ReferenceGiven, loaded_models_recorded, no_adapter_copied
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 __all__ = [
+    "DPO_CHOICES",
+    "DPO_LOSS_TYPES",
+    "GRPO_CHOICES",
+    "GRPO_LOSS_TYPES",
+    "REWARD_COLUMNS_LEFT_OUT",
+    "REWARD_KEYWORDS",
     "SUPPORTED_TRL",
     "DPOLossInternals",
+    "DataInternals",
     "FusedCausalLMOutput",
     "GRPOInternals",
     "PolicyInFolder",

@@ -1,5 +1,7 @@
 """Where a loss that is not finite came from: which rows, and which pass or reward gave a value that is not finite."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -62,3 +64,23 @@ def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str
     if precision == "fp16":
         return "the gradient scaler of fp16, which leaves out such steps itself, needs their gradients"
     return None
+
+
+def check_first_rewards(rewards_BF: Tensor, names: Sequence[str], *, infinite_is_watched: bool) -> None:
+    """Raise `ValueError` if a completion of the first generation batch has no reward to learn from.
+
+    Args:
+        rewards_BF (`Tensor`): of each reward function; NaN where it gave NaN or None.
+        names (`Sequence[str]`): of the reward functions.
+        infinite_is_watched (`bool`): the user has said what is to happen at a loss that is not finite.
+    """
+    unrewarded_B = rewards_BF.isnan().all(dim=1)
+    infinite_B = rewards_BF.isinf().any(dim=1)
+    bad_B = unrewarded_B if infinite_is_watched else unrewarded_B | infinite_B
+    if bad_B.any():
+        row = int(bad_B.nonzero()[0])
+        raise ValueError(
+            f"`reward_funcs`: completion {row} of the first generation batch was given {rewards_BF[row].tolist()} by "
+            f"{list(names)}. Return a finite number for each completion; None is for a function that does not apply "
+            "where another one does."
+        )

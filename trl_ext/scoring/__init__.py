@@ -2,5 +2,14 @@
 
 from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
 from .head_rows import WHOLE_HERE
+from .token_ids import check_token_ids, missing_rows, watch_token_ids
 
-__all__ = ["WHOLE_HERE", "ScoringForward", "ScoringOptions", "attach_scoring_forward"]
+__all__ = [
+    "WHOLE_HERE",
+    "ScoringForward",
+    "ScoringOptions",
+    "attach_scoring_forward",
+    "check_token_ids",
+    "missing_rows",
+    "watch_token_ids",
+]

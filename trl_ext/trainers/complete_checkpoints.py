@@ -13,6 +13,8 @@ from ..compat import rotation_put_off
 
 logger = logging.getLogger("trl_ext")
 
+_SPELT = {"true": True, "false": False}
+
 
 class CompleteCheckpointsMixin:
     """Mixed in before a TRL trainer."""
@@ -23,11 +25,14 @@ class CompleteCheckpointsMixin:
     _pushes_put_off: list[Callable[[], None]] | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **keywords: Any) -> Any:
-        """TRL's own; `resume_from_checkpoint=True` takes the last checkpoint that was written whole.
+        """TRL's own; `resume_from_checkpoint=True` takes the last checkpoint that was written whole,
+        and so does `"true"`, as a command line has it.
 
         Raises:
             `ValueError`: there is none, or the one that was named was not.
         """
+        if isinstance(resume_from_checkpoint, str) and not Path(resume_from_checkpoint).exists():  # of a command line
+            resume_from_checkpoint = _SPELT.get(resume_from_checkpoint.lower(), resume_from_checkpoint)
         if resume_from_checkpoint:
             resume_from_checkpoint = self._complete_checkpoint(resume_from_checkpoint)
         self._resumes_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None

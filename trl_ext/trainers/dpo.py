@@ -7,6 +7,7 @@ from typing import Any
 import trl
 
 from .adapter_arguments import AdapterArguments
+from .checked_start import CheckedDPOMixin
 from .complete_checkpoints import CompleteCheckpointsMixin
 from .head_arguments import HeadArguments
 from .loss_arguments import LossArguments
@@ -84,6 +85,7 @@ class DPOConfig(
 
 
 class DPOTrainer(
+    CheckedDPOMixin,
     LossTermsMixin,
     StoredReferenceMixin,
     MovedReferenceMixin,

@@ -8,6 +8,7 @@ import trl
 
 from ..compat import sequence_parallelism_hidden
 from .adapter_arguments import AdapterArguments
+from .checked_start import CheckedGRPOMixin
 from .complete_checkpoints import CompleteCheckpointsMixin
 from .grpo_micro_batches import MicroBatchesMixin
 from .grpo_pass_arguments import GRPOPassArguments
@@ -93,6 +94,7 @@ class GRPOConfig(
 
 
 class GRPOTrainer(
+    CheckedGRPOMixin,
     ResumedGenerationMixin,
     HostedReferenceMixin,
     MicroBatchesMixin,

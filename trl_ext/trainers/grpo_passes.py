@@ -11,6 +11,7 @@ from ..dropout import has_dropout
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.measured import over_scored_rows, statistics
+from ..passes.non_finite import check_first_rewards
 from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, split, tokens_of
 from ..passes.sampler_ratio import RatioRule, sampler_metrics
 from ..passes.visit import Visit, kept_log_probs, prompt_of
@@ -99,6 +100,12 @@ class GRPOPassesMixin(
         trainer: Any = self
         if self._mode == "train":
             self._sampled_at_step = trainer.state.global_step
+            if trainer.state.global_step == 0:
+                check_first_rewards(
+                    self._rewards_per_function,
+                    trainer.reward_func_names,
+                    infinite_is_watched=self._on_non_finite_loss is not None,
+                )
             rewarded_alike_B = self._rewarded_alike(batch)
             if self.plan.max_draws > 1:
                 batch = self._without_dead_groups(batch, rewarded_alike_B)

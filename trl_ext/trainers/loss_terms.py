@@ -1,6 +1,6 @@
 """DPO's loss: TRL's terms from TRL's code, and those that it does not have added to them."""
 
-import dataclasses
+import logging
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from ..losses import (
     pairs_of,
     smoothing_term,
 )
-from ..passes import DPOPlan
 from .bounded_pairs import BoundedPairsMixin
 from .loss_arguments import LossArguments, check_loss_arguments, ignored_smoothing
 from .metrics_of_all_ranks import MetricsOfAllRanksMixin
 from .reward_data import RewardDataMixin
+
+logger = logging.getLogger("trl_ext")
 
 
 class LossTermsMixin(BoundedPairsMixin, MetricsOfAllRanksMixin, RewardDataMixin):
@@ -41,6 +42,9 @@ class LossTermsMixin(BoundedPairsMixin, MetricsOfAllRanksMixin, RewardDataMixin)
         if config is not None:
             check_loss_arguments(config)
             self._take_rewards(config.loss_type)
+            ignored = ignored_smoothing(config)
+            if ignored is not None:
+                logger.warning(ignored)
         super().__init__(*positional, **keywords)
         self._collate_rewards()
 
@@ -50,11 +54,6 @@ class LossTermsMixin(BoundedPairsMixin, MetricsOfAllRanksMixin, RewardDataMixin)
             weight = parameter_of(model.get_output_embeddings(), "weight")
             self._head_classes = getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves none in `shape`
         super()._attach(model, **options)  # type: ignore[misc]
-
-    def _make_plan(self) -> DPOPlan:
-        plan: DPOPlan = super()._make_plan()  # type: ignore[misc]
-        warning = ignored_smoothing(self.args)
-        return plan if warning is None else dataclasses.replace(plan, warnings=(*plan.warnings, warning))
 
     def _loss_on_rank(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
         own = [(x, w) for x, w in zip(self.loss_types, self.loss_weights, strict=True) if x in PREFERENCE_LOSSES]

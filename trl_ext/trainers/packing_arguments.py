@@ -30,6 +30,13 @@ class PackingArguments(AddedFields):
         },
     )
 
+    def __post_init__(self) -> None:
+        for name in ("padding_free", "share_prompts"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"`{name}` must be None, True or False, got {value!r}.")
+        super().__post_init__()
+
     @classmethod
     def of(cls, args: Any) -> Self:
         """The fields of a trainer's arguments; the defaults where those are TRL's own config.

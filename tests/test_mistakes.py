@@ -1,0 +1,389 @@
+"""Mistakes that users make: each stops before the first step, in one line with what was given and what to do."""
+
+import importlib.util
+import inspect
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset, DatasetDict
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+import trl_ext
+from tiny import Workshop, lora_config, preferences, prompts, word_tokenizer
+from trl_ext.compat import DPO_CHOICES, DPO_LOSS_TYPES, GRPO_CHOICES, GRPO_LOSS_TYPES
+
+PAIRS, PROMPTS = preferences(6, seed=1), prompts(6, seed=1)
+PAIR = {"prompt": "w1 w2", "chosen": " w3 w4", "rejected": " w5"}
+
+
+class Bench:
+    """Builds and trains on a tiny model; the arguments of configs and of trainers stand side by side."""
+
+    def __init__(self, workshop: Workshop, folder: Path) -> None:
+        self.workshop, self.folder, self.trainer = workshop, folder, None
+
+    def loaded(self) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.workshop.model("tied"))
+
+    def adapted(self) -> Any:
+        return get_peft_model(self.loaded(), lora_config())
+
+    def dpo(self, trainer_class: Any = trl_ext.DPOTrainer, **arguments: Any) -> None:
+        self._train(trainer_class, trl_ext.DPOConfig, {"train_dataset": PAIRS, **arguments}, {})
+
+    def grpo(self, trainer_class: Any = trl_ext.GRPOTrainer, **arguments: Any) -> None:
+        short = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
+        self._train(
+            trainer_class, trl_ext.GRPOConfig, {"reward_funcs": reward, "train_dataset": PROMPTS, **arguments}, short
+        )
+
+    def _train(self, trainer_class: Any, config_class: Any, arguments: dict[str, Any], short: dict[str, Any]) -> None:
+        fields = {x: arguments.pop(x) for x in list(arguments) if x in inspect.signature(config_class).parameters}
+        arguments.setdefault("model", self.workshop.model("tied"))
+        config: Any = arguments.pop("args", None) or config_class(
+            **{
+                "output_dir": str(self.folder),
+                "max_steps": 1,
+                "per_device_train_batch_size": 2,
+                **{"report_to": "none", "save_strategy": "no", "use_cpu": True, "bf16": False},
+                **short,
+                **fields,
+            }
+        )
+        resume = arguments.pop("resume", None)
+        self.trainer = trainer_class(args=config, **arguments)
+        self.trainer.train(resume)
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(ids[0] % 7) for ids in completion_ids]
+
+
+def not_a_number(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [math.nan if place == 2 else 1.0 for place, _ in enumerate(completion_ids)]
+
+
+def infinite(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [math.inf if place == 2 else 1.0 for place, _ in enumerate(completion_ids)]
+
+
+def of_answers(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def of_completions(completions: list[str]) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def tokenizer(**changes: Any) -> Any:
+    made = word_tokenizer()
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def with_more_tokens() -> Any:
+    made = word_tokenizer()
+    made.add_tokens(["x1", "x2"])
+    return made
+
+
+def same_as_reference(bench: Bench) -> None:
+    model = bench.loaded()
+    bench.dpo(model=model, ref_model=model)
+
+
+def loaded_for_inference(bench: Bench) -> None:
+    bench.dpo(model=PeftModel.from_pretrained(bench.loaded(), bench.workshop.adapter("tied")))
+
+
+# What is done; then what the one line holds: the argument, what was given, what to do
+MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
+    # Data
+    "a column by another name": (
+        lambda b: b.dpo(train_dataset=PAIRS.rename_column("chosen", "accepted")),
+        ("`train_dataset`", "'accepted'", 'rename_column("...", "chosen")'),
+    ),
+    "prompts by another name, DPO": (
+        lambda b: b.dpo(train_dataset=Dataset.from_list([{"question": "w1", "chosen": "w2", "rejected": "no"}] * 4)),
+        ("`train_dataset`", "'question'", 'rename_column("...", "prompt")'),
+    ),
+    "prompts by another name, GRPO": (
+        lambda b: b.grpo(train_dataset=PROMPTS.rename_column("prompt", "question")),
+        ("`train_dataset`", "'question'", 'rename_column("...", "prompt")'),
+    ),
+    "evaluation data by another name": (
+        lambda b: b.dpo(eval_dataset=PAIRS.rename_column("rejected", "worse")),
+        ("`eval_dataset`", "'worse'", 'rename_column("...", "rejected")'),
+    ),
+    "data with labels": (
+        lambda b: b.dpo(train_dataset=Dataset.from_list([{"prompt": "w1", "completion": "w2", "label": True}] * 4)),
+        ("`train_dataset`", "'label'", "`chosen` is missing"),
+    ),
+    "an empty data set, DPO": (
+        lambda b: b.dpo(train_dataset=PAIRS.select([])),
+        ("`train_dataset`", "no rows", "Look at the filter"),
+    ),
+    "an empty data set, GRPO": (
+        lambda b: b.grpo(train_dataset=PROMPTS.select([])),
+        ("`train_dataset`", "no rows", "Look at the filter"),
+    ),
+    "all splits": (
+        lambda b: b.dpo(train_dataset=DatasetDict({"train": PAIRS})),
+        ("`train_dataset`", "`DatasetDict`", "`dataset['train']`"),
+    ),
+    "a list": (
+        lambda b: b.grpo(train_dataset=PROMPTS.to_list()),
+        ("`train_dataset`", "`list`", "`datasets.Dataset.from_list(rows)`"),
+    ),
+    "a completion that is None": (
+        lambda b: b.dpo(train_dataset=Dataset.from_list([PAIR, PAIR, {**PAIR, "rejected": None}])),
+        ("`rejected`", "None in row 2 of `train_dataset`", "Fill it in"),
+    ),
+    "messages and text": (
+        lambda b: b.dpo(
+            train_dataset=Dataset.from_list([{**PAIR, "prompt": [{"role": "user", "content": "w1"}]}] * 4),
+        ),
+        ("`train_dataset`", "`prompt` is `list`, `chosen` is `str`", "Give all of them as text"),
+    ),
+    "fewer prompts than a generation batch": (
+        lambda b: b.grpo(train_dataset=PROMPTS.select([0]), per_device_train_batch_size=8),
+        ("`train_dataset`", "1 prompts", "lower `per_device_train_batch_size`"),
+    ),
+    "RPO without rewards": (
+        lambda b: b.dpo(loss_type="rpo_squared"),
+        ("`chosen_reward`", "the train data set", "Add a number for each row"),
+    ),
+    "half of the reference's columns": (
+        lambda b: b.dpo(train_dataset=PAIRS.add_column("ref_chosen_logps", [0.0] * 6)),
+        ("`train_dataset`", "`ref_chosen_logps`", "add the other column"),
+    ),
+    # Tokenizers
+    "no pad token": (
+        lambda b: b.dpo(processing_class=tokenizer(pad_token=None, eos_token=None)),
+        ("`processing_class`", "neither", "Set one"),
+    ),
+    "no end of a completion": (
+        lambda b: b.dpo(processing_class=tokenizer(eos_token=None)),
+        ("`processing_class`", "no `eos_token`", "Set it"),
+    ),
+    "no chat template, DPO": (
+        lambda b: b.dpo(train_dataset=preferences(6, seed=1, conversational=True)),
+        ("`processing_class`", "`train_dataset` holds messages", "set `processing_class.chat_template`"),
+    ),
+    "no chat template, GRPO": (
+        lambda b: b.grpo(train_dataset=prompts(6, seed=1, conversational=True)),
+        ("`processing_class`", "`train_dataset` holds messages", "set `processing_class.chat_template`"),
+    ),
+    "a vocabulary that is not the model's, DPO": (
+        lambda b: b.dpo(
+            processing_class=with_more_tokens(), train_dataset=Dataset.from_list([PAIR, PAIR, {**PAIR, "chosen": "x2"}])
+        ),
+        ("`processing_class`", "the token id 98", "`model.resize_token_embeddings(len(tokenizer))`"),
+    ),
+    "a vocabulary that is not the model's, GRPO": (
+        lambda b: b.grpo(
+            processing_class=with_more_tokens(), train_dataset=Dataset.from_list([{"prompt": "w1 x2"}] * 4)
+        ),
+        ("`processing_class`", "the token id 98", "`model.resize_token_embeddings(len(tokenizer))`"),
+    ),
+    # Models and adapters
+    "no model": (lambda b: b.dpo(model=None), ("`model`", "None", "Pass a model")),
+    "a reference that is the model": (same_as_reference, ("`ref_model`", "the same object", "omit `ref_model`")),
+    "an adapter's name": (
+        lambda b: b.dpo(model=b.adapted(), policy_adapter_name="polcy"),
+        ("`policy_adapter_name='polcy'`", "['default']", "Name one of them"),
+    ),
+    "an adapter of no PeftModel": (
+        lambda b: b.dpo(ref_adapter_name="first"),
+        ("`ref_adapter_name='first'`", "`str`", "leave it unset"),
+    ),
+    "a second wrap with PEFT, DPO": (
+        lambda b: b.dpo(model=b.adapted(), peft_config=lora_config()),
+        ("`peft_config`", "a `PeftModel` instance", "merge and unload"),
+    ),
+    "a second wrap with PEFT, GRPO": (
+        lambda b: b.grpo(model=b.adapted(), peft_config=lora_config()),
+        ("`peft_config`", "a `PeftModel` instance", "merge and unload"),
+    ),
+    "an adapter loaded for inference": (loaded_for_inference, ("requires_grad", '"default"', "`is_trainable=True`")),
+    "layers that there are not": (
+        lambda b: b.dpo(peft_config=lora_config(target_modules=["qkv"])),
+        ("Target modules", "'qkv'", "check the target modules"),
+    ),
+    # Rewards
+    "no reward": (lambda b: b.grpo(reward_funcs=None), ("`reward_funcs`", "No reward source", "Pass")),
+    "a reward that is none": (lambda b: b.grpo(reward_funcs=3), ("`reward_funcs`", "3", "Give a function")),
+    "a reward that is NaN": (
+        lambda b: b.grpo(reward_funcs=not_a_number),
+        ("`reward_funcs`", "[nan] by ['not_a_number']", "Return a finite number"),
+    ),
+    "a reward that is infinite": (
+        lambda b: b.grpo(reward_funcs=infinite),
+        ("`reward_funcs`", "[inf] by ['infinite']", "Return a finite number"),
+    ),
+    "a reward of a column that there is not": (
+        lambda b: b.grpo(reward_funcs=of_answers),
+        ("`reward_funcs`", "`of_answers` reads `answer`", "Add or rename the column"),
+    ),
+    "a reward without keywords": (
+        lambda b: b.grpo(reward_funcs=of_completions),
+        ("`reward_funcs`", "`of_completions` does not take `prompts`", "Add `**kwargs`"),
+    ),
+    # Values
+    "beta below 0, DPO": (lambda b: b.dpo(beta=-0.1), ("`beta`", "-0.1", "must be 0 or more")),
+    "beta below 0, GRPO": (lambda b: b.grpo(beta=-0.1), ("`beta`", "-0.1", "must be 0 or more")),
+    "beta of 0, DPO": (lambda b: b.dpo(beta=0.0), ("`beta=0`", "['sigmoid']", "Set it above 0")),
+    "beta that is NaN": (lambda b: b.dpo(beta=math.nan), ("`beta`", "nan", "must be 0 or more")),
+    "a loss type, DPO": (lambda b: b.dpo(loss_type="sigmiod"), ("`loss_type`", "'sigmiod'", "'sigmoid'")),
+    "a loss type, GRPO": (lambda b: b.grpo(loss_type="drgrpo"), ("`loss_type`", "'drgrpo'", "'dr_grpo'")),
+    "a divergence": (lambda b: b.dpo(f_divergence_type="kl"), ("`f_divergence_type`", "'kl'", "'reverse_kl'")),
+    "where to cut": (lambda b: b.dpo(truncation_mode="end"), ("`truncation_mode`", "'end'", "'keep_end'")),
+    "a level of the ratio": (
+        lambda b: b.grpo(importance_sampling_level="row"),
+        ("`importance_sampling_level`", "'row'", "'sequence'"),
+    ),
+    "weights of fewer losses": (
+        lambda b: b.dpo(loss_type=["sigmoid", "sft"], loss_weights=[1.0]),
+        ("`loss_weights`", "1 weights for 2 loss types", "must have the same length"),
+    ),
+    "prompts longer than max_length": (
+        lambda b: b.dpo(max_length=2, train_dataset=Dataset.from_list([PAIR] * 4)),
+        ("`max_length=2`", "no row of `train_dataset`", "Raise it"),
+    ),
+    "completions longer than the model's sequences": (
+        lambda b: b.grpo(max_completion_length=512),
+        ("`max_completion_length=512`", "has 512 tokens", "Lower it"),
+    ),
+    "a temperature of 0": (lambda b: b.grpo(temperature=0.0), ("`temperature`", "0.0", "must be above 0")),
+    "no iteration": (lambda b: b.grpo(num_iterations=0), ("`num_iterations`", "got 0", "must be 1 or more")),
+    "a reference that moves every 0 steps": (
+        lambda b: b.dpo(sync_ref_model=True, ref_model_sync_steps=0),
+        ("`ref_model_sync_steps`", "got 0", "must be 1 or more"),
+    ),
+    "a reference that moves too far": (
+        lambda b: b.grpo(beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=2.0),
+        ("`ref_model_mixup_alpha`", "2.0", "in [0, 1]"),
+    ),
+    "yes for True": (lambda b: b.dpo(padding_free="yes"), ("`padding_free`", "'yes'", "None, True or False")),
+    "yes for True, of prompts": (
+        lambda b: b.grpo(share_prompts="yes"),
+        ("`share_prompts`", "'yes'", "None, True or False"),
+    ),
+    "another trainer's config": (
+        lambda b: b.dpo(args=trl.GRPOConfig(str(b.folder), use_cpu=True, bf16=False)),
+        ("`args`", "`GRPOConfig`", "Pass a `DPOConfig`"),
+    ),
+    "transformers' config": (
+        lambda b: b.grpo(args=TrainingArguments(str(b.folder), use_cpu=True)),
+        ("`args`", "`TrainingArguments`", "Pass a `GRPOConfig`"),
+    ),
+    # Devices and folders
+    "an accelerator's option on the CPU, DPO": (
+        lambda b: b.dpo(activation_offloading=True),
+        ("`activation_offloading=True`", "no accelerator", "Leave it off"),
+    ),
+    "an accelerator's option on the CPU, GRPO": (
+        lambda b: b.grpo(activation_offloading=True),
+        ("`activation_offloading=True`", "no accelerator", "Leave it off"),
+    ),
+    "no checkpoint to resume from": (
+        lambda b: b.dpo(resume="true"),
+        ("`resume_from_checkpoint=True`", "no complete checkpoint", "Leave it off"),
+    ),
+    "no evaluation data": (
+        lambda b: b.dpo(eval_strategy="steps", eval_steps=1),
+        ("`eval_dataset`", "STEPS", "or pass an `eval_dataset`"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_that_says_what_to_do(mistake: str, workshop: Workshop, tmp_path: Path) -> None:
+    make, words = MISTAKES[mistake]
+    bench = Bench(workshop, tmp_path)
+    with pytest.raises((ValueError, TypeError)) as raised:
+        make(bench)
+    message = str(raised.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    assert bench.trainer is None or bench.trainer.state.global_step == 0
+
+
+class OwnLoss(trl_ext.DPOTrainer):
+    """A subclass whose loss reads what it likes."""
+
+    def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+        self.loss_types = ["sigmoid"]
+        return super()._compute_loss(model, inputs, return_outputs)
+
+
+def sometimes(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    return [None if place % 2 else 1.0 for place, _ in enumerate(completion_ids)]
+
+
+def with_all_names(prompts: Any, completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
+    return reward(completion_ids)
+
+
+ACCEPTED: dict[str, Callable[[Bench], None]] = {
+    "no pad token, where there is an end": lambda b: b.dpo(processing_class=tokenizer(pad_token=None)),
+    "tokens that no text has": lambda b: b.dpo(processing_class=with_more_tokens()),
+    "prompts within the completions": lambda b: b.dpo(
+        train_dataset=Dataset.from_list([{"chosen": "w1 w2 w3", "rejected": "w1 w2 w4", "question": "w1"}] * 4)
+    ),
+    "a stream": lambda b: b.dpo(train_dataset=PAIRS.to_iterable_dataset()),
+    "a stream, GRPO": lambda b: b.grpo(train_dataset=PROMPTS.to_iterable_dataset()),
+    "beta of 0 beside a term without it": lambda b: b.dpo(beta=0.0, loss_type=["sigmoid", "sft"]),
+    "a loss of a subclass": lambda b: b.dpo(trainer_class=OwnLoss, loss_type="mine", beta=-0.1),
+    "a reward that does not always apply": lambda b: b.grpo(reward_funcs=[reward, sometimes]),
+    "a reward of each name": lambda b: b.grpo(reward_funcs=with_all_names),
+    "no upper bound of the ratio": lambda b: b.grpo(epsilon_high=math.inf),
+    "evaluation data by name": lambda b: b.dpo(eval_dataset={"first": PAIRS, "second": PAIRS}),
+    "TRL's own config": lambda b: b.dpo(
+        args=trl.DPOConfig(str(b.folder), max_steps=1, use_cpu=True, bf16=False, report_to="none", save_strategy="no")
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ACCEPTED)
+def test_what_trl_trains_rightly_goes_on_running(what: str, workshop: Workshop, tmp_path: Path) -> None:
+    bench = Bench(workshop, tmp_path)
+    ACCEPTED[what](bench)
+    assert bench.trainer is not None
+    assert bench.trainer.state.global_step == 1
+
+
+def test_another_version_of_trl_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = tmp_path / "trl-2.0.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 2.0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = Path(trl_ext.__file__).parent / "compat" / "versions.py"
+    spec = importlib.util.spec_from_file_location("versions_again", file)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=r"works with trl\S+, found trl 2\.0\.0\. Run `pip install 'trl\S+'`\.$"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _compared_with(name: str, source: str) -> set[str]:
+    """The texts that `source` compares an attribute or argument of this name with."""
+    found = re.findall(rf'\b{name} (?:==|!=|in|not in) (\[[^\]]*\]|"\w+")', source)
+    return set(re.findall(r'"(\w+)"', " ".join(found)))
+
+
+def test_choices_are_those_of_trl() -> None:
+    dpo, grpo = (inspect.getsource(inspect.getmodule(x)) for x in (trl.DPOTrainer, trl.GRPOTrainer))
+    assert set(DPO_LOSS_TYPES) == _compared_with("loss_type", dpo)
+    assert set(GRPO_LOSS_TYPES) == _compared_with("loss_type", grpo)
+    for choices, source in ((DPO_CHOICES, dpo), (GRPO_CHOICES, grpo)):
+        for name, allowed in choices.items():
+            assert _compared_with(name, source) == set(allowed), name

@@ -1,0 +1,36 @@
+"""The tokenizer and the tokenised data sets of TRL's trainers, and what a subclass has replaced, by names of ours."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow.compute as pc
+from datasets import Dataset
+
+_TOKEN_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
+
+
+class DataInternals:
+    """Mixed in before a TRL trainer."""
+
+    args: Any
+    model: Any
+    ref_model: Any
+    train_dataset: Any
+    eval_dataset: Any
+
+    def _text_tokenizer(self) -> Any:
+        """The tokenizer, also where it is a part of a processor."""
+        return self._tokenizer  # type: ignore[attr-defined]
+
+    def _replaces(self, *methods: str) -> bool:
+        """Whether a subclass of the public trainer, or this instance, has one of these methods of its own."""
+        ours = next(cls for cls in type(self).__mro__ if "_trl_trainer" in vars(cls))
+        return any(x in vars(self) or getattr(type(self), x) is not getattr(ours, x) for x in methods)
+
+    def _largest_token_ids(self) -> Iterator[int | None]:
+        """Of each column of DPO's tokenised training data, a thousand rows at a time; `None` where they are empty."""
+        if not isinstance(self.train_dataset, Dataset):
+            return
+        columns = [x for x in _TOKEN_COLUMNS if x in self.train_dataset.column_names]
+        for rows in self.train_dataset.select_columns(columns).with_format("arrow").iter(batch_size=1000):
+            yield from (pc.max(pc.list_flatten(rows[column])).as_py() for column in columns)

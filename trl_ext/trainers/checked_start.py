@@ -1,0 +1,120 @@
+"""Both trainers: what cannot be trained with, or on, is one error that says what to do, before anything is trained."""
+
+import inspect
+from typing import Any
+
+import trl
+from datasets import Dataset
+
+from ..compat import DataInternals
+from ..scoring import check_token_ids, missing_rows, watch_token_ids
+from .checked_arguments import check_completion_length, check_dpo_arguments, check_grpo_arguments
+from .checked_data import (
+    check_enough_prompts,
+    check_pairs,
+    check_prompts,
+    check_rewards,
+    check_rows,
+    check_rows_are_left,
+    check_type,
+    named_datasets,
+)
+
+
+class CheckedStartMixin(DataInternals):
+    """Mixed in before all else of a trainer."""
+
+    _trl_trainer: type
+    _config_class: type
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        signature = inspect.signature(self._trl_trainer.__init__)  # type: ignore[misc]
+        given = signature.bind(self, *positional, **keywords).arguments
+        self._check_what_is_given(given, given.get("args"))
+        super().__init__(*positional, **keywords)
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                watch_token_ids(model, len(self._text_tokenizer()))
+
+    def _check_what_is_given(self, given: dict[str, Any], config: Any) -> None:
+        name = type(self).__name__
+        if given["model"] is None:
+            raise ValueError(f"`model` of `{name}` is None. Pass a model, or the name or folder of one.")
+        wanted = self._config_class
+        if config is not None and not isinstance(config, wanted):
+            raise TypeError(
+                f"`args` of `{name}` is a `{type(config).__name__}`. Pass a `{wanted.__name__}` with these values."
+            )
+        tokenizer = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
+        if tokenizer is not None and tokenizer.pad_token is None and tokenizer.eos_token is None:
+            raise ValueError(
+                "`processing_class` has neither a `pad_token` nor an `eos_token`. Set one: "
+                '`processing_class.pad_token = "..."`.'
+            )
+        for which, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
+            if dataset is not None:
+                check_type(dataset, which)
+                check_rows(dataset, which)
+
+
+class CheckedDPOMixin(CheckedStartMixin):
+    """Mixed in before all else of `DPOTrainer`."""
+
+    _config_class = trl.DPOConfig
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
+        if isinstance(self.train_dataset, Dataset):
+            check_rows_are_left(self.train_dataset, self.args.max_length)
+        tokens = len(self._text_tokenizer())
+        rows = missing_rows(self.model, tokens)
+        if rows is not None:
+            check_token_ids(self._largest_token_ids(), rows, tokens)
+
+    def _check_what_is_given(self, given: dict[str, Any], config: Any) -> None:
+        super()._check_what_is_given(given, config)
+        if config is not None:
+            check_dpo_arguments(config, own_loss=self._replaces("_compute_loss", "compute_loss"))
+
+    def _before_preparing(self, dataset: Any, name: str) -> Any:
+        tokenizer = self._text_tokenizer()
+        if tokenizer.eos_token is None:
+            raise ValueError(
+                "`processing_class` has no `eos_token`, which ends each completion. Set it: "
+                '`processing_class.eos_token = "..."`.'
+            )
+        check_pairs(dataset, f"{name}_dataset", has_template=tokenizer.chat_template is not None)
+        return super()._before_preparing(dataset, name)  # type: ignore[misc]
+
+
+class CheckedGRPOMixin(CheckedStartMixin):
+    """Mixed in before all else of `GRPOTrainer`."""
+
+    _config_class = trl.GRPOConfig
+
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
+        if self._replaces("_generate_and_score_completions"):
+            return
+        tokenizer: Any = self.processing_class  # type: ignore[attr-defined]
+        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
+            if dataset is not None:
+                check_prompts(dataset, name, has_template=tokenizer.chat_template is not None)
+        text = self.model.config.get_text_config()
+        check_completion_length(self.args, getattr(text, "max_position_embeddings", None))
+
+    def _check_what_is_given(self, given: dict[str, Any], config: Any) -> None:
+        super()._check_what_is_given(given, config)
+        has_environments = given.get("environment_factory") is not None
+        check_rewards(given.get("reward_funcs"), given.get("train_dataset"), has_environments=has_environments)
+        if config is not None:
+            check_grpo_arguments(config, own_loss=self._replaces("_compute_loss", "compute_loss"))
+
+    def train(self, *positional: Any, **keywords: Any) -> Any:
+        """TRL's own.
+
+        Raises:
+            `ValueError`: the data set has fewer prompts than one generation batch.
+        """
+        check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
+        return super().train(*positional, **keywords)  # type: ignore[misc]
