@@ -19,8 +19,9 @@ ROOMS = {
     "checkpoints": set(),
     "reference": {"dropout", "compat"},
     "losses": set(),
+    "callbacks": set(),
     "trainers": {
-        *("heads", "packing", "engines", "scoring", "passes", "checkpoints", "reference", "losses"),
+        *("heads", "packing", "engines", "scoring", "passes", "checkpoints", "reference", "losses", "callbacks"),
         *("dropout", "compat"),
     },
 }

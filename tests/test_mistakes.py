@@ -196,6 +196,10 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     # Models and adapters
     "no model": (lambda b: b.dpo(model=None), ("`model`", "None", "Pass a model")),
     "a reference that is the model": (same_as_reference, ("`ref_model`", "the same object", "omit `ref_model`")),
+    "a reference by its name": (
+        lambda b: b.dpo(ref_model=b.workshop.model("tied")),
+        ("`ref_model='/", "is a name", "`AutoModelForCausalLM.from_pretrained(...)`"),
+    ),
     "an adapter's name": (
         lambda b: b.dpo(model=b.adapted(), policy_adapter_name="polcy"),
         ("`policy_adapter_name='polcy'`", "['default']", "Name one of them"),

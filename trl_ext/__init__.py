@@ -1,8 +1,17 @@
 """trl_ext: TRL's DPO and GRPO trainers with exact per-token log-probs."""
 
+from .callbacks import CurvesCallback
 from .heads import LinearLogProbs, linear_log_probs
 from .trainers import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 __version__ = "0.1.0"
 
-__all__ = ["DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "LinearLogProbs", "linear_log_probs"]
+__all__ = [
+    "CurvesCallback",
+    "DPOConfig",
+    "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "LinearLogProbs",
+    "linear_log_probs",
+]

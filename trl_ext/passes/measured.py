@@ -6,8 +6,11 @@ from torch import Tensor
 from .visit import Visit
 
 
-def statistics(visit: Visit, skipped_tokens: int) -> Tensor:
-    """This rank's part of what `over_scored_rows` takes, to be summed over ranks: `(6,)`; the last two were skipped."""
+def statistics(visit: Visit, tokens: list[int]) -> Tensor:
+    """This rank's part of what `over_scored_rows` takes, to be summed over ranks: `(5 + len(tokens),)`.
+
+    The fifth number, and those after it, are the rows that were skipped, and `tokens`.
+    """
     scored = visit.scored
     rows = len(scored.tokens_BC)
     return torch.stack(
@@ -15,7 +18,7 @@ def statistics(visit: Visit, skipped_tokens: int) -> Tensor:
             torch.where(scored.tokens_BC, visit.entropies_BC.detach(), 0.0).sum(),
             scored.tokens_BC.sum().float(),
             scored.tokens_BC.any(dim=1).sum().float(),
-            *visit.entropies_BC.new_tensor([rows, rows - len(scored.rows_R), skipped_tokens]),
+            *visit.entropies_BC.new_tensor([rows, rows - len(scored.rows_R), *tokens]),
         ]
     )
 
@@ -24,9 +27,9 @@ def over_scored_rows(metrics: dict[str, list[float]], totals: Tensor) -> None:
     """Correct the values that TRL has just appended to `metrics` in training; absent where no rank has scored a row.
 
     Args:
-        totals (`Tensor` of shape `(6,)`): the `statistics` of all ranks, summed.
+        totals (`Tensor`): the `statistics` of all ranks, summed.
     """
-    entropy, tokens, scored_rows, rows, _, _ = totals.tolist()
+    entropy, tokens, scored_rows, rows = totals[:4].tolist()
     if scored_rows == rows:
         return
     _replace_last(metrics, "entropy", entropy / tokens if tokens else None)

@@ -61,6 +61,7 @@ class ScoringForward:
     Attributes:
         used (`bool`): set on every call, for a caller to reset and look at.
         packing (`Packing`): feeds the batch as one row, where the model can.
+        fed (`list[int]`): so far, the tokens fed with a gradient, those fed without, and those scored by the head.
         head_rows (`str`, *optional*): with which rows of the head's weight the last pass was scored, and why.
         sequence_group (`SequenceGroup`, *optional*): the ranks over which the tokens of a row are split.
     """
@@ -73,6 +74,7 @@ class ScoringForward:
         config: Any = model.config
         self.vocabulary: int = config.get_text_config().vocab_size
         self.used = False
+        self.fed = [0, 0, 0]
         self.head_rows: str | None = None
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._dropout: bool | None = None
@@ -123,11 +125,14 @@ class ScoringForward:
         # A batch without labels stays in the graph this way: a zero that can be backpropagated
         outputs = self.options.outputs if head_outputs is None else head_outputs
         hidden = backbone_outputs.last_hidden_state
+        self.fed[0 if torch.is_grad_enabled() else 1] += hidden.shape[:2].numel() if layout is None else layout.tokens
         if layout is None:
             hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(mask_BS.device)[mask_BS]
+            self.fed[2] += len(hidden_NH)
             scored = self._score(hidden_NH, head, shift_labels[mask_BS], outputs)._asdict()
         else:
             at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)].to(hidden.device)
+            self.fed[2] += len(at_N)
             scored = self._score_row(hidden.squeeze(0), at_N, shard, head, shift_labels[mask_BS], outputs)
         fields = {
             name: None

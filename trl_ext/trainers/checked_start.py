@@ -73,6 +73,12 @@ class CheckedDPOMixin(CheckedStartMixin):
 
     def _check_what_is_given(self, given: dict[str, Any], config: Any) -> None:
         super()._check_what_is_given(given, config)
+        reference = given.get("ref_model")
+        if isinstance(reference, str):
+            raise TypeError(
+                f"`ref_model={reference!r}` is a name, and must be a model. Load it: "
+                "`AutoModelForCausalLM.from_pretrained(...)`; leave it out where it is the model before training."
+            )
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("_compute_loss", "compute_loss"))
 

@@ -16,6 +16,7 @@ from .moved_reference import MovedReferenceMixin
 from .non_finite_arguments import NonFiniteArguments
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
+from .shown import ShownMixin
 from .store_arguments import StoreArguments
 from .stored_reference import StoredReferenceMixin
 from .watched_loss import WatchedLossMixin
@@ -86,6 +87,7 @@ class DPOConfig(
 
 class DPOTrainer(
     CheckedDPOMixin,
+    ShownMixin,
     LossTermsMixin,
     StoredReferenceMixin,
     MovedReferenceMixin,

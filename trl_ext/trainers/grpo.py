@@ -22,6 +22,7 @@ from .offloading_arguments import OffloadingArguments
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
 from .resumed_generation import ResumedGenerationMixin
+from .shown import ShownMixin
 
 
 @dataclass
@@ -95,6 +96,7 @@ class GRPOConfig(
 
 class GRPOTrainer(
     CheckedGRPOMixin,
+    ShownMixin,
     ResumedGenerationMixin,
     HostedReferenceMixin,
     MicroBatchesMixin,

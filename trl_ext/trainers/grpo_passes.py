@@ -172,9 +172,12 @@ class GRPOPassesMixin(
 
     def _measure(self, visit: Visit) -> None:
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        totals = accelerator.reduce(statistics(visit, self._skipped_tokens + self._packed_away()), reduction="sum")
+        packed_away, *fed = self._tokens_fed()
+        of_rank = statistics(visit, [self._skipped_tokens + packed_away, *fed])
+        totals = accelerator.reduce(of_rank, reduction="sum")
         self._skipped_tokens = 0
-        rows, tokens = (int(count) for count in totals[-2:].tolist())
+        rows, tokens, *fed = (int(count) for count in totals[4:].tolist())
+        self.fed.add(self._mode, fed)
         self.skipped.add(self._mode, passes=0, rows=rows, tokens=tokens)
         if self._mode == "train" and not self.plan.score_tools:  # else TRL's means, or a subclass's, are whole
             over_scored_rows(self._mode_metrics(), totals)

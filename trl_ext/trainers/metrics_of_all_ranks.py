@@ -16,8 +16,8 @@ class MetricsOfAllRanksMixin(DPOLossInternals):
     pairs or tokens that it is a mean over. Rows that accelerate has repeated at the end of a data set do not count.
     """
 
-    _packed_away: Callable[[], int]
-    _count_packed_away: Callable[[int], None]
+    _tokens_fed: Callable[[], list[int]]
+    _count_tokens_fed: Callable[[list[int]], None]
 
     def _loss_on_rank(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
         """The loss of this rank's batch, as TRL's `_compute_loss` gives it."""
@@ -57,9 +57,10 @@ class MetricsOfAllRanksMixin(DPOLossInternals):
         """Log the metrics that `found` holds of this rank's rows as those of all ranks'; one gather."""
         values = {name: of_batch[-1] for name, of_batch in found.items()}
         tokens = values.pop("num_tokens", 0)
-        numbers = [*weighted(values, counts), tokens if counts.pairs else 0, self._packed_away()]
+        mean, fed = weighted(values, counts), self._tokens_fed()
+        numbers = [*mean, tokens if counts.pairs else 0, *fed]
         gathered = self.accelerator.gather(torch.tensor([numbers], dtype=torch.float64, device=self.accelerator.device))
-        self._log_metrics(of_all_ranks(sorted(values), gathered[:, :-2]))
-        total, packed_away = gathered[:, -2:].sum(0).tolist()
-        self._log_tokens(int(total))
-        self._count_packed_away(int(packed_away))
+        self._log_metrics(of_all_ranks(sorted(values), gathered[:, : len(mean)]))
+        total, *fed = map(int, gathered[:, len(mean) :].sum(0).tolist())
+        self._log_tokens(total)
+        self._count_tokens_fed(fed)

@@ -1,4 +1,4 @@
-"""What both trainers share of packing: its plan, and how many tokens of the padded batches it left out."""
+"""What both trainers share of packing: its plan, and how many tokens were fed and left out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,13 +54,13 @@ class PackedMixin:
                 every = gather_object([(packing.why_padded, packing.why_unshared)])
                 packing.agree(*(list(why) for why in zip(*every, strict=True)))
 
-    def _packed_away(self) -> int:
-        """Tokens of padded batches that were not fed on this rank, since the last call."""
-        left_out = 0
+    def _tokens_fed(self) -> list[int]:
+        """On this rank since the last call: tokens of padded batches that were not fed; fed with a gradient; fed
+        without; scored by the head."""
+        counts = [[scoring.packing.left_out, *scoring.fed] for scoring in self.scoring_forwards]
         for scoring in self.scoring_forwards:
-            left_out += scoring.packing.left_out
-            scoring.packing.left_out = 0
-        return left_out
+            scoring.packing.left_out, scoring.fed = 0, [0, 0, 0]
+        return [sum(count) for count in zip(*counts, strict=True)]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..engines.roll_call import roll_call
-from ..passes import Decision, PackingPlan, Plan, Skipped
+from ..passes import Decision, Fed, PackingPlan, Plan, Skipped
 
 logger = logging.getLogger("trl_ext")
 
@@ -16,6 +16,7 @@ class PlannedPassesMixin:
 
     Attributes:
         skipped (`Skipped`): what TRL would have run and this trainer did not, since the last log.
+        fed (`Fed`): what ran.
     """
 
     _plan: Plan | None = None
@@ -24,7 +25,7 @@ class PlannedPassesMixin:
     _head_decision: Callable[[], Decision]
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        self.skipped = Skipped()
+        self.skipped, self.fed = Skipped(), Fed()
         super().__init__(*positional, **keywords)
 
     def _make_plan(self) -> Plan:
@@ -70,9 +71,10 @@ class PlannedPassesMixin:
             return super().train(*positional, **keywords)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's own, with `skipped/*`: totals since the last log, of all ranks."""
+        """TRL's own, with `skipped/*`, `tokens_fed/*` and `head/*`: totals since the last log, of all ranks."""
         mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")  # type: ignore[attr-defined]
-        logs.update({f"{prefix}{name}": value for name, value in self.skipped.take(mode).items()})
+        totals = self.skipped.take(mode) | self.fed.take(mode)
+        logs.update({f"{prefix}{name}": value for name, value in totals.items()})
         super().log(logs, start_time)  # type: ignore[misc]
 
 

@@ -45,7 +45,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         self._stored: StoredReference | None = None
         self._load_reference: Callable[[], Any] | None = None
         self._training_began = False
-        self._packed_away_is_counted = False
+        self._fed_is_counted = False
         with loaded_models_recorded(self._trl_trainer) as self._loaded:
             super().__init__(*positional, **keywords)
         if any(self._with_columns[name] and not is_map_style(x) for name, x in self._datasets()):
@@ -269,20 +269,22 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         """TRL's own loss, on reference log-probs from where the plan says."""
         self._check_same_rows(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
-        self._packed_away_is_counted = False
+        self._fed_is_counted = False
         with self._reference_for(inputs, from_columns), self._policy_scored_here():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        if not self._packed_away_is_counted:
-            packed_away = self._gather_counts([self._packed_away()])
-            self._count_packed_away(sum(count[0] for count in packed_away))
+        if not self._fed_is_counted:
+            every = self._gather_counts(self._tokens_fed())
+            self._count_tokens_fed([sum(count) for count in zip(*every, strict=True)])
         if self.plan.source == "nothing" and not from_columns:
             self.drop_metrics("rewards/")
         return loss
 
-    def _count_packed_away(self, tokens: int) -> None:
-        """Count what was not fed of a batch, on all ranks."""
-        self.skipped.add("train" if self.model.training else "eval", tokens=tokens)
-        self._packed_away_is_counted = True
+    def _count_tokens_fed(self, counts: list[int]) -> None:
+        """Count what was fed of a batch and what was not, on all ranks."""
+        mode = "train" if self.model.training else "eval"
+        self.skipped.add(mode, tokens=counts[0])
+        self.fed.add(mode, counts[1:])
+        self._fed_is_counted = True
 
     def _reference_for(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
         if from_columns:
@@ -365,7 +367,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         ):
             self.stored(batch, lambda fed: self.score_as_reference(self._reference_model(prepared=False), fed))
         self.stored.store.flush()
-        self._packed_away()  # the logs speak of training and evaluation
+        self._tokens_fed()  # the logs speak of training and evaluation
 
     # The model
 
