@@ -85,6 +85,11 @@ def rows() -> tuple[tuple[str, str], ...]:
     return tuple(table)
 
 
+def counts_work(key: str) -> bool:
+    """Whether a metric counts what was fed, scored or skipped, which depends on how a batch is cut."""
+    return key.removeprefix("eval_").startswith(("skipped/", "tokens_fed/", "head/"))
+
+
 def may_differ(key: str, case: Case, situation: Situation) -> bool:
     """Whether the logged metric `key` of `case` may be another than stock's, be added, or be absent."""
     key = key.removeprefix("eval_")

@@ -11,6 +11,7 @@ import trl
 from accelerate import Accelerator
 
 import trl_ext
+from metric_table import counts_work
 from preference_runs import rewarded, run
 from ranks import Rank, run_on_ranks
 from tiny import REFERENCE_SEED, Workshop
@@ -91,7 +92,7 @@ def differences(got: list[dict[str, float]], want: list[dict[str, float]]) -> li
         for key in one:
             if (
                 key.endswith(NOT_OF_THE_BATCH)
-                or "skipped/" in key
+                or counts_work(key)
                 or key == "train_loss"
                 or (key == "loss" and place >= len(want) - 2)
             ):
