@@ -4,9 +4,10 @@ On the demo's model and data, on a CPU, half a minute:
 
     python examples/dpo_rpo.py --output_dir runs/rpo
 
-The data set needs the columns `chosen_reward` and `rejected_reward`; here the rewards of the demo's pairs are made up: 1 for a
-right answer, and for a wrong one less the further it is off. `reward_scale` is what they are multiplied by before beta times
-the log-ratios is compared with them. A term `sft` beside it keeps the chosen completions likely, with smoothed labels.
+The data set needs the columns `chosen_reward` and `rejected_reward`; here the rewards of the demo's pairs are made
+up: 1 for a right answer, and for a wrong one less the further it is off. `reward_scale` is what they are multiplied
+by before beta times the log-ratios is compared with them. A term `sft` beside it keeps the chosen completions likely,
+with smoothed labels.
 """
 
 import re

@@ -4,10 +4,10 @@ On the demo's model and data, on a CPU, a minute:
 
     python examples/grpo_rollout.py --output_dir runs/rollout
 
-`rollout_func` gets the prompts, each once for each of its completions, and the trainer; it returns token ids of prompts and
-completions, and the log-prob of each sampled token as the sampler has it. Where a sampler is not the policy to the last bit,
-another engine or another precision, those differ from the policy's own, and `trust_sampling_log_probs=False` (the default)
-forms the ratio from the policy's. Each group is sampled here with a little nucleus sampling; log-probs are those before it.
+`rollout_func` gets the prompts, each once for each of its completions, and the trainer; it returns the token ids of
+prompts and completions, and the log-prob of each sampled token as the sampler has it. With `trust_sampling_log_probs`
+those are the old policy's, and no pass is run for them. That is an approximation: a sampler of another engine, or in
+another precision, is not the policy to the last bit. Without it the ratio is formed from the policy's own.
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +43,8 @@ def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
     sampled = model.generate(
         **batch,
         do_sample=True,
-        top_p=0.98,
+        temperature=trainer.temperature,
+        top_k=0,
         max_new_tokens=trainer.max_completion_length,
         pad_token_id=tokenizer.pad_token_id,
         output_logits=True,
@@ -78,6 +79,9 @@ if __name__ == "__main__":
     parser = TrlParser((Task, GRPOConfig))
     parser.set_defaults(
         reward_weights=[1.0, 0.1],
+        num_iterations=2,
+        trust_sampling_log_probs=True,
+        gradient_checkpointing=False,  # its forward keeps no cache, without which sampling is slow
         learning_rate=5e-4,
         max_steps=20,
         per_device_train_batch_size=64,

@@ -4,8 +4,9 @@ With a model whose chat template can show tool calls, such as Qwen3's:
 
     python examples/grpo_tools.py --model Qwen/Qwen3-0.6B --output_dir runs/tools
 
-A tool is a function with type hints and a docstring with `Args:`, of which its description for the model is made. What a tool
-returns stands in the completion and is masked out of the loss. Tool calls are read from completions by TRL.
+A tool is a function with type hints and a docstring with `Args:`, of which its description for the model is made.
+What a tool returns stands in the completion and is masked out of the loss. Tool calls are read from completions by
+TRL.
 """
 
 import random

@@ -4,10 +4,10 @@ On the demo's model and data, on a CPU, a minute:
 
     python examples/grpo_verifiable.py --output_dir runs/verifiable
 
-A reward function gets lists, a value for each completion: `prompts`, `completions`, and each column of the data set by its
-name. So `answer` below is the data set's column. It returns a number for each completion; rewards of several functions are
-weighted by `reward_weights` and summed. A group whose completions are all right, or all wrong, teaches nothing: its rows
-are not fed (`skipped/rows` in the logs).
+A reward function gets lists, a value for each completion: `prompts`, `completions`, and each column of the data set
+by its name. So `answer` below is the data set's column. It returns a number for each completion; rewards of several
+functions are weighted by `reward_weights` and summed. A group whose completions are all right, or all wrong, teaches
+nothing: its rows are not fed (`skipped/rows` in the logs).
 """
 
 import re

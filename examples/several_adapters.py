@@ -4,9 +4,10 @@ On the demo's model and data, on a CPU, half a minute:
 
     python examples/several_adapters.py --output_dir runs/adapters
 
-The weights of the base model are there once. `policy_adapter_name` says which adapter is trained and `ref_adapter_name` which
-one the policy is held near; a fresh adapter whose reference is the base model needs neither. Here the first stage makes the
-adapter "sums", and the second trains "both" from a copy of it, with "sums" as its reference.
+The weights of the base model are there once. `policy_adapter_name` says which adapter is trained and
+`ref_adapter_name` which one the policy is held near; a fresh adapter whose reference is the base model needs neither.
+Here the first stage makes the adapter "sums", and the second trains "both" from a copy of it, with "sums" as its
+reference.
 """
 
 from dataclasses import dataclass, field
