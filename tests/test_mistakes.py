@@ -1,5 +1,6 @@
 """Mistakes that users make: each stops before the first step, in one line with what was given and what to do."""
 
+import functools
 import importlib.util
 import inspect
 import math
@@ -333,6 +334,11 @@ def sometimes(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     return [None if place % 2 else 1.0 for place, _ in enumerate(completion_ids)]
 
 
+@functools.wraps(of_completions)
+def wrapped(**given: Any) -> list[float]:
+    return of_completions(given["completions"])
+
+
 def with_all_names(prompts: Any, completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
     return reward(completion_ids)
 
@@ -348,6 +354,7 @@ ACCEPTED: dict[str, Callable[[Bench], None]] = {
     "beta of 0 beside a term without it": lambda b: b.dpo(beta=0.0, loss_type=["sigmoid", "sft"]),
     "a loss of a subclass": lambda b: b.dpo(trainer_class=OwnLoss, loss_type="mine", beta=-0.1),
     "a reward that does not always apply": lambda b: b.grpo(reward_funcs=[reward, sometimes]),
+    "a reward that is wrapped": lambda b: b.grpo(reward_funcs=wrapped),
     "a reward of each name": lambda b: b.grpo(reward_funcs=with_all_names),
     "no upper bound of the ratio": lambda b: b.grpo(epsilon_high=math.inf),
     "evaluation data by name": lambda b: b.dpo(eval_dataset={"first": PAIRS, "second": PAIRS}),

@@ -45,11 +45,12 @@ def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
         )
 
 
-def check_pairs(dataset: Any, name: str, *, has_template: bool) -> None:
+def check_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool) -> None:
     """Raise `ValueError` unless a data set has what DPO reads: a prompt, a chosen and a rejected completion.
 
     Args:
         has_template (`bool`): whether the tokenizer can render messages.
+        has_end (`bool`): whether it has a token that ends a text.
     """
     first = next(iter(dataset), None)
     if first is None:
@@ -75,6 +76,11 @@ def check_pairs(dataset: Any, name: str, *, has_template: bool) -> None:
             "first row. Give all of them as text, or all as lists of messages."
         )
     _check_template(first, name, has_template)
+    if not has_end and not is_conversational(first):
+        raise ValueError(
+            "`processing_class` has no `eos_token`, which ends each completion. Set it: "
+            '`processing_class.eos_token = "..."`.'
+        )
 
 
 def check_prompts(dataset: Any, name: str, *, has_template: bool) -> None:
@@ -124,7 +130,7 @@ def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool) ->
 
 def _check_keywords(reward: Callable[..., Any], given: list[str]) -> None:
     try:
-        parameters = inspect.signature(reward).parameters.values()
+        parameters = inspect.signature(reward, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # a builtin may have none
         return
     name = getattr(reward, "__name__", type(reward).__name__)

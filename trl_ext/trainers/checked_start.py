@@ -51,9 +51,10 @@ class CheckedStartMixin(DataInternals):
                 "`processing_class` has neither a `pad_token` nor an `eos_token`. Set one: "
                 '`processing_class.pad_token = "..."`.'
             )
+        if given.get("train_dataset") is not None:
+            check_type(given["train_dataset"], "train_dataset")
         for which, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
             if dataset is not None:
-                check_type(dataset, which)
                 check_rows(dataset, which)
 
 
@@ -84,12 +85,12 @@ class CheckedDPOMixin(CheckedStartMixin):
 
     def _before_preparing(self, dataset: Any, name: str) -> Any:
         tokenizer = self._text_tokenizer()
-        if tokenizer.eos_token is None:
-            raise ValueError(
-                "`processing_class` has no `eos_token`, which ends each completion. Set it: "
-                '`processing_class.eos_token = "..."`.'
-            )
-        check_pairs(dataset, f"{name}_dataset", has_template=tokenizer.chat_template is not None)
+        check_pairs(
+            dataset,
+            f"{name}_dataset",
+            has_template=tokenizer.chat_template is not None,
+            has_end=tokenizer.eos_token is not None,
+        )
         return super()._before_preparing(dataset, name)  # type: ignore[misc]
 
 
