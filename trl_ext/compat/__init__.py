@@ -18,6 +18,7 @@ from .head import FusedCausalLMOutput, head_attached_by
 from .ranks import TensorParallelInternals, WholeBatches, adapters_made_by, gathered_by
 from .reference import ReferenceGiven, loaded_models_recorded, no_adapter_copied_by, unrecorded_pass
 
+from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "loaded_models_recorded",
     "maybe_gather_lm_head_ctx",
     "no_adapter_copied_by",
+    "resolve_accelerate_config_argument",
     "rotation_put_off",
     "sequence_parallelism_hidden",
     "unrecorded_pass",

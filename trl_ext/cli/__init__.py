@@ -1,0 +1,1 @@
+"""The command line `trl-ext`: what a user asks for by arguments, handed on to the trainers and to `memory/`."""

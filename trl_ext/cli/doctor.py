@@ -1,0 +1,80 @@
+"""The command `doctor`: versions, devices, the engine, and a self-test of the head on each device."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, requires, version
+
+import torch
+from accelerate import Accelerator
+from packaging.requirements import Requirement
+
+from .. import __version__
+from ..engines.running import running
+from ..heads import why_not_triton
+from ..scoring.self_test import self_test
+from .errors import CommandError, one_line
+
+_OPTIONAL = ("triton", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "vllm")
+
+
+def run(arguments: list[str]) -> int:
+    """Print what is there; 1 where something will not do, which the row says."""
+    if arguments:
+        raise CommandError(f"`doctor` takes no arguments, got `{arguments[0]}`.")
+    rows = [("trl_ext", f"{__version__}, Python {platform.python_version()}, {platform.platform()}", True)]
+    rows += [*_required(), *_optional()]
+    accelerator = Accelerator()
+    rows.append(("engine", f"{running(accelerator, torch.nn.Linear(1, 1))}", True))
+    rows += [row for device in _devices() for row in _head_on(device)]
+    for name, words, fine in rows:
+        print(f"{name:<15}{'ok' if fine else 'WRONG':<7}{words}")
+    return 0 if all(fine for _, _, fine in rows) else 1
+
+
+def _required() -> list[tuple[str, str, bool]]:
+    """The packages that this one needs, by its own metadata."""
+    try:
+        needed = [Requirement(text) for text in requires("trl_ext") or []]
+    except PackageNotFoundError:
+        return [("packages", "trl_ext is not installed, so the versions it needs are not known: `pip install .`", False)]
+    rows = []
+    for one in needed:
+        if one.marker is not None and not one.marker.evaluate():
+            continue
+        found = _version(one.name)
+        fine = found is not None and one.specifier.contains(found, prereleases=True)
+        wanted = f"{one.name}{one.specifier}"
+        rows.append((one.name, f"{found}" if fine else f"found {found}: `pip install '{wanted}'`", fine))
+    return rows
+
+
+def _optional() -> list[tuple[str, str, bool]]:
+    found = {name: _version(name) for name in _OPTIONAL}
+    return [(name, f"{found} (optional)", True) for name, found in found.items() if found is not None]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[torch.device]:
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+
+
+def _head_on(device: torch.device) -> list[tuple[str, str, bool]]:
+    """What the device is, whether the head is right there, and what works between its products."""
+    what = f"{torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        what = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, capability {properties.major}."
+        what += str(properties.minor)
+    rows = [(str(device), what, True)]
+    reason = why_not_triton(device)
+    between = "Triton's kernels" if reason is None else f"torch between the products ({reason})"
+    try:
+        tried = self_test(device)
+    except Exception as error:  # whatever a device may raise
+        return [*rows, ("  head", one_line(error), False)]
+    return [*rows, ("  head", f"agrees with its definition: {', '.join(tried)}; {between}", True)]

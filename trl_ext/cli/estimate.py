@@ -1,0 +1,184 @@
+"""The command `estimate`: the memory of a training step with these arguments, and the longest sequence that fits."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from peft import PeftConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import get_peft_config
+
+from ..memory import Step, StepMemory, longest_that_fits, memory_of_step
+from .arguments import OneLineParser, Parsed, dataclasses_of, method_of, parse
+from .building import model_init_arguments, require_model
+from .errors import CommandError
+
+_STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}
+_GIB = 2**30
+_NOT_COVERED = (
+    "Not covered: what an operator allocates for itself, the device's own context, fragments, and under GRPO the "
+    "generation (its key-value cache, vLLM). Rows are taken to be as long as they may be and to share nothing, which is "
+    "the most that a batch feeds."
+)
+
+
+@dataclass
+class EstimateArguments:
+    """What only `estimate` asks.
+
+    Args:
+        device_memory (`float`, *optional*):
+            GiB of a device, for the longest sequence that fits. `None`: the GPU's, where there is one.
+        prompt_length (`int`, *optional*, defaults to `0`):
+            Tokens of a prompt: of DPO's `max_length` they are not scored; GRPO's completions come after them.
+    """
+
+    device_memory: float | None = field(
+        default=None, metadata={"help": "GiB of a device, for the longest sequence that fits; unset: those of the GPU."}
+    )
+    prompt_length: int = field(default=0, metadata={"help": "Tokens of a prompt."})
+
+
+def run(arguments: list[str]) -> int:
+    """Print the parts, the peak and the longest sequence that fits."""
+    method, rest = method_of(arguments, "estimate")
+    parser = OneLineParser((*dataclasses_of(method), EstimateArguments), prog=f"trl-ext estimate {method}")
+    script, training, model_args, mixture, asked, *_ = parse(parser, rest, may_launch=False)
+    _refuse_what_is_not_covered(training, model_args)
+    step = step_of(method, Parsed(script, training, model_args, mixture, [], []), asked.prompt_length)
+    memory = memory_of_step(step)
+    print(_table(step, memory))
+    limit = _device_memory(asked)
+    if limit is not None:
+        print(f"longest      {_longest(step, limit)}")
+    print(f"\n{_NOT_COVERED}")
+    return 0
+
+
+def step_of(method: str, parsed: Parsed, prompt_length: int) -> Step:
+    """The training step that these arguments ask for, at its longest rows.
+
+    Raises:
+        `CommandError`: no length is known.
+    """
+    training, dpo = parsed.training, method == "dpo"
+    if dpo and training.max_length is None:
+        raise CommandError("`--max_length` is None, so rows may be of any length: give `--max_length`.")
+    longest = training.max_length if dpo else prompt_length + training.max_completion_length
+    if not 0 <= prompt_length < longest:
+        raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, the longest row's, got {prompt_length}.")
+    tokens = longest - 1  # nothing is scored after a row's last token
+    half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+    adapted = parsed.model.use_peft or _is_adapter(parsed.model.model_name_or_path)
+    return Step(
+        model=_policy(method, parsed),
+        rows=training.per_device_train_batch_size * (2 if dpo else 1),
+        tokens=tokens,
+        scored=tokens - max(prompt_length - 1, 0),
+        outputs=("log_probs", "entropy", "mean_logits", "is_top1") if dpo else ("log_probs", "entropy"),
+        head=training.head,
+        chunk_size=training.head_chunk_size,
+        autocast=half,
+        accumulates=training.gradient_accumulation_steps > 1,
+        states=_STATES[training.optim],
+        reference_model=not adapted and (not training.precompute_ref_log_probs if dpo else training.beta != 0),
+    )
+
+
+def _is_adapter(name: str) -> bool:
+    return os.path.isfile(os.path.join(name, "adapter_config.json"))
+
+
+def _policy(method: str, parsed: Parsed) -> Callable[[], Any]:
+    """Makes the policy as the trainer does, from its config alone."""
+    _, training, model_args, *_ = parsed
+    require_model(model_args)
+    name, adapter = model_args.model_name_or_path, get_peft_config(model_args)
+    if _is_adapter(name):
+        adapter = PeftConfig.from_pretrained(name)
+        adapter.inference_mode = False
+        name = adapter.base_model_name_or_path
+    given = model_init_arguments(training, model_args)
+    trust = {"trust_remote_code": given["trust_remote_code"]}
+    config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, **trust)
+    dtype = config.dtype if given["dtype"] == "auto" else getattr(torch, given["dtype"])
+
+    def make() -> Any:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=given["attn_implementation"], **trust
+        )
+        if adapter is not None:
+            model = get_peft_model(model, adapter)
+        if training.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=training.gradient_checkpointing_kwargs)
+            if adapter is not None:
+                model.enable_input_require_grads()
+        if training.disable_dropout:
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0
+        return model.train()
+
+    return make
+
+
+def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
+    asked = {
+        "optim": training.optim not in _STATES,
+        "load_in_4bit": model_args.load_in_4bit,
+        "load_in_8bit": model_args.load_in_8bit,
+        "deepspeed": training.deepspeed,
+        "fsdp": training.fsdp,
+        "torch_compile": training.torch_compile,
+        "activation_offloading": training.activation_offloading,
+        "reference_device": training.reference_device,
+    }
+    for name, given in asked.items():
+        if given:
+            value = getattr(training, name, None) or getattr(model_args, name, None)
+            allowed = f"one of {', '.join(_STATES)}" if name == "optim" else "its default"
+            raise CommandError(f"`--{name} {value}` is not covered by `estimate`: set it to {allowed} to see the rest.")
+
+
+def _device_memory(asked: EstimateArguments) -> int | None:
+    if asked.device_memory is not None:
+        return int(asked.device_memory * _GIB)
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def _longest(step: Step, limit: int) -> str:
+    with torch.device("meta"):
+        config = step.model().config
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
+    prompt = step.tokens - step.scored
+
+    def bytes_of(tokens: int) -> int:
+        return memory_of_step(replace(step, tokens=tokens, scored=max(1, tokens - prompt))).peak
+
+    longest = longest_that_fits(bytes_of, limit, step.tokens, most)
+    positions = ", the most that the model's config knows" if longest + 64 > most else ""
+    return f"{longest:,} tokens a row fit in {limit / _GIB:.4g} GiB{positions}"
+
+
+def _table(step: Step, memory: StepMemory) -> str:
+    reference = "a model of its own" if step.reference_model else "none beside the policy"
+    lines = [
+        f"{step.rows} rows of {step.tokens:,} tokens a micro-batch, one process",
+        "",
+        ("weights", memory.weights, "adapters too"),
+        ("reference", memory.reference, reference),
+        ("optimizer", memory.optimizer, f"{step.states} numbers for each trained one"),
+        ("gradients", memory.gradients, "when the backward has ended"),
+        ("activations", memory.activations, "when the backbone has run"),
+        ("head", memory.head, "beside the activations"),
+        ("peak", memory.peak, "below the sum: gradients come while activations go"),
+    ]
+    return "\n".join(
+        line if isinstance(line, str) else f"{line[0]:<13}{_words(line[1]):>12}   {line[2]}" for line in lines
+    )
+
+
+def _words(size: int) -> str:
+    return f"{size / _GIB:.3f} GiB" if size >= _GIB else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,51 @@
+"""What a piece of code allocates, recorded as it runs on tensors that hold no numbers: now, and at its peak."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class AllocationRecords(TorchDispatchMode):
+    """While entered, every storage that an operator makes counts from then until it is freed.
+
+    What an operator allocates for itself while it runs is not seen.
+
+    Attributes:
+        held (`int`): bytes of the storages that are alive.
+        peak (`int`): the most that `held` was, since `mark()` was called last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: set[int] = set()
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count the storage of `tensor`, if it is new."""
+        storage = tensor.untyped_storage()
+        name, size = storage._cdata, storage.nbytes()
+        if name in self._known or size == 0:
+            return
+        self._known.add(name)
+        weakref.finalize(storage, self._freed, name, size)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+    def mark(self) -> None:
+        """Look for the peak from here on."""
+        self.peak = self.held
+
+    def _freed(self, name: int, size: int) -> None:
+        self._known.discard(name)
+        self.held -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, and count what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor)
+        return result
