@@ -2,24 +2,12 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from allocations import peak_bytes
 from trl_ext import linear_log_probs
 from trl_ext.heads import tiles
 
 TOKENS, VOCABULARY, WIDTH = 4096, 32768, 1024
-
-
-def peak_bytes(run):
-    """The most memory that `run` held at a time, beyond what was allocated before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for change in sorted(changes, key=lambda e: e.start_ns()):
-        held += change.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 @pytest.mark.parametrize(

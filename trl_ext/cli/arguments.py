@@ -80,13 +80,22 @@ def parse(parser: Any, arguments: list[str], *, may_launch: bool) -> tuple[Any, 
         if at == len(arguments) or not Path(arguments[at]).is_file():
             given = "nothing" if at == len(arguments) else f"`{arguments[at]}`, which is not a file"
             raise CommandError(f"`--config` must be followed by a YAML file, got {given}.")
+    options = launch_command_parser()._option_string_actions
+    known = {*options, "--accelerate_config"}
+    # Before the dataclasses are made, which complain of the machine
+    unknown = [x for x in _unknown(parser, arguments) if x.startswith("-")]
+    _refuse_unknown(unknown, known if may_launch else set(), parser)
     *parsed, from_file, left = parser.parse_args_and_config(
         arguments, return_remaining_strings=True, separate_remaining_strings=True
     )
-    known = {*launch_command_parser()._option_string_actions, "--accelerate_config"}
-    _refuse_unknown([x for x in left if x.startswith("-")], known if may_launch else set(), parser)
     _refuse_unknown(from_file[::2], known, parser)
     return *parsed, from_file, left
+
+
+def _unknown(parser: Any, arguments: list[str]) -> list[str]:
+    at = arguments.index("--config") if "--config" in arguments else len(arguments)
+    left: list[str] = parser.parse_known_args([*arguments[:at], *arguments[at + 2 :]])[1]
+    return left
 
 
 def _config_in_two(argument: str) -> list[str]:

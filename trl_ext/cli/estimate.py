@@ -45,6 +45,7 @@ def run(arguments: list[str]) -> int:
     """Print the parts, the peak and the longest sequence that fits."""
     method, rest = method_of(arguments, "estimate")
     parser = OneLineParser((*dataclasses_of(method), EstimateArguments), prog=f"trl-ext estimate {method}")
+    parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
     script, training, model_args, mixture, asked, *_ = parse(parser, rest, may_launch=False)
     _refuse_what_is_not_covered(training, model_args)
     step = step_of(method, Parsed(script, training, model_args, mixture, [], []), asked.prompt_length)

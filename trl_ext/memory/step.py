@@ -28,7 +28,7 @@ class Step:
     """What is trained, and on how much.
 
     Args:
-        model (`Callable`): makes the policy, with its adapters, as it is trained; called where tensors hold no numbers.
+        model (`Callable`): makes the policy, with its adapters, as it is trained; called on the device "meta".
         rows (`int`): of a micro-batch, as they are fed: two for each pair.
         tokens (`int`): of each row, as it is fed.
         scored (`int`): of each row, from its end.
@@ -72,9 +72,11 @@ class StepMemory:
 
 def memory_of_step(step: Step) -> StepMemory:
     """The parts and the peak of a step after the first, which finds the optimizer's states there."""
-    layout = _layout(step)
-    with FakeTensorMode() as fake:
+    with torch.device("meta"):
         model = step.model()
+    layout = _layout(step, model.config.get_text_config()._attn_implementation)
+    with FakeTensorMode() as fake:
+        _move_from_meta(model)
         trained = [x for x in model.parameters() if x.requires_grad]
         records = AllocationRecords()
         with records:
@@ -146,11 +148,26 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     return found.log_probs
 
 
-def _layout(step: Step) -> Layout:
+def _move_from_meta(model: torch.nn.Module) -> None:
+    """Put parameters and buffers on the CPU, under a `FakeTensorMode`; those that are tied stay one."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
+                    empty: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    trains = isinstance(tensor, torch.nn.Parameter)
+                    moved[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if trains else empty
+                tensors[name] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+def _layout(step: Step, implementation: str) -> Layout:
     """Of rows that share nothing and have no padding: the most that a batch of this shape feeds."""
     ids_BS = torch.zeros(step.rows, step.tokens, dtype=torch.long)
     lengths_B, first_B = torch.full((step.rows,), step.tokens), torch.zeros(step.rows, dtype=torch.long)
-    return Layout(ids_BS, lengths_B, first_B, share=False, rebase=False, implementation="sdpa")
+    return Layout(ids_BS, lengths_B, first_B, share=False, rebase=False, implementation=implementation)
 
 
 def _without_numbers(layout: Layout, fake: FakeTensorMode) -> Layout:
