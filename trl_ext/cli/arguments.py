@@ -69,7 +69,9 @@ def method_of(arguments: list[str], command: str) -> tuple[str, list[str]]:
 
 
 def parse(parser: Any, arguments: list[str], *, may_launch: bool) -> tuple[Any, ...]:
-    """The parser's dataclasses, from the command line and `--config`; then what is `accelerate launch`'s, of file and line.
+    """The parser's dataclasses, from the command line and `--config`; then what is left for `accelerate launch`.
+
+    What is left of the file comes first, then that of the command line.
 
     Raises:
         `CommandError`: an argument that neither knows, or a file that cannot be read.
@@ -85,9 +87,17 @@ def parse(parser: Any, arguments: list[str], *, may_launch: bool) -> tuple[Any, 
     # Before the dataclasses are made, which complain of the machine
     unknown = [x for x in _unknown(parser, arguments) if x.startswith("-")]
     _refuse_unknown(unknown, known if may_launch else set(), parser)
-    *parsed, from_file, left = parser.parse_args_and_config(
-        arguments, return_remaining_strings=True, separate_remaining_strings=True
-    )
+    try:
+        *parsed, from_file, left = parser.parse_args_and_config(
+            arguments, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except ValueError as error:
+        if "use_cpu" not in str(error):
+            raise
+        raise CommandError(
+            "`--bf16` is true, as it is by default in TRL, and there is no GPU. Give `--use_cpu` to train in bf16 on "
+            "the CPU, or `--bf16 false`."
+        ) from error
     _refuse_unknown(from_file[::2], known, parser)
     return *parsed, from_file, left
 

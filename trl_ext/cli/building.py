@@ -92,7 +92,8 @@ def _data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) 
         wanted["dataset_test_split"] = script.dataset_test_split
     for argument, split in wanted.items():
         if split not in data:
-            raise CommandError(f"`--{argument}` is `{split}`, but the data set has {', '.join(data)}: give one of these.")
+            there = ", ".join(data)
+            raise CommandError(f"`--{argument}` is `{split}`, but the data set has {there}: give one of these.")
     found = [data[split] for split in wanted.values()]
     if most_rows is not None:
         found = [x.select(range(min(most_rows, len(x)))) if hasattr(x, "select") else x for x in found]

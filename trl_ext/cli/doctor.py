@@ -35,7 +35,7 @@ def _required() -> list[tuple[str, str, bool]]:
     try:
         needed = [Requirement(text) for text in requires("trl_ext") or []]
     except PackageNotFoundError:
-        return [("packages", "trl_ext is not installed, so the versions it needs are not known: `pip install .`", False)]
+        return [("packages", "trl_ext is not installed, so what it needs is not known: `pip install .`", False)]
     rows = []
     for one in needed:
         if one.marker is not None and not one.marker.evaluate():

@@ -15,12 +15,13 @@ from .arguments import OneLineParser, Parsed, dataclasses_of, method_of, parse
 from .building import model_init_arguments, require_model
 from .errors import CommandError
 
-_STATES = {"adamw_torch": 2, "adamw_torch_fused": 2, "sgd": 0}
+# Numbers that an optimizer keeps for each trained one; others also take memory while they step
+_STATES = {"adamw_torch_fused": 2, "sgd": 0}
 _GIB = 2**30
 _NOT_COVERED = (
     "Not covered: what an operator allocates for itself, the device's own context, fragments, and under GRPO the "
-    "generation (its key-value cache, vLLM). Rows are taken to be as long as they may be and to share nothing, which is "
-    "the most that a batch feeds."
+    "generation (its key-value cache, vLLM). Rows are taken to be as long as they may be and to share nothing, which "
+    "is the most that a batch feeds."
 )
 
 
@@ -69,7 +70,7 @@ def step_of(method: str, parsed: Parsed, prompt_length: int) -> Step:
         raise CommandError("`--max_length` is None, so rows may be of any length: give `--max_length`.")
     longest = training.max_length if dpo else prompt_length + training.max_completion_length
     if not 0 <= prompt_length < longest:
-        raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, the longest row's, got {prompt_length}.")
+        raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
     tokens = longest - 1  # nothing is scored after a row's last token
     half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
     adapted = parsed.model.use_peft or _is_adapter(parsed.model.model_name_or_path)
@@ -139,6 +140,7 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
     for name, given in asked.items():
         if given:
             value = getattr(training, name, None) or getattr(model_args, name, None)
+            value = getattr(value, "value", value)  # of an enumeration
             allowed = f"one of {', '.join(_STATES)}" if name == "optim" else "its default"
             raise CommandError(f"`--{name} {value}` is not covered by `estimate`: set it to {allowed} to see the rest.")
 
@@ -166,8 +168,6 @@ def _longest(step: Step, limit: int) -> str:
 def _table(step: Step, memory: StepMemory) -> str:
     reference = "a model of its own" if step.reference_model else "none beside the policy"
     lines = [
-        f"{step.rows} rows of {step.tokens:,} tokens a micro-batch, one process",
-        "",
         ("weights", memory.weights, "adapters too"),
         ("reference", memory.reference, reference),
         ("optimizer", memory.optimizer, f"{step.states} numbers for each trained one"),
@@ -176,9 +176,8 @@ def _table(step: Step, memory: StepMemory) -> str:
         ("head", memory.head, "beside the activations"),
         ("peak", memory.peak, "below the sum: gradients come while activations go"),
     ]
-    return "\n".join(
-        line if isinstance(line, str) else f"{line[0]:<13}{_words(line[1]):>12}   {line[2]}" for line in lines
-    )
+    title = f"{step.rows} rows of {step.tokens:,} tokens a micro-batch, one process\n\n"
+    return title + "\n".join(f"{name:<13}{_words(size):>12}   {remark}" for name, size, remark in lines)
 
 
 def _words(size: int) -> str:

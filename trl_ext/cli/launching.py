@@ -27,4 +27,3 @@ def launch(launch_arguments: list[str], arguments: list[str]) -> int:
     except ChildFailedError as error:
         return int(error.get_first_failure()[1].exitcode)
     return 0
-

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import warnings
 
 from .. import __version__
 from .errors import CommandError, TrainingStoppedError, did_you_mean, one_line
@@ -28,7 +29,10 @@ def main(argv: list[str] | None = None, *, may_launch: bool = True) -> int:
     arguments = [argument for argument in arguments if argument != "--traceback"]
     name = next((argument for argument in arguments if argument in COMMANDS), "")
     try:
-        return _run(arguments, may_launch, shows_traceback)
+        with warnings.catch_warnings():
+            # TRL's configs call gradient checkpointing by the name that transformers 5.23 has replaced
+            warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
+            return _run(arguments, may_launch, shows_traceback)
     except TrainingStoppedError:
         raise
     except KeyboardInterrupt:

@@ -30,9 +30,7 @@ def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, mo
     return fits[0] * step
 
 
-def _next(
-    fits: tuple[int, int], exceeds: tuple[int, int] | None, counts: dict[int, int], limit: int, most: int
-) -> int:
+def _next(fits: tuple[int, int], exceeds: tuple[int, int] | None, counts: dict[int, int], limit: int, most: int) -> int:
     """The count that the line through two known ones says, strictly between what fits and what does not."""
     low, high = fits[0] + 1, most if exceeds is None else exceeds[0] - 1
     if len(counts) < 2:

@@ -1,4 +1,4 @@
-"""A self-test of the head on a device: the check of the first batch, on made-up numbers, for each way that it trains."""
+"""The head's self-test on a device: the check of the first batch, on made-up numbers, each way that it trains."""
 
 import torch
 from torch import nn
