@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +20,8 @@ from trl_ext.cli.errors import TrainingStoppedError
 from trl_ext.cli.main import COMMANDS, main
 from trl_ext.memory import longest_that_fits
 from trl_ext.scoring import head_check
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -68,9 +72,11 @@ def test_what_was_explained_is_what_then_trains(
 
 @pytest.mark.slow
 def test_launch_arguments_start_processes(arguments, tmp_path: Path):
-    command = ["explain", "dpo", *arguments["dpo"], "--num_processes", "2", "--multi_gpu", "--cpu"]
+    launch = ["--config_file", str(ROOT / "examples/accelerate_configs/ddp.yaml"), "--num_processes", "2"]
+    command = ["explain", "dpo", *launch, *arguments["dpo"]]
     run = subprocess.run(
         [sys.executable, "-c", "from trl_ext.cli.main import main; raise SystemExit(main())", *command],
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=300,
@@ -198,7 +204,7 @@ def test_estimate_says_every_part_and_what_fits(arguments, capsys: pytest.Captur
     out = capsys.readouterr().out
     for part in ("weights", "reference", "optimizer", "gradients", "activations", "head", "peak"):
         assert re.search(rf"^{part} +[\d.]+ MiB", out, re.MULTILINE), out
-    assert re.search(r"^longest +[1-9]\d* tokens a row fit in 0.02 GiB", out, re.MULTILINE), out
+    assert re.search(r"^longest +rows of [1-9]\d* tokens fit in 0.02 GiB", out, re.MULTILINE), out
     assert "Not covered" in out
 
 
@@ -217,9 +223,9 @@ def test_doctor_says_what_is_there_and_what_is_wrong(capsys: pytest.CaptureFixtu
     ("words", "expected"),
     [
         (["trl-ext", "e"], {"explain", "estimate"}),
-        (["trl-ext", "dpo", "--head_c"], {"--head_chunk_size", "--head-chunk-size"}),
-        (["trl-ext", "dpo", "--lr_scheduler_type", "cosine_w"], {"cosine_with_restarts", "cosine_with_min_lr"}),
-        (["trl-ext", "explain", "grpo", "--reward_f"], {"--reward_funcs", "--reward-funcs"}),
+        (["trl-ext", "dpo", "--head_c"], {"--head_chunk_size"}),
+        (["trl-ext", "dpo", "--lr_scheduler_type", "cosine_with_r"], {"cosine_with_restarts"}),
+        (["trl-ext", "explain", "grpo", "--reward_f"], {"--reward_funcs"}),
         (["trl-ext", "estimate", "dpo", "--device"], {"--device_memory", "--device-memory"}),
     ],
 )
@@ -250,3 +256,33 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="0"):
         main(["grpo", "--help"])
     assert "--keep_groups_together" in capsys.readouterr().out
+
+
+BLOCK = re.compile(r"```bash\n((?:trl-ext .*\n(?: .*\n)*)+)```\n(?:\n```\n((?:.*\n)*?)```)?")
+
+
+def _documented() -> list[tuple[str, str]]:
+    """Each command of the docs and the README, and the output that stands under it, where one does."""
+    found = []
+    for name in ("docs/command-line.md", "README.md"):
+        for commands, output in BLOCK.findall((ROOT / name).read_text()):
+            found += [(command, output) for command in commands.replace("\\\n", " ").splitlines()]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "output"), _documented())
+def test_what_is_documented_runs_and_prints_that(
+    command: str, output: str, tmp_path, monkeypatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.chdir(ROOT)
+    model, data = (ROOT / "examples/demo" / x for x in ("model", "data/dpo"))
+    demo = (ROOT / "examples/demo/dpo.yaml").read_text().replace("max_steps: 40", "max_steps: 1")
+    options = f"{demo}model_name_or_path: {model}\ndataset_name: {data}\nuse_cpu: true\noutput_dir: {tmp_path}/out\n"
+    (tmp_path / "options.yaml").write_text(options)
+    for written, given in (("options.yaml", tmp_path / "options.yaml"), ("runs/command-line", tmp_path / "out")):
+        command = command.replace(written, str(given))
+    words = shlex.split(command, comments=True)
+    assert main(words[1:]) == 0
+    printed = capsys.readouterr().out
+    assert not output or printed.startswith(output), printed

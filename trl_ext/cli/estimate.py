@@ -157,12 +157,13 @@ def _longest(step: Step, limit: int) -> str:
     most = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
     prompt = step.tokens - step.scored
 
-    def bytes_of(tokens: int) -> int:
+    def bytes_of(length: int) -> int:
+        tokens = length - 1
         return memory_of_step(replace(step, tokens=tokens, scored=max(1, tokens - prompt))).peak
 
-    longest = longest_that_fits(bytes_of, limit, step.tokens, most)
+    longest = longest_that_fits(bytes_of, limit, step.tokens + 1, most)
     positions = ", the most that the model's config knows" if longest + 64 > most else ""
-    return f"{longest:,} tokens a row fit in {limit / _GIB:.4g} GiB{positions}"
+    return f"rows of {longest:,} tokens fit in {limit / _GIB:.4g} GiB{positions}"
 
 
 def _table(step: Step, memory: StepMemory) -> str:
@@ -176,7 +177,7 @@ def _table(step: Step, memory: StepMemory) -> str:
         ("head", memory.head, "beside the activations"),
         ("peak", memory.peak, "below the sum: gradients come while activations go"),
     ]
-    title = f"{step.rows} rows of {step.tokens:,} tokens a micro-batch, one process\n\n"
+    title = f"{step.rows} rows of {step.tokens + 1:,} tokens a micro-batch, one process\n\n"
     return title + "\n".join(f"{name:<13}{_words(size):>12}   {remark}" for name, size, remark in lines)
 
 
