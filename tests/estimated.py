@@ -56,7 +56,7 @@ def estimated_and_measured(name: str, folder: Path) -> tuple[int, int]:
     """Bytes at the peak of the case's training, by `estimate` and by the allocator's records."""
     method, _, _ = CASES[name]
     parsed = _parsed(name, folder)
-    estimated = memory_of_step(step_of(method, parsed, PROMPT)).peak
+    estimated = memory_of_step(step_of(method, parsed, PROMPT, torch.device("cpu"))).peak
     trainer: Any = build(method, _parsed(name, folder))
     models = [trainer.model, *([] if trainer.ref_model is None else [trainer.ref_model])]
     held = sum(x.nbytes for model in models for x in (*model.parameters(), *model.buffers()))

@@ -226,7 +226,7 @@ def test_doctor_says_what_is_there_and_what_is_wrong(capsys: pytest.CaptureFixtu
         (["trl-ext", "dpo", "--head_c"], {"--head_chunk_size"}),
         (["trl-ext", "dpo", "--lr_scheduler_type", "cosine_with_r"], {"cosine_with_restarts"}),
         (["trl-ext", "explain", "grpo", "--reward_f"], {"--reward_funcs"}),
-        (["trl-ext", "estimate", "dpo", "--device"], {"--device_memory", "--device-memory"}),
+        (["trl-ext", "estimate", "dpo", "--device_m"], {"--device_memory"}),
     ],
 )
 def test_bash_completes(words: list[str], expected: set[str], completion_script: Path):

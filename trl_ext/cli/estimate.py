@@ -32,6 +32,8 @@ class EstimateArguments:
     Args:
         device_memory (`float`, *optional*):
             GiB of a device, for the longest sequence that fits. `None`: the GPU's, where there is one.
+        device (`str`, *optional*, defaults to `"cuda"`):
+            Where the run will be, `"cuda"` or `"cpu"`, also if it is not there now.
         prompt_length (`int`, *optional*, defaults to `0`):
             Tokens of a prompt: of DPO's `max_length` they are not scored; GRPO's completions come after them.
     """
@@ -39,6 +41,7 @@ class EstimateArguments:
     device_memory: float | None = field(
         default=None, metadata={"help": "GiB of a device, for the longest sequence that fits; unset: those of the GPU."}
     )
+    device: str = field(default="cuda", metadata={"help": "Where the run will be.", "choices": ["cuda", "cpu"]})
     prompt_length: int = field(default=0, metadata={"help": "Tokens of a prompt."})
 
 
@@ -49,7 +52,8 @@ def run(arguments: list[str]) -> int:
     parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
     script, training, model_args, mixture, asked, *_ = parse(parser, rest, may_launch=False)
     _refuse_what_is_not_covered(training, model_args)
-    step = step_of(method, Parsed(script, training, model_args, mixture, [], []), asked.prompt_length)
+    parsed = Parsed(script, training, model_args, mixture, [], [])
+    step = step_of(method, parsed, asked.prompt_length, torch.device(asked.device))
     memory = memory_of_step(step)
     print(_table(step, memory))
     limit = _device_memory(asked)
@@ -59,7 +63,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def step_of(method: str, parsed: Parsed, prompt_length: int) -> Step:
+def step_of(method: str, parsed: Parsed, prompt_length: int, device: torch.device) -> Step:
     """The training step that these arguments ask for, at its longest rows.
 
     Raises:
@@ -82,6 +86,7 @@ def step_of(method: str, parsed: Parsed, prompt_length: int) -> Step:
         outputs=("log_probs", "entropy", "mean_logits", "is_top1") if dpo else ("log_probs", "entropy"),
         head=training.head,
         chunk_size=training.head_chunk_size,
+        device=device,
         autocast=half,
         accumulates=training.gradient_accumulation_steps > 1,
         states=_STATES[training.optim],
@@ -148,7 +153,8 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
 def _device_memory(asked: EstimateArguments) -> int | None:
     if asked.device_memory is not None:
         return int(asked.device_memory * _GIB)
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    there = asked.device == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(0).total_memory if there else None
 
 
 def _longest(step: Step, limit: int) -> str:

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None, *, may_launch: bool = True) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     shows_traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]
-    name = next((argument for argument in arguments if argument in COMMANDS), "")
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
     try:
         with warnings.catch_warnings():
             # TRL's configs call gradient checkpointing by the name that transformers 5.23 has replaced

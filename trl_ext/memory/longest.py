@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+# So many counts say whether memory is a straight line; where it is none, the rest is halved
+_STRAIGHT = 8
+
 
 def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, most: int, step: int = 64) -> int:
     """The largest multiple of `step`, up to `most`, of which `bytes_of` is at most `limit`; 0 where there is none.
@@ -13,31 +16,26 @@ def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, mo
         bytes_of (`Callable`): grows with its argument, a length.
         first (`int`): where to begin.
     """
-    fits: tuple[int, int] = (0, 0)
-    exceeds: tuple[int, int] | None = None
+    fits, exceeds = 0, most // step + 1
     counts: dict[int, int] = {}
     count = max(1, min(first, most) // step)
-    while exceeds is None or exceeds[0] - fits[0] > 1:
-        if count not in counts:
-            counts[count] = bytes_of(count * step)
+    while exceeds - fits > 1:
+        counts[count] = bytes_of(count * step)
         if counts[count] <= limit:
-            fits = (count, counts[count])
-            if (count + 1) * step > most:
-                break
+            fits = count
         else:
-            exceeds = (count, counts[count])
-        count = _next(fits, exceeds, counts, limit, most // step)
-    return fits[0] * step
+            exceeds = count
+        count = _next(fits, exceeds, counts, limit)
+    return fits * step
 
 
-def _next(fits: tuple[int, int], exceeds: tuple[int, int] | None, counts: dict[int, int], limit: int, most: int) -> int:
-    """The count that the line through two known ones says, strictly between what fits and what does not."""
-    low, high = fits[0] + 1, most if exceeds is None else exceeds[0] - 1
+def _next(fits: int, exceeds: int, counts: dict[int, int], limit: int) -> int:
+    """The count that the line through the two nearest known ones says, strictly between what fits and what does not."""
     if len(counts) < 2:
-        guess = fits[0] * 2 if exceeds is None else exceeds[0] // 2
+        guess = fits * 2 if fits else exceeds // 2
+    elif len(counts) > _STRAIGHT:
+        guess = (fits + exceeds) // 2
     else:
-        (x0, y0), *_, (x1, y1) = sorted(counts.items())
+        (x0, y0), (x1, y1) = sorted(sorted(counts.items(), key=lambda known: abs(known[1] - limit))[:2])
         guess = int(x0 + (limit - y0) * (x1 - x0) / max(1, y1 - y0))
-        if len(counts) > 4:  # it is no line
-            guess = (low + high) // 2
-    return min(max(guess, low), max(high, low))
+    return min(max(guess, fits + 1), exceeds - 1)

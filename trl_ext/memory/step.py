@@ -1,8 +1,8 @@
 """The memory of one training step, part by part: the model's own code runs on tensors that hold no numbers.
 
 Backbone, adapters, checkpointing, packing and head are the ones that train, so no formula of theirs is repeated here.
-What the optimizer adds is counted from its parameters. Attention runs as it does on the CPU, by sdpa, which keeps what
-flash attention keeps.
+What the optimizer adds is counted from its parameters. Operators are the CPU's: sdpa keeps what flash
+attention keeps; the head upcasts tiles that a GPU multiplies as they are.
 
 Dimensions: B rows, S tokens of a row, N tokens that are scored, H hidden size.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..heads import run_head
+from ..heads.tiles import columns_per_tile, rows_per_tile
 from ..packing import Layout, Packing, picked
 from ..scoring.families import logit_transform
 from ..scoring.head_parts import OtherHead, head_parts
@@ -33,6 +34,7 @@ class Step:
         tokens (`int`): of each row, as it is fed.
         scored (`int`): of each row, from its end.
         outputs (`tuple[str, ...]`): what the head gives.
+        device (`torch.device`): for which the head's tiles are chosen.
         head, chunk_size (`str`, `int`): the config's `head` and `head_chunk_size`.
         autocast (`torch.dtype`, *optional*): of mixed precision.
         accumulates (`bool`): whether gradients of an earlier micro-batch are there already.
@@ -45,6 +47,7 @@ class Step:
     tokens: int
     scored: int
     outputs: tuple[str, ...]
+    device: torch.device
     head: str = "tiled"
     chunk_size: int | None = None
     autocast: torch.dtype | None = None
@@ -137,12 +140,15 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     parts = head_parts(inner.get_output_embeddings())
     if isinstance(parts, OtherHead) or parts.adapter is not None:
         raise NotImplementedError("The memory of an adapter on the LM head is not known: leave `lm_head` out of it.")
+    weight: Any = parts.linear.weight
+    rows = rows_per_tile(len(hidden_NH), step.device, step.chunk_size)
     found = run_head(
-        *(step.head, hidden_NH, parts.linear.weight, torch.zeros(len(hidden_NH), dtype=torch.long)),
+        *(step.head, hidden_NH, weight, torch.zeros(len(hidden_NH), dtype=torch.long)),
         bias=getattr(parts.linear, "bias", None),
         transform=logit_transform(inner.config, 1.0),
         outputs=step.outputs,
-        chunk_size=step.chunk_size,
+        chunk_size=rows,
+        tile_columns=columns_per_tile(rows, len(weight), step.device),
     )
     assert found.log_probs is not None
     return found.log_probs
