@@ -94,9 +94,11 @@ bench-gpu: $(VENV)
 	$(PYTHON) benchmarks/packing.py --budget 20
 	$(PYTHON) -m pytest -n 0 -q -m 'not slow' tests/test_hosted_reference_gpu.py tests/test_packing_gpu.py tests/test_kernels.py
 
-# Tables and plots of docs/performance.md, from the lines in benchmarks/results/
+# Tables and plots of docs/performance.md and the README's picture, from the lines in benchmarks/results/; the figures of
+# the other pages, from formulas and counts
 bench-report: $(VENV)
 	$(PYTHON) benchmarks/report.py
+	$(PYTHON) benchmarks/figures.py
 
 clean:
 	rm -rf .venv .venv-trl-1.15 runs

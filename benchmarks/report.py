@@ -1,6 +1,6 @@
-"""Make the tables and plots of docs/performance.md from the lines in benchmarks/results/.
+"""Make the tables and plots of docs/performance.md, and the README's picture, from the lines in benchmarks/results/.
 
-    python benchmarks/report.py   # writes the page's generated part, and the images that it shows
+    python benchmarks/report.py   # writes the page's generated part, and the images that it and the README show
 
 Of each benchmark, shape and device the newest run is shown. Every ratio is of two subjects of one run. Lines without a
 subject are left out: those of the collectives have docs/scaling.md.
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
+from report_overview import draw_error, draw_overview
 from report_plots import draw_curves, draw_errors, draw_peaks, draw_times, slug
 from report_runs import Run, newest_runs
 from results import FOLDER
@@ -223,6 +224,9 @@ def main() -> None:
     runs = newest_runs(FOLDER)
     PAGE.write_text(with_part(PAGE.read_text(), sections(runs)))
     draw(runs, DOCS / "images")
+    if runs:
+        draw_overview(runs, NAMES, DOCS / "images" / "overview.png")
+        draw_error(runs, NAMES, DOCS / "images" / "head-error.png")
     print(f"wrote {PAGE}, from {len(runs)} runs")
 
 

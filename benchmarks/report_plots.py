@@ -56,7 +56,7 @@ def draw_errors(worst: dict[str, dict[str, float | None]], names: dict[str, str]
         axes.set_yticks(range(len(worst)), [names[name] for name in worst])
         axes.invert_yaxis()
         figure.legend(loc="outside lower center", ncols=1, frameon=False)
-        _save(figure, path)
+        save(figure, path)
 
 
 def draw_curves(run: Run, names: dict[str, str], path: Path) -> None:
@@ -69,7 +69,7 @@ def draw_curves(run: Run, names: dict[str, str], path: Path) -> None:
             axes.set_ylabel(what)
         grid[0].legend(frameon=False)
         grid[1].set_xlabel("step")
-        _save(figure, path)
+        save(figure, path)
 
 
 def _draw_shapes(
@@ -107,7 +107,7 @@ def _draw_shapes(
             axes.set_title(titles[use], fontsize=10, loc="left")
         grid[-1, 0].set_xlabel(f"{label}, at N x H x V")
         figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=2, frameon=False)
-        _save(figure, path)
+        save(figure, path)
 
 
 def _shown(runs: list[Run]) -> list[Run]:
@@ -117,7 +117,7 @@ def _shown(runs: list[Run]) -> list[Run]:
     return runs if len(runs) <= MOST_ROWS else [run for run in runs if run.shape["N"] == most]
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=200, metadata={"Software": None})  # the same bytes from the same lines
     plt.close(figure)

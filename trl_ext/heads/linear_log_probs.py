@@ -98,7 +98,7 @@ def linear_log_probs(
     Raises:
         `TypeError`: hidden or weight is not floating point, targets are not integers.
         `ValueError`: shapes or devices do not fit, a target on the CPU is out of range, an unknown output, an option
-        out of its range, the ranks' rows are not the vocabulary, `kernels="triton"` where Triton does not run.
+            out of its range, the ranks' rows are not the vocabulary, `kernels="triton"` where Triton does not run.
         `RuntimeError`: in the backward, a second derivative is asked for (`create_graph=True`).
 
     Example:
