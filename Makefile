@@ -5,7 +5,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TRL_1_15 := .venv-trl-1.15/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short test test-all test-part test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-report clean
+.PHONY: demo demo-check demo-short test test-all test-part test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-report docs dist dist-check clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -51,6 +51,29 @@ test-part: $(VENV)
 # The launch matrix on 3 and 4 processes
 test-nightly: $(VENV)
 	$(PYTHON) -m pytest -n 0 -m nightly
+
+# The site, in site/; a warning is an error. In an environment of its own: it reads the package, and does not import it
+.venv-docs/installed: pyproject.toml
+	python3 -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet $$(.ci/extra docs)
+	touch $@
+
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+
+# Wheel and sdist, in dist/
+dist: $(VENV)
+	rm -rf dist build
+	$(PYTHON) -m build --outdir dist
+	$(PYTHON) -m twine check --strict dist/*
+
+# The wheel is made from the sdist, so that the sdist is whole; an environment that has only it trains a step
+dist-check: dist
+	rm -rf .venv-dist
+	python3 -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet $(TORCH)
+	.venv-dist/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd dist && ../.venv-dist/bin/python ../.ci/installed.py
 
 lint: $(VENV)
 	$(PYTHON) -m ruff check .
@@ -101,4 +124,4 @@ bench-report: $(VENV)
 	$(PYTHON) benchmarks/figures.py
 
 clean:
-	rm -rf .venv .venv-trl-1.15 runs
+	rm -rf .venv .venv-dist .venv-docs .venv-trl-1.15 build dist runs site

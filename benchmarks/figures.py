@@ -34,7 +34,7 @@ def draw_losses(axes: Any) -> None:
     axes.set_ylim(0, 3)
     axes.set_xlabel("βΔ, with ηΔr = 1, β = 1, ε = 0.1")
     axes.set_ylabel("loss of a pair")
-    axes.legend(frameon=False)
+    axes.figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
 
 def fed_share(prompt: int, completion: int, group: int, *, share: bool) -> float:
@@ -60,8 +60,9 @@ def draw_packing(axes: Any) -> None:
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 1)
     axes.set_xlabel("tokens of the prompt; completions of 1 to 256")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("tokens fed, of the padded batch's")
-    axes.legend(frameon=False, fontsize=8)
+    axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
 
 
 def draw_bytes(axes: Any) -> None:
@@ -75,6 +76,7 @@ def draw_bytes(axes: Any) -> None:
     axes.plot(ranks, received, "--", color="black", label="in turn, or gathered whole")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("ranks; H 4096, V 131072, bf16, frozen weight")
     axes.set_ylabel("MiB that reach a rank")
     axes.legend(frameon=False)
@@ -90,7 +92,7 @@ FIGURES: dict[str, Callable[[Any], None]] = {
 def main() -> None:
     for name, draw in FIGURES.items():
         with plt.rc_context(STYLE):
-            figure, axes = plt.subplots(figsize=(WIDTH, 3.4), layout="constrained")
+            figure, axes = plt.subplots(figsize=(WIDTH, 3.8), layout="constrained")
             draw(axes)
             save(figure, IMAGES / name)
 

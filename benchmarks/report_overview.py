@@ -57,7 +57,7 @@ def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
     largest = _largest(here)
     shape = "" if largest is None else f", N x H x V {' x '.join(map(str, largest.shape.values()))}"
     panels = [
-        ("largest error of a log-prob, bf16, against float64", largest_errors(here), "{:.0e}", True, None),
+        ("largest error of a log-prob, bf16, against float64 (bars are logarithmic)", largest_errors(here), "{:.0e}", True, None),
         (f"time of the head over this device's limit{shape}", over_limit(here), "{:.1f}", False, 1.0),
         (f"memory of the head, MiB{shape}", peaks(here), "{:.0f}", False, None),
         ("time of a whole step, TRL's = 1", step_times(here), "{:.2f}", False, 1.0),
@@ -83,7 +83,7 @@ def draw_error(runs: list[Run], names: dict[str, str], path: Path) -> None:
     bars = largest_errors(runs)
     with plt.rc_context({**STYLE, "axes.grid": False}):
         figure, axes = plt.subplots(figsize=(WIDTH, 0.8 + 0.26 * len(bars)), layout="constrained")
-        draw_bars(axes, "largest error of a log-prob", bars, "{:.0e}", True, None, names=names)
+        draw_bars(axes, "largest error of a log-prob (bars are logarithmic)", bars, "{:.0e}", True, None, names=names)
         save(figure, path)
 
 

@@ -55,7 +55,8 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     set_forkserver_preload(["trl_ext.scoring", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (ranks, folder, work, args), nprocs=ranks, start_method="forkserver")
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(ranks)]
+        with torch.serialization.safe_globals([Counted]):
+            return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
 
 
 def _rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:

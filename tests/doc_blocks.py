@@ -1,0 +1,62 @@
+"""The blocks of code in the README and the docs: which are run, and which cannot run here and why.
+
+A block runs as it stands, in the order of its page, in the repository's root. A line before it says otherwise:
+
+    <!-- not run: needs a GPU -->
+
+Blocks of other languages than python and bash are no code to run; a python block with `...` as an argument is a piece of code, and
+is marked as well.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n\n?)?^```(?P<language>python|bash)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code.
+
+    Args:
+        page (`str`): the file, from the root.
+        line (`int`): of its first line.
+        language (`str`): "python" or "bash".
+        code (`str`)
+        why_not (`str`, *optional*): why it is not run.
+    """
+
+    page: str
+    line: int
+    language: str
+    code: str
+    why_not: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """The Markdown files that a user reads."""
+    return [
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "examples").rglob("*.md")),
+    ]
+
+
+def blocks() -> list[Block]:
+    """Every block of python or bash."""
+    found = []
+    for path in pages():
+        text = path.read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start("code")) + 1
+            page = str(path.relative_to(ROOT))
+            found.append(Block(page, line, match["language"], match["code"], match["why"]))
+    return found

@@ -1,0 +1,52 @@
+"""Every block of python and bash in the README and the docs runs as it stands, or says why it cannot run here."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from doc_blocks import ROOT, Block, blocks
+
+BLOCKS = blocks()
+RUN = [block for block in BLOCKS if block.why_not is None]
+# Head by itself: a second or two. The others train, or start processes
+QUICK = {"README.md", "docs/exact-head.md", "docs/extending.md", "docs/sharding.md"}
+# Why a block is not run. A new reason is a decision: here it is counted
+NOT_RUN = {
+    "a piece of a script": 9,
+    "installs": 3,
+    "needs GPUs": 1,
+    "needs a GPU": 1,
+    "needs a GPU and a network": 2,
+    "takes minutes; what it runs has tests of its own": 5,
+}
+
+
+def test_blocks_that_do_not_run_are_counted():
+    assert Counter(block.why_not for block in BLOCKS if block.why_not) == NOT_RUN
+    assert len(RUN) >= 10
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(x, marks=() if x.page in QUICK and x.language == "python" else pytest.mark.slow) for x in RUN],
+    ids=str,
+)
+def test_a_block_runs(block: Block, tmp_path: Path):
+    # The folders that a block names are the repository's, but for runs/, which it writes
+    for name in ("examples", "tests", "benchmarks", "trl_ext", "docs", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    if block.language == "python":
+        command = [sys.executable, "-c", block.code]
+    else:
+        command = ["bash", "-euo", "pipefail", "-c", block.code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{block}\n{block.code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
