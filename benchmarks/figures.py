@@ -1,8 +1,9 @@
 """Draw the figures of the documentation that need no measurement: formulas, and counts of the package's own code.
 
-    python benchmarks/figures.py   # writes docs/images/
+python benchmarks/figures.py   # writes docs/images/
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,29 @@ def draw_bytes(axes: Any) -> None:
     axes.legend(frameon=False)
 
 
+def draw_old_policy(axes: Any) -> None:
+    """Forwards for the old policy, from the table of the page that shows the figure."""
+    page = (IMAGES.parent / "skipped-passes.md").read_text()
+    found = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    names = [f"{x[0].replace(', ', chr(10))} / {x[1]} / {x[2]}" for x in found]
+    for shift, column, name, colour in ((-0.2, 3, "TRL", COLOURS[1]), (0.2, 4, "here", COLOURS[0])):
+        places = [row + shift for row in range(len(found))]
+        bars = axes.barh(places, [int(x[column]) for x in found], 0.36, color=colour, label=name)
+        axes.bar_label(bars, padding=3)
+    axes.set_yticks(range(len(found)), names)
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.grid(visible=False)
+    axes.set_ylabel("accumulation / steps per\ngeneration / iterations", fontsize=9)
+    axes.set_xlabel("old-policy forwards per generation batch")
+    axes.legend(frameon=False)
+
+
 FIGURES: dict[str, Callable[[Any], None]] = {
     "losses.png": draw_losses,
     "packing-tokens.png": draw_packing,
     "head-bytes.png": draw_bytes,
+    "old-policy-forwards.png": draw_old_policy,
 }
 
 

@@ -24,7 +24,7 @@ def largest_errors(runs: list[Run]) -> Bars:
     """Of each head the largest error of a log-prob, over all shapes and uses."""
     found: Bars = {}
     for run in runs:
-        for name, line in run.lines.items():
+        for name, line in run.lines.items() if run.benchmark.startswith("head_") else ():
             if name in LOOKS and line.get("max_error") is not None:
                 found[name] = max(found.get(name, 0.0), line["max_error"])
     return found
@@ -46,8 +46,8 @@ def peaks(runs: list[Run]) -> Bars:
 
 def step_times(runs: list[Run]) -> Bars:
     """Time of our whole steps over that of TRL's, by benchmark."""
-    timed = [run for run in runs if set(run.lines) == {"trl", "trl_ext"} and run.over("trl_ext", "trl") is not None]
-    return {run.benchmark: run.over("trl_ext", "trl") or 0.0 for run in timed}
+    steps = [run for run in runs if not run.benchmark.startswith("head_")]
+    return {run.benchmark: over for run in steps if (over := run.over("trl_ext", "trl")) is not None}
 
 
 def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
@@ -55,26 +55,32 @@ def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
     device = shown_device(runs)
     here = [run for run in runs if run.device == device]
     largest = _largest(here)
-    shape = "" if largest is None else f", N x H x V {' x '.join(map(str, largest.shape.values()))}"
+    shape = "" if largest is None else f"\nfrozen weight, N x H x V {' x '.join(map(str, largest.shape.values()))}"
     panels = [
-        ("largest error of a log-prob, bf16, against float64 (bars are logarithmic)", largest_errors(here), "{:.0e}", True, None),
-        (f"time of the head over this device's limit{shape}", over_limit(here), "{:.1f}", False, 1.0),
-        (f"memory of the head, MiB{shape}", peaks(here), "{:.0f}", False, None),
+        (
+            "largest error of a log-prob against float64\nbf16; bars are logarithmic",
+            largest_errors(here),
+            "{:.0e}",
+            True,
+            None,
+        ),
+        (f"time of the head, the device's limit = 1{shape}", over_limit(here), "{:.1f}", False, 1.0),
+        (f"most memory of the head, MiB{shape}", peaks(here), "{:.0f}", False, None),
         ("time of a whole step, TRL's = 1", step_times(here), "{:.2f}", False, 1.0),
     ]
     shown = [panel for panel in panels if panel[1]]
-    with plt.rc_context({**STYLE, "font.size": 9, "axes.grid": False}):
-        heights = [len(bars) + 1.6 for _, bars, *_ in shown]
+    with plt.rc_context({**STYLE, "axes.grid": False}):
+        heights = [len(bars) + 2.4 for _, bars, *_ in shown]
         figure, grid = plt.subplots(
             len(shown),
-            figsize=(WIDTH * 1.3, 0.6 + 0.21 * sum(heights)),
+            figsize=(WIDTH, 0.6 + 0.24 * sum(heights)),
             height_ratios=heights,
             squeeze=False,
             layout="constrained",
         )
         for axes, panel in zip(grid[:, 0], shown, strict=True):
             draw_bars(axes, *panel, names=names)
-        figure.suptitle(f"{device}, {max(run.date for run in here)[:10]}", fontsize=8, color="#555555")
+        figure.suptitle(f"{device}, {max(run.date for run in here)[:10]}", fontsize=9, color="#555555")
         save(figure, path)
 
 
@@ -96,18 +102,18 @@ def draw_bars(
     colours = [LOOKS[name][1] if name in LOOKS else LOOKS["trl_ext"][1] for name in order]
     if log:
         axes.set_xscale("log")
-        axes.set_xlim(min(values) / 3, max(values) * 4)
+        axes.set_xlim(min(values) / 3, max(values) * 12)
     else:
         axes.set_xlim(0, max(values) * 1.15)
     drawn = axes.barh([names.get(name, name) for name in order], values, color=colours, height=0.7)
-    axes.bar_label(drawn, [form.format(value) for value in values], padding=3)
+    axes.bar_label(drawn, [form.format(value) for value in values], padding=3, fontweight="bold")
     if limit is not None:
         axes.axvline(limit, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.set_xticks([])
     axes.minorticks_off()
-    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_title(title, fontsize=10, loc="left")
 
 
 def _largest(runs: list[Run]) -> Run | None:

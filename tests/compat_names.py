@@ -114,9 +114,7 @@ def names(source_of: Callable[[type], str] = source_of) -> Iterator[Named]:
         )
 
 
-def _of_definition(
-    file: str, top: ast.ClassDef | ast.FunctionDef, sources: dict[type, str]
-) -> Iterator[Named]:
+def _of_definition(file: str, top: ast.ClassDef | ast.FunctionDef, sources: dict[type, str]) -> Iterator[Named]:
     of_super, of_self, of_module = set(), set(), set()
     for node in ast.walk(top):
         if isinstance(node, ast.Attribute):

@@ -4,8 +4,7 @@ A block runs as it stands, in the order of its page, in the repository's root. A
 
     <!-- not run: needs a GPU -->
 
-Blocks of other languages than python and bash are no code to run; a python block with `...` as an argument is a piece of code, and
-is marked as well.
+Blocks of other languages than python and bash are no code to run.
 """
 
 import re

@@ -10,6 +10,7 @@ import head_subjects
 import head_tiles
 import pytest
 import report
+import report_overview
 import report_runs
 import results
 import torch
@@ -215,6 +216,24 @@ def test_whole_steps_are_before_over_after(tmp_path):
     assert "over 2 steps ours differs from TRL's in loss by at most 1.0e-03." in text
     report.draw(runs, tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == shown_in(text)
+
+
+def test_the_readmes_picture_is_of_what_was_measured(tmp_path):
+    gpu = [line(name, "a", time, benchmark="head_frozen_fwd_bwd") for name, time in (("trl_ext", 4.0), ("trl", 6.0))]
+    steps = [line(name, "b", time, benchmark="dpo_step") for name, time in (("trl", 8.0), ("trl_ext", 6.0))]
+    cpu = [line("trl", "c", 1.0, device="CPU x, 1 thread", date="2026-06-01T00:00:00+00:00", max_error=1.0)]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(x) + "\n" for x in [*cpu, *gpu, *steps]))
+    runs = report_runs.newest_runs(tmp_path)
+    assert report_overview.shown_device(runs) == "A GPU"
+    here = [run for run in runs if run.device == "A GPU"]
+    assert report_overview.largest_errors(here) == {x["subject"]: x["max_error"] for x in gpu}
+    limit = max(gpu[0]["products_ms"], gpu[0]["bytes_ms"])
+    assert report_overview.over_limit(here) == {"trl_ext": 4.0 / limit, "trl": 6.0 / limit}
+    assert report_overview.step_times(here) == {"dpo_step": 0.75}
+    assert report_overview.peaks(here).keys() == {"trl_ext", "trl"}
+    report_overview.draw_overview(runs, report.NAMES, tmp_path / "overview.png")
+    committed = report_overview.largest_errors(report_runs.newest_runs(results.FOLDER))
+    assert committed["trl_ext_torch"] < committed["trl"] / 1000
 
 
 def test_the_page_has_the_tables_of_the_committed_results():

@@ -1,6 +1,7 @@
 """What trl_ext/compat/ names of TRL is where it is named; what has moved is listed, with the file that needs it."""
 
 import trl
+
 from compat_names import names, source_of
 
 

@@ -7,20 +7,21 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from doc_blocks import ROOT, Block, blocks
 
 BLOCKS = blocks()
 RUN = [block for block in BLOCKS if block.why_not is None]
-# Head by itself: a second or two. The others train, or start processes
-QUICK = {"README.md", "docs/exact-head.md", "docs/extending.md", "docs/sharding.md"}
+# The head by itself, which takes no time. The others train, or start processes
+HEAD_ALONE = ("README.md", "docs/exact-head.md", "docs/extending.md", "docs/sharding.md")
+SHORT = [block for block in RUN if block.page in HEAD_ALONE and block.language == "python"]
+LONG = [block for block in RUN if block not in SHORT]
 # Why a block is not run. A new reason is a decision: here it is counted
 NOT_RUN = {
-    "a piece of a script": 9,
-    "installs": 3,
-    "needs GPUs": 1,
-    "needs a GPU": 1,
+    "a piece of a script": 7,
+    "installs": 2,
     "needs a GPU and a network": 2,
-    "takes minutes; what it runs has tests of its own": 5,
+    "takes minutes, and its parts have tests of their own": 3,
 }
 
 
@@ -29,11 +30,13 @@ def test_blocks_that_do_not_run_are_counted():
     assert len(RUN) >= 10
 
 
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(x, marks=() if x.page in QUICK and x.language == "python" else pytest.mark.slow) for x in RUN],
-    ids=str,
-)
+@pytest.mark.parametrize("block", SHORT, ids=str)
+def test_a_short_block_runs(block: Block):
+    exec(compile(block.code, str(block), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", LONG, ids=str)
 def test_a_block_runs(block: Block, tmp_path: Path):
     # The folders that a block names are the repository's, but for runs/, which it writes
     for name in ("examples", "tests", "benchmarks", "trl_ext", "docs", "pyproject.toml"):
