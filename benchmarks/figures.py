@@ -87,7 +87,8 @@ def draw_old_policy(axes: Any) -> None:
     """Forwards for the old policy, from the table of the page that shows the figure."""
     page = (IMAGES.parent / "skipped-passes.md").read_text()
     found = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
-    names = [f"{x[0].replace(', ', chr(10))} / {x[1]} / {x[2]}" for x in found]
+    names = [" / ".join([x[0].split(", ")[0], x[1], x[2], *x[0].split(", ")[1:]]) for x in found]
+    names = [name.replace(" / vLLM with correction", "\nvLLM") for name in names]
     for shift, column, name, colour in ((-0.2, 3, "TRL", COLOURS[1]), (0.2, 4, "here", COLOURS[0])):
         places = [row + shift for row in range(len(found))]
         bars = axes.barh(places, [int(x[column]) for x in found], 0.36, color=colour, label=name)
@@ -95,6 +96,7 @@ def draw_old_policy(axes: Any) -> None:
     axes.set_yticks(range(len(found)), names)
     axes.invert_yaxis()
     axes.set_xticks([])
+    axes.set_xlim(0, 1.1 * max(int(x[3]) for x in found))
     axes.grid(visible=False)
     axes.set_ylabel("accumulation / steps per\ngeneration / iterations", fontsize=9)
     axes.set_xlabel("old-policy forwards per generation batch")
