@@ -245,7 +245,9 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
         own += "; here always, so the ratio is exactly 1 (`force_on_policy_ratio`)"
     if facts.num_iterations > 1 and (misaligned or facts.sampler_ratio is not None):
         own += "; remembered for the later iterations"
-    if misaligned and facts.steps_per_generation > 1:
+    # Where an optimizer step takes whole generation batches, none waits; a streaming epoch may end in the midst of one
+    slices_wait = facts.gradient_accumulation_steps % facts.steps_per_generation != 0 or not facts.epoch_is_known
+    if misaligned and facts.steps_per_generation > 1 and slices_wait:
         own += (
             "; slices of the generation batch that are still to be visited when the weights are about to change are "
             "scored just before"
