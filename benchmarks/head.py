@@ -3,6 +3,7 @@
     python benchmarks/head.py --device cuda          # as much of the grid as its budget allows on one GPU, no network
     python benchmarks/head.py --device cuda --sweep  # which tile sizes are fastest for ours
     python benchmarks/head.py --device cpu           # small shapes, under 20 seconds: that it runs, and the errors
+    python benchmarks/head.py --device cpu --shape 512 2048 32000  # one shape, N x H x V
 
 First it measures the device's ceilings, a large product and a large copy. Of every shape and use it then says how long
 the use's products take at that rate and its bytes at that bandwidth. The longer of the two is the limit, and of ours it
@@ -14,8 +15,9 @@ the weight too), and at the first shape each of these with the entropy as well (
 run all subjects get the same fresh inputs and take turns, so that a slow spell of the machine hits all of them: compare
 subjects of one run only. What each subject is stands in `head_subjects.py`; a new one is a function there.
 
-- median_ms, min_ms, max_ms: of `ROUNDS` calls, each begun on an idle device, by CUDA events (on the CPU by the clock).
-- peak_mib: the most memory allocated above what was before the call, results included; null on the CPU.
+- median_ms, min_ms, max_ms: of `ROUNDS` calls, each begun on an idle device, by CUDA events (on the CPU the time that the
+  process itself takes, on one thread).
+- peak_mib: the most memory allocated above what was before the call, results included.
 - max_error: the largest |log p - float64| over all tokens, with the same bf16 inputs.
 - gradient_error, weight_gradient_error: ||gradient - float64|| / ||float64|| of some tokens' hidden states, and of some
   rows of the weight. The results are bf16, so that even an exact head is off by 1.7e-3.
@@ -201,6 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--sweep", action="store_true", help="only try tile sizes of ours, and say which is fastest")
     parser.add_argument("--without", nargs="*", default=[], choices=SUBJECTS, help="subjects to leave out")
+    parser.add_argument("--shape", type=int, nargs=3, metavar=tuple(FIRST), help="measure this shape alone")
     parser.add_argument("--budget", type=float, default=200, help="seconds; leaves out shapes that take more")
     parser.add_argument("--results", type=Path, default=FOLDER, help="folder to write to")
     options = parser.parse_args(arguments)
@@ -211,6 +214,8 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(1)
     device = torch.device(options.device)
     shapes = shapes_in_order() if options.device == "cuda" else list(SMALL)
+    if options.shape:
+        shapes = [dict(zip(FIRST, options.shape, strict=True))]
     if options.sweep:
         for shape in SHAPES if options.device == "cuda" else SMALL[:1]:
             sweep(shape, device)

@@ -50,6 +50,16 @@ def step_times(runs: list[Run]) -> Bars:
     return {run.benchmark: over for run in steps if (over := run.over("trl_ext", "trl")) is not None}
 
 
+def step_peaks(runs: list[Run]) -> Bars:
+    """Most memory of our whole steps over that of TRL's, by benchmark."""
+    found: Bars = {}
+    for run in runs:
+        ours, stock = (run.lines.get(name, {}).get("peak_mib") for name in ("trl_ext", "trl"))
+        if not run.benchmark.startswith("head_") and ours and stock:
+            found[run.benchmark] = ours / stock
+    return found
+
+
 def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
     """All panels, of one device, that there are figures for."""
     device = shown_device(runs)
@@ -67,6 +77,7 @@ def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
         (f"time of the head, the device's limit = 1{shape}", over_limit(here), "{:.1f}", False, 1.0),
         (f"most memory of the head, MiB{shape}", peaks(here), "{:.0f}", False, None),
         ("time of a whole step, TRL's = 1", step_times(here), "{:.2f}", False, 1.0),
+        ("most memory of a whole step, TRL's = 1", step_peaks(here), "{:.2f}", False, 1.0),
     ]
     shown = [panel for panel in panels if panel[1]]
     with plt.rc_context({**STYLE, "axes.grid": False}):

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from allocations import peak_bytes
 
 Step = Callable[[], Any]
 
 
 def milliseconds(step: Step, device: torch.device) -> float:
-    """Time of one call that begins on an idle device."""
+    """Time of one call that begins on an idle device; on the CPU the process's own, whatever else the machine does."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
@@ -20,15 +21,15 @@ def milliseconds(step: Step, device: torch.device) -> float:
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
-    begun = time.perf_counter()
+    begun = time.process_time()
     step()
-    return 1e3 * (time.perf_counter() - begun)
+    return 1e3 * (time.process_time() - begun)
 
 
-def peak_mib(step: Step, device: torch.device) -> float | None:
-    """Most memory allocated during one call, above what was allocated before; None where torch does not count it."""
+def peak_mib(step: Step, device: torch.device) -> float:
+    """Most memory allocated during one call, above what was allocated before."""
     if device.type != "cuda":
-        return None
+        return peak_bytes(step) / 2**20
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -4,7 +4,7 @@ A line's milliseconds are of whole optimizer steps, each begun and ended with no
 CPU one thread runs, and its own time is taken, so that what else the machine does counts less. `tokens` entered the
 models in a step, padding included, by a hook on the input embedding; `no_grad_forwards` are those of the old policy and
 the reference; both are means over the `steps` that were measured. `peak_mib` is the most memory allocated in a step,
-model and optimizer included.
+model and optimizer included; on the CPU that of a whole training, by the allocator's records, in a round of its own.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import datasets
 import results
 import torch
 import trl
+from allocations import peak_bytes
 from steps import Case, Shape, trainer_of
 from transformers import PrinterCallback, TrainerCallback
 
@@ -124,6 +126,7 @@ def measure(case: Case, deadline: float) -> list[Line]:
             taken[name].append(train(library, case)[0])
         if number and 2 * time.monotonic() - begun > deadline:
             break
+    whole = {} if torch.cuda.is_available() else {x: peak_bytes(partial(train, y, case)) for x, y in SUBJECTS.items()}
     run, lines = results.new_run(), []
     steps_of_epoch = case.shape.steps // case.epochs
     for epoch in range(case.epochs):
@@ -132,7 +135,7 @@ def measure(case: Case, deadline: float) -> list[Line]:
         for name, rounds in taken.items():
             steps = [step for steps in rounds for step in steps[first : (epoch + 1) * steps_of_epoch]]
             line = line_of(benchmark, shape_of(case), name, run, [step.milliseconds for step in steps])
-            line["peak_mib"] = peak_of(steps)
+            line["peak_mib"] = whole[name] / 2**20 if whole else peak_of(steps)
             line["tokens"] = statistics.fmean(step.tokens for step in steps)
             line["no_grad_forwards"] = statistics.fmean(step.no_grad_forwards for step in steps)
             lines.append({**line, "steps": len(steps)})
