@@ -15,8 +15,8 @@ the weight too), and at the first shape each of these with the entropy as well (
 run all subjects get the same fresh inputs and take turns, so that a slow spell of the machine hits all of them: compare
 subjects of one run only. What each subject is stands in `head_subjects.py`; a new one is a function there.
 
-- median_ms, min_ms, max_ms: of `ROUNDS` calls, each begun on an idle device, by CUDA events (on the CPU the time that the
-  process itself takes, on one thread).
+- median_ms, min_ms, max_ms: of `ROUNDS` calls, each begun on an idle device, by CUDA events; on the CPU the time that
+  the process itself takes, on one thread.
 - peak_mib: the most memory allocated above what was before the call, results included.
 - max_error: the largest |log p - float64| over all tokens, with the same bf16 inputs.
 - gradient_error, weight_gradient_error: ||gradient - float64|| / ||float64|| of some tokens' hidden states, and of some

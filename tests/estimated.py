@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from allocations import peak_bytes
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from allocations import peak_bytes
 from tiny import word_tokenizer
 from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
 from trl_ext.cli.building import build

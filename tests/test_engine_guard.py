@@ -119,6 +119,7 @@ def launched_simply(workshop: Workshop, folder: Path, *flags: str) -> "subproces
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_one_process_for_two_on_the_cpu_stops(workshop: Workshop, tmp_path: Path):
     run = launched_simply(workshop, tmp_path, "--cpu", "--num_processes", "2")
     assert run.returncode != 0

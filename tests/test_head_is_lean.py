@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from allocations import peak_bytes
+
 from trl_ext import linear_log_probs
 from trl_ext.heads import tiles
 

@@ -125,8 +125,14 @@ APART = [("fsdp2", "grpo, lora"), ("tp", "lora")]
 FAST = ("lora, few tokens", "trained head, few tokens", "lora", "grpo")
 
 
-@pytest.mark.parametrize("names", [FAST, pytest.param((*FSDP2, *TP), marks=pytest.mark.slow)], ids=["fast", "all"])
-@pytest.mark.parametrize("engine", ["fsdp2", "tp"])
+@pytest.mark.parametrize(
+    ("engine", "names"),
+    [
+        pytest.param("fsdp2", FAST, id="fsdp2-fast"),
+        pytest.param("fsdp2", (*FSDP2, *TP), id="fsdp2-all", marks=pytest.mark.slow),
+        pytest.param("tp", (*FSDP2, *TP), id="tp-all", marks=pytest.mark.slow),
+    ],
+)
 def test_the_head_stays_where_it_is_and_training_is_that_of_one_process(
     engine: str, names: tuple[str, ...], workshop: Workshop, tmp_path: Path
 ):

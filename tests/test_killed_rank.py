@@ -137,12 +137,13 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "trainers"),
     [
         pytest.param("ddp", ["dpo"], id="ddp"),
-        pytest.param("ddp", ["grpo"], id="ddp-grpo", marks=pytest.mark.slow),
-        pytest.param("fsdp2", ["dpo", "grpo"], id="fsdp2", marks=pytest.mark.slow),
+        pytest.param("ddp", ["grpo"], id="ddp-grpo"),
+        pytest.param("fsdp2", ["dpo", "grpo"], id="fsdp2"),
     ],
 )
 def test_a_killed_rank_is_named_and_training_resumes_to_the_same_weights(

@@ -231,7 +231,7 @@ quietly = partial(
 )
 
 
-@quietly(max_examples=4)
+@quietly(max_examples=2)
 @given(schedule=SCHEDULES, beta=st.sampled_from([0.0, 0.1]))
 def test_any_schedule_trains_as_stock_with_the_fewest_passes(
     schedule: dict[str, int], beta: float, workshop: Workshop

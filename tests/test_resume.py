@@ -89,7 +89,7 @@ def killed_and_resumed(runs: Runs, kills: int, seed: int) -> None:
     assert inside, "no kill left a checkpoint half written"
 
 
-@pytest.mark.parametrize("trainer", ["dpo", "grpo"])
+@pytest.mark.parametrize("trainer", [pytest.param("dpo", marks=pytest.mark.slow), "grpo"])
 def test_two_kills_change_nothing(trainer: str, nursery: Nursery, workshop: Workshop, tmp_path: Path):
     killed_and_resumed(Runs(nursery, trainer, workshop.model("untied"), tmp_path), 2, SEED)
 

@@ -74,11 +74,6 @@ def differences(logs: list[dict[str, float]], expected: list[dict[str, float]], 
                 yield f"{name} is {log[name]}, not {one[name]}"
 
 
-def test_sequence_parallelism_trains_as_one_process(tmp_path: Path):
-    pytest.importorskip("deepspeed")
-    check(["dpo-lora", "grpo-full", "grpo-full-unexchanged"], "zero2", tmp_path)
-
-
 @pytest.mark.slow
 def test_context_parallelism_trains_as_one_process(tmp_path: Path):
     check(["dpo-full", "grpo-lora", "dpo-full-unscaled", "padded", "heads"], "fsdp2", tmp_path)

@@ -44,6 +44,7 @@ def on_each_rank(rank, address):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_dtensor_head_is_scored_like_a_whole_one(tmp_path):
     mp.spawn(on_each_rank, args=(tmp_path / "rendezvous",), nprocs=2)
 

@@ -24,7 +24,7 @@ STEPS = {"grpo_step_lora", "grpo_step_full", "dpo_step_lora_epoch_1", "dpo_step_
 FAR = float("inf")
 
 
-@pytest.fixture(scope="module", params=["curve", pytest.param("step", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(x, marks=pytest.mark.slow) for x in ("curve", "step")])
 def lines(request, tmp_path_factory):
     """What the smoke run writes, by benchmark and subject."""
     folder = tmp_path_factory.mktemp("results")
