@@ -50,13 +50,14 @@ def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    ids = sampled.sequences[:, batch["input_ids"].shape[1] :]
+    prompt_ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    ids = sampled.sequences[:, prompt_ids.shape[1] :]
     logits = torch.stack(sampled.logits, dim=1).float() / trainer.temperature
     log_probs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     ends = (ids == tokenizer.eos_token_id).int()
     lengths = torch.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1]).tolist()
     return {
-        "prompt_ids": [row[mask.bool()].tolist() for row, mask in zip(*batch.values(), strict=True)],
+        "prompt_ids": [row[fed].tolist() for row, fed in zip(prompt_ids, mask, strict=True)],
         "completion_ids": [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)],
         "logprobs": [row[:n].tolist() for row, n in zip(log_probs, lengths, strict=True)],
     }

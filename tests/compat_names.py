@@ -43,7 +43,7 @@ OWNERS: dict[str, tuple[type, ...]] = {
 OURS = {
     *("_about_to_visit", "_agreed", "_before_preparing", "_extra_columns", "_generated", "_loss_of", "_ranks_of_group"),
     *("_rewards_per_function", "_shuffled", "_train_sampler", "_window_began", "fill_reference", "policy_folder"),
-    *("policy_loaded", "reference_pass"),
+    *("policy_loaded", "reference_pass", "_rewarded_nan"),
 }
 
 # Parameters that are given by name, or by place up to the one that is named

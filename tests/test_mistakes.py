@@ -1,6 +1,5 @@
 """Mistakes that users make: each stops before the first step, in one line with what was given and what to do."""
 
-import functools
 import importlib.util
 import inspect
 import math
@@ -12,58 +11,20 @@ from typing import Any
 import pytest
 import trl
 from datasets import Dataset, DatasetDict
-from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, TrainingArguments
+from peft import PeftModel
+from transformers import TrainingArguments
 
 import trl_ext
-from tiny import Workshop, lora_config, preferences, prompts, word_tokenizer
-from trl_ext.compat import DPO_CHOICES, DPO_LOSS_TYPES, GRPO_CHOICES, GRPO_LOSS_TYPES
-
-PAIRS, PROMPTS = preferences(6, seed=1), prompts(6, seed=1)
-PAIR = {"prompt": "w1 w2", "chosen": " w3 w4", "rejected": " w5"}
-
-
-class Bench:
-    """Builds and trains on a tiny model; the arguments of configs and of trainers stand side by side."""
-
-    def __init__(self, workshop: Workshop, folder: Path) -> None:
-        self.workshop, self.folder, self.trainer = workshop, folder, None
-
-    def loaded(self) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.workshop.model("tied"))
-
-    def adapted(self) -> Any:
-        return get_peft_model(self.loaded(), lora_config())
-
-    def dpo(self, trainer_class: Any = trl_ext.DPOTrainer, **arguments: Any) -> None:
-        self._train(trainer_class, trl_ext.DPOConfig, {"train_dataset": PAIRS, **arguments}, {})
-
-    def grpo(self, trainer_class: Any = trl_ext.GRPOTrainer, **arguments: Any) -> None:
-        short = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
-        self._train(
-            trainer_class, trl_ext.GRPOConfig, {"reward_funcs": reward, "train_dataset": PROMPTS, **arguments}, short
-        )
-
-    def _train(self, trainer_class: Any, config_class: Any, arguments: dict[str, Any], short: dict[str, Any]) -> None:
-        fields = {x: arguments.pop(x) for x in list(arguments) if x in inspect.signature(config_class).parameters}
-        arguments.setdefault("model", self.workshop.model("tied"))
-        config: Any = arguments.pop("args", None) or config_class(
-            **{
-                "output_dir": str(self.folder),
-                "max_steps": 1,
-                "per_device_train_batch_size": 2,
-                **{"report_to": "none", "save_strategy": "no", "use_cpu": True, "bf16": False},
-                **short,
-                **fields,
-            }
-        )
-        resume = arguments.pop("resume", None)
-        self.trainer = trainer_class(args=config, **arguments)
-        self.trainer.train(resume)
-
-
-def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [float(ids[0] % 7) for ids in completion_ids]
+from short_training import PAIR, PAIRS, PROMPTS, Bench, of_answers, of_completions, tokenizer, with_more_tokens
+from tiny import Workshop, lora_config, preferences, prompts
+from trl_ext.compat import (
+    ADVANTAGE_CHOICES,
+    DPO_CHOICES,
+    DPO_LOSS_TYPES,
+    GRPO_CHOICES,
+    GRPO_LOSS_TYPES,
+    TRUNCATION_MODES,
+)
 
 
 def not_a_number(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -72,27 +33,6 @@ def not_a_number(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def infinite(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [math.inf if place == 2 else 1.0 for place, _ in enumerate(completion_ids)]
-
-
-def of_answers(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    return [0.0 for _ in completions]
-
-
-def of_completions(completions: list[str]) -> list[float]:
-    return [0.0 for _ in completions]
-
-
-def tokenizer(**changes: Any) -> Any:
-    made = word_tokenizer()
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-def with_more_tokens() -> Any:
-    made = word_tokenizer()
-    made.add_tokens(["x1", "x2"])
-    return made
 
 
 def same_as_reference(bench: Bench) -> None:
@@ -112,8 +52,12 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
         ("`train_dataset`", "'accepted'", 'rename_column("...", "chosen")'),
     ),
     "prompts by another name, DPO": (
-        lambda b: b.dpo(train_dataset=Dataset.from_list([{"question": "w1", "chosen": "w2", "rejected": "no"}] * 4)),
-        ("`train_dataset`", "'question'", 'rename_column("...", "prompt")'),
+        lambda b: b.dpo(train_dataset=Dataset.from_list([{"question": "w1", "chosen": "w2 w3", "rejected": "w4"}] * 4)),
+        ("`train_dataset`", "'question'", 'rename_column("question", "prompt")'),
+    ),
+    "a stream's column by another name": (
+        lambda b: b.dpo(train_dataset=PAIRS.rename_column("chosen", "accepted").to_iterable_dataset()),
+        ("`train_dataset`", "'accepted'", 'rename_column("...", "chosen")'),
     ),
     "prompts by another name, GRPO": (
         lambda b: b.grpo(train_dataset=PROMPTS.rename_column("prompt", "question")),
@@ -122,6 +66,10 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     "evaluation data by another name": (
         lambda b: b.dpo(eval_dataset=PAIRS.rename_column("rejected", "worse")),
         ("`eval_dataset`", "'worse'", 'rename_column("...", "rejected")'),
+    ),
+    "one of several evaluation sets by another name": (
+        lambda b: b.dpo(eval_dataset={"first": PAIRS, "second": PAIRS.rename_column("rejected", "worse")}),
+        ("`eval_dataset['second']`", "'worse'", 'rename_column("...", "rejected")'),
     ),
     "data with labels": (
         lambda b: b.dpo(train_dataset=Dataset.from_list([{"prompt": "w1", "completion": "w2", "label": True}] * 4)),
@@ -147,11 +95,15 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
         lambda b: b.dpo(train_dataset=Dataset.from_list([PAIR, PAIR, {**PAIR, "rejected": None}])),
         ("`rejected`", "None in row 2 of `train_dataset`", "Fill it in"),
     ),
+    "a prompt that is None": (
+        lambda b: b.grpo(train_dataset=Dataset.from_list([{"prompt": x} for x in ("w1", None, "w2", None)])),
+        ("`prompt`", "None in row 1 of `train_dataset`", "Fill it in"),
+    ),
     "messages and text": (
         lambda b: b.dpo(
             train_dataset=Dataset.from_list([{**PAIR, "prompt": [{"role": "user", "content": "w1"}]}] * 4),
         ),
-        ("`train_dataset`", "`prompt` is `list`, `chosen` is `str`", "Give all of them as text"),
+        ("`train_dataset`", "`prompt` is messages, `chosen` is text", "Give all of them as text"),
     ),
     "fewer prompts than a generation batch": (
         lambda b: b.grpo(train_dataset=PROMPTS.select([0]), per_device_train_batch_size=8),
@@ -262,9 +214,9 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
         lambda b: b.dpo(max_length=2, train_dataset=Dataset.from_list([PAIR] * 4)),
         ("`max_length=2`", "no row of `train_dataset`", "Raise it"),
     ),
-    "completions longer than the model's sequences": (
-        lambda b: b.grpo(max_completion_length=512),
-        ("`max_completion_length=512`", "has 512 tokens", "Lower it"),
+    "completions longer than the model's table of positions": (
+        lambda b: b.grpo(model=b.with_position_table(), processing_class=tokenizer(), max_completion_length=64),
+        ("`max_completion_length=64`", "has 64 tokens", "Lower it"),
     ),
     "a temperature of 0": (lambda b: b.grpo(temperature=0.0), ("`temperature`", "0.0", "must be above 0")),
     "no iteration": (lambda b: b.grpo(num_iterations=0), ("`num_iterations`", "got 0", "must be 1 or more")),
@@ -322,56 +274,6 @@ def test_a_mistake_is_one_line_that_says_what_to_do(mistake: str, workshop: Work
     assert bench.trainer is None or bench.trainer.state.global_step == 0
 
 
-class OwnLoss(trl_ext.DPOTrainer):
-    """A subclass whose loss reads what it likes."""
-
-    def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
-        self.loss_types = ["sigmoid"]
-        return super()._compute_loss(model, inputs, return_outputs)
-
-
-def sometimes(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    return [None if place % 2 else 1.0 for place, _ in enumerate(completion_ids)]
-
-
-@functools.wraps(of_completions)
-def wrapped(**given: Any) -> list[float]:
-    return of_completions(given["completions"])
-
-
-def with_all_names(prompts: Any, completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
-    return reward(completion_ids)
-
-
-ACCEPTED: dict[str, Callable[[Bench], None]] = {
-    "no pad token, where there is an end": lambda b: b.dpo(processing_class=tokenizer(pad_token=None)),
-    "tokens that no text has": lambda b: b.dpo(processing_class=with_more_tokens()),
-    "prompts within the completions": lambda b: b.dpo(
-        train_dataset=Dataset.from_list([{"chosen": "w1 w2 w3", "rejected": "w1 w2 w4", "question": "w1"}] * 4)
-    ),
-    "a stream": lambda b: b.dpo(train_dataset=PAIRS.to_iterable_dataset()),
-    "a stream, GRPO": lambda b: b.grpo(train_dataset=PROMPTS.to_iterable_dataset()),
-    "beta of 0 beside a term without it": lambda b: b.dpo(beta=0.0, loss_type=["sigmoid", "sft"]),
-    "a loss of a subclass": lambda b: b.dpo(trainer_class=OwnLoss, loss_type="mine", beta=-0.1),
-    "a reward that does not always apply": lambda b: b.grpo(reward_funcs=[reward, sometimes]),
-    "a reward that is wrapped": lambda b: b.grpo(reward_funcs=wrapped),
-    "a reward of each name": lambda b: b.grpo(reward_funcs=with_all_names),
-    "no upper bound of the ratio": lambda b: b.grpo(epsilon_high=math.inf),
-    "evaluation data by name": lambda b: b.dpo(eval_dataset={"first": PAIRS, "second": PAIRS}),
-    "TRL's own config": lambda b: b.dpo(
-        args=trl.DPOConfig(str(b.folder), max_steps=1, use_cpu=True, bf16=False, report_to="none", save_strategy="no")
-    ),
-}
-
-
-@pytest.mark.parametrize("what", ACCEPTED)
-def test_what_trl_trains_rightly_goes_on_running(what: str, workshop: Workshop, tmp_path: Path) -> None:
-    bench = Bench(workshop, tmp_path)
-    ACCEPTED[what](bench)
-    assert bench.trainer is not None
-    assert bench.trainer.state.global_step == 1
-
-
 def test_another_version_of_trl_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = tmp_path / "trl-2.0.0.dist-info"
     installed.mkdir()
@@ -395,6 +297,7 @@ def test_choices_are_those_of_trl() -> None:
     dpo, grpo = (inspect.getsource(inspect.getmodule(x)) for x in (trl.DPOTrainer, trl.GRPOTrainer))
     assert set(DPO_LOSS_TYPES) == _compared_with("loss_type", dpo)
     assert set(GRPO_LOSS_TYPES) == _compared_with("loss_type", grpo)
-    for choices, source in ((DPO_CHOICES, dpo), (GRPO_CHOICES, grpo)):
+    of_dpo = {**DPO_CHOICES, "truncation_mode": TRUNCATION_MODES}
+    for choices, source in ((of_dpo, dpo), ({**GRPO_CHOICES, **ADVANTAGE_CHOICES}, grpo)):
         for name, allowed in choices.items():
             assert _compared_with(name, source) == set(allowed), name

@@ -11,6 +11,7 @@ import trl_ext
 from fed_tokens import Feed, count_feeds
 from tiny import REFERENCE_SEED, Workshop, preferences, prompts, scripted_rollout
 from trl_ext.callbacks import ThroughputProgress, with_throughput
+from trl_ext.callbacks.curves import draw
 
 PNG = b"\x89PNG"
 
@@ -92,6 +93,8 @@ def test_what_the_bar_says() -> None:
     assert with_throughput(logs, 0.5) == "2,000 tokens/s"
     logs |= {"skipped/tokens": 3000.0, "skipped/rows": 5.0, "skipped/passes": 2.0}
     assert with_throughput(logs, 2.0) == "500 tokens/s, 75% of TRL's tokens skipped (5 rows, 2 passes)"
+    logs["skipped/passes"] = 1.0
+    assert with_throughput(logs, 2.0).endswith("(5 rows, 1 pass)")
 
 
 def test_no_bar_is_made_where_there_is_none(workshop: Workshop, tmp_path: Path) -> None:
@@ -125,6 +128,14 @@ def test_curves_are_drawn_for_what_was_logged(kind: str, workshop: Workshop, tmp
     drawn = {x.name for x in (tmp_path / "plots").iterdir() if x.read_bytes().startswith(PNG)}
     of_completions = {"completion_lengths.png", "importance_ratios.png"} if kind == "grpo" else set()
     assert drawn == {"learning_curves.png"} | of_completions
+
+
+def test_several_reward_functions_have_a_plot_of_their_own(tmp_path: Path) -> None:
+    def height(*functions: str) -> int:
+        logs = [{"step": step, "reward": 1.0, **{f"rewards/{x}/mean": 0.5 for x in functions}} for step in (1, 2)]
+        return int.from_bytes(draw(logs, tmp_path)[0].read_bytes()[20:24], "big")
+
+    assert height("right", "says_so") > height("right") == height()
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ from transformers import ProgressCallback
 
 _FED = ("tokens_fed/with_gradient", "tokens_fed/without_gradient")
 
+_ONE = {"rows": "row", "passes": "pass"}
+
 
 class ThroughputProgress(ProgressCallback):  # type: ignore[misc]
     """Transformers' own bar; behind it, from each log on, what ran since the log before it."""
@@ -34,5 +36,5 @@ def with_throughput(logs: dict[str, float], seconds: float) -> str:
     said = f"{fed / max(seconds, 1e-9):,.0f} tokens/s"
     if "tokens" in skipped:
         said += f", {skipped['tokens'] / (skipped['tokens'] + fed):.0%} of TRL's tokens skipped"
-    rest = [f"{count:.0f} {name}" for name, count in skipped.items() if name != "tokens"]
+    rest = [f"{count:.0f} {_ONE[name] if count == 1 else name}" for name, count in skipped.items() if name in _ONE]
     return said + (f" ({', '.join(rest)})" if rest else "")

@@ -3,12 +3,14 @@
 # ruff: noqa: I001  # first the versions: an unsupported TRL is told before a name is missed
 from .versions import SUPPORTED_TRL
 from .choices import (
+    ADVANTAGE_CHOICES,
     DPO_CHOICES,
     DPO_LOSS_TYPES,
     GRPO_CHOICES,
     GRPO_LOSS_TYPES,
     REWARD_COLUMNS_LEFT_OUT,
     REWARD_KEYWORDS,
+    TRUNCATION_MODES,
 )
 from .data import DataInternals
 from .checkpoints import PolicyInFolder, rotation_put_off
@@ -22,6 +24,7 @@ from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 __all__ = [
+    "ADVANTAGE_CHOICES",
     "DPO_CHOICES",
     "DPO_LOSS_TYPES",
     "GRPO_CHOICES",
@@ -29,6 +32,7 @@ __all__ = [
     "REWARD_COLUMNS_LEFT_OUT",
     "REWARD_KEYWORDS",
     "SUPPORTED_TRL",
+    "TRUNCATION_MODES",
     "DPOLossInternals",
     "DataInternals",
     "FusedCausalLMOutput",

@@ -5,13 +5,11 @@ DPO_LOSS_TYPES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
-DPO_CHOICES = {
-    "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
-    "truncation_mode": ("keep_start", "keep_end"),
-}
+DPO_CHOICES = {"f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")}
+TRUNCATION_MODES = ("keep_start", "keep_end")
 GRPO_LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-GRPO_CHOICES = {
-    "importance_sampling_level": ("token", "sequence"),
+GRPO_CHOICES = {"importance_sampling_level": ("token", "sequence")}
+ADVANTAGE_CHOICES = {
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }

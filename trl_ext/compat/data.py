@@ -27,10 +27,11 @@ class DataInternals:
         ours = next(cls for cls in type(self).__mro__ if "_trl_trainer" in vars(cls))
         return any(x in vars(self) or getattr(type(self), x) is not getattr(ours, x) for x in methods)
 
-    def _largest_token_ids(self) -> Iterator[int | None]:
-        """Of each column of DPO's tokenised training data, a thousand rows at a time; `None` where they are empty."""
+    def _largest_token_ids(self, rows: int) -> Iterator[int | None]:
+        """Of each column of DPO's tokenised training data, in the first `rows`; `None` where they are empty."""
         if not isinstance(self.train_dataset, Dataset):
             return
         columns = [x for x in _TOKEN_COLUMNS if x in self.train_dataset.column_names]
-        for rows in self.train_dataset.select_columns(columns).with_format("arrow").iter(batch_size=1000):
-            yield from (pc.max(pc.list_flatten(rows[column])).as_py() for column in columns)
+        if columns:
+            first = self.train_dataset.select_columns(columns).with_format("arrow")[:rows]
+            yield from (pc.max(pc.list_flatten(first[column])).as_py() for column in columns)

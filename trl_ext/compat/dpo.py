@@ -73,7 +73,7 @@ class DPOLossInternals:
         """Stands for TRL's loss of a batch: a loss, or that and the model's outputs."""
         raise NotImplementedError
 
-    def _before_preparing(self, dataset: Any, name: str) -> Any:
+    def _before_preparing(self, dataset: Any, name: str, processing_class: Any) -> Any:
         """Called with each data set before TRL prepares it."""
         return dataset
 
@@ -187,7 +187,7 @@ class DPOLossInternals:
             self.ref_model = reference
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        dataset = self._before_preparing(dataset, dataset_name)
+        dataset = self._before_preparing(dataset, dataset_name, processing_class)
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)  # type: ignore[misc]
 
     def _set_signature_columns_if_needed(self) -> None:

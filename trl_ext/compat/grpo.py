@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers.trainer_utils import has_length
 
 from .reference import no_adapter_turned
+from .rewards import noting_nan
 
 
 @contextmanager
@@ -42,6 +43,7 @@ class GRPOInternals:
     )
 
     _rewards_per_function: torch.Tensor
+    reward_funcs: list[Any]
     _train_sampler: Any = None
     _buffered_inputs: list[dict[str, Any]] | None
     _window_began = 0  # the micro-batch, counted from the first of all, with which the present window began
@@ -136,7 +138,7 @@ class GRPOInternals:
             return None, None, None
 
         def recorded(*positional: Any, **keywords: Any) -> torch.Tensor:
-            with undeferred():
+            with undeferred(), self._nan_noted(calculate_rewards):
                 self._rewards_per_function = calculate_rewards(*positional, **keywords)
             return self._rewards_per_function
 
@@ -160,6 +162,28 @@ class GRPOInternals:
                 return super()._generate_and_score_completions(inputs)  # type: ignore[misc, no-any-return]
         finally:
             self.vllm_importance_sampling_correction = correction
+
+    @contextmanager
+    def _nan_noted(self, calculate_rewards: Any) -> Iterator[None]:
+        """Within, and before the first step, it is kept for which completions a reward function gives NaN, not None."""
+        held: list[Any] = self.reward_funcs
+        self._rewarded_nan: set[int] = set()
+        is_trls = getattr(calculate_rewards, "__func__", None) is trl.GRPOTrainer._calculate_rewards
+        if is_trls and self._mode == "train" and self.state.global_step == 0:  # type: ignore[attr-defined]
+            self.reward_funcs = [noting_nan(reward, self._rewarded_nan) for reward in held]
+        try:
+            yield
+        finally:
+            self.reward_funcs = held
+
+    def _gave_nan(self) -> torch.Tensor:
+        """The completions of the first generation batch, `(B,)` over all ranks, to which a reward gave NaN itself."""
+        rewards_BF, accelerator = self._rewards_per_function, self.accelerator  # type: ignore[attr-defined]
+        of_rank = torch.zeros(len(rewards_BF) // accelerator.num_processes, dtype=torch.bool, device=rewards_BF.device)
+        of_rank[torch.tensor(sorted(self._rewarded_nan), dtype=torch.long, device=rewards_BF.device)] = True
+        are_models = [isinstance(reward, torch.nn.Module) for reward in self.reward_funcs]
+        gathered: torch.Tensor = accelerator.gather(of_rank)
+        return gathered | rewards_BF[:, are_models].isnan().any(dim=1)
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if self._mode == "eval":

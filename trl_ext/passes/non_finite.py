@@ -66,21 +66,24 @@ def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str
     return None
 
 
-def check_first_rewards(rewards_BF: Tensor, names: Sequence[str], *, infinite_is_watched: bool) -> None:
-    """Raise `ValueError` if a completion of the first generation batch has no reward to learn from.
+def check_first_rewards(
+    rewards_BF: Tensor, gave_nan_B: Tensor, names: Sequence[str], *, infinite_is_watched: bool
+) -> None:
+    """Raise `ValueError` if a completion of the first generation batch has no reward to learn from, by mistake.
 
     Args:
         rewards_BF (`Tensor`): of each reward function; NaN where it gave NaN or None.
+        gave_nan_B (`Tensor`, bool): a reward function gave NaN. One that none of them scores, for which all give None,
+            is no mistake: TRL leaves it out.
         names (`Sequence[str]`): of the reward functions.
         infinite_is_watched (`bool`): the user has said what is to happen at a loss that is not finite.
     """
-    unrewarded_B = rewards_BF.isnan().all(dim=1)
+    unrewarded_B = rewards_BF.isnan().all(dim=1) & gave_nan_B
     infinite_B = rewards_BF.isinf().any(dim=1)
     bad_B = unrewarded_B if infinite_is_watched else unrewarded_B | infinite_B
     if bad_B.any():
         row = int(bad_B.nonzero()[0])
         raise ValueError(
             f"`reward_funcs`: completion {row} of the first generation batch was given {rewards_BF[row].tolist()} by "
-            f"{list(names)}. Return a finite number for each completion; None is for a function that does not apply "
-            "where another one does."
+            f"{list(names)}. Return a finite number for each completion, or None where the function does not apply."
         )

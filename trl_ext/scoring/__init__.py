@@ -2,7 +2,7 @@
 
 from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
 from .head_rows import WHOLE_HERE
-from .token_ids import check_token_ids, missing_rows, watch_token_ids
+from .token_ids import check_token_ids, has_position_table, missing_rows, watch_token_ids
 
 __all__ = [
     "WHOLE_HERE",
@@ -10,6 +10,7 @@ __all__ = [
     "ScoringOptions",
     "attach_scoring_forward",
     "check_token_ids",
+    "has_position_table",
     "missing_rows",
     "watch_token_ids",
 ]

@@ -1,10 +1,10 @@
-"""A tokenizer with more tokens than a model has: the first id that the model has not is named."""
+"""What a model's tables have no row for: tokens of a tokenizer that has more of them, and positions."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def missing_rows(model: Any, tokens: int) -> int | None:
@@ -47,3 +47,12 @@ def watch_token_ids(model: Any, tokens: int) -> None:
             check_token_ids([int(inputs[0].max())], rows, tokens)
 
     model.get_input_embeddings().register_forward_pre_hook(look)
+
+
+def has_position_table(model: Any, positions: int) -> bool:
+    """Whether a model looks its positions up in a table of so many rows, as GPT-2 does, and has none for others."""
+    tokens = model.get_input_embeddings()
+    return any(
+        isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - positions <= 2
+        for module in model.modules()  # OPT's table has two rows more
+    )

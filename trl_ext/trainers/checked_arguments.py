@@ -1,11 +1,23 @@
 """Values of TRL's own config fields that it would find wrong late, or never: each is one error at once."""
 
+import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from numbers import Real
 from typing import Any
 
-from ..compat import DPO_CHOICES, DPO_LOSS_TYPES, GRPO_CHOICES, GRPO_LOSS_TYPES
+from ..compat import (
+    ADVANTAGE_CHOICES,
+    DPO_CHOICES,
+    DPO_LOSS_TYPES,
+    GRPO_CHOICES,
+    GRPO_LOSS_TYPES,
+    TRUNCATION_MODES,
+)
 from ..losses import PREFERENCE_LOSSES
+from ..scoring import has_position_table
+
+logger = logging.getLogger("trl_ext")
 
 
 def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
@@ -15,8 +27,8 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
         own_loss (`bool`): a subclass has replaced TRL's loss, and reads what it likes.
     """
     _check_reference_moves(config)
-    _check_choices(config, DPO_CHOICES)
     if config.max_length is not None:
+        _check_choice("truncation_mode", config.truncation_mode, TRUNCATION_MODES)
         _check_number(config, "max_length", 2, hint="A prompt and a completion have a token each.")
     if config.activation_offloading and config.device.type == "cpu":
         raise ValueError(
@@ -25,6 +37,7 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
         )
     if own_loss:
         return
+    _check_choices(config, DPO_CHOICES)
     _check_number(config, "beta", 0, hint="With a negative one the rejected completion would be preferred.")
     if config.ld_alpha is not None:
         _check_number(config, "ld_alpha", 0, 1)
@@ -38,19 +51,23 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
         )
 
 
-def check_grpo_arguments(config: Any, *, own_loss: bool) -> None:
+def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -> None:
     """Raise `ValueError` where a `GRPOConfig`, TRL's or ours, has a value that cannot train.
 
     Args:
         own_loss (`bool`): a subclass has replaced TRL's loss, and reads what it likes.
+        own_advantages (`bool`): a subclass has replaced what makes advantages of rewards.
     """
     _check_reference_moves(config)
-    _check_choices(config, GRPO_CHOICES)
     _check_number(config, "num_iterations", 1)
-    _check_number(config, "max_completion_length", 1)
+    if config.max_completion_length is not None:
+        _check_number(config, "max_completion_length", 1)
+    if not own_advantages:
+        _check_choices(config, ADVANTAGE_CHOICES)
     _check_number(config, "temperature", 0, above=True, hint="To sample with less noise, take a small one.")
     if own_loss:
         return
+    _check_choices(config, GRPO_CHOICES)
     _check_number(config, "beta", 0, hint="A negative one would drive the policy away from its reference.")
     _check_number(config, "epsilon", 0)
     if config.epsilon_high is not None:
@@ -59,17 +76,22 @@ def check_grpo_arguments(config: Any, *, own_loss: bool) -> None:
     _check_choice("loss_type", config.loss_type, GRPO_LOSS_TYPES)
 
 
-def check_completion_length(config: Any, positions: int | None) -> None:
-    """Raise `ValueError` if a completion may be longer than the model's longest sequence.
+def check_completion_length(config: Any, model: Any) -> None:
+    """Raise `ValueError` if a completion may be longer than a model's table of positions; elsewhere it is a warning.
 
-    Args:
-        positions (`int`, *optional*): of the longest sequence; `None` where the model names none.
+    A model without such a table goes on beyond the length that it was trained on, with whatever result.
     """
-    if positions is not None and config.max_completion_length >= positions:
-        raise ValueError(
-            f"`max_completion_length={config.max_completion_length}` leaves no room for a prompt: the model's longest "
-            f"sequence has {positions} tokens (`max_position_embeddings`). Lower it, or take a model for longer ones."
-        )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    asked = config.max_completion_length
+    if positions is None or asked is None or asked < positions:
+        return
+    said = (
+        f"`max_completion_length={asked}` leaves no room for a prompt: the model's longest sequence has {positions} "
+        "tokens (`max_position_embeddings`). Lower it, or take a model for longer ones."
+    )
+    if has_position_table(model, positions):
+        raise ValueError(said)
+    logger.warning(said)
 
 
 def _check_reference_moves(config: Any) -> None:
@@ -78,7 +100,7 @@ def _check_reference_moves(config: Any) -> None:
         _check_number(config, "ref_model_mixup_alpha", 0, 1)
 
 
-def _check_choices(config: Any, choices: dict[str, tuple[str, ...]]) -> None:
+def _check_choices(config: Any, choices: Mapping[str, Collection[str]]) -> None:
     for name, allowed in choices.items():
         _check_choice(name, getattr(config, name), allowed)
 
@@ -92,7 +114,7 @@ def _check_number(
     config: Any, name: str, least: float, most: float = math.inf, *, above: bool = False, hint: str = ""
 ) -> None:
     value = getattr(config, name)
-    if isinstance(value, int | float) and least <= value <= most and not (above and value == least):
+    if isinstance(value, Real) and least <= float(value) <= most and not (above and value == least):
         return
     where = f"above {least}" if above else f"{least} or more" if most == math.inf else f"in [{least}, {most}]"
     raise ValueError(f"`{name}` must be {where}, got {value!r}. {hint or 'Change it, or leave it at its default.'}")

@@ -1,7 +1,10 @@
 """Data sets whose columns or first rows cannot be trained on: each is one error before TRL reads them."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -10,13 +13,21 @@ from trl import is_conversational
 
 from ..compat import REWARD_COLUMNS_LEFT_OUT, REWARD_KEYWORDS
 
+logger = logging.getLogger("trl_ext")
+
+_PAIR = ("prompt", "chosen", "rejected")
+
+# What data sets call the column that DPO reads as `prompt`
+_NAMES_OF_PROMPTS = ("prompts", "question", "query", "instruction", "input", "problem", "context")
+
 
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> Iterable[tuple[str, Any]]:
     """Each data set that was given, and what it is called in messages."""
-    yield "train_dataset", train_dataset
-    if isinstance(eval_dataset, dict) and not isinstance(eval_dataset, Dataset):
+    if train_dataset is not None:
+        yield "train_dataset", train_dataset
+    if isinstance(eval_dataset, dict):
         yield from ((f"eval_dataset[{name!r}]", dataset) for name, dataset in eval_dataset.items())
-    else:
+    elif eval_dataset is not None:
         yield "eval_dataset", eval_dataset
 
 
@@ -45,60 +56,97 @@ def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
         )
 
 
-def check_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool) -> None:
-    """Raise `ValueError` unless a data set has what DPO reads: a prompt, a chosen and a rejected completion.
+def checked_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool) -> Any:
+    """The data set, once it is known to have what DPO reads: a prompt, a chosen and a rejected completion.
+
+    A stream is not read here: its first row is looked at when TRL meets it.
 
     Args:
-        has_template (`bool`): whether the tokenizer can render messages.
-        has_end (`bool`): whether it has a token that ends a text.
+        has_template (`bool`): whether messages can be rendered.
+        has_end (`bool`): whether the tokenizer has a token that ends a text.
+
+    Raises:
+        `ValueError`: it has not.
     """
-    first = next(iter(dataset), None)
-    if first is None:
-        raise ValueError(f"`{name}` has no rows. Look at the filter or the split that made it.")
+    check_row = partial(_check_pair, name=name, has_template=has_template, has_end=has_end)
+    if not isinstance(dataset, Dataset):
+        return dataset.map(partial(_first_row_checked, check_row=check_row), with_indices=True)
+    check_rows(dataset, name)
+    for column in _PAIR:
+        _check_filled(dataset, column, name)
+    check_row(dataset[0])
+    return dataset
+
+
+def _first_row_checked(row: dict[str, Any], place: int, check_row: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    if place == 0:
+        check_row(row)
+    return row
+
+
+def _check_pair(row: dict[str, Any], *, name: str, has_template: bool, has_end: bool) -> None:
     for column in ("chosen", "rejected"):
-        if column not in first:
+        if column not in row:
             raise ValueError(
-                f"`{name}` has the columns {sorted(first)}, and DPO reads `prompt`, `chosen` and `rejected`: "
+                f"`{name}` has the columns {sorted(row)}, and DPO reads `prompt`, `chosen` and `rejected`: "
                 f'`{column}` is missing. Rename the one that holds it: `dataset.rename_column("...", "{column}")`.'
             )
-    for column in ("prompt", "chosen", "rejected"):
-        if column in first:
-            _check_filled(dataset, column, name)
-    if "prompt" not in first and first["chosen"][:1] != first["rejected"][:1]:
-        raise ValueError(
-            f"`{name}` has the columns {sorted(first)} and no `prompt`, and `chosen` and `rejected` of its first row "
-            'do not begin alike with one. Rename the column that holds it: `dataset.rename_column("...", "prompt")`.'
-        )
-    kinds = {column: type(first[column]).__name__ for column in ("prompt", "chosen", "rejected") if column in first}
+    there = [x for x in _PAIR if x in row]
+    if any(row[x] is None for x in there):
+        raise ValueError(_none_in(next(x for x in there if row[x] is None), 0, name))
+    if "prompt" not in row:
+        _check_that_no_prompt_is_meant(row, name)
+    kinds = {x: "text" if isinstance(row[x], str) else "messages" for x in there}
     if len(set(kinds.values())) > 1:
         raise ValueError(
-            f"`{name}` mixes text and messages: {', '.join(f'`{x}` is `{kind}`' for x, kind in kinds.items())} in its "
-            "first row. Give all of them as text, or all as lists of messages."
+            f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {y}' for x, y in kinds.items())} in its first "
+            "row. Give all of them as text, or all as lists of messages."
         )
-    _check_template(first, name, has_template)
-    if not has_end and not is_conversational(first):
+    _check_template(row, name, has_template)
+    if not has_end and not is_conversational(row):
         raise ValueError(
             "`processing_class` has no `eos_token`, which ends each completion. Set it: "
             '`processing_class.eos_token = "..."`.'
         )
 
 
+def _check_that_no_prompt_is_meant(row: dict[str, Any], name: str) -> None:
+    """TRL takes what chosen and rejected have in common for the prompt, which may be nothing, or a part of a word."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    is_text = isinstance(chosen, str) and isinstance(rejected, str)
+    begin_alike = [
+        one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    ]
+    likely = next((x for x in _NAMES_OF_PROMPTS if row.get(x) is not None), None)
+    has_none = not begin_alike or (is_text and not any(map(str.isspace, begin_alike)))
+    if likely is not None and has_none and not (is_text and str(row[likely]) in "".join(begin_alike)):
+        raise ValueError(
+            f"`{name}` has the columns {sorted(row)} and no `prompt`, and `chosen` and `rejected` of its first row do "
+            f'not begin alike with one. Rename the column that holds it: `dataset.rename_column("{likely}", "prompt")`.'
+        )
+    if not begin_alike:
+        logger.warning(
+            "`%s` has no `prompt`, and `chosen` and `rejected` of its first row do not begin alike: such rows are "
+            "trained without a prompt.",
+            name,
+        )
+
+
 def check_prompts(dataset: Any, name: str, *, has_template: bool) -> None:
-    """Raise `ValueError` unless a data set of known columns has what GRPO reads: prompts.
+    """Raise `ValueError` unless a data set has what GRPO reads: prompts. Of a stream no row is read.
 
     Args:
-        has_template (`bool`): whether the tokenizer can render messages.
+        has_template (`bool`): whether messages can be rendered, or need not be.
     """
-    if not isinstance(dataset, Dataset):  # a stream may give each row only once
-        return
-    if "prompt" not in dataset.column_names:
+    columns = _columns(dataset)
+    if columns is not None and "prompt" not in columns:
         raise ValueError(
-            f"`{name}` has the columns {sorted(dataset.column_names)}, and GRPO reads `prompt`. Rename the one that "
-            'holds it: `dataset.rename_column("...", "prompt")`.'
+            f"`{name}` has the columns {sorted(columns)}, and GRPO reads `prompt`. Rename the one that holds it: "
+            '`dataset.rename_column("...", "prompt")`.'
         )
-    check_rows(dataset, name)
-    _check_filled(dataset, "prompt", name)
-    _check_template({"prompt": dataset[0]["prompt"]}, name, has_template)
+    if isinstance(dataset, Dataset) and len(dataset):
+        _check_filled(dataset, "prompt", name)
+        _check_template({"prompt": dataset[0].get("prompt")}, name, has_template)
 
 
 def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generations: int) -> None:
@@ -113,8 +161,14 @@ def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generatio
         )
 
 
-def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool) -> None:
-    """Raise `TypeError` unless each reward can be called as TRL calls it: with keywords, of which some are columns."""
+def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool, columns_are_added: bool) -> None:
+    """Raise `TypeError` unless each reward can be called as TRL calls it: with keywords, of which some are columns.
+
+    Args:
+        has_environments (`bool`): whether each completion has an environment.
+        columns_are_added (`bool`): whether a rollout function gives further ones.
+    """
+    columns = _columns(dataset)
     rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     for reward in rewards:
         if reward is None or isinstance(reward, str | nn.Module):
@@ -123,12 +177,13 @@ def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool) ->
             raise TypeError(
                 f"`reward_funcs` has {reward!r}, which is no reward. Give a function, a model, or the name of one."
             )
-        if isinstance(dataset, Dataset):
-            given = [*REWARD_KEYWORDS, *(x for x in dataset.column_names if x not in REWARD_COLUMNS_LEFT_OUT)]
-            _check_keywords(reward, [*given, "environments"] if has_environments else given)
+        if columns is not None:
+            given = [*REWARD_KEYWORDS, *(x for x in columns if x not in REWARD_COLUMNS_LEFT_OUT)]
+            given += ["environments"] if has_environments else []
+            _check_keywords(reward, given, are_all=not columns_are_added)
 
 
-def _check_keywords(reward: Callable[..., Any], given: list[str]) -> None:
+def _check_keywords(reward: Callable[..., Any], given: list[str], *, are_all: bool) -> None:
     try:
         parameters = inspect.signature(reward, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # a builtin may have none
@@ -136,7 +191,7 @@ def _check_keywords(reward: Callable[..., Any], given: list[str]) -> None:
     name = getattr(reward, "__name__", type(reward).__name__)
     named = [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
     missing = [x.name for x in parameters if x.name in named and x.default is x.empty and x.name not in given]
-    if missing:
+    if missing and are_all:
         raise TypeError(
             f"`reward_funcs`: `{name}` reads `{missing[0]}`, which no reward function is given; columns of "
             f"`train_dataset` and others are: {given}. Add or rename the column, or give the parameter a default."
@@ -148,16 +203,32 @@ def _check_keywords(reward: Callable[..., Any], given: list[str]) -> None:
         )
 
 
-def _check_filled(dataset: Any, column: str, name: str) -> None:
-    if not isinstance(dataset, Dataset) or not dataset.data.column(column).null_count:
+def _columns(dataset: Any) -> list[str] | None:
+    """Of the rows, as far as they are known without reading one."""
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":  # a transform may make others
+        return None
+    names: list[str] | None = getattr(dataset, "column_names", None)
+    return names
+
+
+def _check_filled(dataset: Dataset, column: str, name: str) -> None:
+    """The column itself is not read: which of its values are None stands beside them."""
+    if column not in (_columns(dataset) or ()) or not dataset.data.column(column).null_count:
         return
-    for row, value in enumerate(dataset[column]):
-        if value is None:
-            raise ValueError(f"`{column}` is None in row {row} of `{name}`. Fill it in, or remove the row.")
+    is_none = dataset.data.column(column).is_null().to_numpy()
+    if dataset._indices is not None:  # rows were selected
+        is_none = is_none[dataset._indices.column(0).to_numpy()]
+    if is_none.any():
+        raise ValueError(_none_in(column, int(is_none.argmax()), name))
+
+
+def _none_in(column: str, row: int, name: str) -> str:
+    return f"`{column}` is None in row {row} of `{name}`. Fill it in, or remove the row."
 
 
 def _check_template(row: dict[str, Any], name: str, has_template: bool) -> None:
-    if is_conversational(row) and not has_template:
+    of_row = "chat_template" in (row.get("chat_template_kwargs") or {})
+    if is_conversational(row) and not has_template and not of_row:
         raise ValueError(
             f"`{name}` holds messages, and `processing_class` has no chat template to render them with. Use an "
             "instruct model's tokenizer, set `processing_class.chat_template`, or give the rows as text."

@@ -1,24 +1,31 @@
 """Both trainers: what cannot be trained with, or on, is one error that says what to do, before anything is trained."""
 
 import inspect
+import logging
+from dataclasses import fields
 from typing import Any
 
 import trl
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from ..compat import DataInternals
 from ..scoring import check_token_ids, missing_rows, watch_token_ids
 from .checked_arguments import check_completion_length, check_dpo_arguments, check_grpo_arguments
 from .checked_data import (
     check_enough_prompts,
-    check_pairs,
     check_prompts,
     check_rewards,
     check_rows,
     check_rows_are_left,
     check_type,
+    checked_pairs,
     named_datasets,
 )
+
+logger = logging.getLogger("trl_ext")
+
+_ROWS_READ = 1000  # of the training data, where a tokenizer has more tokens than the model
 
 
 class CheckedStartMixin(DataInternals):
@@ -41,21 +48,21 @@ class CheckedStartMixin(DataInternals):
         if given["model"] is None:
             raise ValueError(f"`model` of `{name}` is None. Pass a model, or the name or folder of one.")
         wanted = self._config_class
-        if config is not None and not isinstance(config, wanted):
+        if config is not None and not all(hasattr(config, field.name) for field in fields(wanted)):
             raise TypeError(
                 f"`args` of `{name}` is a `{type(config).__name__}`. Pass a `{wanted.__name__}` with these values."
             )
-        tokenizer = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
-        if tokenizer is not None and tokenizer.pad_token is None and tokenizer.eos_token is None:
+        tokenizer: Any = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
+        padded_elsewhere = getattr(config, "pad_token", None) is not None or given.get("data_collator") is not None
+        is_tokenizer: bool = isinstance(tokenizer, PreTrainedTokenizerBase)
+        if is_tokenizer and tokenizer.pad_token is None and tokenizer.eos_token is None and not padded_elsewhere:
             raise ValueError(
                 "`processing_class` has neither a `pad_token` nor an `eos_token`. Set one: "
                 '`processing_class.pad_token = "..."`.'
             )
         if given.get("train_dataset") is not None:
             check_type(given["train_dataset"], "train_dataset")
-        for which, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
-            if dataset is not None:
-                check_rows(dataset, which)
+            check_rows(given["train_dataset"], "train_dataset")
 
 
 class CheckedDPOMixin(CheckedStartMixin):
@@ -70,7 +77,7 @@ class CheckedDPOMixin(CheckedStartMixin):
         tokens = len(self._text_tokenizer())
         rows = missing_rows(self.model, tokens)
         if rows is not None:
-            check_token_ids(self._largest_token_ids(), rows, tokens)
+            check_token_ids(self._largest_token_ids(_ROWS_READ), rows, tokens)
 
     def _check_what_is_given(self, given: dict[str, Any], config: Any) -> None:
         super()._check_what_is_given(given, config)
@@ -83,15 +90,14 @@ class CheckedDPOMixin(CheckedStartMixin):
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("_compute_loss", "compute_loss"))
 
-    def _before_preparing(self, dataset: Any, name: str) -> Any:
-        tokenizer = self._text_tokenizer()
-        check_pairs(
+    def _before_preparing(self, dataset: Any, name: str, processing_class: Any) -> Any:
+        dataset = checked_pairs(
             dataset,
-            f"{name}_dataset",
-            has_template=tokenizer.chat_template is not None,
-            has_end=tokenizer.eos_token is not None,
+            f"{name}_dataset" if name in ("train", "eval") else f"eval_dataset[{name!r}]",
+            has_template=processing_class.chat_template is not None,
+            has_end=self._text_tokenizer().eos_token is not None,
         )
-        return super()._before_preparing(dataset, name)  # type: ignore[misc]
+        return super()._before_preparing(dataset, name, processing_class)  # type: ignore[misc]
 
 
 class CheckedGRPOMixin(CheckedStartMixin):
@@ -101,21 +107,35 @@ class CheckedGRPOMixin(CheckedStartMixin):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
-        if self._replaces("_generate_and_score_completions"):
+        trainer: Any = self
+        rolled_out = trainer.rollout_func is not None or self._replaces("_generate", "_generate_single_turn")
+        if not rolled_out:  # else they may be as long as they like
+            check_completion_length(self.args, self.model)
+        if self._replaces("_generate_and_score_completions") or trainer.environment_factories is not None:
             return
-        tokenizer: Any = self.processing_class  # type: ignore[attr-defined]
+        renders = (
+            rolled_out or self._replaces("_tokenize_prompts") or trainer.processing_class.chat_template is not None
+        )
         for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
-            if dataset is not None:
-                check_prompts(dataset, name, has_template=tokenizer.chat_template is not None)
-        text = self.model.config.get_text_config()
-        check_completion_length(self.args, getattr(text, "max_position_embeddings", None))
+            check_prompts(dataset, name, has_template=renders)
+            if isinstance(dataset, Dataset) and len(dataset) == 0:
+                logger.warning("`%s` has no rows: nothing will be evaluated on it.", name)
 
     def _check_what_is_given(self, given: dict[str, Any], config: Any) -> None:
         super()._check_what_is_given(given, config)
-        has_environments = given.get("environment_factory") is not None
-        check_rewards(given.get("reward_funcs"), given.get("train_dataset"), has_environments=has_environments)
+        if not self._replaces("_calculate_rewards", "_generate_and_score_completions"):
+            check_rewards(
+                given.get("reward_funcs"),
+                given.get("train_dataset"),
+                has_environments=given.get("environment_factory") is not None,
+                columns_are_added=given.get("rollout_func") is not None or self._replaces("_generate"),
+            )
         if config is not None:
-            check_grpo_arguments(config, own_loss=self._replaces("_compute_loss", "compute_loss"))
+            check_grpo_arguments(
+                config,
+                own_loss=self._replaces("_compute_loss", "compute_loss"),
+                own_advantages=self._replaces("_generate_and_score_completions"),
+            )
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
         """TRL's own.
@@ -123,5 +143,6 @@ class CheckedGRPOMixin(CheckedStartMixin):
         Raises:
             `ValueError`: the data set has fewer prompts than one generation batch.
         """
-        check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
+        if not self._replaces("_get_train_sampler", "get_train_dataloader"):
+            check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
         return super().train(*positional, **keywords)  # type: ignore[misc]

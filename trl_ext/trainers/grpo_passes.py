@@ -103,6 +103,7 @@ class GRPOPassesMixin(
             if trainer.state.global_step == 0:
                 check_first_rewards(
                     self._rewards_per_function,
+                    self._gave_nan(),
                     trainer.reward_func_names,
                     infinite_is_watched=self._on_non_finite_loss is not None,
                 )

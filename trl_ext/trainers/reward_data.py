@@ -24,7 +24,7 @@ class RewardDataMixin(DPOLossInternals):
         if self._extra_columns:
             self.data_collator = RewardCollator(self.data_collator)
 
-    def _before_preparing(self, dataset: Any, name: str) -> Any:
+    def _before_preparing(self, dataset: Any, name: str, processing_class: Any) -> Any:
         """Called with each data set, whose rows are still numbered as the user has them.
 
         Raises:
