@@ -199,7 +199,10 @@ ACCEPTED: dict[str, Callable[[Bench], None]] = {
         train_dataset=transformed(), reward_funcs=of_answers
     ),
     "evaluation data by name": lambda b: b.dpo(eval_dataset={"first": PAIRS, "second": PAIRS}),
-    "no evaluation data after all": lambda b: b.grpo(eval_dataset=PROMPTS.select([])),
+    "no evaluation data after all": lambda b: b.grpo(
+        eval_dataset=PROMPTS.select([]), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4
+    ),
+    "evaluation data that nothing reads": lambda b: b.grpo(eval_dataset=PROMPTS.rename_column("prompt", "question")),
     # Tokenizers
     "no pad token, where there is an end": lambda b: b.dpo(processing_class=tokenizer(pad_token=None)),
     "neither, where a collator pads": lambda b: b.dpo(

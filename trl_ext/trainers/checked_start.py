@@ -116,7 +116,8 @@ class CheckedGRPOMixin(CheckedStartMixin):
         renders = (
             rolled_out or self._replaces("_tokenize_prompts") or trainer.processing_class.chat_template is not None
         )
-        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
+        evaluated = None if self.args.eval_strategy == "no" else self.eval_dataset
+        for name, dataset in named_datasets(self.train_dataset, evaluated):
             check_prompts(dataset, name, has_template=renders)
             if isinstance(dataset, Dataset) and len(dataset) == 0:
                 logger.warning("`%s` has no rows: nothing will be evaluated on it.", name)
