@@ -216,7 +216,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     "completions longer than the model's table of positions": (
         lambda b: b.grpo(model=b.with_position_table(), processing_class=tokenizer(), max_completion_length=64),
-        ("`max_completion_length=64`", "has 64 tokens", "Lower it"),
+        ("`max_completion_length=64`", "positions for 64 tokens", "Lower it"),
     ),
     "a temperature of 0": (lambda b: b.grpo(temperature=0.0), ("`temperature`", "0.0", "must be above 0")),
     "no iteration": (lambda b: b.grpo(num_iterations=0), ("`num_iterations`", "got 0", "must be 1 or more")),

@@ -292,7 +292,10 @@ def test_trl_trains_it(what: str, workshop: Workshop, tmp_path: Path) -> None:
     [
         ("pairs without prompts", "`train_dataset` has no `prompt`"),
         ("no evaluation data after all", "`eval_dataset` has no rows"),
-        ("completions longer than the model was trained on", "`max_completion_length=512` leaves no room for a prompt"),
+        (
+            "completions longer than the model was trained on",
+            "`max_completion_length=512` is not less than the 512 tokens",
+        ),
     ],
 )
 def test_what_trl_trains_with_a_doubt_is_a_warning(

@@ -85,13 +85,17 @@ def check_completion_length(config: Any, model: Any) -> None:
     asked = config.max_completion_length
     if positions is None or asked is None or asked < positions:
         return
-    said = (
-        f"`max_completion_length={asked}` leaves no room for a prompt: the model's longest sequence has {positions} "
-        "tokens (`max_position_embeddings`). Lower it, or take a model for longer ones."
-    )
     if has_position_table(model, positions):
-        raise ValueError(said)
-    logger.warning(said)
+        raise ValueError(
+            f"`max_completion_length={asked}` leaves no room for a prompt: the model has positions for {positions} "
+            "tokens (`max_position_embeddings`). Lower it, or take a model for longer ones."
+        )
+    logger.warning(
+        "`max_completion_length=%d` is not less than the %d tokens that the model was made for "
+        "(`max_position_embeddings`).",
+        asked,
+        positions,
+    )
 
 
 def _check_reference_moves(config: Any) -> None:

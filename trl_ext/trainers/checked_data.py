@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, NoReturn
 
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -92,8 +92,9 @@ def _check_pair(row: dict[str, Any], *, name: str, has_template: bool, has_end: 
                 f'`{column}` is missing. Rename the one that holds it: `dataset.rename_column("...", "{column}")`.'
             )
     there = [x for x in _PAIR if x in row]
-    if any(row[x] is None for x in there):
-        raise ValueError(_none_in(next(x for x in there if row[x] is None), 0, name))
+    for column in there:
+        if row[column] is None:
+            _refuse_none(column, 0, name)
     if "prompt" not in row:
         _check_that_no_prompt_is_meant(row, name)
     kinds = {x: "text" if isinstance(row[x], str) else "messages" for x in there}
@@ -219,11 +220,11 @@ def _check_filled(dataset: Dataset, column: str, name: str) -> None:
     if dataset._indices is not None:  # rows were selected
         is_none = is_none[dataset._indices.column(0).to_numpy()]
     if is_none.any():
-        raise ValueError(_none_in(column, int(is_none.argmax()), name))
+        _refuse_none(column, int(is_none.argmax()), name)
 
 
-def _none_in(column: str, row: int, name: str) -> str:
-    return f"`{column}` is None in row {row} of `{name}`. Fill it in, or remove the row."
+def _refuse_none(column: str, row: int, name: str) -> NoReturn:
+    raise ValueError(f"`{column}` is None in row {row} of `{name}`. Fill it in, or remove the row.")
 
 
 def _check_template(row: dict[str, Any], name: str, has_template: bool) -> None:
