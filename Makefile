@@ -67,13 +67,15 @@ dist: $(VENV)
 	$(PYTHON) -m build --outdir dist
 	$(PYTHON) -m twine check --strict dist/*
 
-# The wheel is made from the sdist, so that the sdist is whole; an environment that has only it trains a step
+# The wheel is made from the sdist, so that the sdist is whole; an environment that has only it trains a step, and its
+# command looks at the machine
 dist-check: dist
 	rm -rf .venv-dist
 	python3 -m venv .venv-dist
 	.venv-dist/bin/python -m pip install --quiet $(TORCH)
 	.venv-dist/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
 	cd dist && ../.venv-dist/bin/python ../.ci/installed.py
+	cd dist && ../.venv-dist/bin/trl-ext doctor
 
 lint: $(VENV)
 	$(PYTHON) -m ruff check .

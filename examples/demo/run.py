@@ -143,21 +143,22 @@ def follow(
 
 
 def plot(curves: dict[str, dict[str, list[list[float]]]], title: str, path: Path) -> None:
-    """Draws DPO's row above GRPO's: what it optimizes, and the held-out accuracy that comes of it."""
+    """Draws DPO's column beside GRPO's: what it optimizes, and the held-out accuracy that comes of it."""
     panels = {
-        "dpo": [("loss", "loss"), ("rewards/margins", "reward margin, chosen over rejected")],
-        "grpo": [("loss", "loss"), ("reward", "mean reward of the samples")],
+        "dpo": [("loss", "loss"), ("rewards/margins", "reward margin")],
+        "grpo": [("loss", "loss"), ("reward", "mean reward")],
     }
-    figure = Figure(figsize=(13, 7), layout="constrained")
-    for row, (stage, logged) in zip(figure.subplots(2, 3), panels.items(), strict=True):
-        for axis, (name, label) in zip(row, [*logged, ("accuracy", "held-out accuracy, greedy")], strict=True):
-            axis.plot(*zip(*curves[stage][name], strict=True), marker="o", markersize=4)
-            axis.set(title=f"{stage.upper()}: {label}", xlabel="optimizer step")
+    figure = Figure(figsize=(5, 6), layout="constrained")  # legible on a phone, at its width
+    for column, (stage, logged) in zip(figure.subplots(3, 2).T, panels.items(), strict=True):
+        for axis, (name, label) in zip(column, [*logged, ("accuracy", "held-out accuracy")], strict=True):
+            axis.plot(*zip(*curves[stage][name], strict=True), marker="o", markersize=3)
+            axis.set_title(f"{stage.upper()}: {label}", fontsize="medium")
             axis.grid(alpha=0.3)
-        row[-1].set_ylim(0, 1.02)
-    figure.suptitle(title)
+        column[-1].set_ylim(0, 1.02)
+        column[-1].set_xlabel("optimizer step")
+    figure.suptitle(title, fontsize="medium")
     unfinished = path.with_suffix(".tmp.png")
-    figure.savefig(unfinished, dpi=110)
+    figure.savefig(unfinished, dpi=160)
     os.replace(unfinished, path)
 
 
