@@ -68,12 +68,13 @@ dist: $(VENV)
 	$(PYTHON) -m twine check --strict dist/*
 
 # The wheel is made from the sdist, so that the sdist is whole; an environment that has only it trains a step, and its
-# command looks at the machine
+# command looks at the machine. Compiling every file of torch and its like would take longer than all else
+PIP_DIST := $(PYTHON) -m pip --python .venv-dist/bin/python install --quiet --no-compile
 dist-check: dist
 	rm -rf .venv-dist
-	python3 -m venv .venv-dist
-	.venv-dist/bin/python -m pip install --quiet $(TORCH)
-	.venv-dist/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	python3 -m venv --without-pip .venv-dist
+	$(PIP_DIST) $(TORCH)
+	$(PIP_DIST) --constraint constraints.txt dist/*.whl
 	cd dist && ../.venv-dist/bin/python ../.ci/installed.py
 	cd dist && ../.venv-dist/bin/trl-ext doctor
 

@@ -2,7 +2,11 @@
 
 A block runs as it stands, in the order of its page, in the repository's root. A line before it says otherwise:
 
-    <!-- not run: needs a GPU -->
+    <!-- not run: installs -->
+
+or that it runs with the demo's model and data in the places of those that are not here:
+
+    <!-- run with the demo's model and data: needs a GPU and a network -->
 
 Blocks of other languages than python and bash are no code to run.
 """
@@ -13,7 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n\n?)?^```(?P<language>python|bash)\n(?P<code>.*?)^```$",
+    r"(?:^<!-- (?:not run|(?P<demo>run with the demo's model and data)): (?P<why>[^\n]+) -->\n\n?)?"
+    r"^```(?P<language>python|bash)\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -27,7 +32,8 @@ class Block:
         line (`int`): of its first line.
         language (`str`): "python" or "bash".
         code (`str`)
-        why_not (`str`, *optional*): why it is not run.
+        why_not (`str`, *optional*): why it is not run, or not as it stands.
+        with_demo (`bool`): whether it runs with the demo's model and data.
     """
 
     page: str
@@ -35,6 +41,7 @@ class Block:
     language: str
     code: str
     why_not: str | None
+    with_demo: bool = False
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -57,5 +64,5 @@ def blocks() -> list[Block]:
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start("code")) + 1
             page = str(path.relative_to(ROOT))
-            found.append(Block(page, line, match["language"], match["code"], match["why"]))
+            found.append(Block(page, line, match["language"], match["code"], match["why"], bool(match["demo"])))
     return found

@@ -1,6 +1,10 @@
-"""Every block of python and bash in the README and the docs runs as it stands, or says why it cannot run here."""
+"""Every block of python and bash in the README and the docs runs as it stands, or says why it cannot run here.
+
+Commands that need a GPU and a network run too, with the demo's model and data, on the CPU, for a step.
+"""
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -18,16 +22,34 @@ SHORT = [block for block in RUN if block.page in HEAD_ALONE and block.language =
 LONG = [block for block in RUN if block not in SHORT]
 # Why a block is not run. A new reason is a decision: here it is counted
 NOT_RUN = {
-    "a piece of a script": 7,
+    "a piece of a script": 2,
     "installs": 2,
-    "needs a GPU and a network": 4,
+    "needs several GPUs and a network; the same launches, of small models, are test_accelerate_configs.py's": 1,
     "takes minutes, and its parts have tests of their own": 3,
 }
+WITH_DEMO = [block for block in BLOCKS if block.with_demo]
+DEMO = (
+    (r"Qwen/\S+", "examples/demo/model"),
+    (r"trl-lib/\S+", "examples/demo/data/dpo"),
+    ("accelerate_configs/one_gpu.yaml", "accelerate_configs/cpu.yaml"),
+    (
+        r"--output_dir (\S+)",
+        r"--output_dir runs/\1 --use_cpu --bf16 false --max_steps 1 --per_device_train_batch_size 2",
+    ),
+)
 
 
 def test_blocks_that_do_not_run_are_counted():
-    assert Counter(block.why_not for block in BLOCKS if block.why_not) == NOT_RUN
-    assert len(RUN) >= 10
+    assert Counter(block.why_not for block in BLOCKS if block.why_not and not block.with_demo) == NOT_RUN
+    assert len(WITH_DEMO) == 3
+    assert len(RUN) >= 20
+
+
+def test_what_make_is_asked_for_in_the_docs_is_there():
+    asked = {name for block in BLOCKS for name in re.findall(r"^make ((?:[a-z-]+ ?)+)", block.code, re.MULTILINE)}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert len(asked) > 8
+    assert {name for names in asked for name in names.split()} <= targets
 
 
 @pytest.mark.parametrize("block", SHORT, ids=str)
@@ -38,6 +60,19 @@ def test_a_short_block_runs(block: Block):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", LONG, ids=str)
 def test_a_block_runs(block: Block, tmp_path: Path):
+    run(block, block.code, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", WITH_DEMO, ids=str)
+def test_a_block_runs_with_the_demo(block: Block, tmp_path: Path):
+    code = block.code
+    for there, here in DEMO:
+        code = re.sub(there, here, code)
+    run(block, code, tmp_path)
+
+
+def run(block: Block, code: str, tmp_path: Path) -> None:
     # The folders that a block names are the repository's, but for runs/, which it writes
     for name in ("examples", "tests", "benchmarks", "trl_ext", "docs", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -47,9 +82,6 @@ def test_a_block_runs(block: Block, tmp_path: Path):
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "ACCELERATE_USE_CPU": "true",
     }
-    if block.language == "python":
-        command = [sys.executable, "-c", block.code]
-    else:
-        command = ["bash", "-euo", "pipefail", "-c", block.code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, f"{block}\n{block.code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    done = subprocess.run([*command, code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{block}\n{code}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

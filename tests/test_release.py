@@ -11,11 +11,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 import trl_ext
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+RANGES = dict(re.findall(r"([a-z]+)(\S*)", " ".join(PROJECT["project"]["dependencies"])))
+
+
+def _inclusive(least: str, beyond: str) -> str:
+    """A range as the pages say it: `<2.14` is up to 2.13."""
+    major, minor = beyond.split(".")
+    return f"{least} to {major}.{int(minor) - 1}"
 
 
 def test_the_version_stands_in_one_place():
@@ -35,6 +43,42 @@ def test_the_range_of_trl_is_the_same_everywhere():
 
     (of_project,) = [x.removeprefix("trl") for x in PROJECT["project"]["dependencies"] if re.match(r"trl\W", x)]
     assert {str(x) for x in SUPPORTED_TRL} == set(of_project.split(","))
+
+
+def test_the_pages_name_the_ranges_that_install():
+    said = {name: re.findall(r"\d+\.\d+", spec) for name, spec in RANGES.items()}
+    torch, transformers, trl = (_inclusive(*said[name]) for name in ("torch", "transformers", "trl"))
+    least_python = PROJECT["project"]["requires-python"].removeprefix(">=")
+    trl = trl.replace(" to ", " or ")
+    install = f"torch {torch}, transformers {transformers}, trl {trl}, Python {least_python} or newer"
+    for page in ("README.md", "docs/quick-start.md"):
+        assert install in " ".join((ROOT / page).read_text().split()), f"{page} does not say: {install}"
+
+
+def test_the_table_of_the_readme_has_the_versions_of_the_tests():
+    pins = dict(re.findall(r"^([a-z]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    readme = (ROOT / "README.md").read_text()
+    rows = dict(re.findall(r"^\| (TRL|transformers|torch|PEFT.*?) \| ([^|]+) \|", readme, re.MULTILINE))
+    for name in ("trl", "transformers", "torch", "peft", "accelerate", "deepspeed"):
+        (row,) = [tested for names, tested in rows.items() if name in names.lower().split(", ")]
+        assert pins[name] in row
+
+
+def test_the_hooks_run_what_make_runs():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repo["repo"] for repo in hooks] == ["local"]  # nothing is fetched
+    entries = {hook["entry"].replace(" --force-exclude", "") for repo in hooks for hook in repo["hooks"]}
+    recipes = re.search(r"^lint:.*?(?=^bench:)", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
+    assert recipes is not None
+    made = re.findall(r"\$\(PYTHON\) (-m .+)", recipes[0])
+    assert {f"python {re.sub(r'( --check)? [.]$', '', command)}" for command in made} <= entries
+    (tests,) = [entry for entry in entries if "pytest" in entry]
+    assert all((ROOT / word).exists() for word in tests.split() if word.startswith("tests/"))
+
+
+def test_ci_runs_what_the_judged_lines_need():
+    ran = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert {"lint", "types", "docs", "dist-check", "test"} <= {word for line in ran for word in line.split()}
 
 
 @pytest.mark.slow
