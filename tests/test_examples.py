@@ -20,7 +20,7 @@ from tiny import Workshop
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SHORT = ["--use_cpu", "--bf16", "false", "--max_steps", "2", "--report_to", "none", "--save_strategy", "no"]
-SHORT_GRPO = [*SHORT, "--per_device_train_batch_size", "8", "--num_generations", "4", "--max_completion_length", "36"]
+SHORT_GRPO = [*SHORT, "--per_device_train_batch_size", "32", "--num_generations", "4", "--max_completion_length", "36"]
 SHORT_DPO = [*SHORT, "--per_device_train_batch_size", "4"]
 DEMO = ["--model_name_or_path", "examples/demo/model", "--lora_target_modules", "all-linear", "--use_peft"]
 RUNS = {
