@@ -12,6 +12,12 @@ from report_plots import LOOKS, STYLE, WIDTH, save
 from report_runs import Run
 
 FROZEN = "head_frozen_fwd_bwd"
+STEPS = {
+    "grpo_step_lora": "GRPO, LoRA",
+    "grpo_step_full": "GRPO, full",
+    "dpo_step_lora_epoch_1": "DPO, LoRA",
+    "dpo_step_lora_epoch_2": "DPO, 2nd epoch",
+}
 Bars = dict[str, float]  # by subject
 
 
@@ -46,18 +52,16 @@ def peaks(runs: list[Run]) -> Bars:
 
 def step_times(runs: list[Run]) -> Bars:
     """Time of our whole steps over that of TRL's, by benchmark."""
-    steps = [run for run in runs if not run.benchmark.startswith("head_")]
-    return {run.benchmark: over for run in steps if (over := run.over("trl_ext", "trl")) is not None}
+    return {STEPS[run.benchmark]: run.over("trl_ext", "trl") for run in runs if run.benchmark in STEPS}
 
 
 def step_peaks(runs: list[Run]) -> Bars:
     """Most memory of our whole steps over that of TRL's, by benchmark."""
-    found: Bars = {}
-    for run in runs:
-        ours, stock = (run.lines.get(name, {}).get("peak_mib") for name in ("trl_ext", "trl"))
-        if not run.benchmark.startswith("head_") and ours and stock:
-            found[run.benchmark] = ours / stock
-    return found
+    return {
+        STEPS[run.benchmark]: run.lines["trl_ext"]["peak_mib"] / run.lines["trl"]["peak_mib"]
+        for run in runs
+        if run.benchmark in STEPS
+    }
 
 
 def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:

@@ -220,7 +220,7 @@ def test_whole_steps_are_before_over_after(tmp_path):
 
 def test_the_readmes_picture_is_of_what_was_measured(tmp_path):
     gpu = [line(name, "a", time, benchmark="head_frozen_fwd_bwd") for name, time in (("trl_ext", 4.0), ("trl", 6.0))]
-    steps = [line(name, "b", time, benchmark="dpo_step") for name, time in (("trl", 8.0), ("trl_ext", 6.0))]
+    steps = [line(name, "b", time, benchmark="grpo_step_lora") for name, time in (("trl", 8.0), ("trl_ext", 6.0))]
     cpu = [line("trl", "c", 1.0, device="CPU x, 1 thread", date="2026-06-01T00:00:00+00:00", max_error=1.0)]
     (tmp_path / "one.jsonl").write_text("".join(json.dumps(x) + "\n" for x in [*cpu, *gpu, *steps]))
     runs = report_runs.newest_runs(tmp_path)
@@ -229,7 +229,8 @@ def test_the_readmes_picture_is_of_what_was_measured(tmp_path):
     assert report_overview.largest_errors(here) == {x["subject"]: x["max_error"] for x in gpu}
     limit = max(gpu[0]["products_ms"], gpu[0]["bytes_ms"])
     assert report_overview.over_limit(here) == {"trl_ext": 4.0 / limit, "trl": 6.0 / limit}
-    assert report_overview.step_times(here) == {"dpo_step": 0.75}
+    assert report_overview.step_times(here) == {"GRPO, LoRA": 0.75}
+    assert report_overview.step_peaks(here) == {"GRPO, LoRA": 0.75}
     assert report_overview.peaks(here).keys() == {"trl_ext", "trl"}
     report_overview.draw_overview(runs, report.NAMES, tmp_path / "overview.png")
     committed = report_overview.largest_errors(report_runs.newest_runs(results.FOLDER))
