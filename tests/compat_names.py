@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import transformers
@@ -47,15 +48,15 @@ OURS = {
 }
 
 # Parameters that are given by name, or by place up to the one that is named
-PARAMETERS: dict[Callable[..., object], tuple[str, ...]] = {
-    trl.GRPOTrainer._get_per_token_logps_and_entropies: (
+PARAMETERS: dict[tuple[type, str], tuple[str, ...]] = {
+    (trl.GRPOTrainer, "_get_per_token_logps_and_entropies"): (
         *("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
         "compute_aux_loss",
     ),
-    trl.DPOTrainer._compute_loss: ("model", "inputs", "return_outputs"),
-    trl.DPOTrainer.compute_ref_log_probs: ("model", "inputs"),
-    trl.DPOTrainer._prepare_dataset: ("dataset", "processing_class", "args", "dataset_name"),
-    trl.DPOTrainer._precompute_ref_logps: ("dataset", "name", "batch_size"),
+    (trl.DPOTrainer, "_compute_loss"): ("model", "inputs", "return_outputs"),
+    (trl.DPOTrainer, "compute_ref_log_probs"): ("model", "inputs"),
+    (trl.DPOTrainer, "_prepare_dataset"): ("dataset", "processing_class", "args", "dataset_name"),
+    (trl.DPOTrainer, "_precompute_ref_logps"): ("dataset", "name", "batch_size"),
 }
 FIELDS_OF_OUTPUT = {
     *("loss", "aux_loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"),
@@ -95,23 +96,31 @@ def names(source_of: Callable[[type], str] = source_of) -> Iterator[Named]:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trl."):
-                module = importlib.import_module(str(node.module))
+                module = _module(str(node.module))
                 yield from (
-                    Named(path.name, module.__name__, alias.name, hasattr(module, alias.name)) for alias in node.names
+                    Named(path.name, str(node.module), alias.name, hasattr(module, alias.name)) for alias in node.names
                 )
         for top in tree.body:
             if isinstance(top, ast.ClassDef | ast.FunctionDef):
                 yield from _of_definition(path.name, top, sources)
-    for function, parameters in PARAMETERS.items():
-        there = inspect.signature(function).parameters
-        yield from (Named("by call", f"{function.__qualname__}()", name, name in there) for name in parameters)
-    fields = trl.trainer.utils.FusedCausalLMOutput.__dataclass_fields__
+    for (trainer, method), parameters in PARAMETERS.items():
+        there = inspect.signature(getattr(trainer, method)).parameters if hasattr(trainer, method) else ()
+        yield from (Named("by call", f"{trainer.__name__}.{method}()", name, name in there) for name in parameters)
+    output = getattr(_module("trl.trainer.utils"), "FusedCausalLMOutput", None)
+    fields = getattr(output, "__dataclass_fields__", ())
     yield from (Named("head.py", "FusedCausalLMOutput", name, name in fields) for name in sorted(FIELDS_OF_OUTPUT))
     for trainer, entries in BATCH_ENTRIES.items():
         yield from (
             Named("by entry", f"a batch of {trainer.__name__}", name, f'"{name}"' in sources[trainer])
             for name in sorted(entries)
         )
+
+
+def _module(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
 
 
 def _of_definition(file: str, top: ast.ClassDef | ast.FunctionDef, sources: dict[type, str]) -> Iterator[Named]:

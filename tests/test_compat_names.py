@@ -1,5 +1,7 @@
 """What trl_ext/compat/ names of TRL is where it is named; what has moved is listed, with the file that needs it."""
 
+import sys
+
 import trl
 
 from compat_names import names, source_of
@@ -27,3 +29,13 @@ def test_what_a_release_has_renamed_is_listed():
 def test_a_name_that_a_module_has_lost_is_listed(monkeypatch):
     monkeypatch.delattr("trl.trainer.dpo_trainer.create_model_from_path")
     assert moved(names()).splitlines() == ["reference.py: trl.trainer.dpo_trainer has no `create_model_from_path`"]
+
+
+def test_what_is_gone_whole_is_listed(monkeypatch):
+    monkeypatch.delattr("trl.trainer.utils.FusedCausalLMOutput")
+    monkeypatch.delattr("trl.DPOTrainer.compute_ref_log_probs")
+    monkeypatch.setitem(sys.modules, "trl.cli.accelerate_config", None)
+    listed = moved(names()).splitlines()
+    assert "head.py: FusedCausalLMOutput has no `log_probs`" in listed
+    assert "by call: DPOTrainer.compute_ref_log_probs() has no `inputs`" in listed
+    assert "__init__.py: trl.cli.accelerate_config has no `resolve_accelerate_config_argument`" in listed

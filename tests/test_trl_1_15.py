@@ -105,3 +105,10 @@ def test_ours_is_the_same_on_both_trl_versions(name: str, both: tuple[dict[str, 
             for want, got in zip(want_digest or [], got_digests[tensor] or [], strict=True):
                 close(f"{what} {tensor}", got, want, total)
     assert not wrong, "\n".join(wrong[:40])
+
+
+def test_every_internal_that_is_named_is_there():
+    assert OTHER_PYTHON is not None
+    names = str(Path(__file__).with_name("test_compat_names.py"))
+    done = subprocess.run([OTHER_PYTHON, "-m", "pytest", "-q", "-n", "0", names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
