@@ -121,6 +121,7 @@ def test_every_metric_is_that_of_one_process(
     """But for the training loss of the uneven batch, whose repeated rows are trained on, as in TRL."""
     workshop.model("tied"), workshop.model("tied", REFERENCE_SEED)
     monkeypatch.setenv("TINY_ROOT", str(workshop.root))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "of_ranks"))  # whose store is not that of the other rows
     cases = [f"ours-{name}" for name in options] + (["stock-sigmoid"] if with_stock else [])
     found = run_on_ranks(__file__, cases, "ddp", tmp_path, processes)
     for name in options:

@@ -261,7 +261,15 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+# A representative of their kind is among the others
+SLOW = {
+    *("no checkpoint to resume from", "an adapter loaded for inference", "half of the reference's columns"),
+    *("a vocabulary that is not the model's, GRPO", "a reward that is infinite", "no evaluation data"),
+    *("one of several evaluation sets by another name", "a second wrap with PEFT, GRPO"),
+}
+
+
+@pytest.mark.parametrize("mistake", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in MISTAKES])
 def test_a_mistake_is_one_line_that_says_what_to_do(mistake: str, workshop: Workshop, tmp_path: Path) -> None:
     make, words = MISTAKES[mistake]
     bench = Bench(workshop, tmp_path)

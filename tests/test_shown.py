@@ -102,7 +102,7 @@ def test_no_bar_is_made_where_there_is_none(workshop: Workshop, tmp_path: Path) 
     assert not [x for x in trainer.callback_handler.callbacks if isinstance(x, ProgressCallback)]
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_the_card_names_reference_losses_and_settings(kind: str, workshop: Workshop, tmp_path: Path) -> None:
     losses = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.25]} if kind == "dpo" else {"beta": 0.0}
     trainer = built(kind, workshop, tmp_path, share_prompts=False, **losses)
@@ -122,7 +122,7 @@ def test_the_card_names_reference_losses_and_settings(kind: str, workshop: Works
         assert "reference      skip   beta is 0: no KL term." in card
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+@pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.slow), "grpo"])
 def test_curves_are_drawn_for_what_was_logged(kind: str, workshop: Workshop, tmp_path: Path) -> None:
     built(kind, workshop, tmp_path, callbacks=[trl_ext.CurvesCallback(str(tmp_path / "plots"))]).train()
     drawn = {x.name for x in (tmp_path / "plots").iterdir() if x.read_bytes().startswith(PNG)}
