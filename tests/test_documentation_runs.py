@@ -66,6 +66,8 @@ def test_a_block_runs(block: Block, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", WITH_DEMO, ids=str)
 def test_a_block_runs_with_the_demo(block: Block, tmp_path: Path):
+    if "--load_in_4bit" in block.code:
+        pytest.importorskip("bitsandbytes")
     code = block.code
     for there, here in DEMO:
         code = re.sub(there, here, code)
