@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from tiny import word_tokenizer
 from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
 from trl_ext.cli.building import build
-from trl_ext.cli.estimate import step_of
+from trl_ext.cli.estimate import EstimateArguments, step_of
 from trl_ext.memory import memory_of_step
 
 _SHAPE = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 512}
@@ -54,24 +54,30 @@ _OF_METHOD = {
 
 def estimated_and_measured(name: str, folder: Path) -> tuple[int, int]:
     """Bytes at the peak of the case's training, by `estimate` and by the allocator's records."""
-    method, _, _ = CASES[name]
-    parsed = _parsed(name, folder)
-    estimated = memory_of_step(step_of(method, parsed, PROMPT, torch.device("cpu"))).peak
-    trainer: Any = build(method, _parsed(name, folder))
+    bytes_of_step = estimated(name, folder)
+    trainer: Any = build(CASES[name][0], parsed(name, folder))
     models = [trainer.model, *([] if trainer.ref_model is None else [trainer.ref_model])]
     held = sum(x.nbytes for model in models for x in (*model.parameters(), *model.buffers()))
-    return estimated, held + peak_bytes(trainer.train)
+    return bytes_of_step, held + peak_bytes(trainer.train)
 
 
-def _parsed(name: str, folder: Path) -> Parsed:
+def estimated(name: str, folder: Path, engine: str = "one_process", devices: int = 1) -> int:
+    """Bytes at the peak of a step of the case on one of so many CPUs, by `estimate`."""
+    asked = EstimateArguments(device="cpu", prompt_length=PROMPT, engine=engine, num_devices=devices)
+    return memory_of_step(step_of(CASES[name][0], parsed(name, folder), asked)).peak
+
+
+def parsed(name: str, folder: Path, launched: tuple[str, ...] | None = None) -> Parsed:
+    """The arguments of a case; with `launched`, those that ranks are given too, whose launch chooses the device."""
     method, model, options = CASES[name]
     arguments = [
-        *("--model_name_or_path", _model(model, folder), "--dataset_name", _data(method, folder), "--use_cpu"),
+        *("--model_name_or_path", _model(model, folder), "--dataset_name", _data(method, folder)),
         *("--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "2"),
         *("--output_dir", str(folder / "out"), "--share_prompts", "false", "--learning_rate", "1e-5"),
         *("--gradient_accumulation_steps", "1", "--no_dataloader_pin_memory", "--disable_tqdm", "true"),
         *_OF_METHOD[method],
         *options,
+        *(["--use_cpu"] if launched is None else launched),
     ]
     return Parsed(*parse(OneLineParser(dataclasses_of(method)), arguments, may_launch=False))
 

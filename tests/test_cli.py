@@ -14,14 +14,17 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import rewards
-from estimated import CASES, estimated_and_measured
+from estimated import CASES, estimated, estimated_and_measured, parsed
+from estimated_on_ranks import ON_RANKS
+from launch import launch
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli.errors import TrainingStoppedError
 from trl_ext.cli.main import COMMANDS, main
 from trl_ext.memory import longest_that_fits
 from trl_ext.scoring import head_check
 
-ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 
 
 @pytest.fixture
@@ -132,6 +135,27 @@ MISTAKES: dict[str, tuple[list[str], Callable[[list[str]], list[str]], str]] = {
     "prompt too long": (["estimate", "dpo"], _added("--prompt_length", "1024"), r"from 0 to 1023, got 1024"),
     "optimizer": (["estimate", "dpo"], _added("--optim", "adafactor"), r"`--optim adafactor` is not covered"),
     "quantized": (["estimate", "dpo"], _added("--load_in_4bit", "true"), r"`--load_in_4bit True` is not covered"),
+    "one device for an engine": (
+        ["estimate", "dpo"],
+        _added("--engine", "fsdp2"),
+        r"`--num_devices` is 1 with `--engine fsdp2`: set `--num_devices` to 2 or more, or leave `--engine` out",
+    ),
+    "devices without an engine": (
+        ["estimate", "dpo"],
+        _added("--num_devices", "4"),
+        r"`--num_devices` is 4 with `--engine one_process`: set `--num_devices` to 1, or give `--engine ddp` or",
+    ),
+    "no device at all": (["estimate", "dpo"], _added("--num_devices", "0"), r"`--num_devices` is 0 with"),
+    "GRPO's step under FSDP2": (
+        ["estimate", "grpo"],
+        _added("--engine", "fsdp2", "--num_devices", "2"),
+        r"`--engine fsdp2` is covered by `estimate dpo` alone",
+    ),
+    "an engine that was not measured": (
+        ["estimate", "dpo"],
+        _added("--engine", "zero3", "--num_devices", "2"),
+        r"`--engine zero3` is not covered by `estimate`, .*: give one of one_process, ddp, fsdp2",
+    ),
     "another shell": (["completion", "ksh"], lambda _: [], r"`completion` is followed by one of bash, .*got ksh"),
     "arguments for none": (["doctor", "now"], lambda _: [], r"`doctor` takes no arguments, got `now`"),
 }
@@ -183,9 +207,31 @@ FAST = {"dpo-full"}
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_what_is_estimated_is_within_a_tenth_of_what_was_allocated(case: str, tmp_path: Path):
-    estimated, measured = estimated_and_measured(case, tmp_path)
-    print(f"{case}: {estimated} bytes estimated, {measured} measured, {estimated / measured:.3f}")
-    assert 0.9 <= estimated / measured <= 1.1
+    expected, measured = estimated_and_measured(case, tmp_path)
+    print(f"{case}: {expected} bytes estimated, {measured} measured, {expected / measured:.3f}")
+    assert 0.9 <= expected / measured <= 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_what_is_estimated_of_each_device_is_within_a_tenth_of_what_it_allocated(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]  # as pyproject.toml has it for this process
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    cases = [case for case in ON_RANKS if engine == "ddp" or case.startswith("dpo")]
+    measured = {}
+    # accelerate reads bf16 from the environment, of which each process has one
+    for number, together in enumerate(([x for x in cases if "bf16" not in x], [x for x in cases if "bf16" in x])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for case in together:
+            parsed(case, folder)  # writes models and data, which both ranks read
+        measured |= launch(TESTS / "estimated_on_ranks.py", together, engine, folder)
+    for case in cases:
+        ratios = [estimated(case, tmp_path, engine, devices=2) / peak for peak in measured[case]]
+        print(f"{engine}, {case}: estimated over measured on each rank {[round(x, 3) for x in ratios]}")
+        assert all(0.9 <= ratio <= 1.1 for ratio in ratios), case
 
 
 @pytest.mark.parametrize("square", [0.0, 0.7])
@@ -206,6 +252,13 @@ def test_estimate_says_every_part_and_what_fits(arguments, capsys: pytest.Captur
         assert re.search(rf"^{part} +[\d.]+ MiB", out, re.MULTILINE), out
     assert re.search(r"^longest +rows of [1-9]\d* tokens fit in 0.02 GiB", out, re.MULTILINE), out
     assert "Not covered" in out
+    assert "buckets" not in out
+    for engine, words in (("ddp", "DDP"), ("fsdp2", "FSDP2")):
+        several = ["--max_length", "64", "--engine", engine, "--num_devices", "4"]
+        assert main(["estimate", "dpo", *arguments["dpo"], *several]) == 0
+        of_four = capsys.readouterr().out
+        assert f"one of 4 devices under {words}" in of_four
+        assert ("buckets" in of_four) == (engine == "ddp")
 
 
 def test_doctor_says_what_is_there_and_what_is_wrong(capsys: pytest.CaptureFixture, monkeypatch):

@@ -66,7 +66,9 @@ CASES = {
     "grpo, two steps of a generation": _grpo(*_slices(4, 2, 4), words=("scored just before", "kept together")),
     "grpo, two steps and iterations": _grpo(*_slices(4, 2, 4), "--num_iterations", "2", words=("scored just before",)),
     "grpo, on-policy slices": _grpo(*_slices(2, 2, 2), "--beta", "0.1", reference="run", words=("kept together",)),
-    "grpo, rows in TRL's order": _grpo(*_slices(2, 2, 2), "--keep_groups_together", "false"),
+    "grpo, rows in TRL's order": _grpo(
+        *(*_slices(2, 2, 2), "--keep_groups_together", "false"), **{"micro-batches": "skip"}
+    ),
     "grpo, padded": _grpo("--padding_free", "false", packing="skip", reward="half_dead"),
     "grpo, prompts apart": _grpo("--share_prompts", "false", *_slices(2, 2, 2), words=("its own prompt",)),
     "grpo, dead groups, two iterations": _grpo(*_slices(2, 2, 4), "--num_iterations", "2", reward="half_dead"),

@@ -3,18 +3,20 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import get_peft_config
 
-from ..memory import Step, StepMemory, longest_that_fits, memory_of_step
+from ..memory import Engine, Step, StepMemory, longest_that_fits, memory_of_step
 from .arguments import OneLineParser, Parsed, dataclasses_of, method_of, parse
 from .building import model_init_arguments, require_model
 from .errors import CommandError
 
+# Those whose estimates were compared with measurements, and their names
+_ENGINES = {"one_process": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
 # Numbers that an optimizer keeps for each trained one; others also take memory while they step
 _STATES = {"adamw_torch_fused": 2, "sgd": 0}
 _GIB = 2**30
@@ -36,6 +38,11 @@ class EstimateArguments:
             Where the run will be, `"cuda"` or `"cpu"`, also if it is not there now.
         prompt_length (`int`, *optional*, defaults to `0`):
             Tokens of a prompt: of DPO's `max_length` they are not scored; GRPO's completions come after them.
+        engine (`str`, *optional*, defaults to `"one_process"`):
+            What the run will be launched with: `"one_process"`, `"ddp"`, or `"fsdp2"` as in
+            `examples/accelerate_configs/fsdp2.yaml`.
+        num_devices (`int`, *optional*, defaults to `1`):
+            On how many devices, one process on each. What is printed is of one of them.
     """
 
     device_memory: float | None = field(
@@ -43,6 +50,10 @@ class EstimateArguments:
     )
     device: str = field(default="cuda", metadata={"help": "Where the run will be.", "choices": ["cuda", "cpu"]})
     prompt_length: int = field(default=0, metadata={"help": "Tokens of a prompt."})
+    engine: str = field(
+        default="one_process", metadata={"help": f"What the run will be launched with: {', '.join(_ENGINES)}."}
+    )
+    num_devices: int = field(default=1, metadata={"help": "On how many devices; what is printed is of one of them."})
 
 
 def run(arguments: list[str]) -> int:
@@ -52,8 +63,9 @@ def run(arguments: list[str]) -> int:
     parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
     script, training, model_args, mixture, asked, *_ = parse(parser, rest, may_launch=False)
     _refuse_what_is_not_covered(training, model_args)
+    _check_devices(method, asked)
     parsed = Parsed(script, training, model_args, mixture, [], [])
-    step = step_of(method, parsed, asked.prompt_length, torch.device(asked.device))
+    step = step_of(method, parsed, asked)
     memory = memory_of_step(step)
     print(_table(step, memory))
     limit = _device_memory(asked)
@@ -63,8 +75,8 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def step_of(method: str, parsed: Parsed, prompt_length: int, device: torch.device) -> Step:
-    """The training step that these arguments ask for, at its longest rows.
+def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
+    """The training step that these arguments ask for, at its longest rows, on one device.
 
     Raises:
         `CommandError`: no length is known.
@@ -72,6 +84,7 @@ def step_of(method: str, parsed: Parsed, prompt_length: int, device: torch.devic
     training, dpo = parsed.training, method == "dpo"
     if dpo and training.max_length is None:
         raise CommandError("`--max_length` is None, so rows may be of any length: give `--max_length`.")
+    prompt_length = asked.prompt_length
     longest = training.max_length if dpo else prompt_length + training.max_completion_length
     if not 0 <= prompt_length < longest:
         raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
@@ -86,7 +99,9 @@ def step_of(method: str, parsed: Parsed, prompt_length: int, device: torch.devic
         outputs=("log_probs", "entropy", "mean_logits", "is_top1") if dpo else ("log_probs", "entropy"),
         head=training.head,
         chunk_size=training.head_chunk_size,
-        device=device,
+        device=torch.device(asked.device),
+        engine=cast(Engine, asked.engine),
+        devices=asked.num_devices,
         autocast=half,
         accumulates=training.gradient_accumulation_steps > 1,
         states=_STATES[training.optim],
@@ -150,6 +165,25 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
             raise CommandError(f"`--{name} {value}` is not covered by `estimate`: set it to {allowed} to see the rest.")
 
 
+def _check_devices(method: str, asked: EstimateArguments) -> None:
+    if asked.engine not in _ENGINES:
+        raise CommandError(
+            f"`--engine {asked.engine}` is not covered by `estimate`, since no measurement was compared with it: give "
+            f"one of {', '.join(_ENGINES)}."
+        )
+    if (method, asked.engine) == ("grpo", "fsdp2"):
+        raise CommandError(
+            "`--engine fsdp2` is covered by `estimate dpo` alone: GRPO took a fifth less than was estimated. Give "
+            "`--engine ddp` to see the rest."
+        )
+    alone = asked.engine == "one_process"
+    if asked.num_devices < 1 or alone != (asked.num_devices == 1):
+        wanted = "1, or give `--engine ddp` or `--engine fsdp2`" if alone else "2 or more, or leave `--engine` out"
+        raise CommandError(
+            f"`--num_devices` is {asked.num_devices} with `--engine {asked.engine}`: set `--num_devices` to {wanted}."
+        )
+
+
 def _device_memory(asked: EstimateArguments) -> int | None:
     if asked.device_memory is not None:
         return int(asked.device_memory * _GIB)
@@ -174,17 +208,21 @@ def _longest(step: Step, limit: int) -> str:
 
 def _table(step: Step, memory: StepMemory) -> str:
     reference = "a model of its own" if step.reference_model else "none beside the policy"
+    gathered = ", with weights that are gathered then" if step.engine == "fsdp2" else ""
+    where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {_ENGINES[step.engine]}"
     lines = [
         ("weights", memory.weights, "adapters too"),
         ("reference", memory.reference, reference),
         ("optimizer", memory.optimizer, f"{step.states} numbers for each trained one"),
         ("gradients", memory.gradients, "when the backward has ended"),
-        ("activations", memory.activations, "when the backbone has run"),
+        ("buckets", memory.buckets, "of DDP, in which gradients are summed"),
+        ("activations", memory.activations, "when the backbone has run" + gathered),
         ("head", memory.head, "beside the activations"),
         ("peak", memory.peak, "below the sum: gradients come while activations go"),
     ]
-    title = f"{step.rows} rows of {step.tokens + 1:,} tokens a micro-batch, one process\n\n"
-    return title + "\n".join(f"{name:<13}{_words(size):>12}   {remark}" for name, size, remark in lines)
+    shown = [line for line in lines if line[0] != "buckets" or step.engine == "ddp"]
+    title = f"{step.rows} rows of {step.tokens + 1:,} tokens a micro-batch, {where}\n\n"
+    return title + "\n".join(f"{name:<13}{_words(size):>12}   {remark}" for name, size, remark in shown)
 
 
 def _words(size: int) -> str:

@@ -7,21 +7,27 @@ attention keeps; the head upcasts tiles that a GPU multiplies as they are.
 Dimensions: B rows, S tokens of a row, N tokens that are scored, H hidden size.
 """
 
+import types
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from ..heads import run_head
 from ..heads.tiles import columns_per_tile, rows_per_tile
 from ..packing import Layout, Packing, picked
 from ..scoring.families import logit_transform
 from ..scoring.head_parts import OtherHead, head_parts
+from ..scoring.head_rows import rows_of_head
+from .ranks import one_rank_of, under_fsdp2
 from .records import AllocationRecords
+
+Engine = Literal["one_process", "ddp", "fsdp2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,8 @@ class Step:
         accumulates (`bool`): whether gradients of an earlier micro-batch are there already.
         states (`int`): numbers that the optimizer keeps for each trained one.
         reference_model (`bool`): whether a model of the policy's size is held beside it.
+        engine (`str`): `"one_process"`, `"ddp"` or `"fsdp2"`.
+        devices (`int`): on how many it runs; all else is of one of them.
     """
 
     model: Callable[[], Any]
@@ -54,20 +62,24 @@ class Step:
     accumulates: bool = False
     states: int = 2
     reference_model: bool = False
+    engine: Engine = "one_process"
+    devices: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Bytes. `activations` are those held when the backbone has run, `head` what the head takes beside them.
+    """Bytes of one device. `activations` are those held when the backbone has run, with the weights that are gathered
+    then; `head` what the head takes beside them; `buckets` DDP's, in which gradients are summed over the processes.
 
-    Weights, reference and optimizer are held all the time; gradients come while activations go, so `peak` is below the
-    sum.
+    Weights, reference, optimizer and buckets are held all the time; gradients come while activations go, so `peak` is
+    below the sum.
     """
 
     weights: int
     reference: int
     gradients: int
     optimizer: int
+    buckets: int
     activations: int
     head: int
     peak: int
@@ -78,47 +90,74 @@ def memory_of_step(step: Step) -> StepMemory:
     with torch.device("meta"):
         model = step.model()
     layout = _layout(step, model.config.get_text_config()._attn_implementation)
-    with FakeTensorMode() as fake:
+    ranks: AbstractContextManager[Any] = one_rank_of(step.devices) if step.engine == "fsdp2" else nullcontext()
+    with ranks as mesh, FakeTensorMode() as fake:
         _move_from_meta(model)
-        trained = [x for x in model.parameters() if x.requires_grad]
+        if mesh is not None:
+            model = under_fsdp2(model, mesh, step.autocast)
         records = AllocationRecords()
         with records:
             for tensor in (*model.parameters(), *model.buffers()):
                 records.count(tensor.data)
             weights = records.held
-            gradients = sum(x.nbytes for x in trained)
+            gradients = sum(_bytes_here(x) for x in model.parameters() if x.requires_grad)
             optimizer = step.states * gradients
-            reference = sum(x.nbytes for x in model.parameters()) if step.reference_model else 0
-            if step.accumulates:
-                for parameter in trained:
-                    parameter.grad = torch.zeros_like(parameter)
-            activations, head, micro_batch = _micro_batch(step, model, _without_numbers(layout, fake), records)
-    held = weights + reference + optimizer
+            reference = sum(_bytes_here(x) for x in model.parameters()) if step.reference_model else 0
+            activations, head, micro_batch = _micro_batches(step, model, _without_numbers(layout, fake), records)
+    buckets = gradients if step.engine == "ddp" else 0
+    held = weights + reference + optimizer + buckets
     return StepMemory(
         weights=weights,
         reference=reference,
         gradients=gradients,
         optimizer=optimizer,
+        buckets=buckets,
         activations=activations,
         head=head,
         peak=held + max(micro_batch - weights, gradients),
     )
 
 
+def _bytes_here(tensor: Tensor) -> int:
+    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+
+
+def _micro_batches(step: Step, model: Any, layout: Layout, records: AllocationRecords) -> tuple[int, int, int]:
+    """Activations, what the head takes beside them, and the most that was held, where gradients are accumulated."""
+    if step.accumulates and step.engine == "fsdp2":
+        # Until the last micro-batch, accelerate has FSDP2 keep whole gradients on each rank
+        model.set_requires_gradient_sync(False)
+        first = _micro_batch(step, model, layout, records)[2]
+        model.set_requires_gradient_sync(True)
+        activations, head, last = _micro_batch(step, model, layout, records)
+        return activations, head, max(first, last)
+    if step.accumulates:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+    return _micro_batch(step, model, layout, records)
+
+
 def _micro_batch(step: Step, model: Any, layout: Layout, records: AllocationRecords) -> tuple[int, int, int]:
     """Activations, what the head takes beside them, and the most that was held in forward and backward."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     packing = Packing(inner, padding_free=True, share_prompts=False)
-    before, highest = records.held, records.held
-    autocast = nullcontext() if step.autocast is None else torch.autocast("cpu", dtype=step.autocast)
-    with autocast:
-        records.mark()
+    before, highest, activations = records.held, records.held, 0
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """In the place of the model's own, as in training: inside what wraps it."""
+        nonlocal highest, activations
         hidden_NH = _scored(step, packing, inner, layout)
         activations, highest = records.held - before, max(highest, records.peak)
         records.mark()
-        log_probs_N = _log_probs(step, inner, hidden_NH)
+        return _log_probs(step, inner, hidden_NH).clone()  # FSDP2 warns of a view
+
+    inner.forward = types.MethodType(forward, inner)
+    autocast = nullcontext() if step.autocast is None else torch.autocast("cpu", dtype=step.autocast)
+    with autocast:
+        records.mark()
+        log_probs_N = model(input_ids=layout.input_ids)
         head, highest = records.peak - before - activations, max(highest, records.peak)
-    del hidden_NH
     records.mark()
     log_probs_N.sum().backward()
     return activations, head, max(highest, records.peak)
@@ -140,16 +179,27 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     parts = head_parts(inner.get_output_embeddings())
     if isinstance(parts, OtherHead) or parts.adapter is not None:
         raise NotImplementedError("The memory of an adapter on the LM head is not known: leave `lm_head` out of it.")
-    weight: Any = parts.linear.weight
-    rows = rows_per_tile(len(hidden_NH), step.device, step.chunk_size)
-    found = run_head(
-        *(step.head, hidden_NH, weight, torch.zeros(len(hidden_NH), dtype=torch.long)),
-        bias=getattr(parts.linear, "bias", None),
-        transform=logit_transform(inner.config, 1.0),
+    rows = rows_of_head(
+        parts,
+        hidden_NH,
         outputs=step.outputs,
-        chunk_size=rows,
-        tile_columns=columns_per_tile(rows, len(weight), step.device),
+        whole=step.head == "dense",
+        gradient=True,
+        entropy_grad=False,
+        counts=(len(hidden_NH),) * step.devices,
     )
+    chunk = rows_per_tile(len(hidden_NH), step.device, step.chunk_size)
+    with rows.readable():
+        found = run_head(
+            *(step.head, hidden_NH, rows.weight, torch.zeros(len(hidden_NH), dtype=torch.long)),
+            bias=rows.bias,
+            transform=logit_transform(inner.config, 1.0),
+            outputs=step.outputs,
+            chunk_size=chunk,
+            tile_columns=columns_per_tile(chunk, len(rows.weight), step.device),
+            readable=rows.readable,
+            shard=rows.shard,
+        )
     assert found.log_probs is not None
     return found.log_probs
 

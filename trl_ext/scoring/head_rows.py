@@ -47,6 +47,7 @@ def rows_of_head(
     whole: bool,
     gradient: bool,
     entropy_grad: bool,
+    counts: tuple[int, ...] | None = None,
 ) -> HeadRows:
     """The rows for one pass over the hidden states `(N, H)` of this rank.
 
@@ -57,6 +58,7 @@ def rows_of_head(
         whole (`bool`): whether the head at hand needs the whole weight.
         gradient (`bool`): whether the hidden states get a gradient.
         entropy_grad (`bool`): whether the entropy's gradient is asked for, which reads the weight once more.
+        counts (`tuple[int, ...]`, *optional*): how many tokens each rank has; `None`: they ask each other.
     """
     if head.adapter is not None:
         rows = _whole(head.linear)
@@ -66,7 +68,7 @@ def rows_of_head(
         exchange = SameTokens(sharded.group)
         return _here(sharded, exchange, "each rank scores with its rows of the weight (tensor parallel)")
     if sharded is not None and sharded.blocks[0][1].device == hidden_NH.device:
-        counts = tokens_of_ranks(len(hidden_NH), sharded.group, hidden_NH.device)
+        counts = counts or tokens_of_ranks(len(hidden_NH), sharded.group, hidden_NH.device)
         moved, sent = bytes_moved(
             *(sharded, counts, hidden_NH), outputs=outputs, gradient=gradient, entropy_grad=entropy_grad
         )
