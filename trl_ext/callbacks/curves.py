@@ -1,5 +1,6 @@
 """Draws what a run has logged to PNG files: learning curves, completion lengths, importance ratios."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -121,5 +122,7 @@ def _figure(plots: dict[str, dict[str, list[tuple[int, float]]]], path: Path) ->
             axes.legend(fontsize="small")
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path, dpi=160)
+    unfinished = path.with_suffix(".unfinished")
+    figure.savefig(unfinished, dpi=160, format="png")
+    os.replace(unfinished, path)
     return path

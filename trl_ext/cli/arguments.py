@@ -1,5 +1,6 @@
 """The arguments of `dpo` and `grpo`: TRL's own parser over TRL's dataclasses and our configs, and from YAML files."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -46,7 +47,23 @@ class Parsed(NamedTuple):
 
 
 class OneLineParser(TrlParser):
-    """TRL's parser, whose errors are one line."""
+    """TRL's parser, whose errors are one line.
+
+    Attributes:
+        set_environment (`bool`): `env` in the file of `--config` has changed the environment.
+    """
+
+    set_environment = False
+
+    def parse_args_and_config(self, *positional: Any, **keywords: Any) -> Any:
+        """TRL's own."""
+        self._environment = dict(os.environ)
+        return super().parse_args_and_config(*positional, **keywords)
+
+    def set_defaults_with_config(self, **config: Any) -> Any:
+        """TRL's own, which it calls once it has set the variables."""
+        self.set_environment = dict(os.environ) != self._environment
+        return super().set_defaults_with_config(**config)
 
     def error(self, message: str) -> NoReturn:
         """Raise `CommandError` with argparse's message, in place of pages of usage."""

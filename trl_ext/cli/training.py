@@ -20,7 +20,8 @@ def run(command: str, arguments: list[str], *, may_launch: bool, shows_traceback
     parser = OneLineParser(dataclasses_of(method), prog=f"trl-ext {' '.join(words)}")
     parsed = Parsed(*parse(parser, rest, may_launch=may_launch))
     launch_arguments = [*parsed.launch_of_file, *parsed.launch]
-    if may_launch and needs_launch(launch_arguments):
+    # Libraries read the environment when they are imported: what a file has set is read in a new process
+    if may_launch and (needs_launch(launch_arguments) or parser.set_environment):
         flags = ["--traceback"] if shows_traceback else []
         try:
             return launch(launch_arguments, [*words, *_without(rest, parsed.launch), *flags])

@@ -79,13 +79,15 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -
 def check_completion_length(config: Any, model: Any) -> None:
     """Raise `ValueError` if a completion may be longer than a model's table of positions; elsewhere it is a warning.
 
-    A model without such a table goes on beyond the length that it was trained on, with whatever result.
+    A model without such a table goes on beyond the length that it was trained on, with whatever result. vLLM ends a
+    completion where the positions end, and `generation_kwargs` may end it before.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     asked = config.max_completion_length
     if positions is None or asked is None or asked < positions:
         return
-    if has_position_table(model, positions):
+    ends_before = config.use_vllm or "max_new_tokens" in (config.generation_kwargs or {})
+    if has_position_table(model, positions) and not ends_before:
         raise ValueError(
             f"`max_completion_length={asked}` leaves no room for a prompt: the model has positions for {positions} "
             "tokens (`max_position_embeddings`). Lower it, or take a model for longer ones."

@@ -145,7 +145,7 @@ def check_prompts(dataset: Any, name: str, *, has_template: bool) -> None:
             f"`{name}` has the columns {sorted(columns)}, and GRPO reads `prompt`. Rename the one that holds it: "
             '`dataset.rename_column("...", "prompt")`.'
         )
-    if isinstance(dataset, Dataset) and len(dataset):
+    if columns is not None and isinstance(dataset, Dataset) and len(dataset):  # a transform may draw random numbers
         _check_filled(dataset, "prompt", name)
         _check_template({"prompt": dataset[0].get("prompt")}, name, has_template)
 
@@ -206,8 +206,11 @@ def _check_keywords(reward: Callable[..., Any], given: list[str], *, are_all: bo
 
 def _columns(dataset: Any) -> list[str] | None:
     """Of the rows, as far as they are known without reading one."""
-    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":  # a transform may make others
-        return None
+    if isinstance(dataset, Dataset):
+        if dataset.format["type"] == "custom":  # a transform may make others
+            return None
+        if not dataset.format["output_all_columns"]:
+            return list(dataset.format["columns"])
     names: list[str] | None = getattr(dataset, "column_names", None)
     return names
 

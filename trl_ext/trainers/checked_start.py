@@ -88,7 +88,7 @@ class CheckedDPOMixin(CheckedStartMixin):
                 "`AutoModelForCausalLM.from_pretrained(...)`; leave it out where it is the model before training."
             )
         if config is not None:
-            check_dpo_arguments(config, own_loss=self._replaces("_compute_loss", "compute_loss"))
+            check_dpo_arguments(config, own_loss=self._replaces("loss"))
 
     def _before_preparing(self, dataset: Any, name: str, processing_class: Any) -> Any:
         dataset = checked_pairs(
@@ -108,14 +108,12 @@ class CheckedGRPOMixin(CheckedStartMixin):
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
         trainer: Any = self
-        rolled_out = trainer.rollout_func is not None or self._replaces("_generate", "_generate_single_turn")
+        rolled_out = trainer.rollout_func is not None or self._replaces("generation")
         if not rolled_out:  # else they may be as long as they like
             check_completion_length(self.args, self.model)
-        if self._replaces("_generate_and_score_completions") or trainer.environment_factories is not None:
+        if self._replaces("batches") or trainer.environment_factories is not None:
             return
-        renders = (
-            rolled_out or self._replaces("_tokenize_prompts") or trainer.processing_class.chat_template is not None
-        )
+        renders = rolled_out or self._replaces("rendering") or trainer.processing_class.chat_template is not None
         evaluated = None if self.args.eval_strategy == "no" else self.eval_dataset
         for name, dataset in named_datasets(self.train_dataset, evaluated):
             check_prompts(dataset, name, has_template=renders)
@@ -124,18 +122,18 @@ class CheckedGRPOMixin(CheckedStartMixin):
 
     def _check_what_is_given(self, given: dict[str, Any], config: Any) -> None:
         super()._check_what_is_given(given, config)
-        if not self._replaces("_calculate_rewards", "_generate_and_score_completions"):
+        if not self._replaces("rewards"):
             check_rewards(
                 given.get("reward_funcs"),
-                given.get("train_dataset"),
+                None if getattr(config, "remove_unused_columns", False) else given.get("train_dataset"),
                 has_environments=given.get("environment_factory") is not None,
-                columns_are_added=given.get("rollout_func") is not None or self._replaces("_generate"),
+                columns_are_added=given.get("rollout_func") is not None or self._replaces("rollouts"),
             )
         if config is not None:
             check_grpo_arguments(
                 config,
-                own_loss=self._replaces("_compute_loss", "compute_loss"),
-                own_advantages=self._replaces("_generate_and_score_completions"),
+                own_loss=self._replaces("loss"),
+                own_advantages=self._replaces("batches"),
             )
 
     def train(self, *positional: Any, **keywords: Any) -> Any:
@@ -144,6 +142,6 @@ class CheckedGRPOMixin(CheckedStartMixin):
         Raises:
             `ValueError`: the data set has fewer prompts than one generation batch.
         """
-        if not self._replaces("_get_train_sampler", "get_train_dataloader"):
+        if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
         return super().train(*positional, **keywords)  # type: ignore[misc]

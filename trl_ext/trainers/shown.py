@@ -1,5 +1,6 @@
 """Both trainers: what the progress bar and the model card say of a run."""
 
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -23,9 +24,9 @@ class ShownMixin:
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
-        bars = self.callback_handler.callbacks
+        bars, given = self.callback_handler.callbacks, keywords.get("callbacks") or ()
         # A bar of the user's own, or a notebook's, is left alone
-        bars[:] = [ThroughputProgress() if type(bar) is ProgressCallback else bar for bar in bars]
+        bars[:] = [ThroughputProgress() if type(x) is ProgressCallback and x not in given else x for x in bars]
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
         """TRL's own, and a section that names the losses, the reference, and what was skipped and packed."""
@@ -33,7 +34,9 @@ class ShownMixin:
         if not self.is_world_process_zero():  # type: ignore[attr-defined]
             return
         card = Path(self.args.output_dir) / "README.md"
-        card.write_text(f"{card.read_text(encoding='utf-8').rstrip()}\n\n{self._what_ran()}", encoding="utf-8")
+        unfinished = card.with_suffix(".unfinished")
+        unfinished.write_text(f"{card.read_text(encoding='utf-8').rstrip()}\n\n{self._what_ran()}", encoding="utf-8")
+        os.replace(unfinished, card)
 
     def _what_ran(self) -> str:
         settings = {"loss_type": self.args.loss_type, "loss_weights": getattr(self.args, "loss_weights", None)}
