@@ -19,11 +19,14 @@ from typing import NamedTuple
 import transformers
 import trl
 
+from trl_ext.compat.data import REPLACEABLE
+
 COMPAT = Path(__file__).parents[1] / "trl_ext" / "compat"
 BOTH = (trl.DPOTrainer, trl.GRPOTrainer)
 
 # Whose names each class of ours stands for, and each function that replaces names of "its" trainer's module
 OWNERS: dict[str, tuple[type, ...]] = {
+    "DataInternals": BOTH,
     "DPOLossInternals": (trl.DPOTrainer,),
     "GRPOInternals": (trl.GRPOTrainer,),
     "PolicyInFolder": BOTH,
@@ -106,6 +109,8 @@ def names(source_of: Callable[[type], str] = source_of) -> Iterator[Named]:
     for (trainer, method), parameters in PARAMETERS.items():
         there = inspect.signature(getattr(trainer, method)).parameters if hasattr(trainer, method) else ()
         yield from (Named("by call", f"{trainer.__name__}.{method}()", name, name in there) for name in parameters)
+    replaceable = sorted({name for methods in REPLACEABLE.values() for name in methods})
+    yield from (Named("data.py", "GRPOTrainer", name, hasattr(trl.GRPOTrainer, name)) for name in replaceable)
     output = getattr(_module("trl.trainer.utils"), "FusedCausalLMOutput", None)
     fields = getattr(output, "__dataclass_fields__", ())
     yield from (Named("head.py", "FusedCausalLMOutput", name, name in fields) for name in sorted(FIELDS_OF_OUTPUT))

@@ -89,6 +89,29 @@ def test_launch_arguments_start_processes(arguments, tmp_path: Path):
     assert "DDP, 2 processes (gloo)" in run.stdout
 
 
+@pytest.mark.slow
+def test_variables_in_a_file_are_set_before_libraries_read_them(arguments, tmp_path: Path):
+    (tmp_path / "options.yaml").write_text("env:\n  HF_HUB_DOWNLOAD_TIMEOUT: 77\n")
+    (tmp_path / "says.py").write_text(
+        "from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT\n"
+        "from rewards import id_reward\n"
+        "print('timeout', HF_HUB_DOWNLOAD_TIMEOUT)\n"
+    )
+    options = _changed("--reward_funcs", "says.id_reward")(arguments["grpo"])
+    run = subprocess.run(
+        [sys.executable, "-c", "from trl_ext.cli.main import main; raise SystemExit(main())"]
+        + ["explain", "grpo", "--config", "options.yaml", *options],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "timeout 77" in run.stdout
+    assert run.stdout.count("engine ") == 1
+
+
 def _lines(capsys: pytest.CaptureFixture) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Generating")]
 

@@ -34,8 +34,10 @@ def test_a_name_that_a_module_has_lost_is_listed(monkeypatch):
 def test_what_is_gone_whole_is_listed(monkeypatch):
     monkeypatch.delattr("trl.trainer.utils.FusedCausalLMOutput")
     monkeypatch.delattr("trl.DPOTrainer.compute_ref_log_probs")
+    monkeypatch.delattr("trl.GRPOTrainer._tokenize_prompts")
     monkeypatch.setitem(sys.modules, "trl.cli.accelerate_config", None)
     listed = moved(names()).splitlines()
     assert "head.py: FusedCausalLMOutput has no `log_probs`" in listed
+    assert "data.py: GRPOTrainer has no `_tokenize_prompts`" in listed
     assert "by call: DPOTrainer.compute_ref_log_probs() has no `inputs`" in listed
     assert "__init__.py: trl.cli.accelerate_config has no `resolve_accelerate_config_argument`" in listed

@@ -97,6 +97,14 @@ def test_what_the_bar_says() -> None:
     assert with_throughput(logs, 2.0).endswith("(5 rows, 1 pass)")
 
 
+def test_a_bar_of_the_users_own_is_left_alone(workshop: Workshop, tmp_path: Path) -> None:
+    own = ProgressCallback(max_str_len=7)
+    trainer = built("dpo", workshop, tmp_path, callbacks=[own], disable_tqdm=False)
+    bars = [x for x in trainer.callback_handler.callbacks if isinstance(x, ProgressCallback)]
+    assert bars[0] is own
+    assert [type(x) for x in bars[1:]] == [ThroughputProgress]
+
+
 def test_no_bar_is_made_where_there_is_none(workshop: Workshop, tmp_path: Path) -> None:
     trainer = built("grpo", workshop, tmp_path, disable_tqdm=True)
     assert not [x for x in trainer.callback_handler.callbacks if isinstance(x, ProgressCallback)]
@@ -136,6 +144,15 @@ def test_several_reward_functions_have_a_plot_of_their_own(tmp_path: Path) -> No
         return int.from_bytes(draw(logs, tmp_path)[0].read_bytes()[20:24], "big")
 
     assert height("right", "says_so") > height("right") == height()
+
+
+def test_a_plot_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [path] = draw([{"step": 1, "loss": 1.0}], tmp_path)
+    before = path.read_bytes()
+    monkeypatch.setattr("os.replace", lambda *_: 1 / 0)  # killed just before
+    with pytest.raises(ZeroDivisionError):
+        draw([{"step": step, "loss": 1.0} for step in (1, 2)], tmp_path)
+    assert path.read_bytes() == before
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from short_training import PAIR, PAIRS, PROMPTS, Bench, of_answers, of_completio
 from tiny import V_WORDS, Workshop, chat_tokenizer, preferences, prompts, scripted_rollout
 from trl_ext.trainers.checked_data import check_enough_prompts, check_prompts, checked_pairs
 
+SOURCED = PROMPTS.add_column("source", ["a"] * len(PROMPTS))
+
 
 def own_loss(base: Any) -> Any:
     class Own(base):
@@ -97,6 +99,12 @@ def wrapped(**given: Any) -> list[float]:
 
 
 def with_all_names(prompts: Any, completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
+    return reward(completion_ids)
+
+
+def without_columns(
+    prompts: Any, completions: Any, completion_ids: Any, trainer_state: Any, log_extra: Any, log_metric: Any
+) -> list[float]:
     return reward(completion_ids)
 
 
@@ -227,6 +235,12 @@ ACCEPTED: dict[str, Callable[[Bench], None]] = {
     ),
     "a reward that is wrapped": lambda b: b.grpo(reward_funcs=wrapped),
     "a reward of each name": lambda b: b.grpo(reward_funcs=with_all_names),
+    "a reward of no column, where unused ones are removed": lambda b: b.grpo(
+        train_dataset=SOURCED, reward_funcs=without_columns, remove_unused_columns=True
+    ),
+    "a reward of no column, where the format leaves them out": lambda b: b.grpo(
+        train_dataset=SOURCED.with_format(columns=["prompt"]), reward_funcs=without_columns
+    ),
     "a reward that is a model": lambda b: b.grpo(reward_funcs=reward_model(), reward_processing_classes=tokenizer()),
     "a reward of what a rollout adds": lambda b: b.grpo(reward_funcs=of_extras, rollout_func=with_scores),
     "messages that a rollout renders": lambda b: b.grpo(
@@ -251,6 +265,12 @@ ACCEPTED: dict[str, Callable[[Bench], None]] = {
         processing_class=tokenizer(),
         max_completion_length=64,
         rollout_func=short_rollout,
+    ),
+    "completions longer than a table of positions, that generation ends": lambda b: b.grpo(
+        model=b.with_position_table(),
+        processing_class=tokenizer(),
+        max_completion_length=64,
+        generation_kwargs={"max_new_tokens": 3},
     ),
     "no way to cut where nothing is cut": lambda b: b.dpo(max_length=None, truncation_mode=None),
     "TRL's own config": lambda b: b.dpo(args=trl.DPOConfig(**b.shortest())),
@@ -332,6 +352,15 @@ def test_checks_read_a_row_of_a_million() -> None:
     assert states[2] == np.random.get_state()[1].tolist()
     with pytest.raises(ValueError, match=r"`prompt` is None in row 0 "):
         check_prompts(whole, "train_dataset", has_template=False)
+
+
+def test_a_transform_of_the_prompts_is_not_called_before_training() -> None:
+    def at_random(batch: dict[str, list[str]]) -> dict[str, list[str]]:
+        return {"prompt": [f"w{random.randrange(9)}" for _ in batch["prompt"]]}
+
+    state = random.getstate()
+    check_prompts(PROMPTS.with_transform(at_random), "train_dataset", has_template=False)
+    assert random.getstate() == state
 
 
 @pytest.mark.slow
