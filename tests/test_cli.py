@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import rewards
 from estimated import CASES, estimated, estimated_and_measured, parsed
@@ -179,17 +179,40 @@ MISTAKES: dict[str, tuple[list[str], Callable[[list[str]], list[str]], str]] = {
         _added("--engine", "zero3", "--num_devices", "2"),
         r"`--engine zero3` is not covered by `estimate`, .*: give one of one_process, ddp, fsdp2",
     ),
+    "launch in a file": (
+        ["estimate", "dpo"],
+        _added("--config", "{launch}"),
+        r"`--num_processes` in the file of `--config`.* `--num_devices`",
+    ),
+    "quantized by its config": (
+        ["estimate", "dpo"],
+        _changed("--model_name_or_path", "{quantized}"),
+        r"quantized`, whose weights are quantized, is not covered.*: name the model",
+    ),
+    "another way to load": (
+        ["estimate", "dpo"],
+        _added("--model_init_kwargs", '{"quantization_config": {"load_in_4bit": true}}'),
+        r"`--model_init_kwargs .*` is not covered",
+    ),
+    "another kernel": (["estimate", "dpo"], _added("--use_liger_kernel"), r"`--use_liger_kernel True` is not covered"),
     "another shell": (["completion", "ksh"], lambda _: [], r"`completion` is followed by one of bash, .*got ksh"),
     "arguments for none": (["doctor", "now"], lambda _: [], r"`doctor` takes no arguments, got `now`"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_that_says_what_to_do(mistake: str, arguments, tmp_path, capsys: pytest.CaptureFixture):
+def test_a_mistake_is_one_line_that_says_what_to_do(
+    mistake: str, arguments, workshop, tmp_path, capsys: pytest.CaptureFixture
+):
     words, change, expected = MISTAKES[mistake]
     (tmp_path / "bad.yaml").write_text("betta: 0.1\n")
+    (tmp_path / "launch.yaml").write_text("num_processes: 4\n")
+    config = AutoConfig.from_pretrained(workshop.model("tied"))
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.save_pretrained(tmp_path / "quantized")
+    given = {"{bad}": "bad.yaml", "{launch}": "launch.yaml", "{quantized}": "quantized"}
     method = next((word for word in words if word in arguments), "dpo")
-    options = [x.replace("{bad}", str(tmp_path / "bad.yaml")) for x in change(arguments[method])]
+    options = [str(tmp_path / given[x]) if x in given else x for x in change(arguments[method])]
     status = main([*words, *options])
     lines = _lines(capsys)
     assert status == 2

@@ -20,6 +20,8 @@ _ENGINES = {"one_process": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
 # Numbers that an optimizer keeps for each trained one; others also take memory while they step
 _STATES = {"adamw_torch_fused": 2, "sgd": 0}
 _GIB = 2**30
+# Of `model_init_kwargs`: what is read, or changes no memory
+_OF_MODEL = {"dtype", "attn_implementation", "trust_remote_code", "use_cache"}
 _NOT_COVERED = (
     "Not covered: what an operator allocates for itself, the device's own context, fragments, and under GRPO the "
     "generation (its key-value cache, vLLM). Rows are taken to be as long as they may be and to share nothing, which "
@@ -61,7 +63,8 @@ def run(arguments: list[str]) -> int:
     method, rest = method_of(arguments, "estimate")
     parser = OneLineParser((*dataclasses_of(method), EstimateArguments), prog=f"trl-ext estimate {method}")
     parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
-    script, training, model_args, mixture, asked, *_ = parse(parser, rest, may_launch=False)
+    script, training, model_args, mixture, asked, launch_of_file, _ = parse(parser, rest, may_launch=False)
+    _refuse_launch(launch_of_file)
     _refuse_what_is_not_covered(training, model_args)
     _check_devices(method, asked)
     parsed = Parsed(script, training, model_args, mixture, [], [])
@@ -125,6 +128,11 @@ def _policy(method: str, parsed: Parsed) -> Callable[[], Any]:
     given = model_init_arguments(training, model_args)
     trust = {"trust_remote_code": given["trust_remote_code"]}
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, **trust)
+    if getattr(config, "quantization_config", None) is not None:
+        raise CommandError(
+            f"`--model_name_or_path {name}`, whose weights are quantized, is not covered by `estimate`: name the model "
+            "that they were made of."
+        )
     dtype = config.dtype if given["dtype"] == "auto" else getattr(torch, given["dtype"])
 
     def make() -> Any:
@@ -156,6 +164,9 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
         "torch_compile": training.torch_compile,
         "activation_offloading": training.activation_offloading,
         "reference_device": training.reference_device,
+        "use_liger_kernel": training.use_liger_kernel,
+        "cast_lm_head_to_fp32": getattr(training, "cast_lm_head_to_fp32", False),
+        "model_init_kwargs": set(training.model_init_kwargs or ()) - _OF_MODEL,
     }
     for name, given in asked.items():
         if given:
@@ -163,6 +174,14 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
             value = getattr(value, "value", value)  # of an enumeration
             allowed = f"one of {', '.join(_STATES)}" if name == "optim" else "its default"
             raise CommandError(f"`--{name} {value}` is not covered by `estimate`: set it to {allowed} to see the rest.")
+
+
+def _refuse_launch(launch_of_file: list[str]) -> None:
+    if launch_of_file:
+        raise CommandError(
+            f"`{launch_of_file[0]}` in the file of `--config` is not covered by `estimate`, but read by `accelerate "
+            "launch`: leave it out, and give `--engine` and `--num_devices`."
+        )
 
 
 def _check_devices(method: str, asked: EstimateArguments) -> None:
