@@ -74,6 +74,12 @@ def test_what_was_explained_is_what_then_trains(
 
 
 @pytest.mark.slow
+def test_explaining_asks_nothing_of_the_hub(arguments):  # which is offline here, so that whatever is asked is an error
+    on_hub = ["--push_to_hub", "--log_completions", "--log_completions_hub_repo", "someone/completions"]
+    assert main(["explain", "grpo", *arguments["grpo"], *on_hub]) == 0
+
+
+@pytest.mark.slow
 def test_launch_arguments_start_processes(arguments, tmp_path: Path):
     launch = ["--config_file", str(ROOT / "examples/accelerate_configs/ddp.yaml"), "--num_processes", "2"]
     command = ["explain", "dpo", *launch, *arguments["dpo"]]

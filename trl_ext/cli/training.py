@@ -36,7 +36,7 @@ def run(command: str, arguments: list[str], *, may_launch: bool, shows_traceback
 
 def _explain(method: str, parsed: Parsed) -> None:
     training = parsed.training
-    training.push_to_hub = False
+    training.push_to_hub = training.log_completions = False  # TRL makes a repository of completions as it is built
     with tempfile.TemporaryDirectory() as folder:
         training.output_dir = folder
         trainer = build(method, parsed, most_rows=_ROWS_TO_EXPLAIN)
