@@ -354,6 +354,14 @@ def test_checks_read_a_row_of_a_million() -> None:
         check_prompts(whole, "train_dataset", has_template=False)
 
 
+def test_of_a_stream_the_first_row_is_checked_once() -> None:
+    rows = [{"chosen": "w1 w2", "rejected": "w1 w3"}] * 2 + [{"chosen": "w1", "rejected": "w2"}] * 2
+    stream = Dataset.from_list([{**row, "context": "w4"} for row in rows]).to_iterable_dataset(num_shards=2)
+    checked = checked_pairs(stream, "train_dataset", has_template=False, has_end=True)
+    next(iter(checked))  # as TRL prepares it
+    assert len(list(checked.shard(num_shards=2, index=1))) == 2  # as a worker reads it
+
+
 def test_a_transform_of_the_prompts_is_not_called_before_training() -> None:
     def at_random(batch: dict[str, list[str]]) -> dict[str, list[str]]:
         return {"prompt": [f"w{random.randrange(9)}" for _ in batch["prompt"]]}

@@ -70,7 +70,7 @@ def checked_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool)
     """
     check_row = partial(_check_pair, name=name, has_template=has_template, has_end=has_end)
     if not isinstance(dataset, Dataset):
-        return dataset.map(partial(_first_row_checked, check_row=check_row), with_indices=True)
+        return dataset.map(_FirstRow(check_row))
     check_rows(dataset, name)
     for column in _PAIR:
         _check_filled(dataset, column, name)
@@ -78,10 +78,17 @@ def checked_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool)
     return dataset
 
 
-def _first_row_checked(row: dict[str, Any], place: int, check_row: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    if place == 0:
-        check_row(row)
-    return row
+class _FirstRow:
+    """Checks the first row that is met of a stream, which TRL meets as it prepares it; no worker's or epoch's first."""
+
+    def __init__(self, check_row: Callable[[dict[str, Any]], None]) -> None:
+        self._check_row: Callable[[dict[str, Any]], None] | None = check_row
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        check_row, self._check_row = self._check_row, None
+        if check_row is not None:
+            check_row(row)
+        return row
 
 
 def _check_pair(row: dict[str, Any], *, name: str, has_template: bool, has_end: bool) -> None:
