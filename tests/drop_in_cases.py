@@ -229,7 +229,7 @@ def _grpo_table() -> Iterator[Case]:
                     setup,
                     config=config,
                     learning_rate=0.02,
-                    fast=column == (row + 2 * level_index) % len(SETUPS),
+                    fast=level_index == row % len(GRPO_LEVELS) and column == row % len(SETUPS),
                 )
 
 

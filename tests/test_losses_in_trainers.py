@@ -295,7 +295,6 @@ REFUSED = [
     ({"loss_type": ["cdpo", "ipo"], "label_smoothing": 0.1}, "has no meaning for 'ipo'"),
     ({"loss_type": ["ipo_sum"], "label_smoothing": 0.1}, "has no meaning for 'ipo_sum'"),
     ({"loss_type": ["rpo_squared"], "label_smoothing": 0.1}, "is not read by 'rpo_squared'"),
-    ({"loss_type": ["rpo_sq"]}, "`loss_type` has 'rpo_sq', which there is not; those added"),
     ({"loss_type": ["rpo_squared"], "ld_alpha": 0.5}, "`ld_alpha=0.5` is not defined for 'rpo_squared'"),
     ({"loss_type": ["ipo_sum"], "use_weighting": True}, "`use_weighting=True` is not defined for 'ipo_sum'"),
     ({"loss_type": ["cdpo"], "f_divergence_type": "forward_kl"}, "`f_divergence_type='forward_kl'` is not defined"),

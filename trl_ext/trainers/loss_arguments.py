@@ -81,12 +81,6 @@ def check_loss_arguments(config: Any) -> None:
         )
     if not config.loss_type:
         raise ValueError("`loss_type` is empty: name at least one loss type.")
-    for name in config.loss_type:
-        spelled = name.lower().replace("-", "_")
-        if name not in PREFERENCE_LOSSES and (spelled in PREFERENCE_LOSSES or spelled.startswith("rpo")):
-            raise ValueError(
-                f"`loss_type` has {name!r}, which there is not; those added to TRL's are {sorted(PREFERENCE_LOSSES)}."
-            )
     if READ_REWARDS.isdisjoint(config.loss_type):
         for name, unset in (("reward_scale", 1.0), ("rpo_average_log_probs", False)):
             if getattr(fields, name) != unset:
