@@ -9,7 +9,7 @@ PYTEST := $(PYTHON) -m pytest -n 2
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
-	@echo "Making .venv and installing into it; this takes a minute or more"
+	@echo "Making .venv and installing into it; this takes some minutes"
 	python3 -m venv .venv
 	.venv/bin/python -m pip install --quiet $(TORCH)
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

@@ -80,8 +80,8 @@ def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
         ),
         (f"time of the head, the device's limit = 1{shape}", over_limit(here), "{:.1f}", False, 1.0),
         (f"most memory of the head, MiB{shape}", peaks(here), "{:.0f}", False, None),
-        ("time of a whole step, TRL's = 1", step_times(here), "{:.2f}", False, 1.0),
-        ("most memory of a whole step, TRL's = 1", step_peaks(here), "{:.2f}", False, 1.0),
+        ("time of a step without generation, TRL's = 1", step_times(here), "{:.2f}", False, 1.0),
+        ("most memory of such a step, TRL's = 1", step_peaks(here), "{:.2f}", False, 1.0),
     ]
     shown = [panel for panel in panels if panel[1]]
     with plt.rc_context({**STYLE, "axes.grid": False}):
@@ -119,7 +119,7 @@ def draw_bars(
         axes.set_xscale("log")
         axes.set_xlim(min(values) / 3, max(values) * 12)
     else:
-        axes.set_xlim(0, max(values) * 1.15)
+        axes.set_xlim(0, max(*values, limit or 0) * 1.15)
     drawn = axes.barh([names.get(name, name) for name in order], values, color=colours, height=0.7)
     axes.bar_label(drawn, [form.format(value) for value in values], padding=3, fontweight="bold")
     if limit is not None:

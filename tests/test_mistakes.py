@@ -35,6 +35,18 @@ def infinite(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [math.inf if place == 2 else 1.0 for place, _ in enumerate(completion_ids)]
 
 
+def as_text(completion_ids: list[list[int]], **_: Any) -> list[str]:
+    return ["1" for _ in completion_ids]
+
+
+def one_for_all(**_: Any) -> float:
+    return 1.0
+
+
+def one_too_few(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [1.0 for _ in completion_ids[1:]]
+
+
 def same_as_reference(bench: Bench) -> None:
     model = bench.loaded()
     bench.dpo(model=model, ref_model=model)
@@ -148,6 +160,14 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     # Models and adapters
     "no model": (lambda b: b.dpo(model=None), ("`model`", "None", "Pass a model")),
+    "a folder that there is not": (
+        lambda b: b.dpo(model="examples/demo/modell"),
+        ("`model`", "'examples/demo/modell'", "Mend the path"),
+    ),
+    "a tokenizer by its old name": (
+        lambda b: b.dpo(tokenizer=None),
+        ("`tokenizer`", "`DPOTrainer`", "`processing_class`"),
+    ),
     "a reference that is the model": (same_as_reference, ("`ref_model`", "the same object", "omit `ref_model`")),
     "a reference by its name": (
         lambda b: b.dpo(ref_model=b.workshop.model("tied")),
@@ -184,6 +204,18 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     "a reward that is infinite": (
         lambda b: b.grpo(reward_funcs=infinite),
         ("`reward_funcs`", "[inf] by ['infinite']", "Return a finite number"),
+    ),
+    "a reward that is text": (
+        lambda b: b.grpo(reward_funcs=as_text),
+        ("`reward_funcs`", "`as_text` returned ['1',", "Return a list with a number"),
+    ),
+    "one reward for all": (
+        lambda b: b.grpo(reward_funcs=one_for_all),
+        ("`reward_funcs`", "`one_for_all` returned 1.0 for", "Return a list with a number"),
+    ),
+    "a reward too few": (
+        lambda b: b.grpo(reward_funcs=one_too_few),
+        ("`reward_funcs`", "`one_too_few` returned [", "Return a list with a number"),
     ),
     "a reward of a column that there is not": (
         lambda b: b.grpo(reward_funcs=of_answers),

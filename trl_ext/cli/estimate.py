@@ -240,7 +240,7 @@ def _table(step: Step, memory: StepMemory) -> str:
         ("peak", memory.peak, "below the sum: gradients come while activations go"),
     ]
     shown = [line for line in lines if line[0] != "buckets" or step.engine == "ddp"]
-    title = f"{step.rows} rows of {step.tokens + 1:,} tokens a micro-batch, {where}\n\n"
+    title = f"{step.rows} rows of {step.tokens + 1:,} tokens a micro-batch, {where}, on {step.device.type}\n\n"
     return title + "\n".join(f"{name:<13}{_words(size):>12}   {remark}" for name, size, remark in shown)
 
 

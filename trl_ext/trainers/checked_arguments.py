@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any
@@ -74,6 +75,12 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -
         _check_number(config, "epsilon_high", 0)
     _check_number(config, "top_entropy_quantile", 0, 1)
     _check_choice("loss_type", config.loss_type, GRPO_LOSS_TYPES)
+
+
+def check_model_name(model: Any) -> None:
+    """Raise `ValueError` if a model's name is that of no folder, and cannot be one of the hub's."""
+    if isinstance(model, str) and not os.path.exists(model) and (model.count("/") > 1 or model.startswith((".", "/"))):
+        raise ValueError(f"`model` is {model!r}, and there is no such folder. Mend the path, or name one of the hub.")
 
 
 def check_completion_length(config: Any, model: Any) -> None:

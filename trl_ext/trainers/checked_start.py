@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..compat import DataInternals
 from ..scoring import check_token_ids, missing_rows, watch_token_ids
-from .checked_arguments import check_completion_length, check_dpo_arguments, check_grpo_arguments
+from .checked_arguments import check_completion_length, check_dpo_arguments, check_grpo_arguments, check_model_name
 from .checked_data import (
     check_enough_prompts,
     check_prompts,
@@ -36,6 +36,9 @@ class CheckedStartMixin(DataInternals):
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         signature = inspect.signature(self._trl_trainer.__init__)  # type: ignore[misc]
+        if "tokenizer" in keywords:
+            name = type(self).__name__
+            raise TypeError(f"`tokenizer` of `{name}` is called `processing_class`, as in TRL. Rename it.")
         given = signature.bind(self, *positional, **keywords).arguments
         self._check_what_is_given(given, given.get("args"))
         super().__init__(*positional, **keywords)
@@ -47,6 +50,7 @@ class CheckedStartMixin(DataInternals):
         name = type(self).__name__
         if given["model"] is None:
             raise ValueError(f"`model` of `{name}` is None. Pass a model, or the name or folder of one.")
+        check_model_name(given["model"])
         wanted = self._config_class
         if config is not None and not all(hasattr(config, field.name) for field in fields(wanted)):
             raise TypeError(
