@@ -68,8 +68,8 @@ def test_a_run_on_the_cpu_writes_a_line_for_each_subject_and_use(tmp_path, few_r
         if not bare:
             # All of them are the same function: what bf16 logits and bf16 log-probs are off by
             assert line["max_error"] < (1e-5 if line["subject"] == "trl_ext_torch" else 0.2)
-            assert (line["gradient_error"] or 0) < 0.02
-            assert (line["weight_gradient_error"] or 0) < 0.02
+            assert (line["gradient_error"] or 0) < 0.1
+            assert (line["weight_gradient_error"] or 0) < 0.1
 
 
 def test_what_cannot_be_imported_or_needs_a_gpu_is_said(capsys, monkeypatch):

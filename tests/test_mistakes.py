@@ -231,6 +231,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     "beta of 0, DPO": (lambda b: b.dpo(beta=0.0), ("`beta=0`", "['sigmoid']", "Set it above 0")),
     "beta that is NaN": (lambda b: b.dpo(beta=math.nan), ("`beta`", "nan", "must be 0 or more")),
     "a loss type, DPO": (lambda b: b.dpo(loss_type="sigmiod"), ("`loss_type`", "'sigmiod'", "'sigmoid'")),
+    "a loss type of ours": (lambda b: b.dpo(loss_type=["sft", "ipo-sum"]), ("`loss_type`", "'ipo-sum'", "'ipo_sum'")),
     "a loss type, GRPO": (lambda b: b.grpo(loss_type="drgrpo"), ("`loss_type`", "'drgrpo'", "'dr_grpo'")),
     "a divergence": (lambda b: b.dpo(f_divergence_type="kl"), ("`f_divergence_type`", "'kl'", "'reverse_kl'")),
     "where to cut": (lambda b: b.dpo(truncation_mode="end"), ("`truncation_mode`", "'end'", "'keep_end'")),
