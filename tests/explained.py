@@ -17,7 +17,7 @@ from packing_batches import Batch
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli import training
 from trl_ext.cli.main import main
-from trl_ext.trainers import exact_head
+from trl_ext.scoring import scorer as exact_head
 
 EOS = 1
 Tokens = tuple[int, ...]

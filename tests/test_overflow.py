@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from trl_ext.compat import dpo_seam as seam
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid, softplus
@@ -25,7 +27,7 @@ from trl_ext.passes.overflow import (
     bounded_pairs,
 )
 from trl_ext.passes.sampler_ratio import RatioRule, SamplerRatio
-from trl_ext.trainers.watched_loss import WatchedLossMixin
+
 
 LEVELS = ["token", pytest.param("sequence", marks=pytest.mark.slow)]
 
@@ -395,7 +397,7 @@ def test_other_loss_types_beside_read_the_reference_as_it_is(workshop: Workshop)
         mask = batch["completion_mask"][:, 1:]
         first = (mask.cumsum(1) == 1) & mask.bool()
         ours.model.zero_grad()
-        with ours.reference_given(first * reference[:, None]):
+        with seam.reference_given(ours, first * reference[:, None]):
             loss = ours._compute_loss(ours.model, batch, False)
         loss.backward()
         gradients = {name: x.grad for name, x in ours.model.named_parameters()}
@@ -410,8 +412,8 @@ def test_a_far_pair_hides_no_nan_from_the_watch(workshop: Workshop) -> None:
         reference = torch.cat([batch.pop("ref_chosen_logps"), batch.pop("ref_rejected_logps")])
         reference[6] = torch.nan
         log_probs = torch.zeros(batch["completion_mask"][:, 1:].shape) + reference[:, None]
-        with ours.reference_given(log_probs), pytest.raises(FloatingPointError, match=r"Rank 0: row 6 \(reference\)"):
-            WatchedLossMixin.compute_loss(ours, ours.model, batch)
+        with seam.reference_given(ours, log_probs), pytest.raises(FloatingPointError, match=r"Rank 0: row 6 \(reference\)"):
+            trl_ext.DPOTrainer.compute_loss(ours, ours.model, batch)
 
 
 FAR_RATIOS = st.lists(

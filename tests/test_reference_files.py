@@ -228,7 +228,7 @@ def test_a_training_run_killed_at_any_moment_leaves_only_right_values(kills, wor
     folder = tmp_path / "killed"
     # Written after every batch
     often = functools.partial(DiskStore, flush_bytes=1)
-    monkeypatch.setattr("trl_ext.trainers.stored_reference.DiskStore", often)
+    monkeypatch.setattr("trl_ext.trainers.dpo_reference.DiskStore", often)
 
     def files():
         return len(list((folder / "store").glob("*/*.safetensors")))

@@ -187,7 +187,7 @@ def test_rows_are_looked_up_as_the_dataloader_feeds_them(workshop, tmp_path):
     kept = trainer(workshop, tmp_path, data_collator=Strict(pad_token_id=0))
     kept.train()
     before = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
-    kept.release_reference()
+    kept.release()
     assert kept.ref_model is None
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[2], random.getstate()) == before[1:]
@@ -223,7 +223,7 @@ def test_what_is_frozen_stays_frozen(workshop, tmp_path):
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)  # stock unfreezes in its first pass, after the policy's own
     failing = {"input_ids": torch.full((2, 4), 10**6), "completion_mask": torch.ones(2, 4)}
     with pytest.raises(IndexError):
-        subject.score_as_reference(subject.model, failing)
+        subject._reference._pass(subject.model, failing)
     assert trained(subject.model) == before
 
 

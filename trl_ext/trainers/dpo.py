@@ -1,25 +1,43 @@
-"""DPO: TRL's trainer and config, with our scoring forward and a store of reference log-probs."""
+"""DPO: TRL's trainer and config, with our scoring forward and a store of reference log-probs.
+
+Each method of TRL's that differs is here, once, or in `base.py` where GRPO's differs alike.
+"""
 
 import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import trl
+from datasets import Dataset, IterableDataset
+from torch.utils.data import get_worker_info
 
+from ..compat import dpo_seam as seam
+from ..engines import parameter_of
+from ..losses import READ_REWARDS, REWARD_COLUMNS, RewardCollator, check_reward, check_reward_columns
+from .dpo_loss import DPOLoss
+from ..passes import DPOPlan
+from ..passes.non_finite import labelled, not_finite_rows, prompt_of
+from ..reference import CheckedCollator, check_batch, have_columns
+from ..scoring import check_token_ids, missing_rows
 from .adapter_arguments import AdapterArguments
-from .checked_start import CheckedDPOMixin
-from .complete_checkpoints import CompleteCheckpointsMixin
+from .base import ExactTrainer
+from .checked_arguments import check_dpo_arguments
+from .checked_data import check_rows_are_left, checked_pairs
+from .dpo_reference import DPOReference, is_map_style
 from .head_arguments import HeadArguments
-from .loss_arguments import LossArguments
-from .loss_terms import LossTermsMixin
-from .moved_reference import MovedReferenceMixin
+from .loss_arguments import LossArguments, check_loss_arguments, ignored_smoothing
 from .non_finite_arguments import NonFiniteArguments
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
-from .shown import ShownMixin
 from .store_arguments import StoreArguments
-from .stored_reference import StoredReferenceMixin
-from .watched_loss import WatchedLossMixin
+
+logger = logging.getLogger("trl_ext")
+
+_ROWS_READ = 1000  # of the training data, where a tokenizer has more tokens than the model
 
 
 @dataclass
@@ -85,16 +103,7 @@ class DPOConfig(
     """
 
 
-class DPOTrainer(
-    CheckedDPOMixin,
-    ShownMixin,
-    LossTermsMixin,
-    StoredReferenceMixin,
-    MovedReferenceMixin,
-    WatchedLossMixin,
-    CompleteCheckpointsMixin,
-    trl.DPOTrainer,
-):
+class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact and a reference that scores each sequence once:
     same arguments, losses and metrics.
@@ -103,8 +112,193 @@ class DPOTrainer(
     """
 
     _trl_trainer = trl.DPOTrainer
+    _config_class = trl.DPOConfig
 
     # For `help()` and editors: the signature is TRL's
-    @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]
+    @functools.wraps(trl.DPOTrainer.__init__)
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        super().__init__(*positional, **keywords)
+        given = self._begin(positional, keywords)
+        config = given.get("args")
+        if isinstance(given.get("ref_model"), str):
+            raise TypeError(
+                f"`ref_model={given['ref_model']!r}` is a name, and must be a model. Load it: "
+                "`AutoModelForCausalLM.from_pretrained(...)`; leave it out where it is the model before training."
+            )
+        self.loss_arguments = LossArguments.of(config)
+        self._loss = DPOLoss(self, self.loss_arguments, self.ranks, self.scorer.take_counts)
+        self._reference = DPOReference(self, self.ranks, self.scorer, self._count_skipped)
+        if config is not None:
+            check_dpo_arguments(config, own_loss=self._replaces("loss"))
+            check_loss_arguments(config)
+            if not READ_REWARDS.isdisjoint(config.loss_type):
+                self._loss.columns = REWARD_COLUMNS
+            ignored = ignored_smoothing(config)
+            if ignored is not None:
+                logger.warning(ignored)
+        self.scorer.smoothed = bool(self.loss_arguments.sft_label_smoothing)
+        loaded = self._reference.loaded
+        with self._seam(config, **seam.recorded_loads(loaded)):
+            super().__init__(*positional, **keywords)
+        loaded.clear()
+        if any(self._reference.with_columns[name] and not is_map_style(x) for name, x in self._reference.datasets()):
+            self.data_collator = CheckedCollator(self.data_collator)
+        if self._loss.columns:
+            self.data_collator = RewardCollator(self.data_collator)
+        self._ready(keywords.get("callbacks"))
+        if isinstance(self.train_dataset, Dataset):
+            check_rows_are_left(self.train_dataset, self.args.max_length)
+        tokens = len(self._tokenizer)
+        rows = missing_rows(self.model, tokens)
+        if rows is not None:
+            check_token_ids(seam.largest_token_ids(self.train_dataset, _ROWS_READ), rows, tokens)
+
+    # Built: data sets, then models, then precomputed log-probs
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        """TRL's own, on rows that are known to have what DPO, and RPO, reads."""
+        dataset = checked_pairs(
+            dataset,
+            f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]",
+            has_template=processing_class.chat_template is not None,
+            has_end=self._tokenizer.eos_token is not None,
+        )
+        if self._loss.columns:
+            dataset = _with_rewards(dataset, f"the {dataset_name} data set", self._loss.columns)
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        columns = self._signature_columns
+        self._signature_columns = [*columns, *(x for x in self._loss.columns if x not in columns)]
+
+    def attach_model(self, model: Any, **options: Any) -> None:
+        """Stands for TRL's `add_fused_lm_head`; once both models are there the reference is told from others."""
+        is_policy = not self.scorer.forwards
+        super().attach_model(model, **options)
+        if is_policy:
+            self._reference.own = self._own_reference
+            weight = parameter_of(model.get_output_embeddings(), "weight")
+            self._loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
+        again = self._reference._stored is not None  # a reference that was released, and is needed once more
+        if not again and (self.ref_model is None or model is self.ref_model):
+            self._reference.meet(type(self).compute_ref_log_probs is not trl.DPOTrainer.compute_ref_log_probs)
+
+    def _make_plan(self) -> DPOPlan:
+        return self._reference.plan()
+
+    @property
+    def stored(self) -> Any:
+        return self._reference.stored
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        if isinstance(dataset, IterableDataset):
+            return super()._precompute_ref_logps(dataset, name, batch_size)  # raises, and says why
+        self._reference.precompute(dataset, name, batch_size)
+        return dataset
+
+    # Trained: a batch
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Transformers' own; it rounds every float of a batch to half precision under DeepSpeed, but not rewards."""
+        extra = {name: inputs[name] for name in self._loss.columns if name in inputs}
+        if not extra:
+            return super()._prepare_inputs(inputs)
+        rest = super()._prepare_inputs({name: x for name, x in inputs.items() if name not in extra})
+        return {**rest, **{name: x.to(self.args.device) for name, x in extra.items()}}
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's own loss, on reference log-probs from where the plan says."""
+        self.ranks.check_same(inputs["input_ids"])
+        from_columns = have_columns(inputs, "A batch")
+        self._loss.counted = None
+        watched = self.non_finite.action is not None
+        with self._reference.given_for(inputs, from_columns), self.scorer.policy_scored(self.ranks):
+            with _log_probs_of(model) if watched else nullcontext([]) as policy:
+                loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if watched:
+                self.non_finite.watch(
+                    loss[0] if return_outputs else loss,
+                    lambda: not_finite_rows(
+                        {"policy": policy[0], "reference": self._reference_of(inputs)}, labelled(inputs)
+                    ),
+                    lambda row: prompt_of(inputs, row),
+                )
+        skipped, *fed = self._loss.counted or self.ranks.sum_counts(self.scorer.take_counts())
+        self._count_skipped(tokens=skipped)
+        self.fed.add("train" if self.model.training else "eval", fed)
+        if self.plan.source == "nothing" and not from_columns:
+            seam.drop_metrics(self, "rewards/")
+        return loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        return self._loss.of_batch(model, inputs, return_outputs)
+
+    def _reference_of(self, inputs: dict[str, Any]) -> torch.Tensor | None:
+        if "ref_chosen_logps" in inputs:
+            return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        return self.ref_model().log_probs
+
+    def _count_skipped(self, **counts: int) -> None:
+        self.skipped.add("train" if self.model.training else "eval", **counts)
+
+    # Trained: the run
+
+    def _before_training(self) -> None:
+        self._reference.meet_changed_adapters()
+        self._reference.training_began = True
+
+    def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
+        """TRL's own, with what is the reference by then."""
+        self._reference.meet_changed_adapters()
+        return super().evaluation_loop(*positional, **keywords)
+
+    def _save_reference(self, folder: Any) -> None:
+        super()._save_reference(folder)
+        self.flush()  # what was scored before a checkpoint is on disk with it
+
+    def resumed(self, state: Any) -> None:
+        if state.global_step > 0:
+            self._reference.meet_again()
+
+    def flush(self) -> None:
+        self._reference.flush()
+
+    def release(self) -> None:
+        self._reference.release()
+
+
+@contextmanager
+def _log_probs_of(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Within, the list gets what `model` scores; prompt learning puts tokens before those of the batch."""
+    scored: list[torch.Tensor] = []
+
+    def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
+        if inputs.get("fused_lm_head"):
+            scored.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
+
+    hook = model.register_forward_hook(record, with_kwargs=True)
+    try:
+        yield scored
+    finally:
+        hook.remove()
+
+
+def _with_rewards(dataset: Any, where: str, columns: tuple[str, ...]) -> Any:
+    check_reward_columns(dataset.column_names or next(iter(dataset)).keys(), where)
+    if not is_map_style(dataset):
+        return dataset.map(_checked, with_indices=True, fn_kwargs={"where": where})
+    for column in columns:
+        for row, value in enumerate(dataset[column]):
+            check_reward(value, column, f"row {row} of {where}")
+    return dataset
+
+
+def _checked(example: dict[str, Any], row: int, where: str) -> dict[str, Any]:
+    worker = get_worker_info()
+    if worker is not None and worker.num_workers > 1:
+        where = f"those that worker {worker.id} reads of {where}"
+    for column in REWARD_COLUMNS:
+        check_reward(example.get(column), column, f"row {row} of {where}")
+    return example

@@ -1,28 +1,42 @@
-"""GRPO: TRL's trainer and config, with our scoring forward and no pass, row or token that changes nothing."""
+"""GRPO: TRL's trainer and config, with our scoring forward and no pass, row or token that changes nothing.
+
+Each method of TRL's that differs is here, once, or in `base.py` where DPO's differs alike.
+"""
 
 import functools
+import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import trl
+from accelerate.utils import set_seed
+from datasets import Dataset
+from transformers.training_args import OptimizerNames
 
+from ..compat import grpo_seam as seam
 from ..compat import sequence_parallelism_hidden
+from ..dropout import has_dropout
+from ..engines.offloaded_activations import activations_on_host
+from ..engines.tensor_parallel import TensorParallel
+from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
+from ..passes.sampler_ratio import RatioRule
+from ..passes.visit import prompt_of
 from .adapter_arguments import AdapterArguments
-from .checked_start import CheckedGRPOMixin
-from .complete_checkpoints import CompleteCheckpointsMixin
-from .grpo_micro_batches import MicroBatchesMixin
+from .base import ExactTrainer
+from .checked_arguments import check_completion_length, check_grpo_arguments
+from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets
+from .grpo_generation import GRPOGeneration
 from .grpo_pass_arguments import GRPOPassArguments
-from .grpo_tensor_parallel import SameCompletionsMixin
+from .grpo_scoring import GRPOScoring
 from .head_arguments import HeadArguments
-from .hosted_reference import HostedReferenceMixin
-from .moved_reference import MovedReferenceMixin
 from .non_finite_arguments import NonFiniteArguments
-from .offloaded_activations import OffloadedActivationsMixin
 from .offloading_arguments import OffloadingArguments
 from .packing_arguments import PackingArguments
 from .reference_arguments import ReferenceArguments
-from .resumed_generation import ResumedGenerationMixin
-from .shown import ShownMixin
+
+logger = logging.getLogger("trl_ext")
 
 
 @dataclass
@@ -94,18 +108,7 @@ class GRPOConfig(
             super().__post_init__()
 
 
-class GRPOTrainer(
-    CheckedGRPOMixin,
-    ShownMixin,
-    ResumedGenerationMixin,
-    HostedReferenceMixin,
-    MicroBatchesMixin,
-    SameCompletionsMixin,
-    OffloadedActivationsMixin,
-    MovedReferenceMixin,
-    CompleteCheckpointsMixin,
-    trl.GRPOTrainer,
-):
+class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact, and without the passes, rows and tokens that
     change nothing: same arguments, losses and metrics.
@@ -114,15 +117,231 @@ class GRPOTrainer(
     """
 
     _trl_trainer = trl.GRPOTrainer
+    _config_class = trl.GRPOConfig
 
     # For `help()` and editors: the signature is TRL's
-    @functools.wraps(trl.GRPOTrainer.__init__)  # type: ignore[misc]
+    @functools.wraps(trl.GRPOTrainer.__init__)
     def __init__(self, *positional: Any, **keywords: Any) -> None:
-        super().__init__(*positional, **keywords)
+        given = self._begin(positional, keywords)
+        config = given.get("args")
+        if not self._replaces("rewards"):
+            check_rewards(
+                given.get("reward_funcs"),
+                None if getattr(config, "remove_unused_columns", False) else given.get("train_dataset"),
+                has_environments=given.get("environment_factory") is not None,
+                columns_are_added=given.get("rollout_func") is not None or self._replaces("rollouts"),
+            )
+        if config is not None:
+            own = {"own_loss": self._replaces("loss"), "own_advantages": self._replaces("batches")}
+            check_grpo_arguments(config, **own)
+        self._buffer = seam.Buffer(self)
+        self._scoring = GRPOScoring(self, self.ranks, self.scorer, self._buffer)
+        self._generation = GRPOGeneration(self, self.ranks, self._scoring, self._buffer)
+        self._checkpoint_parts.append(self._generation.save)
+        with self._seam(config):
+            super().__init__(*positional, **keywords)
+        if self._offloads and self.accelerator.device.type == "cpu":
+            raise ValueError(
+                "`activation_offloading=True` keeps activations in host memory, and here the model is there: there is "
+                "no accelerator. Leave it off."
+            )
+        self._ready(keywords.get("callbacks"))
+        self._make_plan()  # a wrong argument is an error here, not at the first step
+        if self.ranks.tensor_parallel is not None:
+            set_seed(self.args.seed + self.ranks.tensor_parallel.copy)  # TRL's seed is another one on each rank
+        self._check_data()
 
+    def _check_data(self) -> None:
+        rolled_out = self.rollout_func is not None or self._replaces("generation")
+        if not rolled_out:  # else they may be as long as they like
+            check_completion_length(self.args, self.model)
+        if self._replaces("batches") or self.environment_factories is not None:
+            return
+        renders = rolled_out or self._replaces("rendering") or self.processing_class.chat_template is not None
+        evaluated = None if self.args.eval_strategy == "no" else self.eval_dataset
+        for name, dataset in named_datasets(self.train_dataset, evaluated):
+            check_prompts(dataset, name, has_template=renders)
+            if isinstance(dataset, Dataset) and len(dataset) == 0:
+                logger.warning("`%s` has no rows: nothing will be evaluated on it.", name)
+
+    @property
     def _has_reference(self) -> bool:
         return bool(self.args.beta != 0)
 
-    def _entropy_requires_grad(self) -> bool:
+    @property
+    def _entropy_has_gradient(self) -> bool:
         # The entropy bonus alone: the quantile of top entropies only compares them
         return bool(self._entropy_bonus_enabled)
+
+    @property
+    def _offloads(self) -> bool:
+        return bool(getattr(self.args, "activation_offloading", False))
+
+    def _on_accelerator(self) -> None:
+        """Ranks of a group get the same prompts: the sizes of what is generated are those of the groups."""
+        ranks, args = self.ranks, self.args
+        if ranks.sequence is not None:
+            name = next((x for x in ("use_vllm", "use_transformers_continuous_batching") if getattr(args, x, False)), None)
+            if name is not None:
+                kind = ranks.sequence.kind
+                raise ValueError(
+                    f"`{kind}_size={ranks.sequence.size}` cannot be had here: the ranks of a group would be given "
+                    f"other completions. Set `{name}=False`."
+                )
+            count_generation_batch(args, ranks.sequence.ranks, f"`{ranks.sequence.kind}_size={ranks.sequence.size}`")
+        if ranks.tensor_parallel is not None:
+            _refuse_other_samplers(args)
+            count_generation_batch(args, ranks.tensor_parallel, "tensor parallelism")
+
+    def _make_plan(self) -> GRPOPlan:
+        args = self.args
+        options = args if isinstance(args, GRPOPassArguments) else GRPOPassArguments()
+        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        return plan_grpo(
+            GRPOFacts(
+                per_device_batch_size=args.per_device_train_batch_size,
+                processes=self.accelerator.num_processes,
+                gradient_accumulation_steps=args.gradient_accumulation_steps,
+                steps_per_generation=args.steps_per_generation,
+                num_iterations=self.num_iterations,
+                beta=self.beta,
+                own_reference=None if self.own_reference is None else self.own_reference.words(),
+                epoch_is_known=hasattr(self.train_dataset, "__len__"),
+                num_generations=self.num_generations,
+                loss_type=self.loss_type,
+                normalized_over_batch=self.scale_rewards == "batch"
+                or self.multi_objective_aggregation == "normalize_then_sum",
+                has_own_loss=seam.has_own_loss(self),
+                own_step=seam.own_step(self),
+                of_sequences=self.importance_sampling_level == "sequence",
+                kl_times_ratio=args.use_bias_correction_kl,
+                has_images=bool(self._is_vlm),
+                has_entropy_bonus=self._entropy_has_gradient,
+                has_router_loss=self.aux_loss_enabled,
+                top_entropy_quantile=self.top_entropy_quantile,
+                active_dropout=has_dropout(self.model),
+                sampler_ratio=RatioRule(
+                    self.vllm_importance_sampling_mode,
+                    self.vllm_importance_sampling_clip_min,
+                    self.vllm_importance_sampling_clip_max,
+                )
+                if corrected
+                else None,
+                sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
+                truncated_sampling=_truncated_sampling(args),
+                max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
+                shares_prompts=self._packing_plan().share_in_training,
+                optimizer=OptimizerNames(args.optim).value,
+                keep_groups_together=options.keep_groups_together,
+                max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
+                force_on_policy_ratio=options.force_on_policy_ratio,
+                trust_sampling_log_probs=options.trust_sampling_log_probs,
+                zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
+            )
+        )
+
+    # Trained: the run
+
+    def _before_training(self) -> None:
+        if not self._replaces("sampler"):
+            check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
+        # Left by an earlier training that ended before it scored them: their weights are gone
+        unscored = any("old_per_token_logps" not in inputs for inputs in self._buffer.to_come())
+        if unscored and not self._make_plan().trust_sampler:
+            self._buffer.drop()
+
+    def resumed(self, state: Any) -> None:
+        if self._resumes_from is not None:
+            self._generation.resume(self._resumes_from)
+
+    def flush(self) -> None:
+        """GRPO keeps no reference log-probs."""
+
+    def release(self) -> None:
+        """Nor lets go of its reference."""
+
+    def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
+        self._buffer.sampler = super()._get_train_sampler(*positional, **keywords)
+        return self._buffer.sampler
+
+    def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
+        """Transformers' own; called when an accumulation window begins."""
+        self._buffer.window_begins()
+        return super().get_batch_samples(*positional, **keywords)
+
+    # Trained: a micro-batch
+
+    def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
+        on_host = activations_on_host(self.model, self.accelerator.device) if self._offloads else nullcontext()
+        with self._scoring.training_step(), on_host:
+            return super().training_step(*positional, **keywords)
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        with seam.shuffled_then(self._shuffled):
+            inputs = super()._prepare_inputs(generation_batch)
+        self._scoring.before_visit()
+        return inputs
+
+    def _shuffled(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return self._generation.rearranged(batch)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        return self._generation.of_batch(inputs)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """TRL's own loss, on the log-probs of the passes that the plan has."""
+        self.ranks.check_same(inputs["completion_ids"])
+        trl_loss = super().compute_loss
+        loss, visit = self._scoring.of_micro_batch(
+            model, inputs, num_items_in_batch, lambda given: trl_loss(model, given, return_outputs, num_items_in_batch)
+        )
+        self.non_finite.watch(loss, lambda: visit.not_finite(inputs), lambda row: prompt_of(inputs, row))
+        return loss
+
+
+def _truncated_sampling(args: Any) -> tuple[str, ...]:
+    """The arguments that cut the distribution from which completions are drawn."""
+    whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    # TRL's `generation_kwargs` override its own arguments
+    given = {name: (args.generation_kwargs or {}).get(name, getattr(args, name)) or whole[name] for name in whole}
+    cuts = {"top_p": given["top_p"] < 1.0, "top_k": given["top_k"] > 0, "min_p": given["min_p"] > 0.0}
+    return tuple(f"{name}={given[name]}" for name, is_cut in cuts.items() if is_cut)
+
+
+def count_generation_batch(args: Any, ranks: TensorParallel, asked: str) -> None:
+    """Have GRPO's `args` count the groups that `asked` for: TRL's config takes every rank for one with its own prompts.
+
+    Raises:
+        `ValueError`: the completions of a prompt do not fit into a generation batch.
+    """
+    args.generation_batch_size = args.per_device_train_batch_size * ranks.copies * args.steps_per_generation
+    sizes = [("train", args.generation_batch_size, args.num_generations)]
+    if args.eval_strategy != "no":
+        evaluated = args.per_device_eval_batch_size * ranks.copies
+        sizes.append(("eval", evaluated, args.num_generations_eval or args.num_generations))
+    for mode, rows, generations in sizes:
+        if rows % generations:
+            raise ValueError(
+                f"With {asked} each {ranks.size} ranks form a group and get the same prompts. A generation batch has "
+                f"{rows} rows then (`per_device_{mode}_batch_size` on {ranks.copies} groups), and must be a multiple "
+                f"of `num_generations`, which is {generations}. Multiply `per_device_{mode}_batch_size` by "
+                f"{ranks.size} to have as many rows as the config asks for."
+            )
+
+
+def _refuse_other_samplers(args: Any) -> None:
+    name = next((x for x in ("use_vllm", "use_transformers_continuous_batching") if getattr(args, x, False)), None)
+    if name == "use_vllm":
+        raise ValueError(
+            "`use_vllm=True` under tensor parallelism: TRL would load into vLLM the part of a weight that a rank holds "
+            "for the whole. Set `use_vllm=False`, or train with FSDP2 or DeepSpeed in the place of tensor parallelism."
+        )
+    if name is not None:
+        raise ValueError(
+            f"`{name}=True` under tensor parallelism: the ranks that hold one model would schedule and sample apart. "
+            f"Set `{name}=False`."
+        )

@@ -1,0 +1,182 @@
+"""What of TRL's `DPOTrainer` is not public, as functions of a trainer."""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import pyarrow.compute as pc
+import torch
+import trl
+from datasets import Dataset
+from trl.models import prepare_deepspeed
+from trl.trainer.utils import disable_dropout_in_model
+
+from .dpo import _PAIR_COLUMNS, Recorded, _AsIfAlone
+from .head import FusedCausalLMOutput
+from .reference import Loaded
+from .seam import module_of, replaced
+
+__all__ = ["Recorded"]
+
+
+class DPOInternals(Protocol):
+    """The attributes of TRL's trainer that are read or exchanged here, and nowhere else."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    ref_model: Any
+    loss_types: list[str]
+    loss_weights: list[float]
+    precompute_ref_logps: bool
+    aux_loss_enabled: bool
+    _metrics: dict[str, dict[str, list[float]]]
+    _total_train_tokens: int
+    _precompute_engine: Any
+
+
+def trl_loss(
+    trainer: DPOInternals, model: Any, batch: dict[str, Any], return_outputs: bool = False, but: Collection[str] = ()
+) -> Any:
+    """TRL's own loss from its loss types without those in `but`: 0.0 where none is left."""
+    kept = [x for x in zip(trainer.loss_types, trainer.loss_weights, strict=True) if x[0] not in but]
+    with replaced(trainer, loss_types=[x for x, _ in kept], loss_weights=[x for _, x in kept]):
+        return trl.DPOTrainer._compute_loss(trainer, model, batch, return_outputs)
+
+
+def trl_loss_again(
+    trainer: DPOInternals, outputs: Any, batch: dict[str, Any], but: Collection[str], sums: Any = None
+) -> Any:
+    """The loss from outputs that are there already, with no metric logged; with `sums` in the reference's place."""
+    given: dict[str, Any] = {}
+    if sums is not None:
+        batch = {**batch, "ref_chosen_logps": sums[0], "ref_rejected_logps": sums[1]}
+        given = {"precompute_ref_logps": True, "aux_loss_enabled": False}
+    with replaced(trainer, **given), metrics_of_this_rank(trainer):
+        return trl_loss(trainer, lambda **_: outputs, batch, False, but)
+
+
+def policy_sums(trainer: DPOInternals, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, rejected = trl.DPOTrainer.compute_ref_log_probs(trainer, lambda **_: outputs, batch)
+    return chosen.detach(), rejected.detach()
+
+
+def reference_sums(trainer: DPOInternals, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    if trainer.precompute_ref_logps:
+        return batch["ref_chosen_logps"], batch["ref_rejected_logps"]
+    return trl.DPOTrainer.compute_ref_log_probs(trainer, trainer.ref_model, batch)
+
+
+@contextmanager
+def metrics_of_this_rank(trainer: DPOInternals) -> Iterator[dict[str, list[float]]]:
+    """Within, TRL logs this rank's rows alone, into the dict that this gives."""
+    found: dict[str, list[float]] = defaultdict(list)
+    alone = _AsIfAlone(trainer.accelerator)
+    with replaced(
+        trainer, _metrics=dict.fromkeys(trainer._metrics, found), accelerator=alone, _total_train_tokens=0
+    ):
+        yield found
+
+
+def log_metrics(trainer: DPOInternals, values: dict[str, float]) -> None:
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name, value in values.items():
+        metrics[name].append(value)
+
+
+def log_tokens(trainer: DPOInternals, count: int) -> None:
+    trainer._total_train_tokens += count
+    trainer._metrics["train" if trainer.model.training else "eval"]["num_tokens"] = [trainer._total_train_tokens]
+
+
+def drop_metrics(trainer: DPOInternals, prefix: str) -> None:
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name in [name for name in metrics if name.startswith(prefix)]:
+        del metrics[name]
+
+
+def pairs_not_repeated(trainer: DPOInternals, every: int) -> int:
+    """How many of this rank's pairs no rank has had before, at the end of a data set."""
+    can_again = trainer.precompute_ref_logps or not (
+        trainer.ref_model is None or isinstance(trainer.ref_model, torch.nn.Module)
+    )
+    state = trainer.accelerator.gradient_state
+    last = state.end_of_dataloader and (state.sync_gradients or not trainer.model.training)
+    if not (can_again and last and state.remainder > 0 and trainer.accelerator.even_batches):
+        return every
+    return min(max(state.remainder - trainer.accelerator.process_index * every, 0), every)
+
+
+def loss_of_first_pairs(
+    trainer: DPOInternals, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
+) -> Any:
+    every = len(batch["completion_mask"]) // 2
+    rows = torch.arange(2 * every, device=batch["completion_mask"].device)
+    rows = rows[rows % every < pairs]
+
+    def of(scored: Any) -> Any:
+        return FusedCausalLMOutput(
+            **{name: x[rows.to(x.device)].detach() if x.dim() > 1 else x for name, x in scored.items()}
+        )
+
+    batch = {name: x[:pairs] if name in _PAIR_COLUMNS else x for name, x in batch.items()}
+    batch |= {name: batch[name][rows] for name in ("input_ids", "attention_mask", "completion_mask")}
+    given: dict[str, Any] = {}
+    if not trainer.precompute_ref_logps:
+        found = of(trainer.ref_model())
+        given["ref_model"] = lambda **_: found
+    with replaced(trainer, **given), torch.no_grad():
+        return loss(lambda **_: of(outputs), batch)
+
+
+@contextmanager
+def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> Iterator[None]:
+    """Within, TRL's loss reads these `(2B, S - 1)` log-probs, or, for None, the sums in the batch's columns."""
+    answer = FusedCausalLMOutput(log_probs=log_probs)
+    with replaced(trainer, ref_model=lambda **_: answer, precompute_ref_logps=log_probs is None):
+        yield
+
+
+def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
+    with trainer.accelerator.autocast():
+        scored = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))
+    return scored.log_probs[:, -(labels.shape[1] - 1) :]
+
+
+def policy_before_training(trainer: Any) -> Any:
+    if not trainer.is_deepspeed_enabled:
+        return trainer.model
+    if trainer._precompute_engine is None:
+        trainer._precompute_engine = prepare_deepspeed(trainer.model, trainer.accelerator)
+    return trainer._precompute_engine
+
+
+def made_as_reference(trainer: DPOInternals, load: Callable[[], Any]) -> Any:
+    model = load()
+    if trainer.args.disable_dropout:
+        disable_dropout_in_model(model)
+    return model
+
+
+def recorded_loads(loaded: list[Loaded]) -> dict[str, Any]:
+    """What stands in TRL's module while its `__init__` runs, so that the reference can be loaded again later."""
+    original = module_of(trl.DPOTrainer).create_model_from_path
+
+    def create(*positional: Any, **keywords: Any) -> Any:
+        model = original(*positional, **keywords)
+        loaded.append(Loaded(model, lambda: original(*positional, **keywords)))
+        return model
+
+    return {"create_model_from_path": create, "hash_module": lambda _: None}
+
+
+def largest_token_ids(dataset: Any, rows: int) -> Iterator[int | None]:
+    if not isinstance(dataset, Dataset):
+        return
+    columns = [x for x in ("prompt_ids", "chosen_ids", "rejected_ids") if x in dataset.column_names]
+    if columns:
+        first = dataset.select_columns(columns).with_format("arrow")[:rows]
+        yield from (pc.max(pc.list_flatten(first[column])).as_py() for column in columns)

@@ -1,0 +1,204 @@
+"""What of TRL's `GRPOTrainer` is not public, as functions of a trainer."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from transformers.trainer_utils import has_length
+
+from .rewards import noting_nan
+from .seam import module_of, replaced
+
+PASS = "_get_per_token_logps_and_entropies"
+_VISION_INPUTS = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+
+
+def has_images(batch: dict[str, Any]) -> bool:
+    return any(name in batch for name in _VISION_INPUTS)
+
+
+def mode(trainer: Any) -> str:
+    return "train" if trainer.model.training else "eval"
+
+
+def mode_metrics(trainer: Any) -> dict[str, list[float]]:
+    return trainer._metrics[mode(trainer)]
+
+
+@contextmanager
+def metrics_set_aside(trainer: Any) -> Iterator[None]:
+    with replaced(trainer, _metrics={name: defaultdict(list) for name in trainer._metrics}):
+        yield
+
+
+@contextmanager
+def answered_by(trainer: Any, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]) -> Iterator[None]:
+    """Within, TRL's pass of `model` over `batch` is `answer`: log-probs, entropies and router loss. Others run."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    unanswered = getattr(trainer, PASS)
+
+    def answered(called: Any, input_ids: torch.Tensor, *positional: Any, **options: Any) -> Any:
+        if called is model and torch.equal(input_ids, ids):
+            return answer
+        return unanswered(called, input_ids, *positional, **options)
+
+    with replaced(trainer, **{PASS: answered}):
+        yield
+
+
+def completion_log_probs(trainer: Any, model: Any, batch: dict[str, Any], **options: Any) -> tuple[Any, Any, Any]:
+    """TRL's own pass, or a subclass's, over the rows of `batch`."""
+    return getattr(trainer, PASS)(
+        model,
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+        batch["completion_ids"].size(1),
+        **options,
+        **{name: batch[name] for name in _VISION_INPUTS if name in batch},
+    )
+
+
+def has_own_loss(trainer: Any) -> bool:
+    return "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss
+
+
+def own_step(trainer: Any) -> str | None:
+    ours = next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
+    for name in ("training_step", "_prepare_inputs", "compute_loss"):
+        if name in vars(trainer) or getattr(type(trainer), name) is not getattr(ours, name):
+            return name
+    return None
+
+
+class Generation:
+    """One call of TRL's generation, with its log-prob passes deferred; `rewards` are what it was rewarded with."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.rewards: Any = None
+        self.gave_nan_at: set[int] = set()
+
+    def draw(self, inputs: Any) -> dict[str, Any]:
+        trainer = self.trainer
+        generate, calculate, one_turn = trainer._generate, trainer._calculate_rewards, trainer._generate_single_turn
+        real_pass, agreed = getattr(trainer, PASS), trainer.ranks.agreed
+
+        def recorded(*positional: Any, **keywords: Any) -> torch.Tensor:
+            with replaced(trainer, **{PASS: real_pass}), self._nan_noted(calculate):
+                self.rewards = calculate(*positional, **keywords)
+            return self.rewards
+
+        def generated(*positional: Any, **keywords: Any) -> Any:
+            with replaced(trainer, **{PASS: real_pass}, _generate_single_turn=turn):
+                return agreed(generate(*positional, **keywords))
+
+        def turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
+            return agreed(one_turn(agreed(prompt_ids), *positional, **keywords))
+
+        deferred = {
+            PASS: lambda *_, **__: (None, None, None),
+            "_generate": generated,
+            "_calculate_rewards": recorded,
+            "vllm_importance_sampling_correction": False,
+        }
+        with replaced(module_of(trl.GRPOTrainer), use_adapter=lambda *_, **__: nullcontext()), replaced(trainer, **deferred):
+            return trl.GRPOTrainer._generate_and_score_completions(trainer, inputs)
+
+    @contextmanager
+    def _nan_noted(self, calculate: Any) -> Iterator[None]:
+        trainer, self.gave_nan_at = self.trainer, set()
+        is_trls = getattr(calculate, "__func__", None) is trl.GRPOTrainer._calculate_rewards
+        noted = {}
+        if is_trls and mode(trainer) == "train" and trainer.state.global_step == 0:
+            noted["reward_funcs"] = [noting_nan(reward, self.gave_nan_at) for reward in trainer.reward_funcs]
+        with replaced(trainer, **noted):
+            yield
+
+    def gave_nan(self) -> torch.Tensor:
+        """The completions of the batch, `(B,)` over all ranks, to which a reward gave NaN itself."""
+        accelerator, device = self.trainer.accelerator, self.rewards.device
+        of_rank = torch.zeros(len(self.rewards) // accelerator.num_processes, dtype=torch.bool, device=device)
+        of_rank[torch.tensor(sorted(self.gave_nan_at), dtype=torch.long, device=device)] = True
+        are_models = [isinstance(reward, torch.nn.Module) for reward in self.trainer.reward_funcs]
+        return accelerator.gather(of_rank) | self.rewards[:, are_models].isnan().any(dim=1)
+
+
+class Buffer:
+    """TRL's generation buffer: its slices, and where in it training stands."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.window_began = 0
+        self.sampler: Any = None
+
+    def window_begins(self) -> None:
+        self.window_began = self.trainer._step
+
+    @property
+    def micro_batches_of_an_epoch(self) -> int | None:
+        loader = self.trainer.callback_handler.train_dataloader
+        return len(loader) if has_length(loader) else None
+
+    def to_come(self) -> list[dict[str, Any]]:
+        """The slices from that of the present micro-batch to the last before generation (see `GRPOInternals`)."""
+        trainer, buffer = self.trainer, self.trainer._buffered_inputs
+        if buffer is None:
+            return []
+        every = len(buffer) * trainer.num_iterations
+        visits = min(every - trainer._step % every, len(buffer) + 1)
+        return [buffer[(trainer._step + visit) % len(buffer)] for visit in range(visits)]
+
+    def present(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
+        to_come = self.to_come()
+        for present in to_come[:1]:
+            is_it = inputs.get("completion_ids") is present["completion_ids"]
+            return present if is_it and any(x is present for x in to_come[1:]) else None
+        return None
+
+    def drop(self) -> None:
+        self.trainer._buffered_inputs = None
+
+    @property
+    def trained(self) -> int:
+        return int(self.trainer._step)
+
+    @property
+    def in_mid_cycle(self) -> bool:
+        return self.trained % (self.trainer.args.steps_per_generation * self.trainer.num_iterations) != 0
+
+    def mid_cycle_slices(self) -> list[dict[str, Any]] | None:
+        return self.trainer._buffered_inputs if self.in_mid_cycle else None
+
+    def continue_at(self, micro_batch: int, slices: list[dict[str, Any]] | None) -> None:
+        self.trainer._step, self.trainer._buffered_inputs = micro_batch, slices
+        self.trainer._last_loaded_step = -1
+
+    def draw_orders_of(self, epochs: int) -> None:
+        if self.sampler is not None:
+            for _ in range(epochs):
+                next(iter(self.sampler), None)
+
+    def training_rows(self) -> Any:
+        dataset = self.trainer.train_dataset
+        return self.trainer._remove_unused_columns(dataset, description="training") if isinstance(dataset, Dataset) else dataset
+
+    def padding(self) -> dict[str, float]:
+        pad = self.trainer._tokenizer.pad_token_id
+        return {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1}
+
+
+def shuffled_then(rearrange: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    module = module_of(trl.GRPOTrainer)
+    shuffle = module.shuffle_sequence_dict
+    return replaced(module, shuffle_sequence_dict=lambda batch: rearrange(shuffle(batch)))
+
+
+def gathered_by(accelerator: Any) -> Any:
+    return replaced(module_of(trl.GRPOTrainer), gather=accelerator.gather, gather_object=accelerator.gather_object)

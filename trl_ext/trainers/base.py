@@ -1,0 +1,483 @@
+"""What `DPOTrainer` and `GRPOTrainer` override of TRL's and transformers' trainers alike, in the order in which it runs.
+
+Nothing is decided here: each method calls a part of the trainer, a plain object that is named in `_begin`.
+"""
+
+import dataclasses
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+import trl
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+from peft import PeftModel
+from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
+from transformers import PreTrainedTokenizerBase, ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..callbacks import ThroughputProgress
+from ..checkpoints import begin, discard, finish, half_written
+from ..compat import unrecorded_pass
+from ..compat.data import REPLACEABLE
+from ..compat.seam import module_of, replaced
+from ..dropout import has_dropout
+from ..engines.asked import asked
+from ..engines.fallback import fallback
+from ..engines.quantized import keep_differentiable
+from ..engines.ranks import Ranks
+from ..engines.roll_call import roll_call
+from ..engines.running import running
+from ..engines.split_lora import check_adapter, draw_adapters
+from ..engines.tensor_parallel import TensorParallel
+from ..passes import Decision, Fed, PackingFacts, PackingPlan, Plan, Skipped, check_packing_options, plan_packing
+from ..reference import host_reference, ReferenceWeights, load_moved, save_moved, trained_beside
+from ..reference.adapter_choice import AdapterChoice
+from ..scoring import check_token_ids, missing_rows, watch_token_ids
+from ..scoring.scorer import Scorer
+from .adapter_arguments import AdapterArguments
+from .callbacks import Lifecycle, MovesReference
+from .head_arguments import HeadArguments
+from .non_finite import NonFiniteLoss
+from .packing_arguments import PackingArguments
+from .resuming import found_checkpoint, spelt
+from .hosting import refuse_what_cannot_be_hosted
+from .reference_arguments import ReferenceArguments
+from .card import section
+from .validation import check_given
+
+logger = logging.getLogger("trl_ext")
+
+
+class _NoAdapter:
+    """No head is an instance of it: in the place of `BaseTunerLayer`, so that an adapter on the head is taken."""
+
+
+if TYPE_CHECKING:
+    Base = transformers.Trainer
+else:
+    Base = object
+
+
+class ExactTrainer(Base):
+    """Mixed in before a TRL trainer."""
+
+    _trl_trainer: type
+    _has_reference: bool = True
+    _entropy_has_gradient = False
+    _plan: Plan | None = None
+    _resumes_from: Path | None = None
+    _pushes_put_off: list[Callable[[], None]] | None = None
+    _own_reference: Any = None
+
+    # 1. Built
+
+    def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+        """Before TRL's `__init__`: the arguments are checked, and the parts that need nothing else are made."""
+        if "tokenizer" in keywords:
+            name = type(self).__name__
+            raise TypeError(f"`tokenizer` of `{name}` is called `processing_class`, as in TRL. Rename it.")
+        given = inspect.signature(self._trl_trainer.__init__).bind(self, *positional, **keywords).arguments
+        config = given.get("args")
+        check_given(type(self).__name__, given, config, self._config_class)
+        self.head_arguments, self.packing_arguments = HeadArguments.of(config), PackingArguments.of(config)
+        self.skipped, self.fed = Skipped(), Fed()
+        self.ranks = Ranks()
+        self.scorer = Scorer(self.head_arguments, self.packing_arguments)
+        self.non_finite = NonFiniteLoss(self, self.ranks)
+        policy, ref_model = given["model"], given.get("ref_model")
+        self.adapters = AdapterChoice(policy, given.get("peft_config"), AdapterArguments.of(config), ref_model, config)
+        self._checkpoint_parts: list[Callable[[Path], None]] = []
+        self._synced_apart = False
+        return given
+
+    @contextmanager
+    def _seam(self, config: Any, **others: Any) -> Iterator[None]:
+        """Within, TRL's `__init__` builds the trainer with our head, our adapters and our padding."""
+        module = module_of(self._trl_trainer)
+        made = partial(_make_adapter, module.get_peft_model)
+        names = {"add_fused_lm_head": self.attach_model, "get_peft_model": made, **others}
+        if not (getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False)):
+            names["BaseTunerLayer"] = _NoAdapter
+        if not self.adapters.trl_may_copy:
+            names["is_peft_model"] = _not_the_first_time(module)
+        hidden = {"padding_free": False} if getattr(config, "padding_free", None) else {}
+        try:
+            with replaced(module, **names), replaced(config, **hidden) if hidden else nullcontext():
+                yield
+        finally:
+            if self._synced_apart:
+                config.sync_ref_model = True
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Transformers' own, called first of all when the trainer is built."""
+        self._asked = asked(os.environ, self.args)
+        super().create_accelerator_and_postprocess()
+        joined = self.ranks.join(self.accelerator, self.model)
+        if joined is not self.accelerator:
+            self.accelerator = joined
+            by_objects = self.args.eval_use_gather_object
+            self.gather_function = partial(joined.gather_for_metrics, use_gather_object=by_objects)
+        self.check_engine()
+        self._on_accelerator()
+
+    def _on_accelerator(self) -> None:
+        """Called once ranks are known."""
+
+    def check_engine(self, wrapped: Any = None) -> None:
+        reason = fallback(self._asked, running(self.accelerator, self.model, wrapped))
+        if reason is not None:
+            raise ValueError(reason)
+
+    def attach_model(self, model: Any, **options: Any) -> None:
+        """Stands for TRL's `add_fused_lm_head`: weights are whole here for the last time."""
+        self.scorer.attach(model, entropy_requires_grad=self._entropy_has_gradient, **options)
+        is_policy = len(self.scorer.forwards) == 1
+        self._host(model)
+        if is_policy and isinstance(self.model, PeftModel):
+            keep_differentiable(self.model)
+            if self.ref_model is None and self._has_reference:
+                moves = bool(self.args.sync_ref_model)
+                self._own_reference = own = self.adapters.reference(self.model, moves)
+                if moves:  # TRL takes the reference for none that could be moved
+                    self.args.sync_ref_model, self._synced_apart = False, True
+                self._refuse_what_cannot_be_copied(own)
+
+    def _host(self, model: Any) -> None:
+        args = self.args
+        if not isinstance(args, ReferenceArguments) or args.reference_device is None:
+            return
+        if model is not self.ref_model:
+            refuse_what_cannot_be_hosted(self, self.ranks)
+            return
+        shared = ReferenceWeights(model).shares_with(self.model, trained=False)
+        if shared:
+            raise ValueError(
+                "`reference_device='cpu'` moves the reference's weights to the host, and the policy is in the same "
+                f"memory (`{shared}`). Leave it unset, or load a reference model of its own."
+            )
+        host_reference(model, self.accelerator.device)
+
+    def _refuse_what_cannot_be_copied(self, own: Any) -> None:
+        plugin = self.accelerator.state.deepspeed_plugin
+        if own.copies and plugin is not None and plugin.zero_stage == 3:
+            raise ValueError(
+                f"The reference needs a copy of `{own.copies[0]}`, which is trained and would be partitioned by "
+                "ZeRO-3. Use another engine (ZeRO-2, FSDP2); or train a fresh adapter (`peft_config`) or one that is "
+                'called "default", without a `bias`, and with `sync_ref_model=False`.'
+            )
+        if own.moves and self.ranks.tensor_parallel is not None:
+            raise ValueError(
+                "`sync_ref_model=True` with an adapter does not go with tensor parallelism, where each rank has a part "
+                "of the reference only. Set it to False, or use another engine."
+            )
+
+    def _ready(self, callbacks: Any) -> None:
+        """After TRL's `__init__`: what can be checked now, and the callbacks."""
+        self.scorer.check(self.accelerator.device, _why_padded(self))
+        check_packing_options(self._packing_facts())
+        self.padding_free = self._packing_plan().padding_free
+        self.scorer.split_over(self.ranks, self.accelerator.unwrap_model(self.model).config.get_text_config())
+        self.non_finite.check_options()
+        if hasattr(self, "_tp_size") and self.ranks.tensor_parallel is not None:
+            self._tp_size = 1
+        if self._own_reference is not None and self._own_reference.moves:
+            self.add_callback(MovesReference(self._own_reference))
+        self.add_callback(Lifecycle(self))
+        bars = self.callback_handler.callbacks
+        bars[:] = [ThroughputProgress() if type(x) is ProgressCallback and x not in (callbacks or ()) else x for x in bars]
+        tokens = len(self._tokenizer)
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                watch_token_ids(model, tokens)
+
+    # 2. What runs, and why
+
+    @property
+    def scoring_forwards(self) -> list[Any]:
+        return self.scorer.forwards
+
+    @property
+    def own_reference(self) -> Any:
+        return self._own_reference
+
+    def _replaces(self, part: str) -> bool:
+        ours = next(cls for cls in type(self).__mro__ if "_trl_trainer" in vars(cls))
+        return any(x in vars(self) or getattr(type(self), x) is not getattr(ours, x) for x in REPLACEABLE[part])
+
+    def _packing_facts(self) -> PackingFacts:
+        packing = self.scorer.policy.packing
+        return PackingFacts(
+            padding_free=self.packing_arguments.padding_free,
+            share_prompts=self.packing_arguments.share_prompts,
+            unsupported=packing.why_padded,
+            unshared=packing.why_unshared,
+            active_dropout=has_dropout(self.model),
+        )
+
+    def _packing_plan(self) -> PackingPlan:
+        return plan_packing(self._packing_facts())
+
+    def _make_plan(self) -> Plan:
+        raise NotImplementedError
+
+    @property
+    def plan(self) -> Any:
+        """What was decided: when training started, else when it was first asked for."""
+        if self._plan is None:
+            self._plan = self._make_plan()
+        return self._plan
+
+    def explain(self) -> Plan:
+        """Which engine runs; which log-prob passes run, are reused or are skipped, which tokens are fed; and why."""
+        plan, packing = self._plan or self._make_plan(), self._packing_plan()
+        by = [wish.by for wish in self._asked.wishes]
+        if not by and self._asked.processes_by is not None:
+            by = [self._asked.processes_by]
+        by_words = f", asked for by {' and '.join(by)}" if by else ""
+        engine = Decision("engine", "run", f"{running(self.accelerator, self.model)}{by_words}.")
+        alone = self.accelerator.state.num_processes == 1
+        head = Decision("head", "run", self.scorer.words(self.accelerator.device, alone))
+        decisions = (engine, *plan.decisions, packing.decision, head)
+        return dataclasses.replace(plan, decisions=decisions, warnings=(*plan.warnings, *packing.warnings, *self._unsaved()))
+
+    def _unsaved(self) -> list[str]:
+        beside = trained_beside(self.model) if isinstance(self.model, PeftModel) else []
+        more = f" and {len(beside) - 1} more" if beside[1:] else ""
+        return [
+            f"`{name}`{more} is trained and is in no adapter: PEFT saves adapters only, so neither a checkpoint nor "
+            "`save_model` has it. Name its module in `modules_to_save`, or freeze it."
+            for name in beside[:1]
+        ]
+
+    @contextmanager
+    def reference_pass(self) -> Iterator[None]:
+        own = self._own_reference
+        with unrecorded_pass(self), nullcontext() if own is None else own.entered():
+            yield
+
+    # 3. Trained
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **keywords: Any) -> Any:
+        """TRL's own, after the plan was made and logged."""
+        self._before_training()
+        if not any(param.requires_grad for param in self.model.parameters()):
+            hint = "Let parameters of it be trained (`requires_grad`)."
+            if isinstance(self.model, PeftModel):
+                hint = (
+                    f'The adapter "{self.model.active_adapter}" was loaded for inference: load it with '
+                    "`is_trainable=True`, or name it in `policy_adapter_name`."
+                )
+            raise ValueError(f"Nothing of the model is trained: no parameter has `requires_grad`. {hint}")
+        if self._own_reference is not None:
+            self._own_reference.keep_what_is_trained()
+            self._refuse_what_cannot_be_copied(self._own_reference)
+        self._plan = self._make_plan()
+        if self.accelerator.is_main_process:
+            plan = self.explain()
+            _show(f"{type(self).__name__}: what runs, and why\n{plan}")
+            for warning in plan.warnings:
+                logger.warning(warning)
+        with roll_call():
+            asked_for = spelt(resume_from_checkpoint)
+            if asked_for:
+                asked_for = self._complete_checkpoint(asked_for)
+            self._resumes_from = Path(asked_for) if asked_for else None
+            return super().train(asked_for, *positional, **keywords)
+
+    def _before_training(self) -> None:
+        """Called first by `train`."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """TRL's own, with `skipped/*`, `tokens_fed/*` and `head/*`: totals since the last log, of all ranks."""
+        mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")
+        totals = self.skipped.take(mode) | self.fed.take(mode)
+        logs.update({f"{prefix}{name}": value for name, value in totals.items()})
+        super().log(logs, start_time)
+
+    # 4. Saved and resumed
+
+    def _complete_checkpoint(self, asked_for: str | bool) -> str:
+        found: list[str | None] = [None, None]
+        if self.accelerator.is_main_process:
+            found = list(found_checkpoint(asked_for, Path(self.args.output_dir)))
+        broadcast_object_list(found, from_process=0)
+        path, problem = found
+        if path is None:
+            raise ValueError(problem)
+        if problem is not None and self.accelerator.is_main_process:
+            logger.warning(problem)
+        return path
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """TRL's own, in a folder that is marked until all of it is there; every rank writes as itself."""
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        writes, put_off = self.args.should_save, []
+        with self._as_every_rank():
+            if writes:
+                begin(folder)
+            self.accelerator.wait_for_everyone()
+            self._pushes_put_off = pushes = []
+            module = module_of(transformers.Trainer)
+            rotate = module.rotate_checkpoints
+            try:
+                with replaced(module, rotate_checkpoints=lambda *a, **k: put_off.append(partial(rotate, *a, **k))):
+                    super()._save_checkpoint(model, trial)
+            finally:
+                self._pushes_put_off = None
+            self._save_reference(folder)
+            for save in self._checkpoint_parts:
+                save(folder)
+            self.accelerator.wait_for_everyone()
+            if writes:
+                finish(folder)
+                if self.args.save_total_limit:
+                    for interrupted in half_written(folder.parent):
+                        discard(interrupted)
+            for step in (*pushes, *put_off):
+                step()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        push = super()._push_from_checkpoint
+        if self._pushes_put_off is None:
+            push(checkpoint_folder)
+        else:
+            self._pushes_put_off.append(lambda: push(checkpoint_folder))
+
+    def _save_reference(self, folder: Path) -> None:
+        """The reference, where training moves it: a copy of an adapter, or a model of its own."""
+        own, moved = self._own_reference, self.moved_reference()
+        if own is not None and self.ranks.tensor_parallel is None:
+            own.save(folder, writes=self.args.should_save)
+        if moved is not None and not self.args.save_only_model and not self.is_partitioned():
+            save_moved(moved, folder, writes=self.args.should_save)
+
+    def moved_reference(self) -> Any:
+        moves = any(isinstance(x, trl.SyncRefModelCallback) for x in self.callback_handler.callbacks)
+        return self.ref_model if moves else None
+
+    def is_partitioned(self) -> bool:
+        plugin = self.accelerator.state.deepspeed_plugin
+        return plugin is not None and plugin.zero_stage == 3
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with self._as_every_rank():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        several = isinstance(self.model, PeftModel) and len(self.model.peft_config) > 1
+        if several and self._policy_folder() is None and (Path(resume_from_checkpoint) / PEFT_CONFIG_NAME).exists():
+            self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+
+    def _load_best_model(self) -> None:
+        best, folder = self.state.best_model_checkpoint, self._policy_folder()
+        inner = best if folder is None else os.path.join(best, folder)
+        with self._as_every_rank(), replaced(self.state, best_model_checkpoint=inner if os.path.isdir(inner) else best):
+            super()._load_best_model()
+
+    def _policy_folder(self) -> str | None:
+        named = isinstance(self.model, PeftModel) and self.model.active_adapter != "default"
+        return str(self.model.active_adapter) if named else None
+
+    def _load_optimizer_and_scheduler(self, *positional: Any, **keywords: Any) -> None:
+        with self._as_every_rank():
+            super()._load_optimizer_and_scheduler(*positional, **keywords)
+
+    def save_model(self, *positional: Any, **keywords: Any) -> None:
+        with self._as_every_rank():
+            super().save_model(*positional, **keywords)
+
+    def _as_every_rank(self) -> Any:
+        """Within, each rank is a process: accelerate asks the accelerator who writes which file."""
+        every = self.ranks.every
+        return replaced(self, accelerator=every) if every is not self.accelerator else nullcontext()
+
+    def create_model_card(self, *positional: Any, **keywords: Any) -> None:
+        super().create_model_card(*positional, **keywords)
+        if self.is_world_process_zero():
+            section(Path(self.args.output_dir) / "README.md", self.args, self.explain())
+
+    # 5. Where the ranks of a sequence group get whole batches, transformers must not split them
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        if self.ranks.sequence is None:
+            return super()._prepare_context_parallel_inputs(model, inputs)
+        return nullcontext, inputs
+
+    def get_sp_size(self) -> int:
+        return 1 if self.ranks.sequence is not None else super().get_sp_size()
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return int(super().floating_point_ops(inputs)) // self.ranks.sequence_size
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        total = super().get_total_train_batch_size(args)
+        return total if self.ranks.sequence is None else total // self.accelerator.parallelism_config.sp_size
+
+    # Called by the callback
+
+    def resume_reference(self) -> None:
+        """Take the reference of the checkpoint; under DDP, whose parameters are those of the first rank, the first's."""
+        from accelerate.utils import broadcast
+
+        own, moved, folder = self._own_reference, self.moved_reference(), self._resumes_from
+        if own is not None:
+            if folder is not None and self.ranks.tensor_parallel is None:
+                own.load(folder)
+            if self.accelerator.num_processes > 1 and self.ranks.tensor_parallel is None and not self.is_fsdp_enabled:
+                own.same_on_all_ranks(broadcast)
+        if folder is None or moved is None:
+            return
+        if self.is_partitioned() or not load_moved(moved, folder):
+            logger.warning(
+                f"{folder} does not have the weights of the reference that `sync_ref_model` moves, as one of stock "
+                "TRL, of ZeRO-3 or with `save_only_model`: the reference begins again where it began, so training "
+                "goes on otherwise than it would have."
+            )
+
+
+def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywords: Any) -> Any:
+    ranks = TensorParallel.of(model)
+    if ranks is None:
+        return make(model, config, *positional, **keywords)
+    check_adapter(config, ranks)
+    made = make(model, config, *positional, **keywords)
+    draw_adapters(made, ranks)
+    return made
+
+
+def _not_the_first_time(module: Any) -> Callable[[Any], bool]:
+    original, asked_before = module.is_peft_model, []
+
+    def is_peft_model(model: Any) -> bool:
+        if not asked_before:
+            asked_before.append(True)
+            return False
+        return original(model)
+
+    return is_peft_model
+
+
+def _why_padded(trainer: Any) -> str | None:
+    for config in trainer.model.peft_config.values() if isinstance(trainer.model, PeftModel) else ():
+        if config.is_prompt_learning:
+            return "the adapter puts virtual tokens before each row"
+        if getattr(config, "alora_invocation_tokens", None):
+            return "the adapter looks for its invocation tokens in each row (`alora_invocation_tokens`)"
+    if trainer.args.neftune_noise_alpha is not None:
+        return "the noise of `neftune_noise_alpha` depends on the width of the batch"
+    if trainer.args.n_gpu > 1:
+        return "one process drives several GPUs; start one for each (`accelerate launch`)"
+    return None
+
+
+def _show(message: str) -> None:
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    logger.info(message)

@@ -1,0 +1,62 @@
+"""What the trainers do at transformers' events: one callback, whose methods read in the order that matters."""
+
+from typing import Any
+
+import trl
+from transformers import TrainerCallback
+
+from ..engines.partial_gradients import sum_gradients_once
+
+
+class Lifecycle(TrainerCallback):
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        trainer = self.trainer
+        if trainer.ranks.tensor_parallel is not None:
+            sum_gradients_once(model, trainer.ranks.tensor_parallel.group)
+        trainer.check_engine(trainer.model_wrapped)
+        trainer.resume_reference()  # before its identity is formed
+        trainer.resumed(state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.non_finite.step_begins()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        self.trainer.non_finite.before_step(model)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.flush()
+        if state.global_step < state.max_steps and not control.should_training_stop:
+            self.trainer.release()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.flush()
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        self.trainer.flush()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.flush()
+
+
+class _Tensors:
+    """What TRL takes for a model where it moves the reference: parameters, in order."""
+
+    def __init__(self, own: Any, place: int) -> None:
+        self._own, self._place = own, place
+
+    def parameters(self) -> list[Any]:
+        return [pair[self._place] for pair in self._own.pairs()]
+
+
+class MovesReference(trl.SyncRefModelCallback):
+    """TRL's own, on the tensors of the policy that have a copy, and on the copies."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__(ref_model=_Tensors(own, 1), accelerator=None)
+        self._policy = _Tensors(own, 0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, **{**kwargs, "model": self._policy})

@@ -1,0 +1,26 @@
+"""The section of the model card that says what ran."""
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from .added_fields import AddedFields
+
+
+def section(card: Path, args: Any, plan: Any) -> None:
+    settings = {"loss_type": args.loss_type, "loss_weights": getattr(args, "loss_weights", None)}
+    settings |= {"beta": args.beta, **changed_fields(args)}
+    lines = [f"- `{name}`: `{value!r}`" for name, value in settings.items() if value is not None]
+    text = "\n".join(
+        ["## What ran in training", "", "With trl_ext's trainers, and these settings:", "", *lines, "", "```", str(plan), "```", ""]
+    )
+    unfinished = card.with_suffix(".unfinished")
+    unfinished.write_text(f"{card.read_text(encoding='utf-8').rstrip()}\n\n{text}", encoding="utf-8")
+    os.replace(unfinished, card)
+
+
+def changed_fields(config: Any) -> dict[str, Any]:
+    groups = [x for x in type(config).__mro__ if x.__bases__ == (AddedFields,)]
+    added = {field.name: field.default for group in groups for field in fields(group)}
+    return {name: getattr(config, name) for name, unset in added.items() if getattr(config, name) != unset}

@@ -1,0 +1,147 @@
+"""The DPO loss of a batch: TRL's terms, those that it lacks, overflowing exponentials, and metrics of all ranks.
+
+It reads top to bottom: `of_batch` -> `_of_rank` -> `_of_trl`.
+"""
+
+from typing import Any
+
+import torch
+
+from ..compat import dpo_seam as seam
+from ..passes.overflow import PairExponential, bounded_pairs
+from ..losses import (
+    PREFERENCE_LOSSES,
+    READ_REWARDS,
+    REWARD_COLUMNS,
+    Counts,
+    LossOptions,
+    counts_of,
+    margin_of,
+    of_all_ranks,
+    pairs_of,
+    smoothing_term,
+    weighted,
+)
+
+
+class DPOLoss:
+    """Args: `trainer`: TRL's; `options`: the added config fields; `ranks`: collectives; `take_counts`: tokens fed."""
+
+    def __init__(self, trainer: Any, options: Any, ranks: Any, take_counts: Any) -> None:
+        self.trainer, self.options, self.ranks, self._take_counts = trainer, options, ranks, take_counts
+        self.classes = 0
+        self.columns: tuple[str, ...] = ()
+        self.counted: list[int] | None = None  # what of a batch was fed, where the metrics' gather has brought it
+
+    def of_batch(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
+        """What TRL's `_compute_loss` is replaced by; metrics are those of all ranks, from one gather."""
+        trainer = self.trainer
+        if trainer.accelerator.state.num_processes == 1:
+            return self._of_rank(model, batch, return_outputs)
+        every = len(batch["completion_mask"]) // 2
+        pairs = seam.pairs_not_repeated(trainer, every)
+        scored = seam.Recorded(model)
+        with seam.metrics_of_this_rank(trainer) as found:
+            result = self._of_rank(scored, batch, return_outputs)
+        counts = counts_of(batch["completion_mask"]) if pairs == every else Counts()
+        if 0 < pairs < every:
+            part_mask: list[Any] = []
+
+            def of_part(answers: Any, part: dict[str, Any]) -> Any:
+                part_mask.append(part["completion_mask"])
+                return self._of_rank(answers, part, False)
+
+            with seam.metrics_of_this_rank(trainer) as found:
+                loss = seam.loss_of_first_pairs(trainer, pairs, scored.outputs, batch, of_part)
+            counts = counts_of(part_mask[0])
+            if not trainer.model.training:
+                result = (loss, result[1]) if return_outputs else loss
+        self._log_of_all_ranks(found, counts)
+        return result
+
+    def _log_of_all_ranks(self, found: dict[str, list[float]], counts: Counts) -> None:
+        values = {name: of_batch[-1] for name, of_batch in found.items()}
+        tokens = values.pop("num_tokens", 0)
+        mean = weighted(values, counts)
+        numbers = [*mean, tokens if counts.pairs else 0, *self._take_counts()]
+        device = self.ranks.device
+        gathered = self.ranks.accelerator.gather(torch.tensor([numbers], dtype=torch.float64, device=device))
+        seam.log_metrics(self.trainer, of_all_ranks(sorted(values), gathered[:, : len(mean)]))
+        total, *self.counted = map(int, gathered[:, len(mean) :].sum(0).tolist())
+        seam.log_tokens(self.trainer, total)
+
+    def _of_rank(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
+        weights = list(zip(self.trainer.loss_types, self.trainer.loss_weights, strict=True))
+        own = [(name, weight) for name, weight in weights if name in PREFERENCE_LOSSES]
+        smoothed = [weight for name, weight in weights if name == "sft" and self.options.sft_label_smoothing]
+        known = {name: x for name, x in batch.items() if name not in REWARD_COLUMNS}
+        if not own and not smoothed:
+            return self._of_trl(model, known, return_outputs, but=set())
+        scored = seam.Recorded(model)
+        result = self._of_trl(scored, known, return_outputs, but=set(PREFERENCE_LOSSES))
+        loss = result[0] if return_outputs else result
+        if own:
+            loss = loss + self._of_pairs(own, scored.outputs, batch)
+        for weight in smoothed:
+            loss = loss + weight * self._of_smoothing(scored.outputs, batch["completion_mask"])
+        return (loss, result[1]) if return_outputs else loss
+
+    def _of_trl(self, model: Any, batch: dict[str, Any], return_outputs: bool, but: set[str]) -> Any:
+        """TRL's terms; those whose exponentials overflow are formed again, from a reference moved to the policy."""
+        trainer, exponentials = self.trainer, {}
+        for name, weight in zip(trainer.loss_types, trainer.loss_weights, strict=True):
+            found = PairExponential.of(
+                *(name, trainer.f_divergence_type),
+                alpha=trainer.f_alpha_divergence_coef,
+                beta=trainer.beta,
+                label_smoothing=trainer.label_smoothing,
+                weight=weight,
+            )
+            if found is not None and name not in but:
+                exponentials[name] = found
+        if not exponentials:
+            return seam.trl_loss(trainer, model, batch, return_outputs, but)
+        scored = seam.Recorded(model)
+        result = seam.trl_loss(trainer, scored, batch, return_outputs, but)
+        policy_2B = torch.stack(seam.policy_sums(trainer, scored.outputs, batch))
+        reference_2B = torch.stack(seam.reference_sums(trainer, batch))
+        moved = {name: bounded_pairs(policy_2B, reference_2B, x) for name, x in exponentials.items()}
+        overflows = {name: x for name, x in moved.items() if x is not None}
+        if not overflows:
+            return result
+        loss = seam.trl_loss_again(trainer, scored.outputs, batch, {*but, *overflows})
+        for name, sums in overflows.items():
+            loss = loss + seam.trl_loss_again(trainer, scored.outputs, batch, set(trainer.loss_types) - {name}, sums)
+        return (loss, result[1]) if return_outputs else loss
+
+    def _of_pairs(self, own: list[tuple[str, float]], outputs: Any, batch: dict[str, Any]) -> torch.Tensor:
+        completion_mask = batch["completion_mask"]
+        rewards = tuple(batch[name] for name in self.columns)
+        pairs = pairs_of(
+            outputs.log_probs[:, 1 - completion_mask.shape[1] :],
+            completion_mask,
+            seam.reference_sums(self.trainer, batch),
+            (rewards[0], rewards[1]) if rewards else None,
+        )
+        options = LossOptions(
+            beta=self.trainer.beta,
+            label_smoothing=self.trainer.label_smoothing,
+            reward_scale=self.options.reward_scale,
+            rpo_average_log_probs=self.options.rpo_average_log_probs,
+        )
+        if not READ_REWARDS.isdisjoint(name for name, _ in own):
+            with torch.no_grad():
+                margin, target = margin_of(pairs, options)
+                means = {"target_margins": target.mean(), "margin_errors": (margin - target).abs().mean()}
+                seam.log_metrics(self.trainer, {f"rewards/{name}": x.item() for name, x in means.items()})
+        return torch.stack([weight * PREFERENCE_LOSSES[name](pairs, options).mean() for name, weight in own]).sum()
+
+    def _of_smoothing(self, outputs: Any, completion_mask: torch.Tensor) -> torch.Tensor:
+        mask = completion_mask[:, 1:].chunk(2)[0]
+        both = (x[: len(mask), -mask.shape[1] :] for x in (outputs.log_probs, outputs.mean_log_probs))
+        return smoothing_term(
+            *(*both, mask),
+            smoothing=self.options.sft_label_smoothing,
+            convention=self.options.sft_label_smoothing_convention,
+            vocabulary=self.classes,
+        )

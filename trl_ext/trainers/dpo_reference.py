@@ -1,0 +1,394 @@
+"""DPO's reference log-probs: from the store, the user's columns or a pass, as the plan says for each batch."""
+
+import os
+import random
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import trl
+from accelerate.utils import is_peft_model, tqdm
+from accelerate.utils.memory import clear_device_cache
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from ..compat import dpo_seam as seam
+from ..compat import maybe_gather_lm_head_ctx
+from ..compat.reference import Loaded
+from ..passes import DPOFacts, DPOPlan, plan_dpo
+from ..reference import (
+    DiskStore,
+    MemoryStore,
+    ReferenceWeights,
+    StoredReference,
+    check_batch,
+    check_column_values,
+    have_columns,
+    identity_facts,
+    identity_of,
+    write_about,
+)
+from .store_arguments import StoreArguments
+
+_ROWS_CHECKED_TOGETHER = 64
+
+
+def is_map_style(dataset: Any) -> bool:
+    return isinstance(dataset, Dataset)
+
+
+class Host(Protocol):
+    """What of a trainer the reference reads. It sets `ref_model` alone, where it releases or loads one."""
+
+    args: Any
+    model: Any
+    ref_model: Any
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    callback_handler: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    plan: DPOPlan
+
+    def reference_pass(self) -> AbstractContextManager[None]: ...
+
+
+class DPOReference:
+    """Made before TRL's `__init__`; `meet` is called when policy and reference model are there and whole."""
+
+    def __init__(self, trainer: Host, ranks: Any, scorer: Any, count: Any) -> None:
+        self.trainer, self.ranks, self.scorer, self._count = trainer, ranks, scorer, count
+        self.own: Any = None  # OwnReference
+        self.loaded: list[Loaded] = []
+        self.training_began = False
+        self._columns_seen: dict[str, tuple[Any, bool]] = {}
+        self._drifts = self._varies = self._untold = self._identity = None
+        self._facts: dict[str, Any] = {}
+        self._stored: StoredReference | None = None
+        self._load: Callable[[], Any] | None = None
+        self._adapters: dict[str, Any] = {}
+
+    # When the trainer is built
+
+    def meet(self, overrides_ref_log_probs: bool) -> None:
+        trainer = self.trainer
+        self.kind, self._on = self._what(), self._adapters_on()
+        if not self._is_sharded:
+            self._load = next((x.load for x in self.loaded if x.model is trainer.ref_model), None)
+        if self.kind == "model":
+            reference = ReferenceWeights(trainer.ref_model)
+            self._drifts = reference.shares_with(trainer.model)
+            self._varies = self._why_it_varies(reference)
+        self._untold = self._why_untold(trainer.ref_model)
+        self._adapters = self._policy_adapters()
+        if trainer.args.precompute_ref_log_probs and overrides_ref_log_probs and not all(self.with_columns.values()):
+            raise ValueError(
+                f"`{type(trainer).__name__}` overrides `compute_ref_log_probs`, which `precompute_ref_log_probs=True` "
+                "does not call here: log-probs are stored for each token. Give the values of your own as the columns "
+                "`ref_chosen_logps` and `ref_rejected_logps` of the data sets, or remove the override."
+            )
+        for name, dataset in self.datasets():
+            if self.with_columns[name] and is_map_style(dataset):
+                check_column_values(dataset, f"`{name}`")
+        if self.plan().durable:
+            self._facts = self._identify(trainer.ref_model)
+            self._identity = identity_of(self._facts)
+
+    def meet_again(self) -> None:
+        """What is the reference now: an adapter called "ref" may have come or gone, and a checkpoint brings one."""
+        if self.own is None:
+            return
+        was, self.kind, self._adapters = self._on, self._what(), self._policy_adapters()
+        self._on = now = self._adapters_on()
+        if not was and not now and not self.own.copied():
+            return
+        if was != now and self.trainer.args.precompute_ref_log_probs:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` scored the data with the reference that was there when the trainer "
+                'was built, and an adapter named "ref" has come or gone since, which makes another reference. Load or '
+                "delete it before building the trainer, or set `precompute_ref_log_probs=False`."
+            )
+        self._untold = None if self._is_sharded else self._why_untold(None)
+        self.trainer._plan = plan = self.plan()
+        if plan.durable and not self._is_sharded:
+            self._facts = self._identify(None)
+            identity = identity_of(self._facts)
+            if was == now and identity == self._identity:
+                return
+            self._identity = identity
+        else:
+            self._identity = None
+        self._stored = None
+
+    def meet_changed_adapters(self) -> None:
+        found = self._policy_adapters()
+        if found.keys() != self._adapters.keys() or any(found[name] is not self._adapters[name] for name in found):
+            self.meet_again()
+
+    # Facts
+
+    @property
+    def with_columns(self) -> dict[str, bool]:
+        for name, dataset in self.datasets():
+            if self._columns_seen.get(name, (None,))[0] is not dataset:
+                names = dataset.column_names or next(iter(dataset)).keys()
+                self._columns_seen[name] = dataset, have_columns(names, f"`{name}`")
+        return {name: self._columns_seen[name][1] for name, _ in self.datasets()}
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
+
+    def datasets(self) -> Iterator[tuple[str, Any]]:
+        evaluated = self.trainer.eval_dataset
+        yield "train_dataset", self.trainer.train_dataset
+        if isinstance(evaluated, dict):
+            yield from ((f"eval_dataset[{name!r}]", dataset) for name, dataset in evaluated.items())
+        elif evaluated is not None:
+            yield "eval_dataset", evaluated
+
+    def _what(self) -> str:
+        if self.trainer.ref_model is not None:
+            return "model"
+        return "initial" if self.own is None else self.own.words()
+
+    def _adapters_on(self) -> tuple[str, ...]:
+        return () if self.own is None else self.own.adapters
+
+    def _policy_adapters(self) -> dict[str, Any]:
+        policy = self.ranks.accelerator.unwrap_model(self.trainer.model)
+        return dict(policy.peft_config) if is_peft_model(self.trainer.model) else {}
+
+    def _weights(self, ref_model: Any) -> ReferenceWeights:
+        policy = self.ranks.accelerator.unwrap_model(self.trainer.model)
+        return ReferenceWeights(policy if ref_model is None else ref_model, self._on)
+
+    def _identify(self, ref_model: Any) -> dict[str, Any]:
+        weights, accelerator, args = self._weights(ref_model), self.ranks.accelerator, self.trainer.args
+        with nullcontext() if self.own is None else self.own.copies_in_place():
+            digest = weights.hash(maybe_gather_lm_head_ctx, here=accelerator.is_main_process)
+        facts = identity_facts(
+            digest,
+            weights.config,
+            head=self.scorer.head.head,
+            mixed_precision=accelerator.mixed_precision,
+            device=accelerator.device.type,
+            tf32=args.tf32,
+            use_liger_kernel=args.use_liger_kernel,
+        )
+        return self.ranks.of_main(lambda: facts)
+
+    def _why_untold(self, ref_model: Any) -> str | None:
+        return self.ranks.of_main(lambda: self._weights(ref_model).untold())
+
+    def _why_it_varies(self, weights: ReferenceWeights) -> str | None:
+        args, own = self.trainer.args, self.kind == "model"
+        random_in, rope = weights.dropout(in_training=not own), weights.rope_of_batch()
+        if random_in:
+            return f"dropout is on in it (`{random_in}`): same distribution, other random draws"
+        if args.neftune_noise_alpha is not None and self.own is not None:
+            return "its embeddings are the policy's, with the noise of `neftune_noise_alpha`: other random draws"
+        if not own and (args.bf16_full_eval or args.fp16_full_eval):
+            name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
+            return f"`{name}` casts the policy when it is evaluated, and the reference with it"
+        return f'its positions (`rope_type="{rope}"`) follow the longest sequence of each batch' if rope else None
+
+    def plan(self) -> DPOPlan:
+        trainer, args, own = self.trainer, self.trainer.args, self.own
+        arguments, not_storable = StoreArguments.of(args), None
+        callbacks = trainer.callback_handler.callbacks
+        moves = args.sync_ref_model or (own is not None and own.moves)
+        if moves or any(isinstance(x, trl.SyncRefModelCallback) for x in callbacks):
+            not_storable = "it is moved towards the policy during training (`sync_ref_model`)"
+            fixed = [name for name, there in self.with_columns.items() if there]
+            if fixed:
+                raise ValueError(
+                    f"Rows of {' and '.join(f'`{name}`' for name in fixed)} bring fixed reference log-probs in "
+                    "`ref_chosen_logps` and `ref_rejected_logps`, and `sync_ref_model` moves the reference. Remove the "
+                    "columns, or set `sync_ref_model=False`."
+                )
+        elif trainer._is_vision_dataset:
+            not_storable = "the data hold images, by which the store cannot tell two sequences apart"
+        name, varies = self._drifts, self._varies
+        if self.kind != "model":
+            weights = self._weights(None)
+            name, varies = weights.trained(but=set() if own is None else own.copied()), self._why_it_varies(weights)
+        if args.precompute_ref_log_probs and not_storable:
+            raise ValueError(
+                f"The reference cannot be precomputed: {not_storable}. Set `precompute_ref_log_probs=False`, or keep "
+                "the reference as it is."
+            )
+        return plan_dpo(
+            DPOFacts(
+                loss_types=tuple(args.loss_type),
+                best_metric=args.metric_for_best_model,
+                reference=self.kind,
+                datasets=tuple(self.with_columns),
+                with_columns=tuple(name for name, there in self.with_columns.items() if there),
+                precompute=args.precompute_ref_log_probs,
+                storage=arguments.reference_store,
+                folder=str(arguments.folder),
+                not_storable=not_storable,
+                drifts=f"it changes in training, which moves `{name}`, a tensor that it reads" if name else None,
+                varies=varies,
+                untold=self._untold,
+            )
+        )
+
+    # For each batch
+
+    def given_for(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
+        """Within, TRL's loss reads the batch's reference log-probs from where the plan says."""
+        trainer, plan = self.trainer, self.trainer.plan
+        if from_columns:
+            check_batch(inputs)
+        if plan.source == "pass" and self.ranks.any(not from_columns):
+            log_probs = self._pass(self._model(), inputs)
+            return seam.reference_given(trainer, None if from_columns else log_probs)
+        wanted = plan.source == "store" and not from_columns
+        answer = self.stored(inputs, lambda batch: self._pass(self._model(), batch), wanted)
+        if not trainer.args.precompute_ref_log_probs:
+            self._count(passes=1 - answer.passes, tokens=answer.tokens_of_batch - answer.tokens)
+        return seam.reference_given(trainer, None if from_columns else answer.log_probs)
+
+    def _pass(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        with self.trainer.reference_pass():
+            return seam.score_as_reference(self.trainer, model, batch)
+
+    @property
+    def stored(self) -> StoredReference:
+        if self._stored is None:
+            store, identity = MemoryStore(), ""
+            if self.trainer.plan.durable and self._identity is not None:
+                identity = self._identity
+                folder = StoreArguments.of(self.trainer.args).folder / identity
+                store = DiskStore(folder, identity, writes=self._writes_to(folder))
+                if self.ranks.accelerator.is_local_main_process:
+                    write_about(folder, self._facts)
+            ranks = self.ranks
+            self._stored = StoredReference(store, identity, ranks.gather_counts, ranks.gather_objects, ranks.shared)
+        return self._stored
+
+    def flush(self) -> None:
+        if self._stored is not None:
+            self._stored.store.flush()
+
+    def _writes_to(self, folder: Any) -> bool:
+        accelerator = self.ranks.accelerator
+        if accelerator.num_processes == 1:
+            return bool(accelerator.is_main_process)
+        sign = folder / self.ranks.of_main(lambda: f"{uuid.uuid4().hex}.seen")
+        if accelerator.is_main_process:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                sign.touch()
+            except OSError:
+                pass
+        accelerator.wait_for_everyone()
+        seen = sign.exists()
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            sign.unlink(missing_ok=True)
+            return True
+        return bool(accelerator.is_local_main_process and not seen)
+
+    def precompute(self, dataset: Any, name: str, batch_size: int) -> None:
+        trainer = self.trainer
+        if trainer.plan.source != "store" or have_columns(dataset.column_names, f"The {name} data set"):
+            return
+        loader = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            collate_fn=trainer.data_collator,
+            num_workers=trainer.args.dataloader_num_workers,
+            pin_memory=trainer.args.dataloader_pin_memory,
+        )
+        for batch in tqdm(
+            iterable=self.ranks.accelerator.prepare(loader),
+            desc=f"Scoring the {name} dataset with the reference",
+            disable=bool(os.environ.get("TQDM_DISABLE", "")),
+        ):
+            self.stored(batch, lambda fed: self._pass(self._model(prepared=False), fed))
+        self.flush()
+        self.scorer.take_counts()
+
+    def _model(self, prepared: bool = True) -> Any:
+        trainer = self.trainer
+        if trainer.ref_model is None and self.kind == "model" and self._load is not None:
+            self._load_again(self._load)
+        if trainer.ref_model is not None:
+            return trainer.ref_model
+        if self.kind == "model" or (trainer.plan.gone_in_training and self.training_began):
+            raise ValueError(
+                "Some sequences have no reference log-probs, and the reference is gone: with "
+                "`precompute_ref_log_probs=True` and no `ref_model` it is the model before training, which scored the "
+                "trainer's own data sets. Give these data as `eval_dataset` when the trainer is built, pass a "
+                "`ref_model`, or set `precompute_ref_log_probs=False`."
+            )
+        return trainer.model if prepared else seam.policy_before_training(trainer)
+
+    # Memory
+
+    def release(self) -> None:
+        """Drop a reference model that TRL loaded, if no data set of the run needs it any more."""
+        trainer, accelerator = self.trainer, self.ranks.accelerator
+        if trainer.ref_model is None or self._load is None or self._untold or not self._covers_the_run():
+            return
+        if self._identity is None:
+            self._facts = self._identify(trainer.ref_model)
+            self._identity = identity_of(self._facts)
+        held = accelerator.unwrap_model(trainer.ref_model)
+        accelerator._models[:] = [x for x in accelerator._models if accelerator.unwrap_model(x) is not held]
+        del self.scorer.forwards[1:], held
+        trainer.ref_model = None
+        clear_device_cache(garbage_collection=True)
+
+    def _load_again(self, load: Callable[[], Any]) -> None:
+        trainer = self.trainer
+        trainer.ref_model = model = seam.made_as_reference(trainer, load)
+        trainer.attach_model(model)
+        if identity_of(self._identify(model)) != self._identity:
+            trainer.ref_model = None
+            raise ValueError(
+                "The reference model was released from memory when every sequence had been scored, and is needed for "
+                f"others now; but what lies at {model.config._name_or_path!r} is no longer the same model. Put it "
+                "back, or pass a `ref_model`, which is kept."
+            )
+        trainer.ref_model = self.ranks.accelerator.prepare_model(model, evaluation_mode=True)
+
+    def _covers_the_run(self) -> bool:
+        if self.trainer.plan.source != "store":
+            return False
+        needed = [
+            dataset
+            for name, dataset in self.datasets()
+            if not self.with_columns[name] and (name == "train_dataset" or self.trainer.args.eval_strategy != "no")
+        ]
+        with _random_state_kept():
+            covers = all(is_map_style(dataset) and self._covers(dataset) for dataset in needed)
+        return all(count[0] for count in self.ranks.gather_counts([int(covers)]))
+
+    def _covers(self, dataset: Dataset) -> bool:
+        dataset = self.trainer._remove_unused_columns(dataset, description="training")
+        accelerator = self.ranks.accelerator
+        size, step = accelerator.num_processes, _ROWS_CHECKED_TOGETHER
+        for start in range(accelerator.process_index * step, len(dataset), size * step):
+            rows = [dataset[i] for i in range(start, min(start + step, len(dataset)))]
+            if not self.stored.holds(self.trainer.data_collator(rows)):
+                return False
+        return True
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,224 @@
+"""GRPO's generation: what is drawn and rewarded, which groups are replaced, and its place in a checkpoint."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from ..checkpoints import SavedGeneration, position_in_data, read_generation, write_generation
+from ..compat import grpo_seam as seam
+from ..compat.seam import replaced as set_aside
+from ..engines.tensor_parallel import TensorParallel
+from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
+from ..passes.micro_batches import FedTokens, kept_together, slices_of_a_unit
+from ..passes.non_finite import check_first_rewards
+from ..passes.rows import loss_mask, rows_of_equal_rewards
+
+logger = logging.getLogger("trl_ext")
+
+
+class GRPOGeneration:
+    def __init__(self, trainer: Any, ranks: Any, scoring: Any, buffer: seam.Buffer) -> None:
+        self.trainer, self.ranks, self.scoring, self.buffer = trainer, ranks, scoring, buffer
+        self._trl = seam.Generation(trainer)
+        self._further: FurtherPrompts | None = None
+
+    def of_batch(self, inputs: Any) -> dict[str, Any]:
+        """Completions, rewarded, with the reference's log-probs: what TRL's method is replaced by."""
+        trainer, plan = self.trainer, self.trainer.plan
+        batch = self._draw(inputs)
+        if seam.mode(trainer) == "train":
+            self.scoring.sampled_at_step = trainer.state.global_step
+            if trainer.state.global_step == 0:
+                watched = trainer.non_finite.action is not None
+                names = trainer.reward_func_names
+                check_first_rewards(self._trl.rewards, self._trl.gave_nan(), names, infinite_is_watched=watched)
+            alike_B = self._rewarded_alike(batch)
+            if plan.max_draws > 1:
+                batch = self._without_dead_groups(batch, alike_B)
+        if plan["reference"].action == "run":
+            reference = trainer.model if trainer.ref_model is None else trainer.ref_model
+            with trainer.reference_pass():
+                batch["ref_per_token_logps"] = self.scoring.reference_log_probs(reference, batch)
+        # The user's functions may have drawn random numbers, and TRL shuffles by them next
+        self.ranks.share_random_state()
+        return batch
+
+    def _draw(self, inputs: Any) -> dict[str, Any]:
+        ranks = self.ranks
+        if ranks.tensor_parallel is not None:
+            with seam.gathered_by(ranks.accelerator), self._sampling_in_step(ranks.tensor_parallel):
+                return self._trl.draw(inputs)
+        if ranks.sequence is None:
+            return self._trl.draw(inputs)
+        ranks.share_random_state()
+        with seam.gathered_by(ranks.accelerator):
+            batch = self._trl.draw(inputs)
+        group = ranks.sequence
+        tensors = [x for _, x in sorted(batch.items()) if isinstance(x, torch.Tensor)]
+        if group.processes is not None and not group.alike(*tensors):
+            raise RuntimeError(
+                f"The {group.size} ranks that split the tokens of a batch (`{group.kind}_size`) have generated "
+                "different completions. A rollout function that draws at random, or asks a service, must give all "
+                "ranks of a group the same."
+            )
+        return batch
+
+    @contextmanager
+    def _sampling_in_step(self, ranks: TensorParallel) -> Iterator[None]:
+        ranks.share_random_state(self.ranks.device)
+        model = self.trainer.model
+        generate = model.generate
+
+        def in_step(*positional: Any, logits_processor: Any = None, **keywords: Any) -> Any:
+            processors = LogitsProcessorList([*(logits_processor or []), _SameScores(ranks)])
+            return generate(*positional, logits_processor=processors, **keywords)
+
+        with set_aside(model, generate=in_step):
+            yield
+
+    def _rewarded_alike(self, batch: dict[str, Any]) -> Tensor:
+        trainer, rewards = self.trainer, self._trl.rewards
+        alike = rows_of_equal_rewards(
+            rewards,
+            trainer.reward_weights.to(rewards.device),
+            trainer.num_generations,
+            normalized_apart=trainer.multi_objective_aggregation == "normalize_then_sum",
+        )
+        alike_B = alike.view(trainer.accelerator.num_processes, -1)[trainer.accelerator.process_index]
+        if trainer.plan.zero_equal_rewards:
+            batch["advantages"] = batch["advantages"].masked_fill(alike_B, 0.0)
+        return alike_B
+
+    def _without_dead_groups(self, batch: dict[str, Any], alike_B: Tensor) -> dict[str, Any]:
+        trainer, size = self.trainer, self.trainer.num_generations
+        dead_G, draws = dead_groups(batch["advantages"], alike_B, size), 1
+        while (left := int(self.ranks.reduce(dead_G.sum()))) and draws < trainer.plan.max_draws:
+            draw = self._draw(self._further_inputs(len(batch["advantages"])))
+            dead_in_draw_G = dead_groups(draw["advantages"], self._rewarded_alike(draw), size)
+            batch, dead_G = replaced(batch, dead_G, draw, dead_in_draw_G, size, self.buffer.padding())
+            draws += 1
+        if draws > 1:
+            batch["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(batch).sum()).sum()
+        metrics = seam.mode_metrics(trainer)
+        metrics["dynamic_sampling/draws"].append(draws)
+        metrics["dynamic_sampling/dead_groups"].append(left)
+        return batch
+
+    def _further_inputs(self, rows: int) -> list[dict[str, Any]]:
+        if self._further is None:
+            self._further = self._further_after(0)
+        size, accelerator = self.trainer.num_generations, self.trainer.accelerator
+        prompts = self._further.take(rows * accelerator.num_processes // size)
+        first = accelerator.process_index * rows // size
+        return [dict(prompt) for prompt in prompts[first : first + rows // size] for _ in range(size)]
+
+    def _further_after(self, taken: int) -> FurtherPrompts:
+        trainer = self.trainer
+        rows = self.buffer.training_rows()
+        return FurtherPrompts(rows, shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken)
+
+    def rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A generation batch that TRL has shuffled, with a group's rows together within what meets one step."""
+        args = self.trainer.args
+        if not self.trainer.plan.keep_groups_together or seam.has_images(batch):
+            return batch
+        return kept_together(
+            batch,
+            FedTokens.of(batch, self.scoring.policy_tokens(batch)),
+            slices=args.steps_per_generation,
+            slices_of_a_unit=slices_of_a_unit(
+                steps_per_generation=args.steps_per_generation,
+                accumulation_steps=args.gradient_accumulation_steps,
+                micro_batches_of_an_epoch=self.buffer.micro_batches_of_an_epoch,
+                window_began=self.buffer.window_began,
+            ),
+        )
+
+    # In a checkpoint
+
+    def save(self, folder: Path) -> None:
+        args = self.trainer.args
+        if args.save_only_model:
+            return
+        slices, lost = self.buffer.mid_cycle_slices(), None
+        if slices is not None and not self.trainer.plan.trust_sampler:
+            if any("old_per_token_logps" not in x for x in self.buffer.to_come()):
+                slices = None
+                lost = "training had ended, so they were not scored with the weights they were sampled with"
+        saved = SavedGeneration(
+            micro_batch=self.buffer.trained,
+            sampled_at_step=self.scoring.sampled_at_step,
+            further_prompts=0 if self._further is None else self._further.taken,
+            schedule=self._schedule(),
+            slices=slices,
+            lost=lost,
+        )
+        try:
+            write_generation(folder, args.process_index, saved)
+        except TypeError as error:
+            lost = f"they cannot be saved: {error}"
+            write_generation(folder, args.process_index, replace(saved, slices=None, lost=lost))
+
+    def _schedule(self) -> dict[str, int]:
+        args = self.trainer.args
+        return {
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "steps_per_generation": args.steps_per_generation,
+            "num_iterations": self.trainer.num_iterations,
+            "num_generations": self.trainer.num_generations,
+            "processes": args.world_size,
+            "KL term (beta is not 0)": int(self.trainer.beta != 0.0),
+        }
+
+    def resume(self, folder: Path) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        saved = read_generation(folder, args.process_index, trainer.accelerator.device)
+        epochs, micro_batch = position_in_data(
+            trainer.state.global_step,
+            args.gradient_accumulation_steps,
+            self.buffer.micro_batches_of_an_epoch,
+            epoch_begins_again=args.ignore_data_skip,
+        )
+        self.buffer.draw_orders_of(epochs)
+        problem = self._why_not(saved)
+        problems = self.ranks.every.reduce(torch.tensor(int(problem is not None), device=self.ranks.device), "sum")
+        if saved is None or int(problems):
+            self.buffer.continue_at(micro_batch, None)
+            left_over = saved is not None and not (saved.slices is None and saved.lost is None)
+            if (left_over and not args.ignore_data_skip) or self.buffer.in_mid_cycle:
+                logger.warning(
+                    "Training resumes between two generations, and the completions that were still to be trained on "
+                    f"are lost: {problem or 'they are on another rank'}. For the same prompts others are sampled now, "
+                    "from the weights of the checkpoint."
+                )
+            return
+        self.buffer.continue_at(saved.micro_batch, saved.slices)
+        self.scoring.sampled_at_step = saved.sampled_at_step
+        self._further = self._further_after(saved.further_prompts)
+
+    def _why_not(self, saved: SavedGeneration | None) -> str | None:
+        if self.trainer.args.ignore_data_skip:
+            return "with `ignore_data_skip` the epoch begins again"
+        if saved is None:
+            return "the checkpoint does not have them, as one of stock TRL, or of fewer processes"
+        now = self._schedule()
+        changed = [f"{x} was {saved.schedule.get(x)} and is {now[x]}" for x in now if now[x] != saved.schedule.get(x)]
+        return saved.lost if not changed else "; ".join(changed)
+
+
+class _SameScores(LogitsProcessor):
+    """The next token's scores as the first of `ranks` has them: rounding may differ between devices."""
+
+    def __init__(self, ranks: TensorParallel) -> None:
+        self.ranks = ranks
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self.ranks.share_(scores.clone(memory_format=torch.contiguous_format))

@@ -1,0 +1,206 @@
+"""GRPO's log-prob passes: which rows and tokens each feeds, in how many forwards, and what is kept for later visits."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from ..compat import grpo_seam as seam
+from ..compat import unrecorded_pass
+from ..compat.seam import replaced
+from ..passes.measured import over_scored_rows, statistics
+from ..passes.parts import Parts, check_all_trained, check_gradients_alike
+from ..passes.rows import ScoredTokens, every_token, scored_tokens, split, tokens_of
+from ..passes.sampler_ratio import sampler_metrics
+from ..passes.visit import Visit, kept_log_probs
+
+
+class GRPOScoring:
+    """`of_micro_batch` is the loss of one visit of a micro-batch: score, form what TRL's loss is given, measure."""
+
+    def __init__(self, trainer: Any, ranks: Any, scorer: Any, buffer: seam.Buffer) -> None:
+        self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
+        self.sampled_at_step = 0
+        self._skipped_tokens = 0  # of this rank, since the last loss
+        self._gradients: list[Tensor] = []  # what the losses of a micro-batch's parts have got
+        self._last_parts_to_come = 0
+        self._in_training_step = False
+
+    # A micro-batch
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Only within are micro-batches fed in parts, as only there a backward of the loss follows."""
+        self._in_training_step, self._last_parts_to_come = True, 0
+        try:
+            yield
+        finally:
+            self._in_training_step = False
+        check_all_trained(self._last_parts_to_come)
+
+    def of_micro_batch(self, model: Any, inputs: Any, num_items: Any, trl_loss: Callable[..., Tensor]) -> tuple[Tensor, Visit]:
+        trainer, plan = self.trainer, self.trainer.plan
+        self._gradients = []
+        self._trl_loss = trl_loss
+        scored = self.policy_tokens(inputs)
+        with self.scorer.policy_scored(self.ranks):
+            policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
+        if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
+            self._count_skipped_pass(inputs)
+        visit = Visit.of(inputs, scored, policy_RC, entropies_RC, plan)
+        loss = self._loss_of(model, inputs, visit, aux_loss)
+        if seam.mode(trainer) == "train" and plan.trl_scores_old_policy:
+            present = self.buffer.present(inputs)
+            if present is not None:
+                present.update(visit.kept)
+        self._measure(visit)
+        if self._gradients:
+            self._last_parts_to_come += 1
+            loss.register_hook(partial(self._last_part_trained, self._gradients))
+        return loss, visit
+
+    def _last_part_trained(self, of_others: list[Tensor], gradient: Tensor) -> None:
+        check_gradients_alike(of_others, gradient)
+        self._last_parts_to_come -= 1
+
+    def _loss_of(self, model: Any, inputs: Any, visit: Visit, aux_loss: Any) -> Tensor:
+        with seam.answered_by(self.trainer, model, inputs, (visit.policy_BC, visit.entropies_BC, aux_loss)):
+            return self._trl_loss(visit.given_to_loss(inputs))
+
+    def _measure(self, visit: Visit) -> None:
+        trainer, accelerator, mode = self.trainer, self.trainer.accelerator, seam.mode(self.trainer)
+        packed_away, *fed = self.scorer.take_counts()
+        totals = self.ranks.reduce(statistics(visit, [self._skipped_tokens + packed_away, *fed]))
+        self._skipped_tokens = 0
+        rows, tokens, *fed = (int(count) for count in totals[4:].tolist())
+        trainer.fed.add(mode, fed)
+        trainer.skipped.add(mode, passes=0, rows=rows, tokens=tokens)
+        if mode == "train" and not trainer.plan.score_tools:
+            over_scored_rows(seam.mode_metrics(trainer), totals)
+        if visit.formed is not None:
+            for name, value in sampler_metrics(accelerator.gather(visit.formed.statistics().unsqueeze(0))).items():
+                seam.mode_metrics(trainer)[name].append(value)
+
+    def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
+        plan = self.trainer.plan
+        if seam.mode(self.trainer) == "eval" or seam.has_images(inputs) or plan.score_tools:
+            return every_token(inputs, of_tools=plan.score_tools)
+        return scored_tokens(inputs, leave_masked=plan.leave_masked, leave_zero_advantages=plan.leave_zero_advantages)
+
+    # The passes
+
+    def _policy_pass(self, model: Any, inputs: Any, scored: ScoredTokens, num_items: Any) -> tuple[Any, Any, Any]:
+        if self.trainer.plan.max_tokens is None or not self._in_training_step or not torch.is_grad_enabled():
+            options = {"compute_entropy": True, "compute_aux_loss": self.trainer.aux_loss_enabled}
+            return self._pass(model, inputs, scored, **options)
+        parts = self._parts(inputs, scored)
+        *earlier, last = parts.parts
+        passes = [self._trained_part(model, inputs, part, num_items) for part in earlier]
+        passes.append(self._run(model, inputs, last, compute_entropy=True)[:2])
+        log_probs_RC, entropies_RC = (parts.joined([found[i] for found in passes]) for i in range(2))
+        return log_probs_RC, entropies_RC, None
+
+    def _trained_part(self, model: Any, inputs: Any, part: ScoredTokens, num_items: Any) -> tuple[Tensor, Tensor]:
+        """The part's pass, after its backward: TRL's loss of the micro-batch, in which nothing else was scored."""
+        found: list[Tensor] = []
+
+        def loss_of_part(*_: Any, **__: Any) -> Tensor:
+            log_probs_RC, entropies_RC, aux_loss = self._run(model, inputs, part, compute_entropy=True)
+            found.extend((log_probs_RC.detach(), entropies_RC.detach()))
+            visit = Visit.of(inputs, part, log_probs_RC, entropies_RC, self.trainer.plan)
+            loss = self._loss_of(model, inputs, visit, aux_loss)
+            loss.register_hook(self._gradients.append)
+            return loss
+
+        step = {"_prepare_inputs": lambda inputs: inputs, "compute_loss": loss_of_part}
+        with self._window_goes_on(model), seam.metrics_set_aside(self.trainer), replaced(self.trainer, **step):
+            transformers.Trainer.training_step(self.trainer, model, inputs, num_items)
+        log_probs_RC, entropies_RC = found
+        return log_probs_RC, entropies_RC
+
+    @contextmanager
+    def _window_goes_on(self, model: Any) -> Iterator[None]:
+        """Within, no gradients are exchanged, and no engine steps, as before the last micro-batch of a window."""
+        accelerator = self.trainer.accelerator
+        if not accelerator.sync_gradients:
+            yield
+            return
+        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        accelerator.gradient_state._set_sync_gradients(False)
+        try:
+            with nullcontext() if is_deepspeed else accelerator.no_sync(model):
+                yield
+        finally:
+            accelerator.gradient_state._set_sync_gradients(True)
+
+    def before_visit(self) -> None:
+        """Score the slices that will meet other weights, while the weights are still those they were sampled with."""
+        trainer = self.trainer
+        if trainer.plan.trust_sampler:
+            return
+        present, *others = self.buffer.to_come()
+        if self.sampled_at_step != trainer.state.global_step and "old_per_token_logps" not in present:
+            raise RuntimeError(
+                "A micro-batch meets other weights than those it was sampled with, and its old-policy log-probs were "
+                "not kept: the trainer's `compute_loss` was replaced by one that does not call "
+                "`super().compute_loss(...)`. Call it, or override `_compute_loss` instead."
+            )
+        if not trainer.accelerator.sync_gradients:
+            return
+        waiting = [x for x in others if x is not present and "old_per_token_logps" not in x]
+        if 0 < trainer.state.max_steps <= trainer.state.global_step + 1:
+            for inputs in waiting:  # training ends with this step
+                self._count_skipped_pass(inputs)
+            return
+        with unrecorded_pass(trainer):
+            for inputs in waiting:
+                scored = self.policy_tokens(inputs)
+                log_probs_RC = self._old_policy_pass(inputs, scored)
+                inputs["old_per_token_logps"] = kept_log_probs(scored.spread(log_probs_RC), scored.tokens_BC)
+
+    def _old_policy_pass(self, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
+        model = self.trainer.model
+        if self.trainer.plan.max_tokens is None:
+            return self._pass(model, inputs, scored)[0]
+        parts = self._parts(inputs, scored)
+        return parts.joined([self._run(model, inputs, part)[0] for part in parts.parts])
+
+    def reference_log_probs(self, model: Any, batch: dict[str, Any]) -> Tensor:
+        """`(B, C)`, in as many passes as TRL's, so that every rank runs the same number of them."""
+        args, plan = self.trainer.args, self.trainer.plan
+        train = seam.mode(self.trainer) == "train"
+        size = args.per_device_train_batch_size if train else args.per_device_eval_batch_size
+        if seam.has_images(batch) or plan.score_tools:
+            everything = every_token(batch, of_tools=plan.score_tools)
+            return everything.spread(self._pass(model, batch, everything, batch_size=size)[0])
+        log_probs = []
+        for chunk in split(batch, size):
+            scored = scored_tokens(chunk, leave_masked=True, leave_zero_advantages=False)
+            log_probs.append(scored.spread(self._pass(model, chunk, scored)[0]))
+        return torch.cat(log_probs)
+
+    def _pass(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
+        self._skipped_tokens += scored.tokens_left_out(batch)
+        return self._run(model, batch, scored, **options)
+
+    def _run(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
+        outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
+        return seam.completion_log_probs(self.trainer, scored.labelled(model, outputs), scored.fed(batch), **options)
+
+    def _parts(self, inputs: dict[str, Any], scored: ScoredTokens) -> Parts:
+        packing, accelerator = self.trainer._packing_plan(), self.trainer.accelerator
+        budget = self.trainer.plan.max_tokens
+        parts = Parts.of(inputs, scored, budget, packed=packing.padding_free, shared=packing.share_in_training)
+        counts = accelerator.gather(torch.tensor([len(parts.parts)], device=accelerator.device))
+        parts = parts.at_least(int(counts.max()))
+        self._skipped_tokens += parts.tokens_left_out(inputs)
+        return parts
+
+    def _count_skipped_pass(self, inputs: dict[str, Any]) -> None:
+        self.trainer.skipped.add(seam.mode(self.trainer), passes=1)
+        self._skipped_tokens += tokens_of(inputs)
