@@ -81,14 +81,6 @@ def tokens_of(batch: dict[str, Any]) -> int:
     return batch["prompt_ids"].numel() + batch["completion_ids"].numel()
 
 
-def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    """`batch` in chunks of at most `size` rows."""
-    return [
-        {name: value[start : start + size] if is_rowwise(value) else value for name, value in batch.items()}
-        for start in range(0, len(batch["prompt_ids"]), size)
-    ]
-
-
 def every_token(batch: dict[str, Any], *, of_tools: bool = False) -> ScoredTokens:
     """Every row is fed, and every token of the loss scored; with `of_tools` those that a tool wrote, too."""
     tokens_BC = batch["completion_mask"].bool() if of_tools else loss_mask(batch)

@@ -98,9 +98,9 @@ class MicroBatchesMixin(GRPOPassesMixin):
         log_probs_RC, entropies_RC = found
         return log_probs_RC, entropies_RC
 
-    def _old_policy_pass(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
-        if self.plan.max_tokens is None:
-            return super()._old_policy_pass(model, inputs, scored)
+    def _unrecorded_log_probs(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
+        if self.plan.max_tokens is None or self._mode == "eval":
+            return super()._unrecorded_log_probs(model, inputs, scored)
         parts = self._parts(inputs, scored)
         return parts.joined([self._run_pass(model, inputs, part)[0] for part in parts.parts])
 

@@ -12,7 +12,7 @@ from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.measured import over_scored_rows, statistics
 from ..passes.non_finite import check_first_rewards
-from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, split, tokens_of
+from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, tokens_of
 from ..passes.sampler_ratio import RatioRule, sampler_metrics
 from ..passes.visit import Visit, kept_log_probs, prompt_of
 from .adapter_reference import AdapterReferenceMixin
@@ -110,18 +110,18 @@ class GRPOPassesMixin(
             rewarded_alike_B = self._rewarded_alike(batch)
             if self.plan.max_draws > 1:
                 batch = self._without_dead_groups(batch, rewarded_alike_B)
-        if self.plan["reference"].action == "run":
-            reference = trainer.model if trainer.ref_model is None else trainer.ref_model
-            with self.reference_pass():
-                batch["ref_per_token_logps"] = self._reference_log_probs(reference, batch)
+        else:
+            self._score_reference([batch])
         return batch
 
     def _about_to_visit(self) -> None:
-        """Score the slices that will meet other weights, while the weights are still those they were sampled with."""
+        """Score a new generation batch with the reference, and the slices that will meet other weights with the policy,
+        while its weights are still those they were sampled with."""
         trainer: Any = self
+        present, *others = self._slices_to_come()
+        self._score_reference([present, *others])
         if self.plan.trust_sampler:
             return
-        present, *others = self._slices_to_come()
         if self._sampled_at_step != trainer.state.global_step and "old_per_token_logps" not in present:
             raise RuntimeError(
                 "A micro-batch meets other weights than those it was sampled with, and its old-policy log-probs were "
@@ -138,8 +138,25 @@ class GRPOPassesMixin(
         with unrecorded_pass(self):
             for inputs in waiting:
                 scored = self._policy_tokens(inputs)
-                log_probs_RC = self._old_policy_pass(trainer.model, inputs, scored)
+                log_probs_RC = self._unrecorded_log_probs(trainer.model, inputs, scored)
                 inputs["old_per_token_logps"] = kept_log_probs(scored.spread(log_probs_RC), scored.tokens_BC)
+
+    def _score_reference(self, batches: list[dict[str, Any]]) -> None:
+        """Add the reference's log-probs to the batches that lack them.
+
+        From the rows and in the layout of the policy's own pass: equal weights then give equal bits, so the KL term has
+        a gradient of exactly 0. Of one rounding error AdamW would make steps of the full learning rate.
+        """
+        trainer: Any = self
+        if self.plan["reference"].action != "run":
+            return
+        reference = trainer.model if trainer.ref_model is None else trainer.ref_model
+        for batch in batches:
+            if "ref_per_token_logps" not in batch:
+                scored = self._policy_tokens(batch)
+                with self.reference_pass():
+                    log_probs_RC = self._unrecorded_log_probs(reference, batch, scored)
+                batch["ref_per_token_logps"] = scored.spread(log_probs_RC)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -193,19 +210,6 @@ class GRPOPassesMixin(
             return every_token(inputs, of_tools=plan.score_tools)
         return scored_tokens(inputs, leave_masked=plan.leave_masked, leave_zero_advantages=plan.leave_zero_advantages)
 
-    def _reference_log_probs(self, model: Any, batch: dict[str, Any]) -> Tensor:
-        """`(B, C)`, in as many passes as TRL's, so that every rank runs the same number of them."""
-        args: Any = self.args  # type: ignore[attr-defined]
-        size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
-        if self._has_images(batch) or self.plan.score_tools:
-            everything = every_token(batch, of_tools=self.plan.score_tools)
-            return everything.spread(self._pass(model, batch, everything, batch_size=size)[0])
-        log_probs = []
-        for chunk in split(batch, size):
-            scored = scored_tokens(chunk, leave_masked=True, leave_zero_advantages=False)
-            log_probs.append(scored.spread(self._pass(model, chunk, scored)[0]))
-        return torch.cat(log_probs)
-
     def _policy_pass(
         self, model: Any, inputs: dict[str, Any], scored: ScoredTokens, num_items_in_batch: Any
     ) -> tuple[Tensor, Any, Any]:
@@ -213,8 +217,8 @@ class GRPOPassesMixin(
         aux_loss_enabled = self.aux_loss_enabled  # type: ignore[attr-defined]
         return self._pass(model, inputs, scored, compute_entropy=True, compute_aux_loss=aux_loss_enabled)
 
-    def _old_policy_pass(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
-        """Log-probs `(R, C)` before the weights change."""
+    def _unrecorded_log_probs(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
+        """Log-probs `(R, C)` of the old policy or the reference, from as many forwards as the policy's pass."""
         return self._pass(model, inputs, scored)[0]
 
     def _pass(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Tensor, Any, Any]:
