@@ -109,6 +109,10 @@ class GRPOInternals:
         )
         return log_probs
 
+    def _own_pass(self) -> str:
+        """The name of the method that scores."""
+        return f"`{type(self).__name__}._get_per_token_logps_and_entropies`"
+
     def _has_own_loss(self) -> bool:
         """Whether a subclass or this instance has replaced TRL's loss."""
         of_class = type(self)._compute_loss  # type: ignore[attr-defined]
@@ -229,11 +233,12 @@ class GRPOInternals:
         return {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}
 
     def _present_slice(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
-        """The slice of the generation buffer that `inputs` is, or is a copy of, if it will be visited again."""
-        for present in self._slices_to_come()[:1]:
-            is_it = inputs.get("completion_ids") is present["completion_ids"]
-            return present if is_it and any(x is present for x in self._slices_to_come()[1:]) else None
-        return None
+        """The slice of the generation buffer whose rows `inputs` holds, if it will be visited again."""
+        present, *others = self._slices_to_come() or [None]
+        if present is None or not any(x is present for x in others):
+            return None
+        alike = all(_equal(inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
+        return present if alike else None
 
     def _regenerate(self) -> None:
         """Drop the generation buffer: TRL fills it again at its next micro-batch."""
@@ -293,6 +298,10 @@ class GRPOInternals:
     def _mode_metrics(self) -> dict[str, list[float]]:
         """The metrics of the present mode, train or eval, since the last log: a value for each micro-batch."""
         return self._metrics[self._mode]  # type: ignore[attr-defined]
+
+
+def _equal(value: Any, tensor: torch.Tensor) -> bool:
+    return value is tensor or (isinstance(value, torch.Tensor) and torch.equal(value, tensor))
 
 
 @contextmanager
