@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import trl
 
 import trl_ext
@@ -35,10 +34,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def case_of(name: str, setup: str = "full", model: str = "tied", **config: Any) -> Case:
-    keys = {key: config.pop(key) for key in ("rollout", "rewards") if key in config}
-    lora = FRESH if setup == "lora" else {}
+    rollout = config.pop("rollout", "scripted")
     config = {**ADAMW, **config}
-    return Case(name, "grpo", setup, model, config, **{"steps": 5, "rewards": ("dead",), "lora": lora, "ours": {}, **keys})
+    lora = FRESH if setup == "lora" else {}
+    return Case(name, "grpo", setup, model, config, lora=lora, steps=5, rewards=("dead",), rollout=rollout, ours={})
 
 
 def assert_stays(case: Case, workshop: Workshop, ours: Trainers = OURS) -> None:

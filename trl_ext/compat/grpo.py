@@ -234,9 +234,10 @@ class GRPOInternals:
 
     def _present_slice(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
         """The slice of the generation buffer whose rows `inputs` holds, if it will be visited again."""
-        present, *others = self._slices_to_come() or [None]
-        if present is None or not any(x is present for x in others):
+        slices = self._slices_to_come()
+        if not slices or not any(x is slices[0] for x in slices[1:]):
             return None
+        present = slices[0]
         alike = all(_equal(inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
         return present if alike else None
 
@@ -271,6 +272,13 @@ class GRPOInternals:
         if self._train_sampler is not None:
             for _ in range(epochs):
                 next(iter(self._train_sampler), None)
+
+    def get_high_entropy_mask(
+        self, entropies: torch.Tensor, mask: torch.Tensor, *positional: Any, **keywords: Any
+    ) -> torch.Tensor:
+        """TRL's own, on entropies rounded to 2^-14: those of equal contexts tie, whatever forward they are from."""
+        rounded = (entropies.detach() * 2**14).round() / 2**14
+        return super().get_high_entropy_mask(rounded, mask, *positional, **keywords)  # type: ignore[misc, no-any-return]
 
     def _takes_images(self) -> bool:
         """Whether the policy is a vision-language model."""

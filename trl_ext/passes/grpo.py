@@ -31,6 +31,7 @@ class GRPOFacts:
         kl_times_ratio (`bool`): whether the KL term is multiplied by the ratio.
         has_images (`bool`): whether batches can hold images, whose rows are not told apart.
         has_entropy_bonus, has_router_loss (`bool`): terms of the loss in which every row takes part.
+        trains_expert_modules (`bool`): whether an expert that no token reaches gets no gradient, instead of 0.
         top_entropy_quantile (`float`): below 1, only tokens of high entropy are trained.
         active_dropout (`bool`): whether two passes over the same tokens differ.
         sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
@@ -65,6 +66,7 @@ class GRPOFacts:
     has_images: bool
     has_entropy_bonus: bool
     has_router_loss: bool
+    trains_expert_modules: bool
     top_entropy_quantile: float
     active_dropout: bool
     sampler_ratio: RatioRule | None
@@ -140,7 +142,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     return GRPOPlan(
         decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts), micro_batches),
         leave_zero_advantages=leave_zero_advantages,
-        leave_masked=not (facts.has_router_loss or facts.has_own_loss),
+        leave_masked=not (facts.has_router_loss or facts.has_own_loss or facts.trains_expert_modules),
         score_tools=facts.has_own_loss,
         # vespo reads the ratios of tokens at either level
         of_sequences=facts.of_sequences and facts.loss_type != "vespo",
@@ -213,6 +215,8 @@ def _why_zero_advantages_stay(facts: GRPOFacts) -> str | None:
         return "the entropy bonus sends a gradient through them"
     if facts.has_router_loss:
         return "the router loss counts their tokens"
+    if facts.trains_expert_modules:
+        return "an expert that only rows without an advantage reach has a gradient of 0 in TRL, not none"
     if facts.top_entropy_quantile < 1.0:
         return f"their entropies count in the quantile (top_entropy_quantile={facts.top_entropy_quantile})"
     return None
@@ -225,7 +229,7 @@ def _policy(facts: GRPOFacts) -> Decision:
         if facts.max_draws > 1
         else ""
     )
-    if facts.has_router_loss or facts.has_own_loss:
+    if facts.has_router_loss or facts.has_own_loss or facts.trains_expert_modules:
         return Decision("policy", "run", f"every row: {stay}.{drawn}")
     if stay is not None:
         return Decision(

@@ -18,7 +18,6 @@ from .packing_arguments import PackingArguments
 from .sequence_split import SequenceSplitMixin
 from .tensor_parallel import TensorParallelMixin
 
-
 logger = logging.getLogger("trl_ext")
 
 

@@ -8,6 +8,7 @@ from transformers.training_args import OptimizerNames
 
 from ..compat import GRPOInternals, unrecorded_pass
 from ..dropout import has_dropout
+from ..packing import trains_expert_modules
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.measured import over_scored_rows, statistics
@@ -59,8 +60,8 @@ class GRPOPassesMixin(
                 loss_type=trainer.loss_type,
                 normalized_over_batch=trainer.scale_rewards == "batch"
                 or trainer.multi_objective_aggregation == "normalize_then_sum",
-                has_own_pass=self._replaces("pass"),
-                has_own_batches=self._replaces("batches"),
+                has_own_pass=trainer._replaces("pass"),
+                has_own_batches=trainer._replaces("batches"),
                 bypasses_loss=self._bypasses_loss,
                 has_own_loss=self._has_own_loss() or self._bypasses_loss,
                 own_step=self._own_step(),
@@ -69,6 +70,7 @@ class GRPOPassesMixin(
                 has_images=self._takes_images(),
                 has_entropy_bonus=self._entropy_requires_grad(),
                 has_router_loss=trainer.aux_loss_enabled,
+                trains_expert_modules=trains_expert_modules(trainer.model),
                 top_entropy_quantile=trainer.top_entropy_quantile,
                 active_dropout=has_dropout(trainer.model),
                 sampler_ratio=RatioRule(
