@@ -274,8 +274,7 @@ GRPO_OPTIONS = [
         steps=3,
         fast=False,
     ),
-    # The first tokens of a group share their context, so their entropies are equal but for rounding. 0.2 puts the
-    # threshold between tokens that differ; 0.3 or 0.4 put it among equals, where rounding picks the tokens.
+    # The first tokens of a group share their context: see test_entropy_quantile.py
     _grpo("top_entropy_quantile", "full", top_entropy_quantile=0.2, **OFF_POLICY),
     _grpo("top_entropy_quantile-bonus", "lora", top_entropy_quantile=0.2, entropy_coef=0.05, beta=0.1, fast=False),
     _grpo("off_policy_mask", "full", off_policy_mask_threshold=0.01, num_iterations=4, steps=4),

@@ -53,6 +53,12 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     ),
     "with the vLLM correction": lambda case, situation: _corrects(case),
     "in training, with the vLLM correction": lambda case, situation: _corrects(case) and not situation.evaluation,
+    "in evaluation, with the vLLM correction, where completions are masked whole": lambda case, situation: (
+        _corrects(case) and situation.evaluation and case.rollout.endswith("masked_whole")
+    ),
+    "where completions have one token and some are masked": lambda case, situation: (
+        case.config.get("max_completion_length") == 1 and case.rollout.startswith("masked")
+    ),
     "in training, where TRL makes advantages of equal rewards": lambda case, situation: (
         _zeroes_noise(case) and not situation.evaluation
     ),

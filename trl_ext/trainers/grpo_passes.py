@@ -15,7 +15,7 @@ from ..passes.measured import over_scored_rows, statistics
 from ..passes.non_finite import check_first_rewards
 from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, tokens_of
 from ..passes.sampler_ratio import RatioRule, SamplerRatio, sampler_metrics
-from ..passes.visit import Visit, kept_log_probs, prompt_of, sampler_log_probs
+from ..passes.visit import Visit, kept_log_probs, prompt_of, sampler_log_probs, with_padding
 from .adapter_reference import AdapterReferenceMixin
 from .exact_head import ExactHeadMixin
 from .grpo_pass_arguments import GRPOPassArguments
@@ -217,10 +217,11 @@ class GRPOPassesMixin(
         self, model: Any, inputs: Any, visit: Visit, aux_loss: Any, return_outputs: bool, num_items_in_batch: Any
     ) -> Tensor:
         """TRL's loss of a micro-batch, on what the visit found."""
-        with self._answered_by(model, inputs, (visit.policy_BC, visit.entropies_BC, aux_loss)):
-            loss: Tensor = super().compute_loss(  # type: ignore[misc]
-                model, visit.given_to_loss(inputs), return_outputs, num_items_in_batch
-            )
+        given, scored = visit.given_to_loss(inputs), [visit.policy_BC, visit.entropies_BC]
+        if visit.policy_BC.size(1) == 1 and not self.plan.score_tools:  # a loss of the user's own gets what TRL gives it
+            given, scored = with_padding(given, *scored)
+        with self._answered_by(model, given, (*scored, aux_loss)):
+            loss: Tensor = super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]
         return loss
 
     def _measure(self, visit: Visit) -> None:
