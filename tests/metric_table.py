@@ -65,7 +65,7 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "in training, where groups are kept together": lambda case, situation: (
         case.trainer == "grpo" and case.ours.get("keep_groups_together") is not False and not situation.evaluation
     ),
-    "with DPO, in the first log, where the policy still is its reference and that was scored in another batch": (
+    "with DPO, while the policy equals its reference, and that was scored in another batch": (
         lambda case, situation: case.accuracy_is_noise_at_first and situation.first
     ),
     "with `dynamic_sampling`": lambda case, situation: case.config.get("dynamic_sampling", False),
