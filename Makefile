@@ -5,7 +5,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 TRL_1_15 := .venv-trl-1.15/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short test test-all test-part test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-report docs dist dist-check clean
+.PHONY: demo demo-check demo-short test test-all fuzz test-part test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-report docs dist dist-check clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -43,6 +43,12 @@ test: $(VENV)
 # Every judged count, and the same losses on the oldest supported TRL
 test-all: $(VENV) .venv-trl-1.15/installed
 	TRL_EXT_OTHER_PYTHON=$(TRL_1_15) $(PYTEST) -m 'not nightly'
+
+# Random combinations of options, ours against stock TRL; the slow tier has the first 40
+N ?= 400
+FIRST ?= 0
+fuzz: $(VENV)
+	$(PYTHON) tests/fuzz.py --draws $(N) --first $(FIRST)
 
 # PART=2/8: the third eighth of what `make test` leaves out
 test-part: $(VENV)
