@@ -218,7 +218,7 @@ class GRPOPassesMixin(
     ) -> Tensor:
         """TRL's loss of a micro-batch, on what the visit found."""
         given, scored = visit.given_to_loss(inputs), [visit.policy_BC, visit.entropies_BC]
-        if visit.policy_BC.size(1) == 1 and not self.plan.score_tools:  # a loss of the user's own gets what TRL gives it
+        if visit.policy_BC.size(1) == 1 and not self.plan.score_tools:  # a user's own loss gets what TRL gives it
             given, scored = with_padding(given, *scored)
         with self._answered_by(model, given, (*scored, aux_loss)):
             loss: Tensor = super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]
