@@ -57,7 +57,8 @@ class TrainedHead(torch.autograd.Function):
         # The other ranks may have a gradient, and wait for this one
         if all(x is None for x in upstream) and not head.shard.spread:
             return (None,) * len(ctx.needs_input_grad)
-        x, (targets, *statistics) = Operands(*ctx.saved_tensors[:6]), ctx.saved_tensors[6:]
+        saved = ctx.saved_tensors  # read once: offloading and checkpointing give each tensor back once
+        x, (targets, *statistics) = Operands(*saved[:6]), saved[6:]
         parts = head.parts(x.hidden)
         grads = _Gradients(ctx.needs_input_grad[3:], x, statistics[0].dtype, several=len(parts) > 1)
         with head.readable(), exact_arithmetic(x.hidden.device):
