@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, relative
+from fp32_products import WAYS, fewer_digits, fp32_switches
 from trl_ext import linear_log_probs
 from trl_ext.heads import scan, tiles
 from trl_ext.heads import trained as trained_head
@@ -375,21 +376,19 @@ def test_under_autocast_the_operands_are_rounded_once_and_the_arithmetic_is_not(
     assert floats_apart(doubles, defined(hidden, weight, targets).log_probs) < 1e-12
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_lower_precision_of_fp32_products_never_applies_to_the_head(precision):
+@pytest.mark.parametrize("way", WAYS)
+def test_fewer_digits_of_fp32_products_are_never_the_heads(way):
     hidden, weight, targets = operands(64, 256, 2003, torch.float32, 3.0)
-    before = torch.get_float32_matmul_precision()
     seen = []
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func._schema.name in ("aten::mm", "aten::addmm"):
-                seen.append((torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision))
+                seen.append(fp32_switches()[1:])
             return func(*args, **(kwargs or {}))
 
-    try:
-        torch.set_float32_matmul_precision(precision)
-        switched = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
+    with fewer_digits(way):
+        switched = fp32_switches()
         for trained in (False, True):
             a, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
             with Spy():
@@ -398,13 +397,8 @@ def test_lower_precision_of_fp32_products_never_applies_to_the_head(precision):
             exact = defined(hidden, weight, targets)
             assert floats_apart(ours.log_probs, exact.log_probs) <= allowed(exact.logits)
         assert seen
-        assert set(seen) == {("ieee", "ieee")}
-        after = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
-        assert after == switched
-    finally:
-        torch.set_float32_matmul_precision(before)
-        torch.backends.cuda.matmul.fp32_precision = "none"
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        assert {x for switches in seen for x in switches} <= {"ieee", "none"}
+        assert fp32_switches() == switched
 
 
 def test_mixed_operands_are_multiplied_in_the_wider_dtype():
