@@ -31,6 +31,8 @@ def why_not_triton(device: torch.device) -> str | None:
     try:
         off_by = _difference(device)
         wrong = None if off_by < 1e-4 else f"on {device} its kernels are off by {off_by:.1e} from torch's results"
+    except torch.OutOfMemoryError:
+        raise  # the next time there may be memory
     except Exception as error:  # whatever the compiler, the driver or a missing C compiler may raise
         wrong = f"on {device} its kernels fail: {type(error).__name__}: {error}"
     if wrong is not None:
