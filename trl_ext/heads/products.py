@@ -124,8 +124,8 @@ def coefficients_dtype(operands: torch.dtype, device: torch.device) -> torch.dty
 class ExactLinear(torch.autograd.Function):
     """`hidden_NH @ weight_VH.T + bias_V`, differentiable: the product of the dense head.
 
-    Hidden states and weight are rounded to `dtypes`; sums, logits and the gradient of the logits are in `accumulate`,
-    on any device. The weight is read in slices, so that no cast copy of it stands beside the logits.
+    Hidden states and weight are rounded to `dtypes`; sums, the bias in them, logits and the gradient of the logits are
+    in `accumulate`, on any device. The weight is read in slices, so that no cast copy of it stands beside the logits.
     """
 
     @staticmethod
@@ -147,7 +147,7 @@ class ExactLinear(torch.autograd.Function):
             for columns in _slices(weight.shape[0]):
                 project_into(logits_NV[:, columns], operand_NH, weight[columns].to(of_weight))
             if bias is not None:
-                logits_NV += bias.to(of_weight)
+                logits_NV += bias
         return logits_NV
 
     @staticmethod

@@ -11,7 +11,7 @@ from torch import Tensor
 class Tile(NamedTuple):
     """The product x = h W^T of some tokens and consecutive classes, and the operands it was made of.
 
-    `product` (n, v) is a buffer that the next tile overwrites; `bias` (v,) is to be added to it; `down` (n, R) and `up`
+    `product` (n, v) is a buffer that the next tile overwrites; `bias` (v,), of any dtype, is to be added to it; `down` (n, R) and `up`
     (v, R) are of a low-rank term, which it holds already.
     """
 

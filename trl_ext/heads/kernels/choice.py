@@ -75,6 +75,6 @@ def _numbers(work: "TorchWork | TritonWork", transform: LogitTransform, device: 
     numbers = (statistics.max, statistics.sum_exp, statistics.target_logit, results.entropy)
     upstream = Upstream(given[:, 0], given[:, 1])
     coefficients = Coefficients(*numbers, upstream, transform, 2 * width)
-    whole = {"bracket": torch.float32, "whole": torch.float32}
-    found += [*results, *work.gradient(coefficients, again, targets, coefficients.unit(), **whole)]
+    coefficients.use_unit(coefficients.unit())
+    found += [*results, *work.gradient(coefficients, again, targets, bracket=torch.float32, whole=torch.float32)]
     return [x.double().cpu() for x in found if x is not None]
