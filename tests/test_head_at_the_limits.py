@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from definition import ALL, defined
+from definition import ALL, defined, log_p_where_certain
 from trl_ext import linear_log_probs
 from trl_ext.heads import (
     Factors,
@@ -275,6 +275,22 @@ def test_log_probs_of_a_product_and_a_head_with_an_adapter_do_too(upstream: str)
     want = torch.autograd.grad(exact.log_probs, exact_inputs, given.double())
     for place, (mine, right) in enumerate(zip(got, want, strict=True)):
         assert_right_or_overflown(mine, right, of_row=place == 0)
+
+
+@pytest.mark.parametrize("odds", [80.0, 95.0, 200.0])
+def test_nearly_certain_tokens_do(odds: float) -> None:
+    """Their 1 - p is a subnormal number at log-odds of 95, and none at 200."""
+    hidden = torch.eye(4).mul(odds).requires_grad_()
+    weight = torch.eye(4).requires_grad_()
+    targets, upstream = torch.arange(4), torch.tensor(UPSTREAM["the largest"])
+    found = linear_log_probs(hidden, weight, targets).log_probs
+    exact_inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = log_p_where_certain(exact_inputs[0] @ exact_inputs[1].t(), targets)
+    got = torch.autograd.grad(found, (hidden, weight), upstream)
+    want = torch.autograd.grad(exact, exact_inputs, upstream.double())
+    for mine, right, largest in zip(got, want, (1.0, odds), strict=True):
+        # As far as fp32 holds 1 - p
+        torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=2 * SMALLEST * LARGEST * largest)
 
 
 def gradients_of_a_rank(group: Any, own: bool, upstream: list[float]) -> None:

@@ -97,12 +97,12 @@ class Coefficients:
         """A power of two near the largest coefficient, so that fp16 does not lose them where the loss is small."""
         top = torch.cat([self.size, _power_of_two(self.size.new_zeros(1))]).amax()
         shares = torch.cat([self.row_factor, self.target]).abs() * (self.size / top).repeat(2)
-        return _power_of_two(torch.cat([shares, shares.new_zeros(1)]).amax() * top)
+        # Rounded first: so it is not too small for `size` over it, where every coefficient is all but 0
+        return _power_of_two(_power_of_two(torch.cat([shares, shares.new_zeros(1)]).amax()) * top)
 
     def use_unit(self, unit: Tensor) -> None:
         """Give the whole gradient in units of `unit`, alike for all rows; `unit` is at least that of these rows."""
-        # Infinite where a row factor is all but 0
-        of_size = (self.size / unit).clamp(max=torch.finfo(unit.dtype).max)
+        of_size = self.size / unit
         self.whole_factor, self.whole_target = self.row_factor * of_size, self.target * of_size
 
 
