@@ -148,6 +148,8 @@ def _dpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
         names = rng.sample([name for name in DPO_LOSSES if name not in DPO_LEARNING_RATES], rng.randint(2, 3))
         config["loss_type"] = names
         config.maybe("loss_weights", [0.7, 0.2, 1.1][: len(names)], chance=0.6)
+        for name in names:
+            config.update(DPO_LOSSES[name])
     else:
         name = rng.choice(list(DPO_LOSSES))
         config.update(loss_type=name, **DPO_LOSSES[name])
@@ -156,11 +158,12 @@ def _dpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
             config["f_divergence_type"] = rng.choice(("forward_kl", "js_divergence", "alpha_divergence"))
             config.maybe("f_alpha_divergence_coef", 0.8, 1.0, chance=0.5)
             rate *= 0.2
-    config.maybe("label_smoothing", 0.1, chance=0.15)
+    config.maybe("label_smoothing", 0.1, 0.2, chance=0.15)
     config.maybe("beta", 0.05, 0.5)
     config.maybe("discopop_tau", 0.5, chance=0.1)
     config.maybe("ld_alpha", 0.0, 0.5, chance=0.2)
-    config.maybe("use_weighting", True, chance=0.15)
+    if "aot" not in str(config["loss_type"]):
+        config.maybe("use_weighting", True, chance=0.15)
     config.maybe("max_length", 8, 11, None, chance=0.2)
     config.maybe("truncation_mode", "keep_end", chance=0.15)
     config.maybe("precompute_ref_log_probs", True, chance=0.2)
@@ -170,7 +173,9 @@ def _dpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
     if setup in ("full", "ref_model") and not config.get("precompute_ref_log_probs") and rng.random() < 0.1:
         config.update(sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3)
     config.maybe("per_device_train_batch_size", 1, 2, 6, chance=0.5)
-    ours.maybe("reference_store", "memory", "off", chance=0.4)
+    ours.maybe("reference_store", "memory", *(["off"] * (not config.get("precompute_ref_log_probs"))), chance=0.4)
+    if setup == "prompt_tuning":
+        ours.pop("padding_free", None)
     steps = rng.randint(2, 4)
     streams = rng.random() < 0.1 and not config.get("precompute_ref_log_probs")
     case = Case(f"fuzz-{seed}", "dpo", setup, model, dict(config, seed=seed), steps=steps, streaming=streams)
@@ -231,6 +236,7 @@ def _grpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
     if model == "experts":
         config.maybe("router_aux_loss_coef", 0.0, 0.5)
     if "eval_strategy" in config:
+        config["per_device_eval_batch_size"] = generations
         config.maybe("num_generations_eval", 2)
     rewards = rng.choice(
         (("id",), ("id",), ("half_dead",), ("half_dead",), ("short",), ("unscorable",), ("id", "short"))
@@ -253,6 +259,8 @@ def _grpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
         ours["keep_groups_together"] = False
     ours.maybe("max_tokens_per_micro_batch", 1, 30, 80, chance=0.2)
     ours.maybe("zero_advantages_of_equal_rewards", False, chance=0.1)
+    if setup == "prompt_tuning":
+        ours.pop("padding_free", None)
     case = Case(f"fuzz-{seed}", "grpo", setup, model, dict(config, seed=seed), steps=rng.randint(2, 5), rewards=rewards)
     rate = 1.0 if setup == "prompt_tuning" else 0.01
     case = replace(case, learning_rate=rate, rollout=rollout, vllm=vllm, prompts=24, lora=_lora(rng, setup, model))
