@@ -36,8 +36,10 @@ def origin(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in ("torch", "triton", "transformers", "trl", "trl_ext", "liger_kernel", "cut_cross_entropy"):
+    from trl_ext import __version__  # a checkout that is not installed has no metadata
+
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda, "trl_ext": __version__}
+    for package in ("torch", "triton", "transformers", "trl", "liger_kernel", "cut_cross_entropy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
