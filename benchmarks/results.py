@@ -36,7 +36,7 @@ def origin(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    from trl_ext import __version__  # a checkout that is not installed has no metadata
+    from trl_ext import __version__
 
     found = {"python": platform.python_version(), "cuda": torch.version.cuda, "trl_ext": __version__}
     for package in ("torch", "triton", "transformers", "trl", "liger_kernel", "cut_cross_entropy"):

@@ -1,10 +1,9 @@
 """trl_ext: TRL's DPO and GRPO trainers with exact per-token log-probs."""
 
-__version__ = "0.1.0"  # before the imports: rooms read it
-
 from .callbacks import CurvesCallback
 from .heads import LinearLogProbs, linear_log_probs
 from .trainers import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from .version import __version__
 
 __all__ = [
     "CurvesCallback",
@@ -13,5 +12,6 @@ __all__ = [
     "GRPOConfig",
     "GRPOTrainer",
     "LinearLogProbs",
+    "__version__",
     "linear_log_probs",
 ]

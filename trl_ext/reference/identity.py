@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from ..version import __version__
 
 _VERSIONS = ("torch", "transformers", "peft")
 
@@ -21,7 +21,6 @@ def identity_facts(weights_hash: str, config: dict[str, Any], **computed_with: A
         config (`dict`): from `ReferenceWeights.config`.
         computed_with (`Any`): head, mixed precision, device type, kernels.
     """
-    # A checkout that is not installed has no metadata
     versions = {**{name: version(name) for name in _VERSIONS}, "trl_ext": __version__}
     return {"weights": weights_hash, "config": config, "computed_with": computed_with, "versions": versions}
 
