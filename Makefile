@@ -3,9 +3,10 @@
 PYTHON ?= .venv/bin/python
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRL_1_15 := .venv-trl-1.15/bin/python
+TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short test test-all test-part test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-report docs dist dist-check clean
+.PHONY: demo demo-check demo-short test test-all test-part test-torch-newest test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-report docs dist dist-check clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -47,6 +48,18 @@ test-all: $(VENV) .venv-trl-1.15/installed
 # PART=2/8: the third eighth of what `make test` leaves out
 test-part: $(VENV)
 	$(PYTEST) -m slow --part $(PART)
+
+# The newest torch that the index has, with its CUDA and its Triton: several GB. All else as it is pinned
+.venv-torch-newest/installed: pyproject.toml constraints.txt
+	python3 -m venv .venv-torch-newest
+	$(TORCH_NEWEST) -m pip install --quiet --upgrade torch
+	grep -Ev '^(torch|triton)==' constraints.txt > .venv-torch-newest/constraints.txt
+	$(TORCH_NEWEST) -m pip install --quiet --constraint .venv-torch-newest/constraints.txt --editable '.[dev]'
+	touch $@
+
+# The fast tier on it
+test-torch-newest: .venv-torch-newest/installed
+	$(TORCH_NEWEST) -m pytest -n 2 -m 'not slow and not nightly'
 
 # The launch matrix on 3 and 4 processes
 test-nightly: $(VENV)
@@ -127,4 +140,4 @@ bench-report: $(VENV)
 	$(PYTHON) benchmarks/figures.py
 
 clean:
-	rm -rf .venv .venv-dist .venv-docs .venv-trl-1.15 build dist runs site
+	rm -rf .venv .venv-dist .venv-docs .venv-torch-newest .venv-trl-1.15 build dist runs site
