@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import uuid
 from datetime import UTC, datetime
@@ -53,7 +54,10 @@ def versions() -> dict[str, str | None]:
 
 
 def add(lines: list[dict[str, Any]], folder: Path) -> Path:
-    """Add lines of one run to the file of their day and device: all of them or none, whenever it is stopped."""
+    """Add lines of one run to the file of their day and device: all of them or none, whenever it is stopped.
+
+    The file is also copied to the folder that the variable `OUT` names, for machines of which only that folder is kept.
+    """
     slug = re.sub(r"[^a-z0-9]+", "-", lines[0]["device"].lower())
     path = folder / f"{lines[0]['date'][:10]}-{slug}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,4 +65,6 @@ def add(lines: list[dict[str, Any]], folder: Path) -> Path:
     earlier = path.read_text() if path.exists() else ""
     temporary.write_text(earlier + "".join(json.dumps(line) + "\n" for line in lines))
     os.replace(temporary, path)
+    if os.environ.get("OUT"):
+        shutil.copy(path, os.environ["OUT"])
     return path
