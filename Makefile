@@ -124,9 +124,9 @@ bench-scaling: $(VENV)
 # On a machine with a GPU and no network, two calls of under 6 minutes each: make bench-gpu-head PYTHON=python3
 bench-gpu: bench-gpu-head bench-gpu-training
 bench-gpu-head: $(VENV)
-	PYTHON=$(PYTHON) benchmarks/gpu.sh head
+	PYTHON=$(PYTHON) bash benchmarks/gpu.sh head
 bench-gpu-training: $(VENV)
-	PYTHON=$(PYTHON) benchmarks/gpu.sh training
+	PYTHON=$(PYTHON) bash benchmarks/gpu.sh training
 
 # What such a machine lacks, for its Python, in .whl/
 WHEELS_PYTHON ?= 3.12
