@@ -331,7 +331,8 @@ def test_a_device_is_not_tried_inside_of_a_compiled_function(monkeypatch):
 
 
 def run(code, **env):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -362,8 +363,10 @@ import re, subprocess, tempfile
 from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from trl_ext.heads.kernels import triton_kernels as kernels
+from trl_ext.heads.kernels.triton_work import _of_width
 
 HALVES = {"bias_ptr", "coefficients_ptr", "bracket_ptr", "whole_ptr"}
 NUMBERS = {"targets_ptr": "*i64", "start": "i32", "width": "i32"}
@@ -385,7 +388,8 @@ def compiled(kernel, flags, width, target):
     place = kernel.arg_names.index
     aligned = {(place(name),): [["tt.divisibility", 16]] for name, x in signature.items() if x[0] == "*"}
     source = ASTSource(kernel, signature, {(place(name),): x for name, x in constants.items()}, aligned)
-    return triton.compile(source, target=target, options={"num_warps": max(1, width // 1024)})
+    options = {name: x for name, x in _of_width(width).items() if name != "COLUMNS"}
+    return triton.compile(source, target=target, options=options)
 
 backend, arch, lanes = TARGET
 for kernel in (kernels.fold, kernels.gradient):
@@ -395,9 +399,8 @@ for kernel in (kernels.fold, kernels.gradient):
         if backend == "cuda":
             ptx = Path(tempfile.mkdtemp(), "kernel.ptx")
             ptx.write_text(made.asm["ptx"])
-            ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
             name = re.search(r"[.]target (\\w+)", made.asm["ptx"])[1]
-            command = [ptxas, "-v", "--gpu-name", name, ptx, "-o", "/dev/null"]
+            command = [get_ptxas(arch).path, "-v", "--gpu-name", name, ptx, "-o", "/dev/null"]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             assert "0 bytes spill stores, 0 bytes spill loads" in said, said
 print("compiled")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
-from ..compat import GRPOInternals, unrecorded_pass
+from ..compat import CORRECTS_TRUNCATED_SAMPLING, GRPOInternals, unrecorded_pass
 from ..dropout import has_dropout
 from ..packing import trains_expert_modules
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
@@ -81,7 +81,7 @@ class GRPOPassesMixin(
                 if corrected
                 else None,
                 sampler_gives_log_probs=trainer.use_vllm or trainer.rollout_func is not None,
-                truncated_sampling=_truncated_sampling(args),
+                truncated_sampling=() if CORRECTS_TRUNCATED_SAMPLING else _truncated_sampling(args),
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
                 shares_prompts=self._packing_plan().share_in_training,
                 optimizer=OptimizerNames(args.optim).value,
