@@ -179,9 +179,8 @@ def _dpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
     steps = rng.randint(2, 4)
     streams = rng.random() < 0.1 and not config.get("precompute_ref_log_probs")
     case = Case(f"fuzz-{seed}", "dpo", setup, model, dict(config, seed=seed), steps=steps, streaming=streams)
-    case = replace(case, learning_rate=1.0 if setup == "prompt_tuning" else rate, lora=_lora(rng, setup, model))
-    # At first the policy is its reference, and here that was scored in other batches
-    return replace(case, accuracy_is_noise_at_first=True), dict(ours)
+    rate = 1.0 if setup == "prompt_tuning" else rate
+    return replace(case, learning_rate=rate, lora=_lora(rng, setup, model)), dict(ours)
 
 
 def _lora(rng: random.Random, setup: str, model: str) -> dict[str, Any]:
