@@ -1,6 +1,7 @@
-"""The order of grouped micro-batches: rows stay in their unit, prompts are fed as seldom as can be, slices balanced."""
+"""The order of grouped micro-batches: rows stay in their unit, few groups are cut, slices are balanced."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -51,6 +52,10 @@ def test_any_batch_is_rearranged_within_units_and_never_feeds_more(batch: tuple[
         ours, theirs = (costs(fed, cut(order_of_unit, capacity)) for order_of_unit in (got, want))
         assert sum(ours) <= sum(theirs)
         assert max(ours) <= max(theirs)
+        if got != want:
+            groups = Counter(fed.prompt_B[row] for row in got if fed.prompt_B[row] >= 0)
+            met = sum(len({fed.prompt_B[row] for row in rows} - {-1}) for rows in cut(got, capacity))
+            assert met < sum(math.ceil(rows / capacity) for rows in groups.values()) + unit
     assert order == grouped_order(fed, rows_of_a_slice=capacity, slices_of_a_unit=unit)
     whole = len(before) - len(before) % (capacity * unit)
     assert order[whole:] == before[whole:]
