@@ -110,9 +110,9 @@ def kept_together(batch: dict[str, Any], fed: FedTokens, *, slices: int, slices_
 def grouped_order(fed: FedTokens, *, rows_of_a_slice: int, slices_of_a_unit: int) -> list[int]:
     """The rows in an order in which each unit holds the rows it held, and each slice few prompts.
 
-    A group's rows in a unit lie in one slice where there is room; slices feed about as many tokens each.
-    Where a unit would not feed fewer tokens, nor its largest slice, its order stays; so it does where the largest slice
-    would feed more, as memory follows it.
+    A group's rows in a unit lie in one slice where there is room; slices feed about as many tokens each. Where a unit
+    would not feed fewer tokens, nor its largest slice, its order stays; so it does where the largest slice would feed
+    more, as memory follows it.
     """
     rows = len(fed.prompt_B)
     size = rows_of_a_slice * slices_of_a_unit
@@ -175,8 +175,5 @@ def _pieces(fed: FedTokens, unit: list[int], capacity: int) -> Iterator[list[int
 
 def _cut(rows: list[int], count: int) -> tuple[list[int], list[int]]:
     """`count` of `rows`, which are sorted by length, and the others: each about as long on average."""
-    cut: tuple[list[int], list[int]] = [], []
-    for i, row in enumerate(rows):
-        taken = (i + 1) * count // len(rows) > i * count // len(rows)
-        cut[0 if taken else 1].append(row)
-    return cut
+    chosen = {(2 * i + 1) * len(rows) // (2 * count) for i in range(count)}
+    return [rows[i] for i in sorted(chosen)], [row for i, row in enumerate(rows) if i not in chosen]
