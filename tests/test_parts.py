@@ -309,5 +309,19 @@ def test_any_micro_batch_is_cut_within_its_budget(
     assert torch.equal(scored.spread(joined), scored.spread(whole_BC[scored.rows_R]))
 
 
+@pytest.mark.parametrize(
+    ("own_tokens", "parts"),
+    [([3, 3, 3, 3], [[0, 1], [2, 3]]), ([3, 40, 3, 1, 1], [[1], [0, 2, 3, 4]]), ([2, 2, 2, 2], [[0, 1, 2, 3]])],
+    ids=["cut", "beside a row longer than the budget", "whole"],
+)
+def test_a_prompts_rows_are_cut_into_few_parts(own_tokens: list[int], parts: list[list[int]]) -> None:
+    """With a prompt of 4 tokens, of at most 12."""
+    prompt_ids = torch.full((len(own_tokens), 4), 7)
+    batch = {"prompt_ids": prompt_ids, "prompt_mask": torch.ones_like(prompt_ids)}
+    # The last token is scored, and not fed
+    scored = ScoredTokens(torch.arange(len(prompt_ids)), torch.arange(41) <= torch.tensor(own_tokens).unsqueeze(1))
+    assert Parts.of(batch, scored, 12, packed=True, shared=True).rows == parts
+
+
 def _among(rows_R: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.isin(torch.arange(len(batch["prompt_ids"])), rows_R)
