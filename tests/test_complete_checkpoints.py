@@ -1,6 +1,8 @@
 """A checkpoint counts once all of it is written: which one is resumed from, which are deleted, and what is said."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trl_ext
-from resumable import build
+from resumable import build, optimizer_steps
 from tiny import Workshop
 from trl_ext.checkpoints import (
     SavedGeneration,
@@ -112,3 +114,48 @@ def test_a_generation_is_read_as_it_was_written(tmp_path: Path):
     with pytest.raises(TypeError):
         write_generation(tmp_path, 2, SavedGeneration(**{**vars(saved), "slices": [{"x": object()}]}))
     assert not (tmp_path / "generation_2.safetensors").exists()
+
+
+def test_auto_resumes_where_there_is_a_complete_checkpoint_and_else_begins(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    run = tmp_path / "run"
+
+    def trained(until: int, asked: str = "auto") -> tuple[int, list[str]]:
+        """How many steps the trainer took, and the lines that say where it began."""
+        trainer = build("dpo", trl_ext, workshop.model("untied"), run, max_steps=until)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="trl_ext"), optimizer_steps() as steps:
+            trainer.train(resume_from_checkpoint=asked)
+        assert trainer.state.global_step == until
+        return len(steps), [x for x in caplog.messages if "checkpoint" in x]
+
+    run.mkdir()
+    checkpoint(run, 1, ended=False)  # the first one was cut short
+    steps, (line,) = trained(1)
+    assert steps == 1
+    assert re.fullmatch(
+        r'`resume_from_checkpoint="auto"`: no complete checkpoint is in `output_dir` \(\S+/run\): checkpoint-1 not '
+        r"written whole\. Training begins from the beginning\.",
+        line,
+    )
+    assert is_complete(run / "checkpoint-1")
+    steps, (line,) = trained(2)
+    assert steps == 1
+    assert re.fullmatch(r'`resume_from_checkpoint="auto"`: training resumes from \S+/run/checkpoint-1\.', line)
+    checkpoint(run, 9, ended=False)
+    steps, (line,) = trained(3, "AUTO")
+    assert steps == 1
+    assert line == "checkpoint-9 was not written whole: training resumes from checkpoint-2."
+    # A folder of the user's by that name comes first, and `True` still wants a checkpoint
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "auto").mkdir()
+    with pytest.raises(ValueError, match="`resume_from_checkpoint='auto'` is no complete checkpoint"):
+        trained(4)
+    (run / "checkpoint-3").rename(tmp_path / "whole")
+    (tmp_path / "auto").rmdir()
+    (tmp_path / "whole").rename(tmp_path / "auto")
+    assert trained(4) == (1, [])
+    shutil.rmtree(run)
+    with pytest.raises(ValueError, match=r'no complete checkpoint.*"auto"` does so where there is none'):
+        trained(4, "true")
