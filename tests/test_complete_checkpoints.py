@@ -22,6 +22,7 @@ from trl_ext.checkpoints import (
     is_complete,
     position_in_data,
     read_generation,
+    why_not_loaded,
     write_generation,
 )
 
@@ -123,7 +124,9 @@ def test_auto_resumes_where_there_is_a_complete_checkpoint_and_else_begins(
 
     def trained(until: int, asked: str = "auto") -> tuple[int, list[str]]:
         """How many steps the trainer took, and the lines that say where it began."""
-        trainer = build("dpo", trl_ext, workshop.model("untied"), run, max_steps=until)
+        # Else a schedule that ended in the checkpoint leaves the next step a learning rate of 0
+        constant = {"lr_scheduler_type": "constant"}
+        trainer = build("dpo", trl_ext, workshop.model("untied"), run, max_steps=until, **constant)
         caplog.clear()
         with caplog.at_level("INFO", logger="trl_ext"), optimizer_steps() as steps:
             trainer.train(resume_from_checkpoint=asked)
@@ -159,3 +162,65 @@ def test_auto_resumes_where_there_is_a_complete_checkpoint_and_else_begins(
     shutil.rmtree(run)
     with pytest.raises(ValueError, match=r'no complete checkpoint.*"auto"` does so where there is none'):
         trained(4, "true")
+
+
+# Files of a checkpoint, and under which engine that is in the form that is named one cannot resume from it
+WRITTEN: dict[str, list[str]] = {
+    "": ["model.safetensors", "optimizer.pt"],
+    "FSDP with FULL_STATE_DICT": ["model.safetensors", "pytorch_model_fsdp.bin", "optimizer.bin"],
+    "FSDP with SHARDED_STATE_DICT": ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"],
+    "DeepSpeed": ["model.safetensors", "global_step5/mp_rank_00_model_states.pt"],
+    "DeepSpeed ZeRO-1 or ZeRO-2 on 1 processes": [
+        *("model.safetensors", "global_step5/mp_rank_00_model_states.pt"),
+        "global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ],
+    "DeepSpeed ZeRO-3 on 2 processes": [
+        f"global_step5/zero_pp_rank_{rank}_mp_rank_00_{what}_states.pt"
+        for rank in range(2)
+        for what in ("model", "optim")
+    ],
+}
+RESUMES = {("", "DeepSpeed"), ("", "DeepSpeed ZeRO-1 or ZeRO-2 on 1 processes")}  # what runs, and what was written
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_the_engine_of_a_checkpoint_is_told_by_its_files(written: str, tmp_path: Path):
+    for name in WRITTEN[written]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    if "global_step" in WRITTEN[written][-1]:
+        (tmp_path / "global_step40").mkdir()  # of another checkpoint; `latest` names the one that counts
+        (tmp_path / "latest").write_text("global_step5\n")
+    for runs in WRITTEN:
+        said = why_not_loaded(tmp_path, runs, "DDP")
+        deepspeed = written.startswith("DeepSpeed") and runs.startswith("DeepSpeed")
+        if runs == written or (runs, written) in RESUMES or (deepspeed and "DeepSpeed" in (runs, written)):
+            assert said is None, runs
+            continue
+        named = f"{written or 'neither FSDP nor DeepSpeed'}, and {runs or 'DDP'} runs now, which cannot resume from it."
+        assert said is not None
+        assert f"{tmp_path} was written under {named}" in said
+        advice = {
+            "FSDP with SHARDED_STATE_DICT": "accelerate merge-weights",
+            "DeepSpeed ZeRO-3 on 2 processes": "fp32.py",
+        }
+        assert advice.get(written, "or start a new run from its weights.") in said
+
+
+def test_one_process_refuses_what_it_cannot_load_and_says_what_it_lacks(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    model = workshop.model("untied")
+    build("dpo", trl_ext, model, tmp_path, max_steps=1).train()
+    folder = tmp_path / "checkpoint-1"
+    again = build("dpo", trl_ext, model, tmp_path, max_steps=2)
+    (folder / "pytorch_model_fsdp.bin").touch()
+    with pytest.raises(ValueError, match=r"checkpoint-1 was written under FSDP.* and one process runs now"):
+        again.train(resume_from_checkpoint="auto")
+    assert again.state.global_step == 0
+    (folder / "pytorch_model_fsdp.bin").unlink()
+    (folder / "optimizer.pt").unlink()
+    with caplog.at_level("WARNING", logger="trl_ext"):
+        again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 2
+    assert caplog.text.count("checkpoint-1 has no state of the optimizer that can be loaded here") == 1
