@@ -64,13 +64,17 @@ def _layout(optimizer: torch.optim.Optimizer) -> list[str]:
 
 def load_weights(model: Any, folder: Path) -> None:
     """Load the weights of a checkpoint into a `PreTrainedModel`, as `from_pretrained` does: split, and renamed."""
-    loaded = type(model).from_pretrained(
-        folder, dtype=model.dtype, distributed_config=getattr(model.config, "distributed_config", None)
+    loaded, info = type(model).from_pretrained(
+        folder,
+        dtype=model.dtype,
+        distributed_config=getattr(model.config, "distributed_config", None),
+        output_loading_info=True,
     )
     read = loaded.state_dict()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            tensor.copy_(read[name])
+            if name not in info["missing_keys"]:  # which have random values there
+                tensor.copy_(read[name])
 
 
 def names_differ(model: Any, folder: Path) -> bool:

@@ -169,7 +169,7 @@ class CompleteCheckpointsMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         folder, state = Path(checkpoint), None
-        is_there = (folder / OPTIMIZER_NAME).exists()
+        is_there = all((folder / name).exists() for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
         if self._is_split():
             state = read_optimizer(trainer.optimizer, folder, self.args.process_index)
             on_ranks = self.accelerator.gather(torch.tensor([state is not None], device=self.accelerator.device))
