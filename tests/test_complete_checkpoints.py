@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import trl_ext
 from resumable import build, optimizer_steps
@@ -20,6 +22,8 @@ from trl_ext.checkpoints import (
     finish,
     half_written,
     is_complete,
+    load_weights,
+    names_differ,
     position_in_data,
     read_generation,
     why_not_loaded,
@@ -189,7 +193,7 @@ def test_the_engine_of_a_checkpoint_is_told_by_its_files(written: str, tmp_path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     if "global_step" in WRITTEN[written][-1]:
-        (tmp_path / "global_step40").mkdir()  # of another checkpoint; `latest` names the one that counts
+        (tmp_path / "global_step9").mkdir()  # of another checkpoint; `latest` names the one that counts
         (tmp_path / "latest").write_text("global_step5\n")
     for runs in WRITTEN:
         said = why_not_loaded(tmp_path, runs, "DDP")
@@ -224,3 +228,28 @@ def test_one_process_refuses_what_it_cannot_load_and_says_what_it_lacks(
         again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2
     assert caplog.text.count("checkpoint-1 has no state of the optimizer that can be loaded here") == 1
+
+
+def test_a_weight_that_the_checkpoint_lacks_stays_as_it_is(workshop: Workshop, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
+    was = {name: x.clone() for name, x in model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    assert not names_differ(model, tmp_path)
+    saved = {name: x + 1 for name, x in load_file(tmp_path / "model.safetensors").items()}
+    lacks = "model.layers.1.mlp.up_proj.weight"
+    del saved[lacks]
+    save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert names_differ(model, tmp_path)
+    load_weights(model, tmp_path)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, was[name] + (name != lacks)), name
+
+
+@pytest.mark.parametrize("name", ["tied", "untied", "experts"])
+def test_names_differ_where_the_files_do_not_have_those_of_the_model(name: str, workshop: Workshop, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(workshop.model(name))
+    for size in ("1GB", "20KB"):  # one file, and several with an index
+        model.save_pretrained(tmp_path / size, max_shard_size=size)
+        assert names_differ(model, tmp_path / size) is (name == "experts")
+    assert (tmp_path / "20KB" / "model.safetensors.index.json").exists()
+    assert not names_differ(model, tmp_path)

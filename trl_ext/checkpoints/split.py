@@ -90,6 +90,4 @@ def names_differ(model: Any, folder: Path) -> bool:
         file: Any
         with safe_open(folder / "model.safetensors", framework="pt") as file:
             names = set(file.keys())
-    params = list(model.named_parameters(remove_duplicate=False))
-    found = {id(param) for name, param in params if name in names}  # a tied one has several names
-    return bool(names) and any(id(param) not in found for _, param in params)
+    return bool(names) and any(name not in names for name, _ in model.named_parameters())
