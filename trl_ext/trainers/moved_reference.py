@@ -48,7 +48,8 @@ class _ResumesReference(TrainerCallback):
         folder, reference = trainer._resumes_from, trainer._moved_reference()
         if folder is None or reference is None:
             return
-        if trainer._is_partitioned() or not load_moved(reference, folder):
+        loaded = not trainer._is_partitioned() and load_moved(reference, folder)
+        if not loaded and not trainer._is_finished():
             logger.warning(
                 f"{folder} does not have the weights of the reference that `sync_ref_model` moves, as one of stock "
                 "TRL, of ZeRO-3 or with `save_only_model`: the reference begins again where it began, so training "

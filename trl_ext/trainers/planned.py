@@ -71,7 +71,7 @@ class PlannedPassesMixin:
         self._plan = self._make_plan()
         if self.accelerator.is_main_process:  # type: ignore[attr-defined]
             plan = self.explain()
-            _show(f"{type(self).__name__}: what runs, and why\n{plan}")
+            show(f"{type(self).__name__}: what runs, and why\n{plan}")
             for warning in plan.warnings:
                 logger.warning(warning)
         with roll_call():
@@ -127,8 +127,8 @@ class PlannedPassesMixin:
         super().log(logs, start_time)  # type: ignore[misc]
 
 
-def _show(message: str) -> None:
-    """Log at level INFO, to stderr where the program has not set up logging."""
+def show(message: str) -> None:
+    """Log `message` at level INFO, to stderr where the program has not set up logging."""
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():

@@ -1,6 +1,7 @@
 """GRPO resumed within a cycle of generation: the completions still to be trained on are part of a checkpoint."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ class ResumedGenerationMixin(GRPOPassesMixin):
     """Mixed in before `CompleteCheckpointsMixin` and TRL's `GRPOTrainer`."""
 
     _resumes_from: Path | None
+    _is_finished: Callable[[], bool]
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
@@ -112,5 +114,5 @@ class _ResumesGeneration(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer._resumes_from is not None:
+        if self.trainer._resumes_from is not None and not self.trainer._is_finished():
             self.trainer._resume_generation(self.trainer._resumes_from)
