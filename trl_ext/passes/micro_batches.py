@@ -54,7 +54,7 @@ class FedTokens:
         is_fed, prompt_tokens, own_tokens = torch.stack([is_fed_B, prompt_tokens_B, own_B]).tolist()
         prompts: Iterable[Hashable] = range(rows)
         if packed and shared:
-            content_BP = batch["prompt_ids"].int().masked_fill(mask_BP == 0, -1).cpu().numpy()
+            content_BP = batch["prompt_ids"].to(torch.int32, copy=True).masked_fill_(mask_BP == 0, -1).cpu().numpy()
             prompts = (content_P.tobytes() for content_P in content_BP)
         numbers: dict[Hashable, int] = {}
         prompt_B = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
