@@ -15,11 +15,11 @@ QUOTED = re.compile(r"^\| (`{2,3}) ?(.+?) ?\1 \|", re.MULTILINE)
 WARNS = ("logger.warning", "warnings.warn", "self._say")
 # Messages that are made in another function than the one that gives them
 MADE_IN = {
+    "checkpoints/engine.py": ("why_not_loaded",),
     "engines/roll_call.py": ("_call",),
     "engines/fallback.py": ("_unrelated", "_other_engine", "_twice", "_other_wrapping", "_split_by_deepspeed"),
     "passes/grpo.py": ("plan_grpo",),
     "passes/packing.py": ("plan_packing",),
-    "trainers/complete_checkpoints.py": ("_found",),
     "trainers/loss_arguments.py": ("ignored_smoothing",),
 }
 # Who gives them, with no word of its own

@@ -3,17 +3,19 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import config as datasets_config
 from safetensors.torch import save_file
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trl_ext
 from rewards import id_reward
-from tiny import preferences, prompts
+from tiny import lora_config, preferences, prompts
 
 COMMON = {
     "learning_rate": 1e-2,
@@ -46,12 +48,15 @@ GRPO = {
 def build(name: str, library: Any, model: str, output: Path, streaming: bool = False, **changes: Any) -> Any:
     """A trainer of `library` ("dpo" or "grpo") that writes all it writes into `output`."""
     datasets_config.HF_DATASETS_CACHE = output / "cache"
+    peft_config = lora_config() if changes.pop("peft_config", False) else None
     if name == "dpo":
         data = preferences(12, seed=1)
         return library.DPOTrainer(
             model=model,
             args=library.DPOConfig(output_dir=str(output), **{**COMMON, **DPO, **changes}),
             train_dataset=data.to_iterable_dataset() if streaming else data,
+            eval_dataset=data if "eval_strategy" in changes else None,
+            peft_config=peft_config,
         )
     data = prompts(6, seed=1)
     return library.GRPOTrainer(
@@ -60,11 +65,41 @@ def build(name: str, library: Any, model: str, output: Path, streaming: bool = F
         rollout_func=changes.pop("rollout_func", None),
         args=library.GRPOConfig(output_dir=str(output), **{**COMMON, **GRPO, **changes}),
         train_dataset=data.to_iterable_dataset() if streaming else data,
+        eval_dataset=data if "eval_strategy" in changes else None,
+        peft_config=peft_config,
     )
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+
+
+@contextmanager
+def optimizer_steps() -> Iterator[list[str]]:
+    """Within, the optimizers that take a step, one entry a step."""
+    steps: list[str] = []
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(group["lr"] != 0 for group in optimizer.param_groups):  # torch makes an optimizer's state by one of 0
+            steps.append(type(optimizer).__name__)
+
+    handle = register_optimizer_step_post_hook(stepped)
+    try:
+        yield steps
+    finally:
+        handle.remove()
+
+
+def made_up(trainer: Any, best_step: int) -> None:
+    """Have evaluation give a metric that is best after `best_step`."""
+    evaluate = trainer.evaluate
+
+    def evaluated(*positional: Any, **keywords: Any) -> dict[str, float]:
+        metrics = evaluate(*positional, **keywords)
+        return {**metrics, "eval_made_up": -abs(trainer.state.global_step - best_step)}
+
+    trainer.evaluate = evaluated
+    trainer.args.greater_is_better = True
 
 
 def train_to_the_end(name: str, model: str, folder: str, kill_at_write: str = "") -> None:

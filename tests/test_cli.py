@@ -74,6 +74,19 @@ def test_what_was_explained_is_what_then_trains(
 
 
 @pytest.mark.slow
+def test_the_same_command_begins_and_then_resumes(arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    save = ["--save_strategy", "steps", "--save_steps", "1", "--resume_from_checkpoint", "auto"]
+    options = _changed("--save_strategy")(arguments["dpo"])
+    for steps, line in (("1", "no complete checkpoint"), ("2", "checkpoint-1.")):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="trl_ext"):
+            assert main(["dpo", *_changed("--max_steps", steps)(options), *save]) == 0
+        (said,) = (x for x in caplog.messages if x.startswith('`resume_from_checkpoint="auto"`'))
+        assert line in said
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
+
+
+@pytest.mark.slow
 def test_explaining_asks_nothing_of_the_hub(arguments):  # which is offline here, so that whatever is asked is an error
     on_hub = ["--push_to_hub", "--log_completions", "--log_completions_hub_repo", "someone/completions"]
     assert main(["explain", "grpo", *arguments["grpo"], *on_hub]) == 0

@@ -153,7 +153,7 @@ def test_a_killed_rank_is_named_and_training_resumes_to_the_same_weights(
     for trainer in trainers:
         survivor, killed = ends_of_ranks(__file__, f"{trainer}-killed", engine, tmp_path)
         assert killed.status == -signal.SIGKILL
-        named(survivor, r"Rank 1 \(\S+, pid \d+\) does not answer: it was killed.*resume_from_checkpoint=True")
+        named(survivor, r'Rank 1 \(\S+, pid \d+\) does not answer: it was killed.*resume_from_checkpoint="auto"')
         assert sorted(path.name for path in (tmp_path / trainer).glob("checkpoint-*")) == ["checkpoint-2"]
     results = run_on_ranks(
         __file__, [f"{trainer}-{what}" for trainer in trainers for what in ("resumed", "whole")], engine, tmp_path

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -13,11 +14,13 @@ import pytest
 import torch
 import trl
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 import trl_ext
 from nursery import Nursery
-from resumable import build, weights
+from resumable import build, made_up, optimizer_steps, weights
 from tiny import Workshop
+from tokens import counted
 from trl_ext.checkpoints import is_complete
 
 SEED = 20
@@ -238,3 +241,154 @@ def test_a_reference_that_follows_the_policy_goes_on_where_the_checkpoint_stood(
         resumed = Run(name, trl_ext, model, tmp_path / "without", (alone.output, 2), **moving)
     assert "checkpoint-2 does not have the weights of the reference that `sync_ref_model` moves" in caplog.text
     assert not same(resumed.weights, alone.weights)
+
+
+class Heard(TrainerCallback):
+    """The events that a callback of the user's hears."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            self.events.append(name)
+        return super().__getattribute__(name)
+
+
+def resumed_at_the_end(name: str, library: Any, model: Any, folder: Path, **changes: Any) -> tuple[Any, ...]:
+    """A run that has ended, resumed from its last checkpoint: trainer, output, optimizer steps, events, tokens."""
+    trainer = build(name, library, model, folder, **changes)
+    heard = Heard()
+    trainer.add_callback(heard)
+    with optimizer_steps() as steps, counted() as tokens:
+        output = trainer.train(resume_from_checkpoint=True)
+    return trainer, output, steps, heard.events, tokens
+
+
+# Training ends within an epoch, but for the last: DPO's epoch is 3 steps and GRPO's 6
+ENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("dpo", {"max_steps": 2}),
+    "dpo, LoRA": ("dpo", {"max_steps": 2, "peft_config": True}),
+    "dpo, part of an epoch": ("dpo", {"num_train_epochs": 0.5}),
+    "dpo, a stream": ("dpo", {"max_steps": 2, "streaming": True}),
+    "dpo, the epoch again": ("dpo", {"max_steps": 2, "ignore_data_skip": True}),
+    "dpo, in the second epoch": ("dpo", {"max_steps": 4}),
+    "dpo, saved at its end": ("dpo", {"max_steps": 2, "save_steps": 500}),
+    "dpo, saved by epochs": ("dpo", {"max_steps": 2, "save_strategy": "epoch"}),
+    "dpo, whole epochs": ("dpo", {"num_train_epochs": 1}),
+    # Completions are left over, which were not scored with the weights they were sampled with
+    "grpo": ("grpo", {"max_steps": 4}),
+    "grpo, LoRA": ("grpo", {"max_steps": 4, "peft_config": True}),
+    "grpo, none left over": ("grpo", {"max_steps": 5}),
+    "grpo, a stream": ("grpo", {"max_steps": 5, "streaming": True}),
+}
+FAST_ENDS = ("dpo", "dpo, whole epochs", "grpo, LoRA")
+NOTHING_LEFT = r"checkpoint-(\d) was written after optimizer step \1, and training ends after step \1: nothing is left"
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST_ENDS)) for x in ENDS])
+def test_a_finished_run_resumed_trains_nothing(
+    case: str, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    name, changes = ENDS[case]
+    model = workshop.model("untied")
+    changes = {"lr_scheduler_type": "constant", **changes}
+    trainer = build(name, trl_ext, model, tmp_path, **changes)
+    ended = trainer.train()
+    log = len(trainer.state.log_history)
+    saved = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    caplog.clear()
+    with caplog.at_level("INFO", logger="trl_ext"):
+        again, output, steps, events, tokens = resumed_at_the_end(name, trl_ext, model, tmp_path, **changes)
+    assert steps == tokens.with_gradient == tokens.without == []
+    assert same(weights(again), weights(trainer))
+    assert output.global_step == again.state.global_step == ended.global_step
+    assert again.state.epoch == trainer.state.epoch
+    assert output.training_loss == 0.0  # of the steps of this call, as in transformers
+    assert len(again.state.log_history) == log  # the summary in the place of that which came after the checkpoint
+    assert [x for x in events if x != "on_init_end"] == ["on_train_begin", "on_log", "on_train_end"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == saved
+    assert len(re.findall(NOTHING_LEFT, caplog.text)) == 1
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_stock_takes_a_step_too_many(name: str, workshop: Workshop, tmp_path: Path):
+    changes = {"lr_scheduler_type": "constant", "max_steps": 2}
+    model = workshop.model("untied")
+    trainer = build(name, trl, model, tmp_path, **changes)
+    trainer.train()
+    again, output, steps, *_ = resumed_at_the_end(name, trl, model, tmp_path, **changes)
+    assert output.global_step == 3
+    assert len(steps) == 1
+    assert not same(weights(again), weights(trainer))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_fewer_steps_than_were_trained_train_nothing_and_more_train_on(name: str, workshop: Workshop, tmp_path: Path):
+    model, constant = workshop.model("untied"), {"lr_scheduler_type": "constant"}
+    trainer = build(name, trl_ext, model, tmp_path / "short", max_steps=2, **constant)
+    trainer.train()
+    again, output, steps, *_ = resumed_at_the_end(name, trl_ext, model, tmp_path / "short", max_steps=1, **constant)
+    assert steps == []
+    assert output.global_step == 2
+    assert same(weights(again), weights(trainer))
+    longer = [{"max_steps": 3}] if name == "grpo" else [{"max_steps": 3}, {"num_train_epochs": 2}]
+    for more in longer:
+        alone = build(name, trl_ext, model, tmp_path / f"alone {more}", **more, **constant)
+        alone.train()
+        shutil.copytree(tmp_path / "short", tmp_path / f"on {more}")
+        on, output, steps, *_ = resumed_at_the_end(name, trl_ext, model, tmp_path / f"on {more}", **more, **constant)
+        assert len(steps) == alone.state.global_step - 2
+        assert same(weights(on), weights(alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_finished_run_resumed_ends_with_its_best_model(name: str, lora: bool, workshop: Workshop, tmp_path: Path):
+    best = {
+        **{"max_steps": 4, "lr_scheduler_type": "constant", "load_best_model_at_end": True, "eval_strategy": "steps"},
+        **{"eval_steps": 1, "metric_for_best_model": "eval_made_up", "peft_config": lora},
+    }
+    trainers = []
+    for resumes in (False, True):
+        trainer = build(name, trl_ext, workshop.model("untied"), tmp_path, **best)
+        made_up(trainer, best_step=2)
+        with optimizer_steps() as steps:
+            trainer.train(resume_from_checkpoint=resumes)
+        trainers.append(trainer)
+        assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
+    assert steps == []
+    through, resumed = map(weights, trainers)
+    assert same(resumed, through)
+
+
+@pytest.mark.parametrize("best", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["resumed", "best"])
+def test_experts_are_those_of_the_checkpoint(best: bool, workshop: Workshop, tmp_path: Path):
+    """They are one tensor in the model and many in the file, by whose names transformers' trainer looks for them."""
+    changes: dict[str, Any] = {"max_steps": 2, "lr_scheduler_type": "constant"}
+    if best:
+        changes |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+        changes["metric_for_best_model"] = "eval_made_up"
+    trainer = build("dpo", trl_ext, workshop.model("experts"), tmp_path, **changes)
+    at_step_1: dict[str, torch.Tensor] = {}
+
+    class Remembers(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                at_step_1.update(weights(trainer))
+
+    trainer.add_callback(Remembers())
+    if best:
+        made_up(trainer, best_step=1)
+        trainer.train()
+        assert same(weights(trainer), at_step_1)
+        return
+    trainer.train()
+    assert any("experts.gate_up_proj" in name for name in at_step_1)
+    resumed = build("dpo", trl_ext, workshop.model("experts"), tmp_path, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert same(weights(resumed), weights(trainer))

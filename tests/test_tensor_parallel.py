@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import trl_ext
 from ranks import Rank, run_on_ranks
+from resumable import made_up
 from rewards import id_reward
 from run_losses import WALL_CLOCK
 from tiny import Workshop, lora_config, preferences, prompts
@@ -63,6 +64,14 @@ SMOOTHED: dict[str, Any] = {
     "sft_label_smoothing_convention": "megatron",
 }
 ADAMW: dict[str, Any] = {"optim": "adamw_torch", "gradient_checkpointing": True, "learning_rate": 1e-3}
+
+
+BEST: dict[str, Any] = {
+    "load_best_model_at_end": True,
+    "eval_steps": 1,
+    "metric_for_best_model": "eval_made_up",
+    "prepare": partial(made_up, best_step=2),
+}
 
 
 def distinct_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -133,6 +142,7 @@ def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: s
     """The trainer after training, with `record`: what could be seen."""
     reward_funcs, rollout_func = options.pop("reward", distinct_words), options.pop("rollout", None)
     peft_config, prepare = options.pop("peft_config", None), options.pop("prepare", None)
+    resume = options.pop("resume", None)
     policy: Any = model
     model_init_kwargs: dict[str, Any] | None = {**place, "dtype": "float32"}
     if adapter:
@@ -166,7 +176,7 @@ def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: s
     if prepare is not None:
         prepare(trainer)
     with recorded(trainer) as trainer.record:
-        trainer.train()
+        trainer.train(resume)
     return trainer
 
 
@@ -179,6 +189,43 @@ def on_rank(rank: Rank, kind: str, adapter: str | None, fsdp_size: int = 1, **op
     rank.check(trainer)
     trainer.save_model(str(folder / "saved"))
     return {**trainer.record, "saved": str(folder / "saved")}
+
+
+def resumed(rank: Rank, kind: str, adapter: str | None, fsdp_size: int = 1, **options: Any) -> None:
+    """From the first of three steps, within GRPO's cycle of generation, to the weights of a run that went through."""
+    folder = rank.folder / "-".join(["resumed", kind, adapter or "full", *options])
+    if fsdp_size > 1:
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+    run = partial(
+        train,
+        *(kind, folder, models(rank)["model"], split(fsdp_size), adapter and models(rank)[adapter]),
+        **{
+            **ADAMW,
+            "max_steps": 3,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "lr_scheduler_type": "linear",
+            **options,
+        },
+    )
+    through = run()
+    assert through.args.save_only_model is options.get("save_only_model", False)
+    checkpoints = Path(through.args.output_dir)
+    again = run(resume=str(checkpoints / "checkpoint-1"))
+    rank.check(again)
+    found = far(again.record["weights"], through.record["weights"])
+    if options.get("save_only_model"):
+        assert found > 1e-4  # another optimizer, as the warning says
+    else:
+        assert found == 0
+        steps, after = (
+            [(x["loss"], x["grad_norm"]) for x in trainer.record["logs"] if "loss" in x] for trainer in (through, again)
+        )
+        assert steps[1:] == after
+    if options.get("load_best_model_at_end"):
+        assert Path(again.state.best_model_checkpoint).name == "checkpoint-2"
+        for trainer in (through, again):
+            assert_saved([{**trainer.record, "saved": str(checkpoints / "checkpoint-2")}], bool(adapter))
 
 
 def models(rank: Rank) -> dict[str, str]:
@@ -248,6 +295,16 @@ CASES |= {
     "dpo-smoothed-adapter": partial(on_rank, kind="dpo", adapter="adapter", **SMOOTHED),
     "dpo-precomputed": partial(on_rank, kind="dpo", adapter=None, precomputed=True),
     "grpo-adamw": partial(on_rank, kind="grpo", adapter=None, **ADAMW),
+    **{
+        f"resumed-{kind}-{adapter or 'full'}": partial(resumed, kind=kind, adapter=adapter)
+        for kind in ("dpo", "grpo")
+        for adapter in (None, "adapter")
+    },
+    "resumed-2d-dpo": partial(resumed, kind="dpo", adapter=None, fsdp_size=2),
+    "resumed-2d-grpo": partial(resumed, kind="grpo", adapter=None, fsdp_size=2),
+    "resumed-best": partial(resumed, kind="dpo", adapter=None, **BEST),
+    "resumed-best-adapter": partial(resumed, kind="dpo", adapter="adapter", **BEST),
+    "resumed-without-optimizer": partial(resumed, kind="dpo", adapter=None, save_only_model=True),
     "random-adapter": random_adapter,
     "grpo-random": partial(on_rank, kind="grpo", adapter=None, reward=random_reward, rollout=random_rollout),
     "grpo-noise": partial(on_rank, kind="grpo", adapter="adapter", reward=id_reward, prepare=noise_on_scores),
@@ -314,7 +371,7 @@ def assert_saved(on_ranks: list[dict[str, Any]], adapter: bool) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        ["dpo-full", "grpo-adapter", "different-rows"],
+        ["dpo-full", "grpo-adapter", "different-rows", "resumed-grpo-full"],
         pytest.param(
             [
                 *("dpo-adapter", "dpo-precomputed", "dpo-smoothed", "dpo-smoothed-adapter"),
@@ -341,6 +398,25 @@ def test_two_ranks_that_hold_one_model_train_as_one_process(
         assert any("eval_loss" in log for log in alone["logs"])
         assert_same_training(results[case], alone)
         assert_saved(results[case], adapter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cases", "processes"),
+    [
+        (
+            [
+                *("resumed-dpo-full", "resumed-dpo-adapter", "resumed-grpo-adapter"),
+                *("resumed-best", "resumed-best-adapter", "resumed-without-optimizer"),
+            ],
+            2,
+        ),
+        (["resumed-2d-dpo", "resumed-2d-grpo"], 4),
+    ],
+    ids=["tp", "tp-and-fsdp2"],
+)
+def test_a_resumed_run_ends_with_the_same_weights(cases: list[str], processes: int, launch: Callable[..., Any]):
+    launch(*cases, processes=processes)
 
 
 @pytest.mark.slow

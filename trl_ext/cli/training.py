@@ -58,7 +58,7 @@ def _train(method: str, parsed: Parsed) -> None:
             raise
         raise TrainingStoppedError(
             f"Training stopped after step {trainer.state.global_step}. Checkpoints are in {training.output_dir}; "
-            "`--resume_from_checkpoint true` goes on from the last complete one."
+            "`--resume_from_checkpoint auto` goes on from the last complete one, or from the beginning."
         ) from error
     trainer.save_model(training.output_dir)
     trainer.accelerator.print(f"Model saved to {training.output_dir}.")

@@ -65,6 +65,11 @@ def completion_log_probs(trainer: Any, model: Any, batch: dict[str, Any], **opti
     )
 
 
+def own_pass(trainer: Any) -> str:
+    """The name of the method that scores."""
+    return f"`{type(trainer).__name__}.{PASS}`"
+
+
 def has_own_loss(trainer: Any) -> bool:
     return "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss
 
@@ -157,10 +162,11 @@ class Buffer:
 
     def present(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
         to_come = self.to_come()
-        for present in to_come[:1]:
-            is_it = inputs.get("completion_ids") is present["completion_ids"]
-            return present if is_it and any(x is present for x in to_come[1:]) else None
-        return None
+        if not to_come or not any(x is to_come[0] for x in to_come[1:]):
+            return None
+        present = to_come[0]
+        alike = all(_equal(inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
+        return present if alike else None
 
     def drop(self) -> None:
         self.trainer._buffered_inputs = None
@@ -192,6 +198,10 @@ class Buffer:
     def padding(self) -> dict[str, float]:
         pad = self.trainer._tokenizer.pad_token_id
         return {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1}
+
+
+def _equal(value: Any, tensor: torch.Tensor) -> bool:
+    return value is tensor or (isinstance(value, torch.Tensor) and torch.equal(value, tensor))
 
 
 def shuffled_then(rearrange: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:

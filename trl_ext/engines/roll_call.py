@@ -31,7 +31,7 @@ _PATIENCE = 10.0  # seconds that a rank has for its answer
 _CALLED, _VERDICT = "called", "verdict"
 _WAITED = "waited in a collective, which failed"
 _ADVICE = (
-    "Training can go on from the last checkpoint: start all ranks again with `train(resume_from_checkpoint=True)`."
+    'Training can go on from the last checkpoint: start all ranks again with `train(resume_from_checkpoint="auto")`.'
 )
 # What gloo's errors begin with: the line that raised them, but for what comes after a timeout
 _OF_GLOO = re.compile(r"\[(enforce fail at )?\S*gloo/\S+\.(cc|cu|h):\d+\]|^Application timeout caused pair closure")

@@ -3,5 +3,6 @@
 from .gather import picked
 from .layout import Layout
 from .packing import Packing
+from .support import trains_expert_modules
 
-__all__ = ["Layout", "Packing", "picked"]
+__all__ = ["Layout", "Packing", "picked", "trains_expert_modules"]

@@ -12,6 +12,12 @@ class AdapterChoice:
 
     def __init__(self, policy: Any, fresh: Any, asked: Any, ref_model: Any, args: Any) -> None:
         self.fresh, self.asked = fresh, asked
+        adapted = isinstance(policy, PeftModel) or fresh is not None
+        if adapted and ref_model is not None and getattr(args, "sync_ref_model", False):
+            raise ValueError(
+                "`sync_ref_model=True` with an adapter moves a copy of that adapter, and `ref_model` is another model. "
+                "Leave `ref_model` out, or set `sync_ref_model=False`."
+            )
         self._choose(policy, ref_model)
         self.trl_may_copy = not isinstance(policy, PeftModel) or fresh is not None or self._trl_makes_ref(policy, args)
 

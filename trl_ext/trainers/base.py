@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 import trl
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from peft import PeftModel
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
@@ -23,7 +22,6 @@ from transformers import PreTrainedTokenizerBase, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks import ThroughputProgress
-from ..checkpoints import begin, discard, finish, half_written
 from ..compat import unrecorded_pass
 from ..compat.data import REPLACEABLE
 from ..compat.seam import module_of, replaced
@@ -42,14 +40,14 @@ from ..reference.adapter_choice import AdapterChoice
 from ..scoring import check_token_ids, missing_rows, watch_token_ids
 from ..scoring.scorer import Scorer
 from .adapter_arguments import AdapterArguments
+from .checkpointing import Checkpoints
 from .callbacks import Lifecycle, MovesReference
 from .head_arguments import HeadArguments
 from .non_finite import NonFiniteLoss
 from .packing_arguments import PackingArguments
-from .resuming import found_checkpoint, spelt
 from .hosting import refuse_what_cannot_be_hosted
 from .reference_arguments import ReferenceArguments
-from .card import section
+from .shown import section, show
 from .validation import check_given
 
 logger = logging.getLogger("trl_ext")
@@ -72,8 +70,9 @@ class ExactTrainer(Base):
     _has_reference: bool = True
     _entropy_has_gradient = False
     _plan: Plan | None = None
-    _resumes_from: Path | None = None
-    _pushes_put_off: list[Callable[[], None]] | None = None
+    _loss_reached: bool | None = None  # whether `compute_loss` of this class ran in the first training step
+    _bypasses_loss = False
+    _scored_elsewhere: str | None = None  # what scores the policy in the place of our forward
     _own_reference: Any = None
 
     # 1. Built
@@ -93,7 +92,8 @@ class ExactTrainer(Base):
         self.non_finite = NonFiniteLoss(self, self.ranks)
         policy, ref_model = given["model"], given.get("ref_model")
         self.adapters = AdapterChoice(policy, given.get("peft_config"), AdapterArguments.of(config), ref_model, config)
-        self._checkpoint_parts: list[Callable[[Path], None]] = []
+        self.checkpoints = Checkpoints(self)
+        self.checkpoints.parts.append(self._save_reference)
         self._synced_apart = False
         return given
 
@@ -114,11 +114,13 @@ class ExactTrainer(Base):
         finally:
             if self._synced_apart:
                 config.sync_ref_model = True
+            self.checkpoints.unhide_optimizer()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Transformers' own, called first of all when the trainer is built."""
         self._asked = asked(os.environ, self.args)
         super().create_accelerator_and_postprocess()
+        self.checkpoints.hide_optimizer()
         joined = self.ranks.join(self.accelerator, self.model)
         if joined is not self.accelerator:
             self.accelerator = joined
@@ -244,7 +246,10 @@ class ExactTrainer(Base):
         engine = Decision("engine", "run", f"{running(self.accelerator, self.model)}{by_words}.")
         alone = self.accelerator.state.num_processes == 1
         head = Decision("head", "run", self.scorer.words(self.accelerator.device, alone))
-        decisions = (engine, *plan.decisions, packing.decision, head)
+        how = packing.decision, head
+        if self._scored_elsewhere is not None:
+            how = Decision("packing", "skip", self._scored_elsewhere), Decision("head", "skip", self._scored_elsewhere)
+        decisions = (engine, *plan.decisions, *how)
         return dataclasses.replace(plan, decisions=decisions, warnings=(*plan.warnings, *packing.warnings, *self._unsaved()))
 
     def _unsaved(self) -> list[str]:
@@ -281,18 +286,66 @@ class ExactTrainer(Base):
         self._plan = self._make_plan()
         if self.accelerator.is_main_process:
             plan = self.explain()
-            _show(f"{type(self).__name__}: what runs, and why\n{plan}")
+            show(f"{type(self).__name__}: what runs, and why\n{plan}")
             for warning in plan.warnings:
                 logger.warning(warning)
         with roll_call():
-            asked_for = spelt(resume_from_checkpoint)
-            if asked_for:
-                asked_for = self._complete_checkpoint(asked_for)
-            self._resumes_from = Path(asked_for) if asked_for else None
-            return super().train(asked_for, *positional, **keywords)
+            return super().train(self.checkpoints.find(resume_from_checkpoint), *positional, **keywords)
 
     def _before_training(self) -> None:
         """Called first by `train`."""
+
+    def _watched_step(self, step: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
+        """TRL's own. The first one shows whether a subclass's `compute_loss` calls ours; if not, the plan changes.
+
+        Raises:
+            `ValueError`: an option needs our `compute_loss`.
+        """
+        if self._loss_reached is not None:
+            return step(*positional, **keywords)
+        self._loss_reached = self.scorer.policy.used = False
+        try:
+            loss = step(*positional, **keywords)
+        except KeyError as error:
+            if self._loss_reached:
+                raise
+            raise RuntimeError(
+                f"{self.own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
+                "adds it. Call it, or train with TRL's trainer."
+            ) from error
+        if not self._loss_reached:
+            self._bypasses_loss = True
+            if not self.scorer.policy.used:
+                self._scored_elsewhere = f"{self.own_loss()} scores the policy, without `fused_lm_head=True`."
+            self._loss_bypassed()
+        return loss
+
+    def own_loss(self) -> str:
+        return f"`{type(self).__name__}.compute_loss`"
+
+    def _loss_bypassed(self) -> None:
+        """Called after the first training step, where a subclass's `compute_loss` did not call ours."""
+        if self.non_finite.action is not None:
+            raise ValueError(
+                f"`on_non_finite_loss={self.non_finite.action!r}` needs `super().compute_loss(...)`, which "
+                f"{self.own_loss()} does not call. Call it, or leave the option unset."
+            )
+        self._plan = self._make_plan()
+        if self.accelerator.is_main_process:
+            logger.warning(
+                f"{self.own_loss()} does not call `super().compute_loss(...)`, so what this trainer adds to TRL's "
+                f"loss does not run. The plan is now:\n{self.explain()}"
+            )
+
+    @contextmanager
+    def policy_scored(self, by: str | None = None) -> Iterator[None]:
+        """Within, the policy must be scored by our forward, or `by` a subclass's method. The plan says so then."""
+        with self.scorer.policy_scored(by is None):
+            yield
+        if by is not None and not self.scorer.policy.used and self._scored_elsewhere is None:
+            self._scored_elsewhere = f"{by} scores the policy, without `fused_lm_head=True`."
+            if self.accelerator.is_main_process:
+                logger.warning(f"The plan has changed:\n{self.explain()}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's own, with `skipped/*`, `tokens_fed/*` and `head/*`: totals since the last log, of all ranks."""
@@ -303,52 +356,21 @@ class ExactTrainer(Base):
 
     # 4. Saved and resumed
 
-    def _complete_checkpoint(self, asked_for: str | bool) -> str:
-        found: list[str | None] = [None, None]
-        if self.accelerator.is_main_process:
-            found = list(found_checkpoint(asked_for, Path(self.args.output_dir)))
-        broadcast_object_list(found, from_process=0)
-        path, problem = found
-        if path is None:
-            raise ValueError(problem)
-        if problem is not None and self.accelerator.is_main_process:
-            logger.warning(problem)
-        return path
+    def _init_training_state(self, *positional: Any, **keywords: Any) -> tuple[int, int]:
+        return self.checkpoints.first_batch(super()._init_training_state(*positional, **keywords))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """TRL's own, in a folder that is marked until all of it is there; every rank writes as itself."""
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        writes, put_off = self.args.should_save, []
-        with self._as_every_rank():
-            if writes:
-                begin(folder)
-            self.accelerator.wait_for_everyone()
-            self._pushes_put_off = pushes = []
-            module = module_of(transformers.Trainer)
-            rotate = module.rotate_checkpoints
-            try:
-                with replaced(module, rotate_checkpoints=lambda *a, **k: put_off.append(partial(rotate, *a, **k))):
-                    super()._save_checkpoint(model, trial)
-            finally:
-                self._pushes_put_off = None
-            self._save_reference(folder)
-            for save in self._checkpoint_parts:
-                save(folder)
-            self.accelerator.wait_for_everyone()
-            if writes:
-                finish(folder)
-                if self.args.save_total_limit:
-                    for interrupted in half_written(folder.parent):
-                        discard(interrupted)
-            for step in (*pushes, *put_off):
-                step()
+        with self._as_every_rank(), self.checkpoints.written(folder):
+            super()._save_checkpoint(model, trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        push = super()._push_from_checkpoint
-        if self._pushes_put_off is None:
-            push(checkpoint_folder)
-        else:
-            self._pushes_put_off.append(lambda: push(checkpoint_folder))
+        self.checkpoints.push(partial(super()._push_from_checkpoint, checkpoint_folder))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.checkpoints.save_optimizer(output_dir):
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _save_reference(self, folder: Path) -> None:
         """The reference, where training moves it: a copy of an adapter, or a model of its own."""
@@ -368,7 +390,8 @@ class ExactTrainer(Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with self._as_every_rank():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if not self.checkpoints.load_weights(Path(resume_from_checkpoint)):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
         several = isinstance(self.model, PeftModel) and len(self.model.peft_config) > 1
         if several and self._policy_folder() is None and (Path(resume_from_checkpoint) / PEFT_CONFIG_NAME).exists():
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
@@ -377,15 +400,17 @@ class ExactTrainer(Base):
         best, folder = self.state.best_model_checkpoint, self._policy_folder()
         inner = best if folder is None else os.path.join(best, folder)
         with self._as_every_rank(), replaced(self.state, best_model_checkpoint=inner if os.path.isdir(inner) else best):
-            super()._load_best_model()
+            if not self.checkpoints.load_weights(Path(best)):
+                super()._load_best_model()
 
     def _policy_folder(self) -> str | None:
         named = isinstance(self.model, PeftModel) and self.model.active_adapter != "default"
         return str(self.model.active_adapter) if named else None
 
-    def _load_optimizer_and_scheduler(self, *positional: Any, **keywords: Any) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with self._as_every_rank():
-            super()._load_optimizer_and_scheduler(*positional, **keywords)
+            if not self.checkpoints.load_optimizer(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)
 
     def save_model(self, *positional: Any, **keywords: Any) -> None:
         with self._as_every_rank():
@@ -424,7 +449,7 @@ class ExactTrainer(Base):
         """Take the reference of the checkpoint; under DDP, whose parameters are those of the first rank, the first's."""
         from accelerate.utils import broadcast
 
-        own, moved, folder = self._own_reference, self.moved_reference(), self._resumes_from
+        own, moved, folder = self._own_reference, self.moved_reference(), self.checkpoints.resumes_from
         if own is not None:
             if folder is not None and self.ranks.tensor_parallel is None:
                 own.load(folder)
@@ -432,7 +457,8 @@ class ExactTrainer(Base):
                 own.same_on_all_ranks(broadcast)
         if folder is None or moved is None:
             return
-        if self.is_partitioned() or not load_moved(moved, folder):
+        loaded = not self.is_partitioned() and load_moved(moved, folder)
+        if not loaded and not self.checkpoints.is_finished:
             logger.warning(
                 f"{folder} does not have the weights of the reference that `sync_ref_model` moves, as one of stock "
                 "TRL, of ZeRO-3 or with `save_only_model`: the reference begins again where it began, so training "
@@ -473,11 +499,3 @@ def _why_padded(trainer: Any) -> str | None:
     if trainer.args.n_gpu > 1:
         return "one process drives several GPUs; start one for each (`accelerate launch`)"
     return None
-
-
-def _show(message: str) -> None:
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
-    logger.info(message)

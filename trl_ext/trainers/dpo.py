@@ -206,15 +206,19 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         rest = super()._prepare_inputs({name: x for name, x in inputs.items() if name not in extra})
         return {**rest, **{name: x.to(self.args.device) for name, x in extra.items()}}
 
+    def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
+        return self._watched_step(super().training_step, *positional, **keywords)
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL's own loss, on reference log-probs from where the plan says."""
+        self._loss_reached = True
         self.ranks.check_same(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
         self._loss.counted = None
         watched = self.non_finite.action is not None
-        with self._reference.given_for(inputs, from_columns), self.scorer.policy_scored(self.ranks):
+        with self._reference.given_for(inputs, from_columns), self.policy_scored():
             with _log_probs_of(model) if watched else nullcontext([]) as policy:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if watched:

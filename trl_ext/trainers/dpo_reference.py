@@ -236,6 +236,7 @@ class DPOReference:
                 drifts=f"it changes in training, which moves `{name}`, a tensor that it reads" if name else None,
                 varies=varies,
                 untold=self._untold,
+                own_loss=trainer.own_loss() if trainer._bypasses_loss else None,
             )
         )
 

@@ -13,13 +13,15 @@ import torch
 import trl
 from accelerate.utils import set_seed
 from datasets import Dataset
+from torch import Tensor
 from transformers.training_args import OptimizerNames
 
 from ..compat import grpo_seam as seam
-from ..compat import sequence_parallelism_hidden
+from ..compat import CORRECTS_TRUNCATED_SAMPLING, sequence_parallelism_hidden
 from ..dropout import has_dropout
 from ..engines.offloaded_activations import activations_on_host
 from ..engines.tensor_parallel import TensorParallel
+from ..packing import trains_expert_modules
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.sampler_ratio import RatioRule
 from ..passes.visit import prompt_of
@@ -137,7 +139,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._buffer = seam.Buffer(self)
         self._scoring = GRPOScoring(self, self.ranks, self.scorer, self._buffer)
         self._generation = GRPOGeneration(self, self.ranks, self._scoring, self._buffer)
-        self._checkpoint_parts.append(self._generation.save)
+        self.checkpoints.parts.append(self._generation.save)
         with self._seam(config):
             super().__init__(*positional, **keywords)
         if self._offloads and self.accelerator.device.type == "cpu":
@@ -211,13 +213,17 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 loss_type=self.loss_type,
                 normalized_over_batch=self.scale_rewards == "batch"
                 or self.multi_objective_aggregation == "normalize_then_sum",
-                has_own_loss=seam.has_own_loss(self),
+                has_own_pass=self._replaces("pass"),
+                has_own_batches=self._replaces("batches"),
+                bypasses_loss=self._bypasses_loss,
+                has_own_loss=seam.has_own_loss(self) or self._bypasses_loss,
                 own_step=seam.own_step(self),
                 of_sequences=self.importance_sampling_level == "sequence",
                 kl_times_ratio=args.use_bias_correction_kl,
                 has_images=bool(self._is_vlm),
                 has_entropy_bonus=self._entropy_has_gradient,
                 has_router_loss=self.aux_loss_enabled,
+                trains_expert_modules=trains_expert_modules(self.model),
                 top_entropy_quantile=self.top_entropy_quantile,
                 active_dropout=has_dropout(self.model),
                 sampler_ratio=RatioRule(
@@ -228,7 +234,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 if corrected
                 else None,
                 sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
-                truncated_sampling=_truncated_sampling(args),
+                truncated_sampling=() if CORRECTS_TRUNCATED_SAMPLING else _truncated_sampling(args),
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
                 shares_prompts=self._packing_plan().share_in_training,
                 optimizer=OptimizerNames(args.optim).value,
@@ -251,14 +257,22 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             self._buffer.drop()
 
     def resumed(self, state: Any) -> None:
-        if self._resumes_from is not None:
-            self._generation.resume(self._resumes_from)
+        folder = self.checkpoints.resumes_from
+        if folder is not None and not self.checkpoints.is_finished:
+            self._generation.resume(folder)
 
     def flush(self) -> None:
         """GRPO keeps no reference log-probs."""
 
     def release(self) -> None:
         """Nor lets go of its reference."""
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, *positional: Any, **keywords: Any) -> Tensor:
+        """TRL's own, and what is below its threshold by a rounding error alone: tokens of one context tie."""
+        chosen: Tensor = super().get_high_entropy_mask(entropies, mask, *positional, **keywords)
+        lowest = torch.where(chosen, entropies, torch.inf).amin()
+        rounding = 8 * torch.finfo(entropies.dtype).eps * lowest.clamp(min=1.0)
+        return chosen | ((entropies >= lowest - rounding) & mask.bool())
 
     def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
         self._buffer.sampler = super()._get_train_sampler(*positional, **keywords)
@@ -274,7 +288,11 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
         on_host = activations_on_host(self.model, self.accelerator.device) if self._offloads else nullcontext()
         with self._scoring.training_step(), on_host:
-            return super().training_step(*positional, **keywords)
+            return self._watched_step(super().training_step, *positional, **keywords)
+
+    def _loss_bypassed(self) -> None:
+        super()._loss_bypassed()
+        self._scoring.score_all_as_trl()
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
@@ -294,6 +312,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """TRL's own loss, on the log-probs of the passes that the plan has."""
+        self._loss_reached = True
         self.ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
         loss, visit = self._scoring.of_micro_batch(

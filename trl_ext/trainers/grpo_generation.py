@@ -42,10 +42,10 @@ class GRPOGeneration:
             alike_B = self._rewarded_alike(batch)
             if plan.max_draws > 1:
                 batch = self._without_dead_groups(batch, alike_B)
-        if plan["reference"].action == "run":
-            reference = trainer.model if trainer.ref_model is None else trainer.ref_model
-            with trainer.reference_pass():
-                batch["ref_per_token_logps"] = self.scoring.reference_log_probs(reference, batch)
+        if plan.scores_at_generation:
+            self.scoring.score_as_trl(batch)
+        elif seam.mode(trainer) == "eval":
+            self.scoring.score_reference([batch])
         # The user's functions may have drawn random numbers, and TRL shuffles by them next
         self.ranks.share_random_state()
         return batch

@@ -15,9 +15,9 @@ from ..compat import unrecorded_pass
 from ..compat.seam import replaced
 from ..passes.measured import over_scored_rows, statistics
 from ..passes.parts import Parts, check_all_trained, check_gradients_alike
-from ..passes.rows import ScoredTokens, every_token, scored_tokens, split, tokens_of
-from ..passes.sampler_ratio import sampler_metrics
-from ..passes.visit import Visit, kept_log_probs
+from ..passes.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
+from ..passes.sampler_ratio import SamplerRatio, sampler_metrics
+from ..passes.visit import Visit, kept_log_probs, sampler_log_probs, with_padding
 
 
 class GRPOScoring:
@@ -48,7 +48,7 @@ class GRPOScoring:
         self._gradients = []
         self._trl_loss = trl_loss
         scored = self.policy_tokens(inputs)
-        with self.scorer.policy_scored(self.ranks):
+        with trainer.policy_scored(seam.own_pass(trainer) if plan.own_pass else None):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
         if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
@@ -69,11 +69,14 @@ class GRPOScoring:
         self._last_parts_to_come -= 1
 
     def _loss_of(self, model: Any, inputs: Any, visit: Visit, aux_loss: Any) -> Tensor:
-        with seam.answered_by(self.trainer, model, inputs, (visit.policy_BC, visit.entropies_BC, aux_loss)):
-            return self._trl_loss(visit.given_to_loss(inputs))
+        given, scored = visit.given_to_loss(inputs), [visit.policy_BC, visit.entropies_BC]
+        if visit.policy_BC.size(1) == 1 and not self.trainer.plan.score_tools:  # a user's own loss gets what TRL gives it
+            given, scored = with_padding(given, *scored)
+        with seam.answered_by(self.trainer, model, given, (*scored, aux_loss)):
+            return self._trl_loss(given)
 
     def _measure(self, visit: Visit) -> None:
-        trainer, accelerator, mode = self.trainer, self.trainer.accelerator, seam.mode(self.trainer)
+        trainer, mode = self.trainer, seam.mode(self.trainer)
         packed_away, *fed = self.scorer.take_counts()
         totals = self.ranks.reduce(statistics(visit, [self._skipped_tokens + packed_away, *fed]))
         self._skipped_tokens = 0
@@ -83,8 +86,12 @@ class GRPOScoring:
         if mode == "train" and not trainer.plan.score_tools:
             over_scored_rows(seam.mode_metrics(trainer), totals)
         if visit.formed is not None:
-            for name, value in sampler_metrics(accelerator.gather(visit.formed.statistics().unsqueeze(0))).items():
-                seam.mode_metrics(trainer)[name].append(value)
+            self._measure_sampler(visit.formed)
+
+    def _measure_sampler(self, formed: SamplerRatio) -> None:
+        gathered = self.ranks.accelerator.gather(formed.statistics().unsqueeze(0))
+        for name, value in sampler_metrics(gathered).items():
+            seam.mode_metrics(self.trainer)[name].append(value)
 
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         plan = self.trainer.plan
@@ -99,9 +106,12 @@ class GRPOScoring:
             options = {"compute_entropy": True, "compute_aux_loss": self.trainer.aux_loss_enabled}
             return self._pass(model, inputs, scored, **options)
         parts = self._parts(inputs, scored)
-        *earlier, last = parts.parts
-        passes = [self._trained_part(model, inputs, part, num_items) for part in earlier]
-        passes.append(self._run(model, inputs, last, compute_entropy=True)[:2])
+        passes = [
+            self._run(model, inputs, part, compute_entropy=True)[:2]
+            if number == len(parts)
+            else self._trained_part(model, inputs, part, num_items)
+            for number, part in enumerate(parts, 1)
+        ]
         log_probs_RC, entropies_RC = (parts.joined([found[i] for found in passes]) for i in range(2))
         return log_probs_RC, entropies_RC, None
 
@@ -139,16 +149,18 @@ class GRPOScoring:
             accelerator.gradient_state._set_sync_gradients(True)
 
     def before_visit(self) -> None:
-        """Score the slices that will meet other weights, while the weights are still those they were sampled with."""
+        """Score a new generation batch with the reference, and the slices that will meet other weights with the policy,
+        while its weights are still those they were sampled with."""
         trainer = self.trainer
+        present, *others = self.buffer.to_come()
+        self.score_reference([present, *others])
         if trainer.plan.trust_sampler:
             return
-        present, *others = self.buffer.to_come()
         if self.sampled_at_step != trainer.state.global_step and "old_per_token_logps" not in present:
             raise RuntimeError(
                 "A micro-batch meets other weights than those it was sampled with, and its old-policy log-probs were "
-                "not kept: the trainer's `compute_loss` was replaced by one that does not call "
-                "`super().compute_loss(...)`. Call it, or override `_compute_loss` instead."
+                f"not kept: {trainer.own_loss()} did not call `super().compute_loss(...)` for it, or passed other rows "
+                "on. Call it with the micro-batch that it is given, or override `_compute_loss` instead."
             )
         if not trainer.accelerator.sync_gradients:
             return
@@ -160,43 +172,74 @@ class GRPOScoring:
         with unrecorded_pass(trainer):
             for inputs in waiting:
                 scored = self.policy_tokens(inputs)
-                log_probs_RC = self._old_policy_pass(inputs, scored)
+                log_probs_RC = self._unrecorded_log_probs(trainer.model, inputs, scored)
                 inputs["old_per_token_logps"] = kept_log_probs(scored.spread(log_probs_RC), scored.tokens_BC)
 
-    def _old_policy_pass(self, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
-        model = self.trainer.model
-        if self.trainer.plan.max_tokens is None:
+    def score_reference(self, batches: list[dict[str, Any]]) -> None:
+        """Add the reference's log-probs to the batches that lack them.
+
+        From the rows and in the layout of the policy's own pass: equal weights then give equal bits, so the KL term has
+        a gradient of exactly 0. Of one rounding error AdamW would make steps of the full learning rate.
+        """
+        if self.trainer.plan["reference"].action != "run":
+            return
+        for batch in batches:
+            if "ref_per_token_logps" not in batch:
+                scored = self.policy_tokens(batch)
+                with self.trainer.reference_pass():
+                    log_probs_RC = self._unrecorded_log_probs(self._reference_model(), batch, scored)
+                batch["ref_per_token_logps"] = scored.spread(log_probs_RC)
+
+    def score_as_trl(self, batch: dict[str, Any]) -> None:
+        """Add to a generation batch the log-probs that stock TRL adds, of every row."""
+        trainer, plan = self.trainer, self.trainer.plan
+        args, every = trainer.args, every_token(batch, of_tools=True)
+        in_training = seam.mode(trainer) == "train"
+        size = args.per_device_train_batch_size if in_training else args.per_device_eval_batch_size
+        if plan.trl_scores_old_policy and not plan.trust_sampler:
+            with unrecorded_pass(trainer):
+                old_BC = every.spread(self._pass(trainer.model, batch, every, batch_size=size)[0])
+            batch["old_per_token_logps"] = old_BC
+            if plan.sampler_ratio is not None:
+                formed = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_mask(batch), plan.sampler_ratio)
+                batch["importance_sampling_ratio"] = formed.ratio
+                self._measure_sampler(formed)
+        if plan["reference"].action == "run" and "ref_per_token_logps" not in batch:
+            with trainer.reference_pass():
+                log_probs_BC = every.spread(self._pass(self._reference_model(), batch, every, batch_size=size)[0])
+            batch["ref_per_token_logps"] = log_probs_BC
+
+    def score_all_as_trl(self) -> None:
+        """The same for the slices to come: what was scored for our loss alone lacks rows."""
+        for inputs in {id(x): x for x in self.buffer.to_come()}.values():
+            inputs.pop("old_per_token_logps", None)
+            self.score_as_trl(inputs)
+
+    def _reference_model(self) -> Any:
+        return self.trainer.model if self.trainer.ref_model is None else self.trainer.ref_model
+
+    def _unrecorded_log_probs(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
+        """Log-probs `(R, C)` of the old policy or the reference, from as many forwards as the policy's pass."""
+        if self.trainer.plan.max_tokens is None or seam.mode(self.trainer) == "eval":
             return self._pass(model, inputs, scored)[0]
         parts = self._parts(inputs, scored)
-        return parts.joined([self._run(model, inputs, part)[0] for part in parts.parts])
-
-    def reference_log_probs(self, model: Any, batch: dict[str, Any]) -> Tensor:
-        """`(B, C)`, in as many passes as TRL's, so that every rank runs the same number of them."""
-        args, plan = self.trainer.args, self.trainer.plan
-        train = seam.mode(self.trainer) == "train"
-        size = args.per_device_train_batch_size if train else args.per_device_eval_batch_size
-        if seam.has_images(batch) or plan.score_tools:
-            everything = every_token(batch, of_tools=plan.score_tools)
-            return everything.spread(self._pass(model, batch, everything, batch_size=size)[0])
-        log_probs = []
-        for chunk in split(batch, size):
-            scored = scored_tokens(chunk, leave_masked=True, leave_zero_advantages=False)
-            log_probs.append(scored.spread(self._pass(model, chunk, scored)[0]))
-        return torch.cat(log_probs)
+        return parts.joined([self._run(model, inputs, part)[0] for part in parts])
 
     def _pass(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
         self._skipped_tokens += scored.tokens_left_out(batch)
         return self._run(model, batch, scored, **options)
 
     def _run(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
-        outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
-        return seam.completion_log_probs(self.trainer, scored.labelled(model, outputs), scored.fed(batch), **options)
+        if not self.trainer.plan.own_pass:
+            outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
+            model = scored.labelled(model, outputs)
+        return seam.completion_log_probs(self.trainer, model, scored.fed(batch), **options)
 
     def _parts(self, inputs: dict[str, Any], scored: ScoredTokens) -> Parts:
         packing, accelerator = self.trainer._packing_plan(), self.trainer.accelerator
         budget = self.trainer.plan.max_tokens
         parts = Parts.of(inputs, scored, budget, packed=packing.padding_free, shared=packing.share_in_training)
-        counts = accelerator.gather(torch.tensor([len(parts.parts)], device=accelerator.device))
+        counts = accelerator.gather(torch.tensor([len(parts)], device=accelerator.device))
         parts = parts.at_least(int(counts.max()))
         self._skipped_tokens += parts.tokens_left_out(inputs)
         return parts

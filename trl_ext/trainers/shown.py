@@ -1,11 +1,23 @@
-"""The section of the model card that says what ran."""
+"""What runs, and what ran, for a reader: in the log and in the model card."""
 
+import logging
 import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from .added_fields import AddedFields
+
+logger = logging.getLogger("trl_ext")
+
+
+def show(message: str) -> None:
+    """Log `message` at level INFO, to stderr where the program has not set up logging."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    logger.info(message)
 
 
 def section(card: Path, args: Any, plan: Any) -> None:
