@@ -24,7 +24,7 @@ import transformers
 import trl
 
 import trl_ext
-from trl_ext.compat.data import REPLACEABLE
+from trl_ext.compat import REPLACEABLE
 from trl_ext.compat.moved import parameters_of
 from trl_ext.compat.names import NAMES
 

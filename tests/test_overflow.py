@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-
-from trl_ext.compat import dpo_seam as seam
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid, softplus
 
+import trl_ext
 from drop_in_cases import DPO_LOSSES, GRPO_LOSSES, Case
 from run_losses import Record, Trainers, build
 from test_unscored_positions import LIVE, OURS, STOCK, WITH_TOOL, built, crafted, is_finite, loss_and_gradients
 from tiny import Workshop
+from trl_ext.compat import dpo as internals
 from trl_ext.passes.overflow import (
     BOUND,
     PairExponential,
@@ -27,7 +27,6 @@ from trl_ext.passes.overflow import (
     bounded_pairs,
 )
 from trl_ext.passes.sampler_ratio import RatioRule, SamplerRatio
-
 
 LEVELS = ["token", pytest.param("sequence", marks=pytest.mark.slow)]
 
@@ -397,7 +396,7 @@ def test_other_loss_types_beside_read_the_reference_as_it_is(workshop: Workshop)
         mask = batch["completion_mask"][:, 1:]
         first = (mask.cumsum(1) == 1) & mask.bool()
         ours.model.zero_grad()
-        with seam.reference_given(ours, first * reference[:, None]):
+        with internals.reference_given(ours, first * reference[:, None]):
             loss = ours._compute_loss(ours.model, batch, False)
         loss.backward()
         gradients = {name: x.grad for name, x in ours.model.named_parameters()}
@@ -412,7 +411,10 @@ def test_a_far_pair_hides_no_nan_from_the_watch(workshop: Workshop) -> None:
         reference = torch.cat([batch.pop("ref_chosen_logps"), batch.pop("ref_rejected_logps")])
         reference[6] = torch.nan
         log_probs = torch.zeros(batch["completion_mask"][:, 1:].shape) + reference[:, None]
-        with seam.reference_given(ours, log_probs), pytest.raises(FloatingPointError, match=r"Rank 0: row 6 \(reference\)"):
+        with (
+            internals.reference_given(ours, log_probs),
+            pytest.raises(FloatingPointError, match=r"Rank 0: row 6 \(reference\)"),
+        ):
             trl_ext.DPOTrainer.compute_loss(ours, ours.model, batch)
 
 

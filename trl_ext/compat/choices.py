@@ -1,4 +1,4 @@
-"""What TRL's trainers compare the texts of their configs with, and which keywords they call reward functions with."""
+"""What TRL's trainers compare the texts of their configs with, reward functions' keywords, what users override."""
 
 # TRL itself finds a text that it does not know in the first step, and names the argument of none
 DPO_LOSS_TYPES = (
@@ -17,3 +17,15 @@ ADVANTAGE_CHOICES = {
 # Beside them the columns of the data set; `environments` only where there are some
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 REWARD_COLUMNS_LEFT_OUT = ("prompt", "completion", "completion_ids")
+
+# Parts of a trainer, and the methods that a subclass replaces one by
+REPLACEABLE = {
+    "loss": ("_compute_loss", "compute_loss"),
+    "rollouts": ("_generate",),
+    "generation": ("_generate", "_generate_single_turn"),
+    "rendering": ("_tokenize_prompts",),
+    "rewards": ("_calculate_rewards", "_generate_and_score_completions"),
+    "batches": ("_generate_and_score_completions",),
+    "pass": ("_get_per_token_logps_and_entropies",),
+    "sampler": ("_get_train_sampler", "get_train_dataloader"),
+}

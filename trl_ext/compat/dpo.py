@@ -1,13 +1,19 @@
-"""TRL's DPO loss, its metrics and its data, under names of ours."""
+"""What of TRL's `DPOTrainer` is not public, as functions of a trainer."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import pyarrow.compute as pc
 import torch
+import trl
+from datasets import Dataset
+from trl.models import prepare_deepspeed
+from trl.trainer.utils import disable_dropout_in_model
 
-from .head import FusedCausalLMOutput
+from .outputs import FusedCausalLMOutput
+from .replaced import module_of, replaced
 
 # Columns of a batch with a value for each pair, of which no model is given any
 _PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "chosen_reward", "rejected_reward")
@@ -50,8 +56,15 @@ class _AsIfAlone:
         return input_data
 
 
-class DPOLossInternals:
-    """Mixed in before TRL's `DPOTrainer`: its loss, its metrics and the columns of its batches, by names of ours."""
+class Loaded(NamedTuple):
+    """A model that TRL loaded, and how to load it again."""
+
+    model: Any
+    load: Callable[[], Any]
+
+
+class DPOInternals(Protocol):
+    """The attributes of TRL's trainer that are read or exchanged here, and nowhere else."""
 
     accelerator: Any
     args: Any
@@ -59,146 +72,154 @@ class DPOLossInternals:
     ref_model: Any
     loss_types: list[str]
     loss_weights: list[float]
-    beta: float
-    label_smoothing: float
     precompute_ref_logps: bool
     aux_loss_enabled: bool
-    f_divergence_type: str
-    f_alpha_divergence_coef: float
     _metrics: dict[str, dict[str, list[float]]]
     _total_train_tokens: int
-    _extra_columns: tuple[str, ...] = ()  # of the data sets, that must reach the collator and the batches
+    _precompute_engine: Any
 
-    def _loss_of(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
-        """Stands for TRL's loss of a batch: a loss, or that and the model's outputs."""
-        raise NotImplementedError
 
-    def _before_preparing(self, dataset: Any, name: str, processing_class: Any) -> Any:
-        """Called with each data set before TRL prepares it."""
-        return dataset
+def trl_loss(
+    trainer: DPOInternals, model: Any, batch: dict[str, Any], return_outputs: bool = False, but: Collection[str] = ()
+) -> Any:
+    """TRL's own loss from its loss types without those in `but`: 0.0 where none is left."""
+    kept = [x for x in zip(trainer.loss_types, trainer.loss_weights, strict=True) if x[0] not in but]
+    with replaced(trainer, loss_types=[x for x, _ in kept], loss_weights=[x for _, x in kept]):
+        return trl.DPOTrainer._compute_loss(trainer, model, batch, return_outputs)
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        return self._loss_of(model, inputs, return_outputs)
 
-    def _trls_loss(self, model: Any, batch: dict[str, Any], return_outputs: bool, but: Collection[str]) -> Any:
-        """TRL's own loss from `loss_types` and their weights without those in `but`: 0.0 where none is left."""
-        held = self.loss_types, self.loss_weights
-        kept = [(name, weight) for name, weight in zip(*held, strict=True) if name not in but]
-        self.loss_types, self.loss_weights = [name for name, _ in kept], [weight for _, weight in kept]
-        try:
-            return super()._compute_loss(model, batch, return_outputs)  # type: ignore[misc]
-        finally:
-            self.loss_types, self.loss_weights = held
+def trl_loss_again(
+    trainer: DPOInternals, outputs: Any, batch: dict[str, Any], but: Collection[str], sums: Any = None
+) -> Any:
+    """The loss from outputs that are there already, with no metric logged; with `sums` in the reference's place."""
+    given: dict[str, Any] = {}
+    if sums is not None:
+        batch = {**batch, "ref_chosen_logps": sums[0], "ref_rejected_logps": sums[1]}
+        given = {"precompute_ref_logps": True, "aux_loss_enabled": False}
+    with replaced(trainer, **given), metrics_of_this_rank(trainer):
+        return trl_loss(trainer, lambda **_: outputs, batch, False, but)
 
-    def _reference_sums(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The reference's log-probs that TRL's loss reads, summed over each completion: chosen and rejected, `(B,)`."""
-        if self.precompute_ref_logps:
-            return batch["ref_chosen_logps"], batch["ref_rejected_logps"]
-        return super().compute_ref_log_probs(self.ref_model, batch)  # type: ignore[misc, no-any-return]
 
-    def _policy_sums(self, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The policy's log-probs in `outputs`, summed as TRL's loss does, without a gradient: chosen and rejected."""
-        chosen, rejected = super().compute_ref_log_probs(lambda **_: outputs, batch)  # type: ignore[misc]
-        return chosen.detach(), rejected.detach()
+def policy_sums(trainer: DPOInternals, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, rejected = trl.DPOTrainer.compute_ref_log_probs(trainer, lambda **_: outputs, batch)
+    return chosen.detach(), rejected.detach()
 
-    def _trls_loss_again(
-        self,
-        outputs: Any,
-        batch: dict[str, Any],
-        but: Collection[str],
-        reference_sums: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> Any:
-        """What `_trls_loss` gives, from the policy's `outputs`, with no metric logged.
 
-        Args:
-            reference_sums (`tuple`, *optional*): read instead of the reference's. The loss is without the router's
-                then, so that it can be added to one that has it.
-        """
-        held = self.precompute_ref_logps, self.aux_loss_enabled
-        if reference_sums is not None:
-            batch = {**batch, "ref_chosen_logps": reference_sums[0], "ref_rejected_logps": reference_sums[1]}
-            self.precompute_ref_logps, self.aux_loss_enabled = True, False
-        try:
-            with self._metrics_of_this_rank():
-                return DPOLossInternals._trls_loss(self, lambda **_: outputs, batch, False, but)
-        finally:
-            self.precompute_ref_logps, self.aux_loss_enabled = held
+def reference_sums(trainer: DPOInternals, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    if trainer.precompute_ref_logps:
+        return batch["ref_chosen_logps"], batch["ref_rejected_logps"]
+    return trl.DPOTrainer.compute_ref_log_probs(trainer, trainer.ref_model, batch)
 
-    @contextmanager
-    def _metrics_of_this_rank(self) -> Iterator[dict[str, list[float]]]:
-        """Within, TRL logs this rank's rows alone, into the dict that this gives; `num_tokens` are the batch's."""
-        held = self._metrics, self.accelerator, self._total_train_tokens
-        found: dict[str, list[float]] = defaultdict(list)
-        self._metrics, self.accelerator = dict.fromkeys(held[0], found), _AsIfAlone(held[1])
-        self._total_train_tokens = 0
-        try:
-            yield found
-        finally:
-            self._metrics, self.accelerator, self._total_train_tokens = held
 
-    def _log_metrics(self, values: dict[str, float]) -> None:
-        """Add to the metrics of the present mode what one more batch has."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, value in values.items():
-            metrics[name].append(value)
+@contextmanager
+def metrics_of_this_rank(trainer: DPOInternals) -> Iterator[dict[str, list[float]]]:
+    """Within, TRL logs this rank's rows alone, into the dict that this gives."""
+    found: dict[str, list[float]] = defaultdict(list)
+    alone = _AsIfAlone(trainer.accelerator)
+    with replaced(trainer, _metrics=dict.fromkeys(trainer._metrics, found), accelerator=alone, _total_train_tokens=0):
+        yield found
 
-    def _log_tokens(self, count: int) -> None:
-        """Count tokens of a batch of training, as TRL does."""
-        self._total_train_tokens += count
-        self._metrics["train" if self.model.training else "eval"]["num_tokens"] = [self._total_train_tokens]
 
-    def _repeated_rows_at_end(self) -> int | None:
-        """Which rows of the batch, counted over all ranks, accelerate has repeated to give all ranks as many.
+def log_metrics(trainer: DPOInternals, values: dict[str, float]) -> None:
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name, value in values.items():
+        metrics[name].append(value)
 
-        Those from the number that is returned on; `None`: none of them.
-        """
-        state = self.accelerator.gradient_state
-        # In training the last window's batches are all drawn before the first of them is fed
-        last = state.end_of_dataloader and (state.sync_gradients or not self.model.training)
-        return state.remainder if last and state.remainder > 0 and self.accelerator.even_batches else None
 
-    def _can_score_again(self) -> bool:
-        """Whether TRL's loss can be formed again from what is known, without a pass of the reference."""
-        return self.precompute_ref_logps or not (self.ref_model is None or isinstance(self.ref_model, torch.nn.Module))
+def log_tokens(trainer: DPOInternals, count: int) -> None:
+    trainer._total_train_tokens += count
+    trainer._metrics["train" if trainer.model.training else "eval"]["num_tokens"] = [trainer._total_train_tokens]
 
-    def _loss_of_pairs(
-        self, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
-    ) -> Any:
-        """What `loss` is of the first `pairs` of a batch, from the policy's `outputs` of the whole."""
-        every = len(batch["completion_mask"]) // 2
-        rows = torch.arange(2 * every, device=batch["completion_mask"].device)
-        rows = rows[rows % every < pairs]
 
-        def of(scored: Any) -> Any:
-            fields = {name: x[rows.to(x.device)].detach() if x.dim() > 1 else x for name, x in scored.items()}
-            return FusedCausalLMOutput(**fields)
+def drop_metrics(trainer: DPOInternals, prefix: str) -> None:
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for name in [name for name in metrics if name.startswith(prefix)]:
+        del metrics[name]
 
-        batch = {name: x[:pairs] if name in _PAIR_COLUMNS else x for name, x in batch.items()}
-        for name in ("input_ids", "attention_mask", "completion_mask"):
-            batch[name] = batch[name][rows]
-        reference = self.ref_model
-        if not self.precompute_ref_logps:
-            given = of(reference())
-            self.ref_model = lambda **_: given
-        try:
-            with torch.no_grad():
-                return loss(lambda **_: of(outputs), batch)
-        finally:
-            self.ref_model = reference
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        dataset = self._before_preparing(dataset, dataset_name, processing_class)
-        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)  # type: ignore[misc]
+def pairs_not_repeated(trainer: DPOInternals, every: int) -> int:
+    """How many of this rank's pairs no rank has had before, at the end of a data set."""
+    can_again = trainer.precompute_ref_logps or not (
+        trainer.ref_model is None or isinstance(trainer.ref_model, torch.nn.Module)
+    )
+    state = trainer.accelerator.gradient_state
+    last = state.end_of_dataloader and (state.sync_gradients or not trainer.model.training)
+    if not (can_again and last and state.remainder > 0 and trainer.accelerator.even_batches):
+        return every
+    return min(max(state.remainder - trainer.accelerator.process_index * every, 0), every)
 
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()  # type: ignore[misc]
-        columns = self._signature_columns  # type: ignore[has-type]
-        self._signature_columns = [*columns, *(x for x in self._extra_columns if x not in columns)]
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Transformers' own; it rounds every float of a batch to half precision under DeepSpeed, but not these."""
-        extra = {name: inputs[name] for name in self._extra_columns if name in inputs}
-        if not extra:
-            return super()._prepare_inputs(inputs)  # type: ignore[misc, no-any-return]
-        rest = super()._prepare_inputs({name: x for name, x in inputs.items() if name not in extra})  # type: ignore[misc]
-        return {**rest, **{name: x.to(self.args.device) for name, x in extra.items()}}
+def loss_of_first_pairs(
+    trainer: DPOInternals, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
+) -> Any:
+    every = len(batch["completion_mask"]) // 2
+    rows = torch.arange(2 * every, device=batch["completion_mask"].device)
+    rows = rows[rows % every < pairs]
+
+    def of(scored: Any) -> Any:
+        return FusedCausalLMOutput(
+            **{name: x[rows.to(x.device)].detach() if x.dim() > 1 else x for name, x in scored.items()}
+        )
+
+    batch = {name: x[:pairs] if name in _PAIR_COLUMNS else x for name, x in batch.items()}
+    batch |= {name: batch[name][rows] for name in ("input_ids", "attention_mask", "completion_mask")}
+    given: dict[str, Any] = {}
+    if not trainer.precompute_ref_logps:
+        found = of(trainer.ref_model())
+        given["ref_model"] = lambda **_: found
+    with replaced(trainer, **given), torch.no_grad():
+        return loss(lambda **_: of(outputs), batch)
+
+
+@contextmanager
+def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> Iterator[None]:
+    """Within, TRL's loss reads these `(2B, S - 1)` log-probs, or, for None, the sums in the batch's columns."""
+    answer = FusedCausalLMOutput(log_probs=log_probs)
+    with replaced(trainer, ref_model=lambda **_: answer, precompute_ref_logps=log_probs is None):
+        yield
+
+
+def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
+    if trainer.aux_loss_enabled:
+        inputs["output_router_logits"] = True  # the policy's pass runs on every token then, so this one does too
+    with trainer.accelerator.autocast():
+        scored = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))
+    return scored.log_probs[:, -(labels.shape[1] - 1) :]
+
+
+def policy_before_training(trainer: Any) -> Any:
+    if not trainer.is_deepspeed_enabled:
+        return trainer.model
+    if trainer._precompute_engine is None:
+        trainer._precompute_engine = prepare_deepspeed(trainer.model, trainer.accelerator)
+    return trainer._precompute_engine
+
+
+def made_as_reference(trainer: DPOInternals, load: Callable[[], Any]) -> Any:
+    model = load()
+    if trainer.args.disable_dropout:
+        disable_dropout_in_model(model)
+    return model
+
+
+def recorded_loads(loaded: list[Loaded]) -> dict[str, Any]:
+    """What stands in TRL's module while its `__init__` runs, so that the reference can be loaded again later."""
+    original = module_of(trl.DPOTrainer).create_model_from_path
+
+    def create(*positional: Any, **keywords: Any) -> Any:
+        model = original(*positional, **keywords)
+        loaded.append(Loaded(model, lambda: original(*positional, **keywords)))
+        return model
+
+    return {"create_model_from_path": create, "hash_module": lambda _: None}
+
+
+def largest_token_ids(dataset: Any, rows: int) -> Iterator[int | None]:
+    if not isinstance(dataset, Dataset):
+        return
+    columns = [x for x in ("prompt_ids", "chosen_ids", "rejected_ids") if x in dataset.column_names]
+    if columns:
+        first = dataset.select_columns(columns).with_format("arrow")[:rows]
+        yield from (pc.max(pc.list_flatten(first[column])).as_py() for column in columns)

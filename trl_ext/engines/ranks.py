@@ -1,4 +1,4 @@
-"""The processes as the trainer counts them: a group that holds one model, or one sequence, is one data-parallel rank."""
+"""The processes as a trainer counts them: a group that holds one model, or one sequence, is one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -92,7 +92,9 @@ class Scorer:
 
     def words(self, device: Any, alone: bool) -> str:
         """The row `head` of the plan."""
-        rows = self.policy.head_rows or (WHOLE_HERE if alone else "where the rows of its weight lie is seen at each pass")
+        rows = self.policy.head_rows or (
+            WHOLE_HERE if alone else "where the rows of its weight lie is seen at each pass"
+        )
         kernels, asked = "", self.head.head_kernels
         if self.head.head != "dense" and (device.type != "cpu" or asked == "triton"):
             reason = "`head_kernels` says so" if asked == "torch" else why_not_triton(device)

@@ -1,4 +1,4 @@
-"""What `DPOTrainer` and `GRPOTrainer` override of TRL's and transformers' trainers alike, in the order in which it runs.
+"""What `DPOTrainer` and `GRPOTrainer` override alike, in the order in which it runs.
 
 Nothing is decided here: each method calls a part of the trainer, a plain object that is named in `_begin`.
 """
@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 import trl
-from datasets import Dataset
+from accelerate.utils import broadcast
 from peft import PeftModel
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
-from transformers import PreTrainedTokenizerBase, ProgressCallback
+from transformers import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks import ThroughputProgress
-from ..compat import unrecorded_pass
-from ..compat.data import REPLACEABLE
-from ..compat.seam import module_of, replaced
+from ..compat import REPLACEABLE, module_of, replaced, unrecorded_pass
 from ..dropout import has_dropout
 from ..engines.asked import asked
 from ..engines.fallback import fallback
@@ -35,17 +33,17 @@ from ..engines.running import running
 from ..engines.split_lora import check_adapter, draw_adapters
 from ..engines.tensor_parallel import TensorParallel
 from ..passes import Decision, Fed, PackingFacts, PackingPlan, Plan, Skipped, check_packing_options, plan_packing
-from ..reference import host_reference, ReferenceWeights, load_moved, save_moved, trained_beside
+from ..reference import ReferenceWeights, host_reference, load_moved, save_moved, trained_beside
 from ..reference.adapter_choice import AdapterChoice
-from ..scoring import check_token_ids, missing_rows, watch_token_ids
+from ..scoring import watch_token_ids
 from ..scoring.scorer import Scorer
 from .adapter_arguments import AdapterArguments
-from .checkpointing import Checkpoints
 from .callbacks import Lifecycle, MovesReference
+from .checkpointing import Checkpoints
 from .head_arguments import HeadArguments
+from .hosting import refuse_what_cannot_be_hosted
 from .non_finite import NonFiniteLoss
 from .packing_arguments import PackingArguments
-from .hosting import refuse_what_cannot_be_hosted
 from .reference_arguments import ReferenceArguments
 from .shown import section, show
 from .validation import check_given
@@ -193,7 +191,9 @@ class ExactTrainer(Base):
             self.add_callback(MovesReference(self._own_reference))
         self.add_callback(Lifecycle(self))
         bars = self.callback_handler.callbacks
-        bars[:] = [ThroughputProgress() if type(x) is ProgressCallback and x not in (callbacks or ()) else x for x in bars]
+        bars[:] = [
+            ThroughputProgress() if type(x) is ProgressCallback and x not in (callbacks or ()) else x for x in bars
+        ]
         tokens = len(self._tokenizer)
         for model in (self.model, self.ref_model):
             if model is not None:
@@ -250,7 +250,9 @@ class ExactTrainer(Base):
         if self._scored_elsewhere is not None:
             how = Decision("packing", "skip", self._scored_elsewhere), Decision("head", "skip", self._scored_elsewhere)
         decisions = (engine, *plan.decisions, *how)
-        return dataclasses.replace(plan, decisions=decisions, warnings=(*plan.warnings, *packing.warnings, *self._unsaved()))
+        return dataclasses.replace(
+            plan, decisions=decisions, warnings=(*plan.warnings, *packing.warnings, *self._unsaved())
+        )
 
     def _unsaved(self) -> list[str]:
         beside = trained_beside(self.model) if isinstance(self.model, PeftModel) else []
@@ -446,9 +448,7 @@ class ExactTrainer(Base):
     # Called by the callback
 
     def resume_reference(self) -> None:
-        """Take the reference of the checkpoint; under DDP, whose parameters are those of the first rank, the first's."""
-        from accelerate.utils import broadcast
-
+        """Load the reference of the checkpoint; under DDP that of the first rank, whose parameters DDP takes."""
         own, moved, folder = self._own_reference, self.moved_reference(), self.checkpoints.resumes_from
         if own is not None:
             if folder is not None and self.ranks.tensor_parallel is None:

@@ -28,7 +28,7 @@ from ..checkpoints import (
     save_optimizer,
     why_not_loaded,
 )
-from ..compat.seam import module_of, replaced
+from ..compat import module_of, replaced
 from ..engines.running import running
 from .shown import show
 

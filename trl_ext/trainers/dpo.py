@@ -15,18 +15,18 @@ import trl
 from datasets import Dataset, IterableDataset
 from torch.utils.data import get_worker_info
 
-from ..compat import dpo_seam as seam
+from ..compat import dpo as internals
 from ..engines import parameter_of
 from ..losses import READ_REWARDS, REWARD_COLUMNS, RewardCollator, check_reward, check_reward_columns
-from .dpo_loss import DPOLoss
 from ..passes import DPOPlan
 from ..passes.non_finite import labelled, not_finite_rows, prompt_of
-from ..reference import CheckedCollator, check_batch, have_columns
+from ..reference import CheckedCollator, have_columns
 from ..scoring import check_token_ids, missing_rows
 from .adapter_arguments import AdapterArguments
 from .base import ExactTrainer
 from .checked_arguments import check_dpo_arguments
 from .checked_data import check_rows_are_left, checked_pairs
+from .dpo_loss import DPOLoss
 from .dpo_reference import DPOReference, is_map_style
 from .head_arguments import HeadArguments
 from .loss_arguments import LossArguments, check_loss_arguments, ignored_smoothing
@@ -137,7 +137,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 logger.warning(ignored)
         self.scorer.smoothed = bool(self.loss_arguments.sft_label_smoothing)
         loaded = self._reference.loaded
-        with self._seam(config, **seam.recorded_loads(loaded)):
+        with self._seam(config, **internals.recorded_loads(loaded)):
             super().__init__(*positional, **keywords)
         loaded.clear()
         if any(self._reference.with_columns[name] and not is_map_style(x) for name, x in self._reference.datasets()):
@@ -150,7 +150,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         tokens = len(self._tokenizer)
         rows = missing_rows(self.model, tokens)
         if rows is not None:
-            check_token_ids(seam.largest_token_ids(self.train_dataset, _ROWS_READ), rows, tokens)
+            check_token_ids(internals.largest_token_ids(self.train_dataset, _ROWS_READ), rows, tokens)
 
     # Built: data sets, then models, then precomputed log-probs
 
@@ -233,7 +233,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._count_skipped(tokens=skipped)
         self.fed.add("train" if self.model.training else "eval", fed)
         if self.plan.source == "nothing" and not from_columns:
-            seam.drop_metrics(self, "rewards/")
+            internals.drop_metrics(self, "rewards/")
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..compat import dpo_seam as seam
-from ..passes.overflow import PairExponential, bounded_pairs
+from ..compat import dpo as internals
 from ..losses import (
     PREFERENCE_LOSSES,
     READ_REWARDS,
@@ -22,6 +21,7 @@ from ..losses import (
     smoothing_term,
     weighted,
 )
+from ..passes.overflow import PairExponential, bounded_pairs
 
 
 class DPOLoss:
@@ -39,9 +39,9 @@ class DPOLoss:
         if trainer.accelerator.state.num_processes == 1:
             return self._of_rank(model, batch, return_outputs)
         every = len(batch["completion_mask"]) // 2
-        pairs = seam.pairs_not_repeated(trainer, every)
-        scored = seam.Recorded(model)
-        with seam.metrics_of_this_rank(trainer) as found:
+        pairs = internals.pairs_not_repeated(trainer, every)
+        scored = internals.Recorded(model)
+        with internals.metrics_of_this_rank(trainer) as found:
             result = self._of_rank(scored, batch, return_outputs)
         counts = counts_of(batch["completion_mask"]) if pairs == every else Counts()
         if 0 < pairs < every:
@@ -51,8 +51,8 @@ class DPOLoss:
                 part_mask.append(part["completion_mask"])
                 return self._of_rank(answers, part, False)
 
-            with seam.metrics_of_this_rank(trainer) as found:
-                loss = seam.loss_of_first_pairs(trainer, pairs, scored.outputs, batch, of_part)
+            with internals.metrics_of_this_rank(trainer) as found:
+                loss = internals.loss_of_first_pairs(trainer, pairs, scored.outputs, batch, of_part)
             counts = counts_of(part_mask[0])
             if not trainer.model.training:
                 result = (loss, result[1]) if return_outputs else loss
@@ -66,9 +66,9 @@ class DPOLoss:
         numbers = [*mean, tokens if counts.pairs else 0, *self._take_counts()]
         device = self.ranks.device
         gathered = self.ranks.accelerator.gather(torch.tensor([numbers], dtype=torch.float64, device=device))
-        seam.log_metrics(self.trainer, of_all_ranks(sorted(values), gathered[:, : len(mean)]))
+        internals.log_metrics(self.trainer, of_all_ranks(sorted(values), gathered[:, : len(mean)]))
         total, *self.counted = map(int, gathered[:, len(mean) :].sum(0).tolist())
-        seam.log_tokens(self.trainer, total)
+        internals.log_tokens(self.trainer, total)
 
     def _of_rank(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
         weights = list(zip(self.trainer.loss_types, self.trainer.loss_weights, strict=True))
@@ -77,7 +77,7 @@ class DPOLoss:
         known = {name: x for name, x in batch.items() if name not in REWARD_COLUMNS}
         if not own and not smoothed:
             return self._of_trl(model, known, return_outputs, but=set())
-        scored = seam.Recorded(model)
+        scored = internals.Recorded(model)
         result = self._of_trl(scored, known, return_outputs, but=set(PREFERENCE_LOSSES))
         loss = result[0] if return_outputs else result
         if own:
@@ -100,18 +100,20 @@ class DPOLoss:
             if found is not None and name not in but:
                 exponentials[name] = found
         if not exponentials:
-            return seam.trl_loss(trainer, model, batch, return_outputs, but)
-        scored = seam.Recorded(model)
-        result = seam.trl_loss(trainer, scored, batch, return_outputs, but)
-        policy_2B = torch.stack(seam.policy_sums(trainer, scored.outputs, batch))
-        reference_2B = torch.stack(seam.reference_sums(trainer, batch))
+            return internals.trl_loss(trainer, model, batch, return_outputs, but)
+        scored = internals.Recorded(model)
+        result = internals.trl_loss(trainer, scored, batch, return_outputs, but)
+        policy_2B = torch.stack(internals.policy_sums(trainer, scored.outputs, batch))
+        reference_2B = torch.stack(internals.reference_sums(trainer, batch))
         moved = {name: bounded_pairs(policy_2B, reference_2B, x) for name, x in exponentials.items()}
         overflows = {name: x for name, x in moved.items() if x is not None}
         if not overflows:
             return result
-        loss = seam.trl_loss_again(trainer, scored.outputs, batch, {*but, *overflows})
+        loss = internals.trl_loss_again(trainer, scored.outputs, batch, {*but, *overflows})
         for name, sums in overflows.items():
-            loss = loss + seam.trl_loss_again(trainer, scored.outputs, batch, set(trainer.loss_types) - {name}, sums)
+            loss = loss + internals.trl_loss_again(
+                trainer, scored.outputs, batch, set(trainer.loss_types) - {name}, sums
+            )
         return (loss, result[1]) if return_outputs else loss
 
     def _of_pairs(self, own: list[tuple[str, float]], outputs: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -120,7 +122,7 @@ class DPOLoss:
         pairs = pairs_of(
             outputs.log_probs[:, 1 - completion_mask.shape[1] :],
             completion_mask,
-            seam.reference_sums(self.trainer, batch),
+            internals.reference_sums(self.trainer, batch),
             (rewards[0], rewards[1]) if rewards else None,
         )
         options = LossOptions(
@@ -133,7 +135,7 @@ class DPOLoss:
             with torch.no_grad():
                 margin, target = margin_of(pairs, options)
                 means = {"target_margins": target.mean(), "margin_errors": (margin - target).abs().mean()}
-                seam.log_metrics(self.trainer, {f"rewards/{name}": x.item() for name, x in means.items()})
+                internals.log_metrics(self.trainer, {f"rewards/{name}": x.item() for name, x in means.items()})
         return torch.stack([weight * PREFERENCE_LOSSES[name](pairs, options).mean() for name, weight in own]).sum()
 
     def _of_smoothing(self, outputs: Any, completion_mask: torch.Tensor) -> torch.Tensor:

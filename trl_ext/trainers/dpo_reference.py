@@ -15,9 +15,9 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from ..compat import dpo_seam as seam
+from ..compat import dpo as internals
 from ..compat import maybe_gather_lm_head_ctx
-from ..compat.reference import Loaded
+from ..compat.dpo import Loaded
 from ..passes import DPOFacts, DPOPlan, plan_dpo
 from ..reference import (
     DiskStore,
@@ -249,16 +249,16 @@ class DPOReference:
             check_batch(inputs)
         if plan.source == "pass" and self.ranks.any(not from_columns):
             log_probs = self._pass(self._model(), inputs)
-            return seam.reference_given(trainer, None if from_columns else log_probs)
+            return internals.reference_given(trainer, None if from_columns else log_probs)
         wanted = plan.source == "store" and not from_columns
         answer = self.stored(inputs, lambda batch: self._pass(self._model(), batch), wanted)
         if not trainer.args.precompute_ref_log_probs:
             self._count(passes=1 - answer.passes, tokens=answer.tokens_of_batch - answer.tokens)
-        return seam.reference_given(trainer, None if from_columns else answer.log_probs)
+        return internals.reference_given(trainer, None if from_columns else answer.log_probs)
 
     def _pass(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
         with self.trainer.reference_pass():
-            return seam.score_as_reference(self.trainer, model, batch)
+            return internals.score_as_reference(self.trainer, model, batch)
 
     @property
     def stored(self) -> StoredReference:
@@ -330,7 +330,7 @@ class DPOReference:
                 "trainer's own data sets. Give these data as `eval_dataset` when the trainer is built, pass a "
                 "`ref_model`, or set `precompute_ref_log_probs=False`."
             )
-        return trainer.model if prepared else seam.policy_before_training(trainer)
+        return trainer.model if prepared else internals.policy_before_training(trainer)
 
     # Memory
 
@@ -350,7 +350,7 @@ class DPOReference:
 
     def _load_again(self, load: Callable[[], Any]) -> None:
         trainer = self.trainer
-        trainer.ref_model = model = seam.made_as_reference(trainer, load)
+        trainer.ref_model = model = internals.made_as_reference(trainer, load)
         trainer.attach_model(model)
         if identity_of(self._identify(model)) != self._identity:
             trainer.ref_model = None

@@ -16,8 +16,8 @@ from datasets import Dataset
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
-from ..compat import grpo_seam as seam
 from ..compat import CORRECTS_TRUNCATED_SAMPLING, sequence_parallelism_hidden
+from ..compat import grpo as internals
 from ..dropout import has_dropout
 from ..engines.offloaded_activations import activations_on_host
 from ..engines.tensor_parallel import TensorParallel
@@ -136,7 +136,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         if config is not None:
             own = {"own_loss": self._replaces("loss"), "own_advantages": self._replaces("batches")}
             check_grpo_arguments(config, **own)
-        self._buffer = seam.Buffer(self)
+        self._buffer = internals.Buffer(self)
         self._scoring = GRPOScoring(self, self.ranks, self.scorer, self._buffer)
         self._generation = GRPOGeneration(self, self.ranks, self._scoring, self._buffer)
         self.checkpoints.parts.append(self._generation.save)
@@ -183,7 +183,9 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         """Ranks of a group get the same prompts: the sizes of what is generated are those of the groups."""
         ranks, args = self.ranks, self.args
         if ranks.sequence is not None:
-            name = next((x for x in ("use_vllm", "use_transformers_continuous_batching") if getattr(args, x, False)), None)
+            name = next(
+                (x for x in ("use_vllm", "use_transformers_continuous_batching") if getattr(args, x, False)), None
+            )
             if name is not None:
                 kind = ranks.sequence.kind
                 raise ValueError(
@@ -216,8 +218,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 has_own_pass=self._replaces("pass"),
                 has_own_batches=self._replaces("batches"),
                 bypasses_loss=self._bypasses_loss,
-                has_own_loss=seam.has_own_loss(self) or self._bypasses_loss,
-                own_step=seam.own_step(self),
+                has_own_loss=internals.has_own_loss(self) or self._bypasses_loss,
+                own_step=internals.own_step(self),
                 of_sequences=self.importance_sampling_level == "sequence",
                 kl_times_ratio=args.use_bias_correction_kl,
                 has_images=bool(self._is_vlm),
@@ -297,7 +299,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        with seam.shuffled_then(self._shuffled):
+        with internals.shuffled_then(self._shuffled):
             inputs = super()._prepare_inputs(generation_batch)
         self._scoring.before_visit()
         return inputs

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..checkpoints import SavedGeneration, position_in_data, read_generation, write_generation
-from ..compat import grpo_seam as seam
-from ..compat.seam import replaced as set_aside
+from ..compat import grpo as internals
+from ..compat import replaced as set_aside
 from ..engines.tensor_parallel import TensorParallel
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.micro_batches import FedTokens, kept_together, slices_of_a_unit
@@ -24,16 +24,16 @@ logger = logging.getLogger("trl_ext")
 
 
 class GRPOGeneration:
-    def __init__(self, trainer: Any, ranks: Any, scoring: Any, buffer: seam.Buffer) -> None:
+    def __init__(self, trainer: Any, ranks: Any, scoring: Any, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scoring, self.buffer = trainer, ranks, scoring, buffer
-        self._trl = seam.Generation(trainer)
+        self._trl = internals.Generation(trainer)
         self._further: FurtherPrompts | None = None
 
     def of_batch(self, inputs: Any) -> dict[str, Any]:
         """Completions, rewarded, with the reference's log-probs: what TRL's method is replaced by."""
         trainer, plan = self.trainer, self.trainer.plan
         batch = self._draw(inputs)
-        if seam.mode(trainer) == "train":
+        if internals.mode(trainer) == "train":
             self.scoring.sampled_at_step = trainer.state.global_step
             if trainer.state.global_step == 0:
                 watched = trainer.non_finite.action is not None
@@ -44,7 +44,7 @@ class GRPOGeneration:
                 batch = self._without_dead_groups(batch, alike_B)
         if plan.scores_at_generation:
             self.scoring.score_as_trl(batch)
-        elif seam.mode(trainer) == "eval":
+        elif internals.mode(trainer) == "eval":
             self.scoring.score_reference([batch])
         # The user's functions may have drawn random numbers, and TRL shuffles by them next
         self.ranks.share_random_state()
@@ -53,12 +53,12 @@ class GRPOGeneration:
     def _draw(self, inputs: Any) -> dict[str, Any]:
         ranks = self.ranks
         if ranks.tensor_parallel is not None:
-            with seam.gathered_by(ranks.accelerator), self._sampling_in_step(ranks.tensor_parallel):
+            with internals.gathered_by(ranks.accelerator), self._sampling_in_step(ranks.tensor_parallel):
                 return self._trl.draw(inputs)
         if ranks.sequence is None:
             return self._trl.draw(inputs)
         ranks.share_random_state()
-        with seam.gathered_by(ranks.accelerator):
+        with internals.gathered_by(ranks.accelerator):
             batch = self._trl.draw(inputs)
         group = ranks.sequence
         tensors = [x for _, x in sorted(batch.items()) if isinstance(x, torch.Tensor)]
@@ -106,7 +106,7 @@ class GRPOGeneration:
             draws += 1
         if draws > 1:
             batch["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(batch).sum()).sum()
-        metrics = seam.mode_metrics(trainer)
+        metrics = internals.mode_metrics(trainer)
         metrics["dynamic_sampling/draws"].append(draws)
         metrics["dynamic_sampling/dead_groups"].append(left)
         return batch
@@ -127,7 +127,7 @@ class GRPOGeneration:
     def rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A generation batch that TRL has shuffled, with a group's rows together within what meets one step."""
         args = self.trainer.args
-        if not self.trainer.plan.keep_groups_together or seam.has_images(batch):
+        if not self.trainer.plan.keep_groups_together or internals.has_images(batch):
             return batch
         return kept_together(
             batch,
@@ -148,10 +148,10 @@ class GRPOGeneration:
         if args.save_only_model:
             return
         slices, lost = self.buffer.mid_cycle_slices(), None
-        if slices is not None and not self.trainer.plan.trust_sampler:
-            if any("old_per_token_logps" not in x for x in self.buffer.to_come()):
-                slices = None
-                lost = "training had ended, so they were not scored with the weights they were sampled with"
+        unscored = any("old_per_token_logps" not in x for x in self.buffer.to_come())
+        if slices is not None and unscored and not self.trainer.plan.trust_sampler:
+            slices = None
+            lost = "training had ended, so they were not scored with the weights they were sampled with"
         saved = SavedGeneration(
             micro_batch=self.buffer.trained,
             sampled_at_step=self.scoring.sampled_at_step,

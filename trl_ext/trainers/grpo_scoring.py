@@ -10,9 +10,8 @@ import transformers
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from ..compat import grpo_seam as seam
-from ..compat import unrecorded_pass
-from ..compat.seam import replaced
+from ..compat import grpo as internals
+from ..compat import replaced, unrecorded_pass
 from ..passes.measured import over_scored_rows, statistics
 from ..passes.parts import Parts, check_all_trained, check_gradients_alike
 from ..passes.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
@@ -23,7 +22,7 @@ from ..passes.visit import Visit, kept_log_probs, sampler_log_probs, with_paddin
 class GRPOScoring:
     """`of_micro_batch` is the loss of one visit of a micro-batch: score, form what TRL's loss is given, measure."""
 
-    def __init__(self, trainer: Any, ranks: Any, scorer: Any, buffer: seam.Buffer) -> None:
+    def __init__(self, trainer: Any, ranks: Any, scorer: Any, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
         self.sampled_at_step = 0
         self._skipped_tokens = 0  # of this rank, since the last loss
@@ -43,18 +42,20 @@ class GRPOScoring:
             self._in_training_step = False
         check_all_trained(self._last_parts_to_come)
 
-    def of_micro_batch(self, model: Any, inputs: Any, num_items: Any, trl_loss: Callable[..., Tensor]) -> tuple[Tensor, Visit]:
+    def of_micro_batch(
+        self, model: Any, inputs: Any, num_items: Any, trl_loss: Callable[..., Tensor]
+    ) -> tuple[Tensor, Visit]:
         trainer, plan = self.trainer, self.trainer.plan
         self._gradients = []
         self._trl_loss = trl_loss
         scored = self.policy_tokens(inputs)
-        with trainer.policy_scored(seam.own_pass(trainer) if plan.own_pass else None):
+        with trainer.policy_scored(internals.own_pass(trainer) if plan.own_pass else None):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
         if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
         visit = Visit.of(inputs, scored, policy_RC, entropies_RC, plan)
         loss = self._loss_of(model, inputs, visit, aux_loss)
-        if seam.mode(trainer) == "train" and plan.trl_scores_old_policy:
+        if internals.mode(trainer) == "train" and plan.trl_scores_old_policy:
             present = self.buffer.present(inputs)
             if present is not None:
                 present.update(visit.kept)
@@ -70,13 +71,15 @@ class GRPOScoring:
 
     def _loss_of(self, model: Any, inputs: Any, visit: Visit, aux_loss: Any) -> Tensor:
         given, scored = visit.given_to_loss(inputs), [visit.policy_BC, visit.entropies_BC]
-        if visit.policy_BC.size(1) == 1 and not self.trainer.plan.score_tools:  # a user's own loss gets what TRL gives it
+        if (
+            visit.policy_BC.size(1) == 1 and not self.trainer.plan.score_tools
+        ):  # a user's own loss gets what TRL gives it
             given, scored = with_padding(given, *scored)
-        with seam.answered_by(self.trainer, model, given, (*scored, aux_loss)):
+        with internals.answered_by(self.trainer, model, given, (*scored, aux_loss)):
             return self._trl_loss(given)
 
     def _measure(self, visit: Visit) -> None:
-        trainer, mode = self.trainer, seam.mode(self.trainer)
+        trainer, mode = self.trainer, internals.mode(self.trainer)
         packed_away, *fed = self.scorer.take_counts()
         totals = self.ranks.reduce(statistics(visit, [self._skipped_tokens + packed_away, *fed]))
         self._skipped_tokens = 0
@@ -84,18 +87,18 @@ class GRPOScoring:
         trainer.fed.add(mode, fed)
         trainer.skipped.add(mode, passes=0, rows=rows, tokens=tokens)
         if mode == "train" and not trainer.plan.score_tools:
-            over_scored_rows(seam.mode_metrics(trainer), totals)
+            over_scored_rows(internals.mode_metrics(trainer), totals)
         if visit.formed is not None:
             self._measure_sampler(visit.formed)
 
     def _measure_sampler(self, formed: SamplerRatio) -> None:
         gathered = self.ranks.accelerator.gather(formed.statistics().unsqueeze(0))
         for name, value in sampler_metrics(gathered).items():
-            seam.mode_metrics(self.trainer)[name].append(value)
+            internals.mode_metrics(self.trainer)[name].append(value)
 
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         plan = self.trainer.plan
-        if seam.mode(self.trainer) == "eval" or seam.has_images(inputs) or plan.score_tools:
+        if internals.mode(self.trainer) == "eval" or internals.has_images(inputs) or plan.score_tools:
             return every_token(inputs, of_tools=plan.score_tools)
         return scored_tokens(inputs, leave_masked=plan.leave_masked, leave_zero_advantages=plan.leave_zero_advantages)
 
@@ -128,7 +131,7 @@ class GRPOScoring:
             return loss
 
         step = {"_prepare_inputs": lambda inputs: inputs, "compute_loss": loss_of_part}
-        with self._window_goes_on(model), seam.metrics_set_aside(self.trainer), replaced(self.trainer, **step):
+        with self._window_goes_on(model), internals.metrics_set_aside(self.trainer), replaced(self.trainer, **step):
             transformers.Trainer.training_step(self.trainer, model, inputs, num_items)
         log_probs_RC, entropies_RC = found
         return log_probs_RC, entropies_RC
@@ -194,7 +197,7 @@ class GRPOScoring:
         """Add to a generation batch the log-probs that stock TRL adds, of every row."""
         trainer, plan = self.trainer, self.trainer.plan
         args, every = trainer.args, every_token(batch, of_tools=True)
-        in_training = seam.mode(trainer) == "train"
+        in_training = internals.mode(trainer) == "train"
         size = args.per_device_train_batch_size if in_training else args.per_device_eval_batch_size
         if plan.trl_scores_old_policy and not plan.trust_sampler:
             with unrecorded_pass(trainer):
@@ -220,7 +223,7 @@ class GRPOScoring:
 
     def _unrecorded_log_probs(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
         """Log-probs `(R, C)` of the old policy or the reference, from as many forwards as the policy's pass."""
-        if self.trainer.plan.max_tokens is None or seam.mode(self.trainer) == "eval":
+        if self.trainer.plan.max_tokens is None or internals.mode(self.trainer) == "eval":
             return self._pass(model, inputs, scored)[0]
         parts = self._parts(inputs, scored)
         return parts.joined([self._run(model, inputs, part)[0] for part in parts])
@@ -233,7 +236,7 @@ class GRPOScoring:
         if not self.trainer.plan.own_pass:
             outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
             model = scored.labelled(model, outputs)
-        return seam.completion_log_probs(self.trainer, model, scored.fed(batch), **options)
+        return internals.completion_log_probs(self.trainer, model, scored.fed(batch), **options)
 
     def _parts(self, inputs: dict[str, Any], scored: ScoredTokens) -> Parts:
         packing, accelerator = self.trainer._packing_plan(), self.trainer.accelerator
@@ -245,5 +248,5 @@ class GRPOScoring:
         return parts
 
     def _count_skipped_pass(self, inputs: dict[str, Any]) -> None:
-        self.trainer.skipped.add(seam.mode(self.trainer), passes=1)
+        self.trainer.skipped.add(internals.mode(self.trainer), passes=1)
         self._skipped_tokens += tokens_of(inputs)

@@ -52,7 +52,9 @@ class NonFiniteLoss:
         if not int(spoilt):
             return
         reports = gather_object([self._report(loss, rows_of, prompt_of)])
-        where = f"The loss is not finite in step {self.trainer.state.global_step + 1}. {' '.join(filter(None, reports))}"
+        where = (
+            f"The loss is not finite in step {self.trainer.state.global_step + 1}. {' '.join(filter(None, reports))}"
+        )
         if self.action == "stop":
             raise FloatingPointError(where)
         if self.ranks.every.is_main_process:

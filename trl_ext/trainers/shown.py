@@ -25,7 +25,18 @@ def section(card: Path, args: Any, plan: Any) -> None:
     settings |= {"beta": args.beta, **changed_fields(args)}
     lines = [f"- `{name}`: `{value!r}`" for name, value in settings.items() if value is not None]
     text = "\n".join(
-        ["## What ran in training", "", "With trl_ext's trainers, and these settings:", "", *lines, "", "```", str(plan), "```", ""]
+        [
+            "## What ran in training",
+            "",
+            "With trl_ext's trainers, and these settings:",
+            "",
+            *lines,
+            "",
+            "```",
+            str(plan),
+            "```",
+            "",
+        ]
     )
     unfinished = card.with_suffix(".unfinished")
     unfinished.write_text(f"{card.read_text(encoding='utf-8').rstrip()}\n\n{text}", encoding="utf-8")

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from trl.models.utils import disable_gradient_checkpointing
+
 _ABSENT = object()
 
 
@@ -27,3 +30,10 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 def module_of(trainer_class: type) -> Any:
     """The module in which TRL's trainer looks its helper functions up."""
     return sys.modules[trainer_class.__module__]
+
+
+@contextmanager
+def unrecorded_pass(trainer: Any) -> Iterator[None]:
+    """Within, a model of `trainer` is called without gradients, and without gradient checkpointing, as TRL does it."""
+    with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+        yield
