@@ -55,18 +55,10 @@ class _NoAdapter:
     """No head is an instance of it: in the place of `BaseTunerLayer`, so that an adapter on the head is taken."""
 
 
-if TYPE_CHECKING:
-    Base = transformers.Trainer
-else:
-    Base = object
-
-
-class ExactTrainer(Base):
+class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixed in before a TRL trainer."""
 
     _trl_trainer: type
-    _has_reference: bool = True
-    _entropy_has_gradient = False
     _plan: Plan | None = None
     _loss_reached: bool | None = None  # whether `compute_loss` of this class ran in the first training step
     _bypasses_loss = False
@@ -137,17 +129,25 @@ class ExactTrainer(Base):
 
     def attach_model(self, model: Any, **options: Any) -> None:
         """Stands for TRL's `add_fused_lm_head`: weights are whole here for the last time."""
-        self.scorer.attach(model, entropy_requires_grad=self._entropy_has_gradient, **options)
+        self.scorer.attach(model, entropy_requires_grad=self._entropy_has_gradient(), **options)
         is_policy = len(self.scorer.forwards) == 1
         self._host(model)
         if is_policy and isinstance(self.model, PeftModel):
             keep_differentiable(self.model)
-            if self.ref_model is None and self._has_reference:
+            if self.ref_model is None and self._has_reference():
                 moves = bool(self.args.sync_ref_model)
                 self._own_reference = own = self.adapters.reference(self.model, moves)
                 if moves:  # TRL takes the reference for none that could be moved
                     self.args.sync_ref_model, self._synced_apart = False, True
                 self._refuse_what_cannot_be_copied(own)
+
+    def _has_reference(self) -> bool:
+        """Whether the loss reads a reference."""
+        return True
+
+    def _entropy_has_gradient(self) -> bool:
+        """Whether the loss has a gradient through the entropies."""
+        return False
 
     def _host(self, model: Any) -> None:
         args = self.args
@@ -477,7 +477,8 @@ def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywor
 
 
 def _not_the_first_time(module: Any) -> Callable[[Any], bool]:
-    original, asked_before = module.is_peft_model, []
+    original = module.is_peft_model
+    asked_before: list[bool] = []
 
     def is_peft_model(model: Any) -> bool:
         if not asked_before:

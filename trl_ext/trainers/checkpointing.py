@@ -150,7 +150,8 @@ class Checkpoints:
         module = module_of(transformers.Trainer)
         rotate = module.rotate_checkpoints
         rotations: list[Callable[[], None]] = []
-        self._put_off = pushes = []
+        pushes: list[Callable[[], None]] = []
+        self._put_off = pushes
         if writes:
             begin(folder)
         trainer.accelerator.wait_for_everyone()

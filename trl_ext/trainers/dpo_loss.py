@@ -140,9 +140,11 @@ class DPOLoss:
 
     def _of_smoothing(self, outputs: Any, completion_mask: torch.Tensor) -> torch.Tensor:
         mask = completion_mask[:, 1:].chunk(2)[0]
-        both = (x[: len(mask), -mask.shape[1] :] for x in (outputs.log_probs, outputs.mean_log_probs))
+        of_chosen, means = (x[: len(mask), -mask.shape[1] :] for x in (outputs.log_probs, outputs.mean_log_probs))
         return smoothing_term(
-            *(*both, mask),
+            of_chosen,
+            means,
+            mask,
             smoothing=self.options.sft_label_smoothing,
             convention=self.options.sft_label_smoothing_convention,
             vocabulary=self.classes,

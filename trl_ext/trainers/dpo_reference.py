@@ -66,7 +66,10 @@ class DPOReference:
         self.loaded: list[Loaded] = []
         self.training_began = False
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
-        self._drifts = self._varies = self._untold = self._identity = None
+        self._drifts: str | None = None
+        self._varies: str | None = None
+        self._untold: str | None = None
+        self._identity: str | None = None
         self._facts: dict[str, Any] = {}
         self._stored: StoredReference | None = None
         self._load: Callable[[], Any] | None = None

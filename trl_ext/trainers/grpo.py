@@ -166,11 +166,9 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             if isinstance(dataset, Dataset) and len(dataset) == 0:
                 logger.warning("`%s` has no rows: nothing will be evaluated on it.", name)
 
-    @property
     def _has_reference(self) -> bool:
         return bool(self.args.beta != 0)
 
-    @property
     def _entropy_has_gradient(self) -> bool:
         # The entropy bonus alone: the quantile of top entropies only compares them
         return bool(self._entropy_bonus_enabled)
@@ -223,7 +221,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 of_sequences=self.importance_sampling_level == "sequence",
                 kl_times_ratio=args.use_bias_correction_kl,
                 has_images=bool(self._is_vlm),
-                has_entropy_bonus=self._entropy_has_gradient,
+                has_entropy_bonus=self._entropy_has_gradient(),
                 has_router_loss=self.aux_loss_enabled,
                 trains_expert_modules=trains_expert_modules(self.model),
                 top_entropy_quantile=self.top_entropy_quantile,

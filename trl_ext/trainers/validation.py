@@ -9,7 +9,8 @@ from .checked_arguments import check_model_name
 from .checked_data import check_rows, check_type
 
 
-def check_given(name, given, config, wanted) -> None:
+def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> None:
+    """Check the arguments of a trainer called `name`, whose config is a `wanted`."""
     if given["model"] is None:
         raise ValueError(f"`model` of `{name}` is None. Pass a model, or the name or folder of one.")
     check_model_name(given["model"])
