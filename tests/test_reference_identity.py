@@ -16,7 +16,14 @@ from trl_ext.reference import ReferenceWeights, code, identity_facts, identity_o
 
 def identity(model, adapter=None, **computed_with):
     weights = ReferenceWeights(model, () if adapter is None else (adapter,))
-    return identity_of(identity_facts(weights.hash(lambda _: nullcontext()), weights.config, **computed_with))
+    return identity_of(
+        identity_facts(
+            weights.hash(lambda _: nullcontext()),
+            weights.config,
+            weights.in_memory(lambda _: nullcontext()),
+            **computed_with,
+        )
+    )
 
 
 @pytest.fixture

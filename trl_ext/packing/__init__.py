@@ -3,5 +3,6 @@
 from .gather import picked
 from .layout import Layout
 from .packing import Packing
+from .support import has_experts
 
-__all__ = ["Layout", "Packing", "picked"]
+__all__ = ["Layout", "Packing", "has_experts", "picked"]

@@ -11,20 +11,25 @@ from typing import Any
 _VERSIONS = ("torch", "transformers", "peft", "trl_ext")
 
 
-def identity_facts(weights_hash: str, config: dict[str, Any], **computed_with: Any) -> dict[str, Any]:
-    """All that the reference's log-probs follow from, beside the sequence.
+def identity_facts(
+    weights_hash: str, config: dict[str, Any], in_memory: dict[str, str], **computed_with: Any
+) -> dict[str, Any]:
+    """All that the reference's log-probs follow from, beside the sequence, as far as it can be listed.
 
     Args:
         weights_hash (`str`): from `ReferenceWeights.hash`.
         config (`dict`): from `ReferenceWeights.config`.
+        in_memory (`dict`): from `ReferenceWeights.in_memory`.
         computed_with (`Any`): head, mixed precision, device type, kernels.
     """
     versions = {name: version(name) for name in _VERSIONS}
-    return {"weights": weights_hash, "config": config, "computed_with": computed_with, "versions": versions}
+    facts = {"weights": weights_hash, "config": config, "computed_with": computed_with, "versions": versions}
+    return {**facts, "in_memory": in_memory}
 
 
-def identity_of(facts: dict[str, Any]) -> str:
-    """32 hexadecimal digits that name the reference."""
+def identity_of(facts: dict[str, Any], in_memory: bool = True) -> str:
+    """32 hexadecimal digits that name the reference; without `in_memory`, the model as it was loaded."""
+    facts = {name: fact for name, fact in facts.items() if in_memory or name != "in_memory"}
     return hashlib.blake2b(_as_json(facts).encode(), digest_size=16).hexdigest()
 
 

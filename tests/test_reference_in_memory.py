@@ -1,0 +1,171 @@
+"""A reference that is changed in memory: no log-prob of another model is used or stored in its place."""
+
+from types import MethodType
+
+import datasets
+import pytest
+import torch
+import trl
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+import trl_ext
+from test_reference_store import trainer
+from tiny import lora_config, preferences
+from tokens import counted
+
+WARNS = "Stored reference log-probs are not used, because the reference gives others now"
+COMPARED = "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "grad_norm"
+
+
+def plain(model):
+    pass
+
+
+def buffer(model):
+    model.model.rotary_emb.inv_freq.mul_(3.0)
+
+
+def norm(model):
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 0.5
+
+
+def scaling(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 3.0
+
+
+def forward(model):
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(lambda self, x: 0.5 * type(self).forward(self, x), layer.mlp)
+
+
+def hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 0.5 * output)
+
+
+def activation(model):
+    model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+
+
+LISTED = {change.__name__: change for change in (buffer, norm, scaling, forward, hook, activation)}
+SHORT = ["buffer", "norm", "forward"]
+
+
+class Box:
+    """Hides a tensor from whoever lists attributes."""
+
+    def __init__(self, factor):
+        self.factor = torch.tensor(factor)
+
+
+def boxed(factor):
+    def change(model):
+        mlp = model.model.layers[0].mlp
+        mlp.box = Box(factor)
+        mlp.register_forward_hook(lambda module, args, output: module.box.factor * output)
+
+    return change
+
+
+def rotate_half(query, key, *args, **kwargs):
+    return query.roll(1, -1), key.roll(-1, -1)
+
+
+# What puts a change into a process or a model that the identity cannot show
+HIDDEN = {
+    "box": (boxed(1.0), boxed(0.5), None),
+    "global": (plain, plain, (modeling_llama, "apply_rotary_pos_emb", rotate_half)),
+    "class": (plain, plain, (modeling_llama.LlamaRMSNorm, "forward", lambda self, x: self.weight * x)),
+}
+
+
+def run(workshop, tmp_path, library, change, role="lora", **config):
+    """What a training with a reference that `change` was made to has logged, and its passes without a gradient."""
+    model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
+    change(model)
+    if library is trl_ext:
+        config["reference_store_dir"] = str(tmp_path / "store")
+    if role == "streaming":
+        config |= {"data": preferences(12, 1).to_iterable_dataset(), "max_steps": 3}
+    config |= {
+        "lora": {"policy": model, "peft_config": lora_config()},
+        "streaming": {"policy": model, "peft_config": lora_config()},
+        "model": {"ref_model": model},
+        "precomputed": {"policy": model, "precompute_ref_log_probs": True},
+    }[role]
+    with counted() as tokens:
+        subject = trainer(workshop, tmp_path, library, **config)
+        subject.train()
+    return subject.state.log_history[:-1], tokens.without
+
+
+@pytest.fixture
+def stock(workshop, tmp_path, monkeypatch):
+    """What stock TRL logs, each time with an empty cache: its own precomputed values do not follow such changes."""
+
+    def logs(change, role="lora"):
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / f"cache-{len(caches)}")
+        caches.append(1)
+        return run(workshop, tmp_path, trl, change, role)[0]
+
+    caches = []
+    return logs
+
+
+def assert_same(ours, stock):
+    assert len(ours) == len(stock) == 3
+    for got, wanted in zip(ours, stock, strict=True):
+        for key in COMPARED:
+            assert got[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-4), key
+
+
+def assert_differ(logs, others):
+    assert any(one["loss"] != pytest.approx(other["loss"], abs=1e-3) for one, other in zip(logs, others, strict=True))
+
+
+ROLES = ("model", "precomputed", "streaming")
+SLOW = [pytest.param(name, role, marks=pytest.mark.slow) for name in LISTED for role in ("lora", *ROLES)]
+
+
+@pytest.mark.parametrize(("name", "role"), [*((name, "lora") for name in SHORT), *SLOW])
+def test_a_change_that_can_be_listed_makes_another_reference(name, role, workshop, tmp_path, stock, caplog):
+    change, again = LISTED[name], ([] if name in SHORT else [LISTED[name]])
+    of_stock = {plain: stock(plain, role), change: stock(change, role)}
+    assert_differ(*of_stock.values())
+    known = set()
+    for model in (plain, change, plain, *again):
+        ours, passes = run(workshop, tmp_path, trl_ext, model, role)
+        assert_same(ours, of_stock[model])
+        assert len(passes) == (1 if model in known else 3)
+        known.add(model)
+    assert WARNS not in caplog.text
+
+
+SLOW = [pytest.param(name, role, marks=pytest.mark.slow) for name in HIDDEN for role in ("lora", *ROLES)]
+
+
+@pytest.mark.parametrize(("name", "role"), [*((name, "lora") for name in HIDDEN), *SLOW])
+def test_a_change_that_cannot_be_listed_is_found_and_scored_apart(
+    name, role, workshop, tmp_path, stock, caplog, monkeypatch
+):
+    first, second, patch = HIDDEN[name]
+    known = []
+    for changed in (False, True, False, True):
+        with monkeypatch.context() as patched:
+            if changed and patch:
+                patched.setattr(*patch)
+            model = second if changed else first
+            wanted = stock(model, role)
+            caplog.clear()
+            ours, passes = run(workshop, tmp_path, trl_ext, model, role)
+        assert_same(ours, wanted)
+        checks = passes[:-3] if changed not in known else passes
+        assert len(checks) == len(known) if changed not in known else 1 <= len(checks) <= 2
+        assert all(0 < rows <= 4 for rows, _ in checks)
+        assert caplog.text.count(WARNS) == int(bool(known) and changed not in known)
+        known.append(changed)
+    folders = [path for path in (tmp_path / "store").iterdir() if path.is_dir()]
+    assert len(folders) == 2
+    assert len({path.name.split("-")[0] for path in folders}) == 1
