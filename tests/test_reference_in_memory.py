@@ -1,8 +1,8 @@
 """A reference that is changed in memory: no log-prob of another model is used or stored in its place."""
 
+import itertools
 from types import MethodType
 
-import datasets
 import pytest
 import torch
 import trl
@@ -15,6 +15,7 @@ from tiny import lora_config, preferences
 from tokens import counted
 
 WARNS = "Stored reference log-probs are not used, because the reference gives others now"
+NAMES = itertools.count()
 COMPARED = "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "grad_norm"
 
 
@@ -81,14 +82,15 @@ HIDDEN = {
 }
 
 
-def run(workshop, tmp_path, library, change, role="lora", **config):
+def run(workshop, tmp_path, library, change, role="lora", data=None):
     """What a training with a reference that `change` was made to has logged, and its passes without a gradient."""
+    config = {"data": preferences(12, 1) if data is None else data}
     model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     change(model)
     if library is trl_ext:
         config["reference_store_dir"] = str(tmp_path / "store")
     if role == "streaming":
-        config |= {"data": preferences(12, 1).to_iterable_dataset(), "max_steps": 3}
+        config |= {"data": config["data"].to_iterable_dataset(), "max_steps": 3}
     config |= {
         "lora": {"policy": model, "peft_config": lora_config()},
         "streaming": {"policy": model, "peft_config": lora_config()},
@@ -102,15 +104,14 @@ def run(workshop, tmp_path, library, change, role="lora", **config):
 
 
 @pytest.fixture
-def stock(workshop, tmp_path, monkeypatch):
-    """What stock TRL logs, each time with an empty cache: its own precomputed values do not follow such changes."""
+def stock(workshop, tmp_path):
+    """What stock TRL logs, each time on data of another name: its own precomputed values miss such changes too."""
 
     def logs(change, role="lora"):
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / f"cache-{len(caches)}")
-        caches.append(1)
-        return run(workshop, tmp_path, trl, change, role)[0]
+        name = next(NAMES)
+        data = preferences(12, 1).add_column("name", [name] * 12)
+        return run(workshop, tmp_path, trl, change, role, data=data)[0]
 
-    caches = []
     return logs
 
 
