@@ -9,24 +9,32 @@ import torch
 import trl
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
 
 import trl_ext
 from ranks import Rank, run_on_ranks
+from test_reference_in_memory import boxed
+from test_reference_store import of_check, trainer
 from test_two_ranks import far, trained
 from tiny import lora_config, preferences
 from tokens import counted
+from trl_ext.reference import ReferenceWeights
 from trl_ext.reference.segments import read_segment
 
 
-def dpo(rank: Rank, library, name: str, data=None, **config):
+def dpo(rank: Rank, library, name: str, data=None, factor=None, **config):
     """Three shuffled epochs; the change of the weights, how many reference passes this rank ran, and the logs."""
     options = {key: config.pop(key) for key in ("peft_config", "eval_dataset", "data_collator") if key in config}
     if library is trl_ext:
         config["padding_free"] = False  # so that passes show their rows
     torch.manual_seed(0)
+    model = os.environ["TINY_MODEL"]
+    if factor is not None:
+        model = AutoModelForCausalLM.from_pretrained(model)
+        boxed(factor)(model)
     with counted() as tokens:
         trainer = library.DPOTrainer(
-            model=os.environ["TINY_MODEL"],
+            model=model,
             args=library.DPOConfig(
                 output_dir=str(rank.folder / name),
                 per_device_train_batch_size=2,
@@ -97,10 +105,6 @@ def values_on_one_rank(rank: Rank):
 
 def hash_of_shards(rank: Rank):
     """The hash of a model whose parameters are DTensors, beside that of the same model in one piece."""
-    from transformers import AutoModelForCausalLM
-
-    from trl_ext.reference import ReferenceWeights
-
     result = dpo(rank, trl_ext, "engine", reference_store="memory", max_steps=1)
     assert result["passes"]
     model = AutoModelForCausalLM.from_pretrained(os.environ["TINY_MODEL"])
@@ -126,6 +130,11 @@ CASES = {
     "one-rank": a_miss_on_one_rank,
     "one-rank-lora": partial(a_miss_on_one_rank, **LORA),
     "values": values_on_one_rank,
+    # In memory a factor is changed, which the identity does not show
+    "plain": partial(ours, name="plain", store="changed", factor=1.0, **LORA),
+    "stock-changed": partial(dpo, library=trl, name="stock-changed", factor=0.5, **LORA),
+    "changed": partial(ours, name="changed", store="changed", factor=0.5, **LORA),
+    "plain-again": partial(ours, name="plain-again", store="changed", factor=1.0, **LORA),
     "hash": hash_of_shards,
 }
 
@@ -138,6 +147,9 @@ OURS = {
     "precompute-full": "full",
     "one-rank": "full",
     "one-rank-lora": "lora",
+    "plain": "lora",
+    "changed": "changed",
+    "plain-again": "lora",
 }
 
 
@@ -160,7 +172,17 @@ def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, 
         skipped = [log for log in ours[0]["logs"] if "skipped/tokens" in log]
         assert sum(log["skipped/tokens"] for log in skipped) == without - fed
         assert sum(log["skipped/passes"] for log in skipped) == 6
-    assert [rank["passes"] for rank in results["again"]] == [[], []]
+    # Of a later run only the check, the same on both ranks; and of one on another number of ranks
+    first, second = (rank["passes"] for rank in results["again"])
+    assert first == second == of_check(first)
+    store = str(tmp_path / "store-lora")
+    with counted() as tokens:
+        trainer(workshop, tmp_path, peft_config=lora_config(), reference_store_dir=store).train()
+    assert tokens.without == of_check(tokens.without)
+    assert far(results["stock-lora"][0]["change"], results["stock-changed"][0]["change"]) > 1e-3
+    for name, checks in (("plain", 0), ("changed", 1), ("plain-again", 2)):
+        for rank in results[name]:
+            assert len(rank["passes"]) == (checks if name == "plain-again" else 3 + checks), name
     # One rank has written what both have scored
     stored = results["lora"][0]["stored"]
     assert len(stored) == len(set(stored)) == 24
