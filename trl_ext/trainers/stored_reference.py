@@ -157,8 +157,8 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         return () if self.own_reference is None else self.own_reference.adapters
 
     def _weights(self, ref_model: Any) -> ReferenceWeights:
-        policy = self.accelerator.unwrap_model(self.model)
-        return ReferenceWeights(policy if ref_model is None else ref_model, self._reference_adapters)
+        model = self.accelerator.unwrap_model(self.model if ref_model is None else ref_model)
+        return ReferenceWeights(model, self._reference_adapters)
 
     def _identify(self, ref_model: Any) -> dict[str, Any]:
         """All that the reference's log-probs follow from, as the main process sees it."""
