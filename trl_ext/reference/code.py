@@ -90,15 +90,19 @@ def _foreign_code(value: Any, met: set[int]) -> Iterator[str]:
         parts = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, FunctionType):
         parts = [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        if value.__globals__.get("__name__", "").split(".")[0] not in _VERSIONED | _ENGINES:
+        if _is_foreign(value.__globals__.get("__name__", "")):
             own = [_hash_of_code(value.__code__)]
-    elif callable(value) and not isinstance(value, nn.Module | type):
+    elif callable(value) and not isinstance(value, nn.Module | type) and _is_foreign(type(value).__module__):
         kind: Any = type(value)
         own = list(_edited(kind))
     inner = [line for part in parts for line in _foreign_code(part, met)]
     if own or (inner and isinstance(value, partial)):
         yield "\n".join([*own, *(repr(part) for part in parts if _is_plain(part))])
     yield from inner
+
+
+def _is_foreign(module: str) -> bool:
+    return module.split(".")[0] not in _VERSIONED | _ENGINES
 
 
 def _cells(function: FunctionType) -> Iterator[Any]:

@@ -50,8 +50,9 @@ class Segment:
         self._damaged = False
         self._file: int | None = None
         if Segment._open < _OPEN_FILES:
-            self._file = os.open(path, os.O_RDONLY)
-            Segment._open += 1
+            with contextlib.suppress(OSError):
+                self._file = os.open(path, os.O_RDONLY)
+                Segment._open += 1
 
     def __del__(self, close: Any = os.close) -> None:
         if getattr(self, "_file", None) is not None:
@@ -159,10 +160,10 @@ def read_segment(path: Path, identity: str) -> Segment | None:
         offset = _offset_of_values(path)
     except FileNotFoundError:
         raise
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
         ignored(path, error)
         return None
-    keys, bounds = arrays["keys"].tobytes(), arrays["bounds"]
+    keys, bounds = arrays["keys"].tobytes(), np.frombuffer(arrays["bounds"].tobytes(), np.int64)
     checks = _checks_of(keys, bounds, arrays["values"]) if version_1 else arrays["checks"].tobytes()
     return Segment(path, keys, checks, bounds, offset)
 

@@ -51,7 +51,7 @@ class Variants:
             try:
                 written = (folder / FILE).stat().st_mtime
                 canary = Canary.read(folder)
-            except FileNotFoundError:
+            except OSError:
                 if folder is not old or not old.is_dir():
                     continue
                 store = DiskStore(old, self.loaded_as, writes=False)
