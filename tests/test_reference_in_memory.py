@@ -13,6 +13,7 @@ import trl_ext
 from test_reference_store import trainer
 from tiny import lora_config, preferences
 from tokens import counted
+from trl_ext.reference import Canary
 
 WARNS = "Stored reference log-probs are not used, because the reference gives others now"
 NAMES = itertools.count()
@@ -82,9 +83,9 @@ HIDDEN = {
 }
 
 
-def run(workshop, tmp_path, library, change, role="lora", data=None):
+def run(workshop, tmp_path, library, change, role="lora", data=None, late=plain, **config):
     """What a training with a reference that `change` was made to has logged, and its passes without a gradient."""
-    config = {"data": preferences(12, 1) if data is None else data}
+    config |= {"data": preferences(12, 1) if data is None else data}
     model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     change(model)
     if library is trl_ext:
@@ -99,6 +100,7 @@ def run(workshop, tmp_path, library, change, role="lora", data=None):
     }[role]
     with counted() as tokens:
         subject = trainer(workshop, tmp_path, library, **config)
+        late(model)
         subject.train()
     return subject.state.log_history[:-1], tokens.without
 
@@ -107,10 +109,10 @@ def run(workshop, tmp_path, library, change, role="lora", data=None):
 def stock(workshop, tmp_path):
     """What stock TRL logs, each time on data of another name: its own precomputed values miss such changes too."""
 
-    def logs(change, role="lora"):
+    def logs(change, role="lora", **config):
         name = next(NAMES)
         data = preferences(12, 1).add_column("name", [name] * 12)
-        return run(workshop, tmp_path, trl, change, role, data=data)[0]
+        return run(workshop, tmp_path, trl, change, role, data=data, **config)[0]
 
     return logs
 
@@ -170,3 +172,49 @@ def test_a_change_that_cannot_be_listed_is_found_and_scored_apart(
     folders = [path for path in (tmp_path / "store").iterdir() if path.is_dir()]
     assert len(folders) == 2
     assert len({path.name.split("-")[0] for path in folders}) == 1
+
+
+def test_a_change_after_the_trainer_was_built_is_found_too(workshop, tmp_path, stock, caplog):
+    known = set()
+    for late, checks in ((norm, 0), (plain, 1), (norm, 2)):
+        ours, passes = run(workshop, tmp_path, trl_ext, plain, late=late)
+        assert_same(ours, stock(plain, late=late))
+        assert len(passes) == checks + (0 if late in known else 3)
+        known.add(late)
+    assert caplog.text.count(WARNS) == 1
+
+
+def test_a_reference_that_was_changed_in_memory_and_released_is_not_loaded_as_it_was(workshop, tmp_path):
+    subject = trainer(workshop, tmp_path, num_train_epochs=2)
+    norm(subject.ref_model)
+    subject.train()
+    assert subject.ref_model is None
+    with pytest.raises(ValueError, match="is no longer the same model"):
+        subject.evaluate(preferences(4, seed=9))
+    assert subject.ref_model is None
+
+
+def test_the_check_feeds_padded_rows_and_leaves_the_first_batch_to_be_compared(workshop, tmp_path):
+    packed = {"padding_free": None, "num_train_epochs": 2}
+    _, first = run(workshop, tmp_path, trl_ext, plain, **packed)
+    _, again = run(workshop, tmp_path, trl_ext, plain, **packed)
+    check = Canary.read(next((tmp_path / "store").iterdir())).arrays["input_ids"].shape
+    # The forwards that compare the first batch packed with the padded one are the policy's, in both runs
+    assert again[0] == check
+    assert again[1:] == first[: len(again) - 1]
+    assert len(again) == len(first) - 3 + 1
+
+
+def test_a_value_that_has_changed_on_disk_is_scored_again(workshop, tmp_path, caplog):
+    logs, _ = run(workshop, tmp_path, trl_ext, plain)
+    (path,) = (tmp_path / "store").glob("*/*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-24 * (16 + 8) - 1] ^= 1  # of the last value, before 24 checksums and keys
+    path.write_bytes(content)
+    again, passes = run(workshop, tmp_path, trl_ext, plain)
+    assert_same(again, logs)
+    assert [rows for rows, _ in passes] == [4, 1]
+    assert "values of a sequence are not those that were written" in caplog.text
+    again, passes = run(workshop, tmp_path, trl_ext, plain)
+    assert_same(again, logs)
+    assert len(passes) == 1
