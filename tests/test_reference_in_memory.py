@@ -174,6 +174,14 @@ def test_a_change_that_cannot_be_listed_is_found_and_scored_apart(
     assert len({path.name.split("-")[0] for path in folders}) == 1
 
 
+@pytest.mark.slow
+def test_stock_precomputes_nothing_anew_for_such_a_change(workshop, tmp_path):
+    data = preferences(12, 1).add_column("name", [next(NAMES)] * 12)
+    of_plain, of_changed = (run(workshop, tmp_path, trl, x, "precomputed", data=data)[0] for x in (plain, norm))
+    assert of_plain[0]["rewards/margins"] == pytest.approx(0, abs=1e-4)  # the policy is its reference
+    assert of_changed[0]["rewards/margins"] != pytest.approx(0, abs=1e-2)
+
+
 def test_a_change_after_the_trainer_was_built_is_found_too(workshop, tmp_path, stock, caplog):
     known = set()
     for late, checks in ((norm, 0), (plain, 1), (norm, 2)):
