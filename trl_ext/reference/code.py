@@ -16,8 +16,9 @@ from torch import nn
 _VERSIONED = {"torch", "transformers", "peft", "trl_ext", *sys.stdlib_module_names} - {"__main__"}
 # They put forwards and hooks of their own on modules, which compute the same
 _ENGINES = {"accelerate", "deepspeed", "trl"}
-# Attributes of modules that are not about log-probs, besides those whose name begins with an underscore
-_NOT_IN_LOGITS = {"training", "gradient_checkpointing", "name_or_path"}
+# Attributes of modules that are not about log-probs, besides those whose name begins with an underscore. The last is set
+# by the first forward of a layer of bitsandbytes
+_NOT_IN_LOGITS = {"training", "gradient_checkpointing", "name_or_path", "compute_type_is_set"}
 
 
 def code_of(model: nn.Module) -> list[str]:
@@ -78,7 +79,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _foreign_code(value: Any, met: set[int]) -> Iterator[str]:
-    """For each foreign function that `value` is or calls: a hash of its code, and the plain values it was made with."""
+    """For each foreign function that `value` is or calls: a hash of its code, and the numbers it was made with."""
     if id(value) in met:
         return
     met.add(id(value))
@@ -97,7 +98,8 @@ def _foreign_code(value: Any, met: set[int]) -> Iterator[str]:
         own = list(_edited(kind))
     inner = [line for part in parts for line in _foreign_code(part, met)]
     if own or (inner and isinstance(value, partial)):
-        yield "\n".join([*own, *(repr(part) for part in parts if _is_plain(part))])
+        # No strings: the name of a run would make each another reference
+        yield "\n".join([*own, *(repr(part) for part in parts if isinstance(part, bool | int | float))])
     yield from inner
 
 
