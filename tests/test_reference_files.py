@@ -245,6 +245,16 @@ def test_large_files_stay_as_they_are(tmp_path, monkeypatch):
     assert len(segment_files(tmp_path)) == 10
 
 
+def test_damaged_entries_are_left_out_when_files_are_merged(tmp_path):
+    for number in range(8):
+        path = write_segment(tmp_path, IDENTITY, entries(4, 50 + number))
+        damaged(path, "one bit")
+    store = DiskStore(tmp_path, IDENTITY)
+    assert [holds(store, i) for i in (4, *range(50, 58))] == [False] + [True] * 8
+    (path,) = segment_files(tmp_path)
+    assert len(read_segment(path, IDENTITY)) == 8
+
+
 @pytest.mark.parametrize("at", ["rename", "unlink", "third unlink"])
 def test_a_process_killed_while_it_merges_loses_nothing(at, tmp_path):
     for number in range(9):

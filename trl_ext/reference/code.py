@@ -16,8 +16,8 @@ from torch import nn
 _VERSIONED = {"torch", "transformers", "peft", "trl_ext", *sys.stdlib_module_names} - {"__main__"}
 # They put forwards and hooks of their own on modules, which compute the same
 _ENGINES = {"accelerate", "deepspeed", "trl"}
-# Attributes of modules that are not about log-probs, besides those whose name begins with an underscore. The last is set
-# by the first forward of a layer of bitsandbytes
+# Attributes of modules that are not about log-probs, besides those whose name begins with an underscore. A layer of
+# bitsandbytes sets the last one in its first forward
 _NOT_IN_LOGITS = {"training", "gradient_checkpointing", "name_or_path", "compute_type_is_set"}
 
 

@@ -57,7 +57,7 @@ class Segment:
     def __del__(self, close: Any = os.close) -> None:
         if getattr(self, "_file", None) is not None:
             close(self._file)
-            Segment._open -= 1
+            type(self)._open -= 1
 
     def __len__(self) -> int:
         return len(self._bounds) - 1

@@ -178,6 +178,7 @@ class DiskStore(MemoryStore):
                     segment.path.unlink(missing_ok=True)
             except OSError:
                 return self._adopt()  # another process was first, or the disk is full: the files are as good as one
+            self._files = [None if segment in segments else segment for segment in self._files]
             self._adopt()
 
     def _go_on_in_memory(self, error: OSError) -> None:
