@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.state import AcceleratorState
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
@@ -317,7 +318,9 @@ def ours_on_stocks(model):
 
 
 def in_mixed_precision(model):
+    AcceleratorState._reset_state()  # of the trainers before it
     Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    AcceleratorState._reset_state()
 
 
 def forward_of_all(model):
