@@ -257,6 +257,10 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
         lambda b: b.dpo(sync_ref_model=True, ref_model_sync_steps=0),
         ("`ref_model_sync_steps`", "got 0", "must be 1 or more"),
     ),
+    "an adapter, and a whole model to move": (
+        lambda b: b.dpo(model=b.adapted(), ref_model=b.loaded(), sync_ref_model=True),
+        ("`sync_ref_model=True`", "`ref_model` is another model", "Leave `ref_model` out"),
+    ),
     "a reference that moves too far": (
         lambda b: b.grpo(beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=2.0),
         ("`ref_model_mixup_alpha`", "2.0", "in [0, 1]"),

@@ -80,7 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "far-sampler": {"rollout": "sampler", "vllm_importance_sampling_mode": "token_truncate"},
     "far-sampler-sequence": {"rollout": "sampler", "vllm_importance_sampling_mode": "sequence_truncate"},
     "off_policy_mask": {"off_policy_mask_threshold": 0.05, "num_iterations": 2},
-    "entropy_quantile": {"top_entropy_quantile": 0.2, "steps": 2},  # in the third step rounding picks among equals
+    "entropy_quantile": {"top_entropy_quantile": 0.2},
     "entropy_bonus": {"entropy_coef": 0.05, "num_iterations": 2},
     "truncated": {"mask_truncated_completions": True, "num_iterations": 2},
     "no_correction": {"vllm_importance_sampling_correction": False, "num_iterations": 2},
@@ -157,6 +157,34 @@ def test_the_new_sampling_metrics_are_what_stocks_tensors_say(mode: str, worksho
 def test_the_metrics_are_logged_at_the_first_visit_alone(workshop: Workshop) -> None:
     ours, _ = both(case_of("first-visit", steps=4, num_iterations=2), workshop)
     assert ["sampling/mismatch_kl" in log for log in ours.logs[:4]] == [True, False, True, False]
+
+
+def test_in_evaluation_completions_masked_whole_do_not_count(workshop: Workshop) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Measuring(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            batch = super()._generate_and_score_completions(inputs)
+            if not self.model.training:
+                mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+                log_ratio = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"])[mask]
+                ratio = batch["importance_sampling_ratio"][mask.any(dim=1)]
+                seen.append({"ratio": ratio.mean().item(), "difference": log_ratio.abs().nanmean().item()})
+            return batch
+
+    schedule = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    mode = {"vllm_importance_sampling_mode": "sequence_truncate"}
+    case = case_of("masked-whole", rollout="near_sampler_masked_whole", **schedule, **mode)
+    stock = train(case, replace(STOCK, grpo_trainer=Measuring), workshop)
+    ours = train(case, OURS, workshop)
+    assert_same(case, ours, stock)
+    logs = [log for log in ours.logs if "eval_loss" in log]
+    batches = len(seen) // len(logs)
+    for i, log in enumerate(logs):
+        scored = [x for x in seen[i * batches : (i + 1) * batches] if x["ratio"] == x["ratio"]]  # not the empty ones
+        for key, name in (("importance_sampling_ratio", "ratio"), ("sampling_logp_difference", "difference")):
+            want = sum(x[name] for x in scored) / len(scored)
+            assert log[f"eval_sampling/{key}/mean"] == pytest.approx(want, rel=1e-4)
 
 
 class _Trusting(trl.GRPOTrainer):

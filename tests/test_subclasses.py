@@ -1,5 +1,6 @@
-"""A user's subclass of the GRPO trainer trains as the same subclass of TRL's does, or says why it cannot."""
+"""A user's subclass of a trainer trains as the same subclass of TRL's does, or says why it cannot."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import trl
 
 import trl_ext
 from drop_in_cases import Case
-from run_losses import Trainers, train
+from run_losses import Record, Trainers, build, train
 from tiny import ROLLOUTS, Workshop, near_sampler_rollout
 
 
@@ -33,6 +34,51 @@ def with_a_copied_batch(trainer):
     return Copy
 
 
+def with_a_cloned_batch(trainer):
+    class Clone(trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    return Clone
+
+
+def with_a_loss_without_ours(trainer):
+    class Without(trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            return self._compute_loss(model, inputs)
+
+    return Without
+
+
+def with_a_loss_from_logits(trainer):
+    class FromLogits(trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            log_probs = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+            width = inputs["completion_ids"].size(1)
+            log_probs = log_probs.gather(-1, ids[:, 1:, None])[:, -width:, 0] * inputs["completion_mask"]
+            return -(log_probs * inputs["advantages"][:, None]).mean()
+
+    return FromLogits
+
+
+def with_log_probs_changed_at_generation(trainer):
+    """Reads and changes what TRL's generation has scored."""
+
+    class Changed(trainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            if "old_per_token_logps" in batch:
+                batch["old_per_token_logps"] = batch["old_per_token_logps"] * 0.9
+            if "ref_per_token_logps" in batch:
+                batch["advantages"] = batch["advantages"] + batch["ref_per_token_logps"].mean(1)
+            return batch
+
+    return Changed
+
+
 def with_other_log_probs(trainer):
     class Halved(trainer):
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
@@ -54,6 +100,33 @@ def with_a_pass_of_its_own(trainer):
             return outputs.log_probs[:, -logits_to_keep:] / 1.5, entropies, None
 
     return Own
+
+
+def with_a_pass_that_asks_the_model(trainer):
+    """What TRL hands on is a model: it has a config and a mode, and can be unwrapped."""
+
+    class Asks(trainer):
+        def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+            inner = self.accelerator.unwrap_model(model)
+            assert isinstance(inner, torch.nn.Module)
+            assert model.config.vocab_size == inner.get_input_embeddings().num_embeddings
+            log_probs, entropies, aux_loss = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            return log_probs * (0.5 if model.training else 1.0), entropies, aux_loss
+
+    return Asks
+
+
+def with_logits_of_its_own(trainer):
+    class Logits(trainer):
+        def _get_per_token_logps_and_entropies(
+            self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
+        ):
+            logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+            log_probs = (logits / 1.5).log_softmax(-1)
+            entropies = -(log_probs.exp() * log_probs).sum(-1) if compute_entropy else None
+            return log_probs.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], entropies, None
+
+    return Logits
 
 
 def with_a_second_pass(trainer):
@@ -150,6 +223,14 @@ SUBCLASSES = [
     (with_another_gradient, HALF_DEAD),
     (with_another_gradient, {**ITERATIONS, "rollout": "masked"}),
     (with_passes_of_its_rewards, {}),
+    (with_a_pass_that_asks_the_model, {**ITERATIONS, **HALF_DEAD, "beta": 0.1}),
+    (with_logits_of_its_own, {**ITERATIONS, **HALF_DEAD}),
+    (with_a_cloned_batch, {**ITERATIONS, **HALF_DEAD}),
+    (with_a_loss_without_ours, {**ITERATIONS, **HALF_DEAD, "beta": 0.1}),
+    (with_a_loss_without_ours, {"steps_per_generation": 2, "per_device_train_batch_size": 4, **HALF_DEAD}),
+    (with_a_loss_from_logits, HALF_DEAD),
+    (with_log_probs_changed_at_generation, {**ITERATIONS, **HALF_DEAD}),
+    (with_log_probs_changed_at_generation, {"beta": 0.1, "rollout": "masked"}),
 ]
 
 
@@ -168,18 +249,6 @@ def test_methods_put_on_the_trainer_stay_on_it(workshop: Workshop, budget):
     ours, stock = (updates(run, workshop, library, with_methods_put_on_the_trainer) for library in (trl_ext, trl))
     assert stock.norm() > 0
     assert (ours - stock).norm() <= 1e-4 * stock.norm()
-
-
-def test_a_compute_loss_that_leaves_ours_out_is_an_error_where_old_log_probs_are_lost(workshop: Workshop):
-    def without_ours(trainer):
-        class Without(trainer):
-            def compute_loss(self, model, inputs, *args, **kwargs):
-                return self._compute_loss(model, inputs)
-
-        return Without
-
-    with pytest.raises(RuntimeError, match=r"super\(\)\.compute_loss"):
-        updates(case("without", **ITERATIONS), workshop, trl_ext, without_ours)
 
 
 def test_advantages_that_change_between_generation_and_a_later_visit_are_an_error(workshop: Workshop):
@@ -251,3 +320,99 @@ def test_a_loss_of_ones_own_meets_trls_ratio_and_metrics_beside_tool_tokens(work
     assert ours.losses == pytest.approx(stock.losses, rel=1e-4, abs=1e-6)
     entropies = [[log["entropy"] for log in record.logs if "entropy" in log] for record in records]
     assert entropies[0] == pytest.approx(entropies[1], rel=1e-5)
+
+
+def plan_after(subclass, workshop, library, folder, case):
+    """The trainer of `case`, trained, and its plan."""
+    trainers = Trainers.of(library)
+    name = f"{case.trainer}_trainer"
+    trainers = replace(trainers, **{name: subclass(getattr(trainers, name))})
+    trainer = build(case, trainers, workshop, str(folder), Record())
+    trainer.train()
+    return trainer.explain()
+
+
+BYPASSED = r"`(Without|FromLogits)\.compute_loss` does not call `super\(\)\.compute_loss\(\.\.\.\)`"
+
+
+def test_the_plan_follows_a_compute_loss_that_leaves_ours_out(workshop: Workshop, tmp_path, caplog):
+    run = case("without", **HALF_DEAD, **ITERATIONS)
+    plan = plan_after(with_a_loss_without_ours, workshop, trl_ext, tmp_path, run)
+    assert plan["policy"].reason.startswith("every row: this trainer has a loss of its own")
+    assert plan["old policy"].action == "run"
+    assert plan["head"].action == "run"  # TRL's own pass calls our forward
+    assert [bool(re.search(BYPASSED, record.getMessage())) for record in caplog.records].count(True) == 1
+
+    plan = plan_after(with_a_loss_from_logits, workshop, trl_ext, tmp_path, case("logits", **HALF_DEAD))
+    assert {plan[name].action for name in ("head", "packing")} == {"skip"}
+    assert "`FromLogits.compute_loss`" in plan["head"].reason
+
+
+def test_the_plan_follows_a_pass_that_leaves_our_forward_out(workshop: Workshop, tmp_path, caplog):
+    plan = plan_after(with_logits_of_its_own, workshop, trl_ext, tmp_path, case("logits"))
+    assert {plan[name].action for name in ("head", "packing")} == {"skip"}
+    assert "`Logits._get_per_token_logps_and_entropies`" in plan["head"].reason
+    assert sum("The plan has changed" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "config", "error", "message"),
+    [
+        ({"max_tokens_per_micro_batch": 24}, {}, ValueError, "max_tokens_per_micro_batch=24"),
+        ({"keep_groups_together": True}, {"steps_per_generation": 2}, ValueError, "keep_groups_together=True"),
+        ({"on_non_finite_loss": "stop"}, {}, ValueError, "on_non_finite_loss='stop'"),
+        ({"trust_sampling_log_probs": True}, {"rollout": "sampler"}, ValueError, "trust_sampling_log_probs=True"),
+        ({}, {"rollout": "sampler", "vllm": True}, RuntimeError, "'importance_sampling_ratio'"),
+    ],
+)
+def test_what_needs_our_compute_loss_is_an_error_without_it(workshop, tmp_path, ours, config, error, message):
+    config = dict(config)
+    run = replace(case("without", **{k: x for k, x in config.items() if k != "vllm"}), vllm="vllm" in config)
+    with pytest.raises(error, match=message):
+        plan_after(with_a_loss_without_ours, workshop, trl_ext, tmp_path, replace(run, ours=ours))
+
+
+def test_a_loss_that_passes_other_rows_on_is_named_where_old_log_probs_are_lost(workshop: Workshop, tmp_path):
+    def with_half_of_the_rows(trainer):
+        class Half(trainer):
+            def compute_loss(self, model, inputs, *args, **kwargs):
+                half = {name: x[:4] if getattr(x, "ndim", 0) else x for name, x in inputs.items()}
+                return super().compute_loss(model, half, *args, **kwargs)
+
+        return Half
+
+    with pytest.raises(RuntimeError, match=r"`Half\.compute_loss` .* passed other rows on"):
+        plan_after(with_half_of_the_rows, workshop, trl_ext, tmp_path, case("half", **ITERATIONS))
+
+
+def test_the_sampler_ratio_of_changed_log_probs_is_trls(workshop: Workshop):
+    run = replace(case("changed", rollout="near_sampler", **ITERATIONS), vllm=True)
+    ours, stock = (updates(run, workshop, library, with_log_probs_changed_at_generation) for library in (trl_ext, trl))
+    assert stock.norm() > 0
+    assert (ours - stock).norm() <= 1e-4 * stock.norm()
+
+
+def with_a_dpo_loss_from_logits(trainer):
+    class FromLogits(trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            log_probs = logits[:, :-1].log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None])[..., 0]
+            chosen, rejected = (log_probs * inputs["completion_mask"][:, 1:]).sum(1).chunk(2)
+            return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    return FromLogits
+
+
+def test_a_dpo_loss_that_leaves_ours_out_trains_as_trls_and_the_plan_says_so(workshop: Workshop, tmp_path, caplog):
+    run = Case("dpo-logits", "dpo", steps=3)
+    records = []
+    for library in (trl_ext, trl):
+        trainers = Trainers.of(library)
+        trainers = replace(trainers, dpo_trainer=with_a_dpo_loss_from_logits(trainers.dpo_trainer))
+        records.append(train(run, trainers, workshop))
+    ours, stock = (torch.cat([update.flatten() for update in record.updates.values()]) for record in records)
+    assert (ours - stock).norm() <= 1e-6 * stock.norm()
+    plan = plan_after(with_a_dpo_loss_from_logits, workshop, trl_ext, tmp_path, run)
+    assert {plan[name].action for name in ("head", "packing")} == {"skip"}
+    assert all("`FromLogits.compute_loss`" in plan[x].reason for x in ("policy", "reference", "head", "packing"))
+    assert any(re.search(BYPASSED, record.getMessage()) for record in caplog.records)

@@ -325,6 +325,13 @@ def near_sampler_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
     return output
 
 
+def near_sampler_masked_whole_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
+    """As `near_sampler_rollout`, but an environment wrote every token of about half of the completions."""
+    output = near_sampler_rollout(prompts, trainer)
+    output["env_mask"] = [[int(sum(ids) % 2)] * len(ids) for ids in output["completion_ids"]]
+    return output
+
+
 def tool_call_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
     """First turn of a conversation: most completions call the tool `add`, one in four answers directly."""
 
@@ -345,6 +352,7 @@ ROLLOUTS: dict[str, Callable[[list[Any], Any], dict[str, list]]] = {
     "sampler": sampler_rollout,
     "near_sampler": near_sampler_rollout,
     "masked_whole": masked_whole_rollout,
+    "near_sampler_masked_whole": near_sampler_masked_whole_rollout,
     "tool_call": tool_call_rollout,
 }
 

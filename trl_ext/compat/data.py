@@ -16,6 +16,7 @@ REPLACEABLE = {
     "rendering": ("_tokenize_prompts",),
     "rewards": ("_calculate_rewards", "_generate_and_score_completions"),
     "batches": ("_generate_and_score_completions",),
+    "pass": ("_get_per_token_logps_and_entropies",),
     "sampler": ("_get_train_sampler", "get_train_dataloader"),
 }
 

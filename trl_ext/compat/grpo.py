@@ -109,6 +109,10 @@ class GRPOInternals:
         )
         return log_probs
 
+    def _own_pass(self) -> str:
+        """The name of the method that scores."""
+        return f"`{type(self).__name__}._get_per_token_logps_and_entropies`"
+
     def _has_own_loss(self) -> bool:
         """Whether a subclass or this instance has replaced TRL's loss."""
         of_class = type(self)._compute_loss  # type: ignore[attr-defined]
@@ -229,11 +233,13 @@ class GRPOInternals:
         return {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}
 
     def _present_slice(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
-        """The slice of the generation buffer that `inputs` is, or is a copy of, if it will be visited again."""
-        for present in self._slices_to_come()[:1]:
-            is_it = inputs.get("completion_ids") is present["completion_ids"]
-            return present if is_it and any(x is present for x in self._slices_to_come()[1:]) else None
-        return None
+        """The slice of the generation buffer whose rows `inputs` holds, if it will be visited again."""
+        slices = self._slices_to_come()
+        if not slices or not any(x is slices[0] for x in slices[1:]):
+            return None
+        present = slices[0]
+        alike = all(_equal(inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
+        return present if alike else None
 
     def _regenerate(self) -> None:
         """Drop the generation buffer: TRL fills it again at its next micro-batch."""
@@ -267,6 +273,15 @@ class GRPOInternals:
             for _ in range(epochs):
                 next(iter(self._train_sampler), None)
 
+    def get_high_entropy_mask(
+        self, entropies: torch.Tensor, mask: torch.Tensor, *positional: Any, **keywords: Any
+    ) -> torch.Tensor:
+        """TRL's own, and what is below its threshold by a rounding error alone: tokens of one context tie."""
+        chosen: torch.Tensor = super().get_high_entropy_mask(entropies, mask, *positional, **keywords)  # type: ignore[misc]
+        lowest = torch.where(chosen, entropies, torch.inf).amin()
+        rounding = 8 * torch.finfo(entropies.dtype).eps * lowest.clamp(min=1.0)
+        return chosen | ((entropies >= lowest - rounding) & mask.bool())
+
     def _takes_images(self) -> bool:
         """Whether the policy is a vision-language model."""
         return bool(self._is_vlm)  # type: ignore[attr-defined]
@@ -293,6 +308,10 @@ class GRPOInternals:
     def _mode_metrics(self) -> dict[str, list[float]]:
         """The metrics of the present mode, train or eval, since the last log: a value for each micro-batch."""
         return self._metrics[self._mode]  # type: ignore[attr-defined]
+
+
+def _equal(value: Any, tensor: torch.Tensor) -> bool:
+    return value is tensor or (isinstance(value, torch.Tensor) and torch.equal(value, tensor))
 
 
 @contextmanager

@@ -93,6 +93,7 @@ class ReferenceGiven:
     eval_dataset: Any
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
+    aux_loss_enabled: bool
     reference_pass: Callable[[], AbstractContextManager[None]]
 
     def fill_reference(self, dataset: Any, name: str, batch_size: int) -> None:
@@ -131,6 +132,8 @@ class ReferenceGiven:
         """Log-probs of shape `(rows, S - 1)` from one pass of `model`, with the reference's adapter on, or none."""
         labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
         inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
+        if self.aux_loss_enabled:
+            inputs["output_router_logits"] = True  # the policy's pass runs on every token then, so this one does too
         with self.reference_pass(), self.accelerator.autocast():
             scored = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))
         log_probs: torch.Tensor = scored.log_probs[:, -(labels.shape[1] - 1) :]  # prompt learning puts tokens before

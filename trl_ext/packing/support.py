@@ -28,6 +28,8 @@ def why_padded(model: Any) -> str | None:
     adapters = getattr(model, "peft_config", None) or {}
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
         return "an aLoRA adapter acts from a place on that PEFT counts from the end of a padded row"
+    if trains_expert_modules(model):
+        return "each expert is a module of its own, and TRL gives one that only padding reaches a gradient of 0"
     strange = set(getattr(config, "layer_types", None) or ()) - _MASKABLE
     if strange:
         return (
@@ -57,6 +59,14 @@ def has_experts(model: Any) -> bool:
     """Whether tokens are sent to experts, a choice that can turn on the last bit."""
     config = model.config.get_text_config()
     return any("experts" in name and isinstance(x, int) and x > 1 for name, x in vars(config).items())
+
+
+def trains_expert_modules(model: Any) -> bool:
+    """Whether several experts are modules of their own, and trained: one without a token gets no gradient at all."""
+    for name, module in model.named_modules():
+        if "expert" in name.split(".")[-1] and isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return any(param.requires_grad for param in module.parameters())
+    return False
 
 
 def longest_equal(model: Any) -> int | None:

@@ -27,6 +27,7 @@ class DPOFacts:
         drifts (`str`, *optional*): why the reference changes as the policy is trained.
         varies (`str`, *optional*): why two passes of the reference over the same sequence differ.
         untold (`str`, *optional*): why the reference cannot be told from another one of a later run.
+        own_loss (`str`, *optional*): the `compute_loss` of a subclass, where it does not call ours.
     """
 
     loss_types: tuple[str, ...]
@@ -41,6 +42,7 @@ class DPOFacts:
     drifts: str | None
     varies: str | None
     untold: str | None
+    own_loss: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,9 @@ def plan_dpo(facts: DPOFacts) -> DPOPlan:
             reason = f"{columns}For other data, given to `evaluate()`: {other['reference'].reason}"
             return replace(other, decisions=(policy, Decision("reference", "reuse", reason)), durable=False)
     plan = _without_columns(facts)
+    if facts.own_loss is not None:
+        left = f"left to {facts.own_loss}, which does not call `super().compute_loss(...)`."
+        return replace(plan, decisions=(Decision("policy", "run", left), Decision("reference", "run", left)))
     decision = plan["reference"]
     reference = Decision("reference", decision.action, columns + decision.reason)
     return replace(plan, decisions=(policy, reference))

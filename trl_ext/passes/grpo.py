@@ -22,17 +22,22 @@ class GRPOFacts:
         beta (`float`): coefficient of the KL term.
         own_reference (`str`, *optional*): what of a PEFT policy is the reference, in words.
         normalized_over_batch (`bool`): whether an advantage depends on other groups of its generation batch.
+        has_own_pass (`bool`): whether a subclass has replaced TRL's scoring pass.
+        has_own_batches (`bool`): whether a subclass has replaced what makes generation batches.
+        bypasses_loss (`bool`): whether a subclass's `compute_loss` does not call ours.
         has_own_loss (`bool`): whether a subclass has replaced TRL's loss, of which nothing is known then.
         own_step (`str`, *optional*): a method that is given whole micro-batches and that a subclass has replaced.
         of_sequences (`bool`): whether the importance ratio is one of a completion, instead of one of a token.
         kl_times_ratio (`bool`): whether the KL term is multiplied by the ratio.
         has_images (`bool`): whether batches can hold images, whose rows are not told apart.
         has_entropy_bonus, has_router_loss (`bool`): terms of the loss in which every row takes part.
+        trains_expert_modules (`bool`): whether an expert that no token reaches gets no gradient, instead of 0.
         top_entropy_quantile (`float`): below 1, only tokens of high entropy are trained.
         active_dropout (`bool`): whether two passes over the same tokens differ.
         sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
         sampler_gives_log_probs (`bool`): whether completions can come with the log-probs of their sampler.
-        truncated_sampling (`tuple[str, ...]`): the sampling arguments that cut the sampler's distribution.
+        truncated_sampling (`tuple[str, ...]`): the sampling arguments that cut the sampler's distribution, if TRL does
+            not correct for that.
         max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
         shares_prompts (`bool`): whether rows of one micro-batch feed the prompt that they have in common once.
         optimizer (`str`): `args.optim`.
@@ -52,6 +57,9 @@ class GRPOFacts:
     beta: float
     own_reference: str | None
     normalized_over_batch: bool
+    has_own_pass: bool
+    has_own_batches: bool
+    bypasses_loss: bool
     has_own_loss: bool
     own_step: str | None
     of_sequences: bool
@@ -59,6 +67,7 @@ class GRPOFacts:
     has_images: bool
     has_entropy_bonus: bool
     has_router_loss: bool
+    trains_expert_modules: bool
     top_entropy_quantile: float
     active_dropout: bool
     sampler_ratio: RatioRule | None
@@ -89,6 +98,8 @@ class GRPOPlan(Plan):
         trust_sampler (`bool`): the sampler's log-probs are the old policy's.
         sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
         trl_scores_old_policy (`bool`): whether stock TRL scores every generation batch.
+        scores_at_generation (`bool`): every row is scored when it is generated, as in stock TRL.
+        own_pass (`bool`): a subclass's own method scores, and gets the model itself.
         max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
         keep_groups_together (`bool`): a group's rows are kept in one micro-batch, as far as there is room.
         max_tokens (`int`, *optional*): the most tokens that a forward in training feeds.
@@ -104,6 +115,8 @@ class GRPOPlan(Plan):
     trust_sampler: bool
     sampler_ratio: RatioRule | None
     trl_scores_old_policy: bool
+    scores_at_generation: bool
+    own_pass: bool
     max_draws: int
     keep_groups_together: bool
     max_tokens: int | None
@@ -130,7 +143,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     return GRPOPlan(
         decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts), micro_batches),
         leave_zero_advantages=leave_zero_advantages,
-        leave_masked=not (facts.has_router_loss or facts.has_own_loss),
+        leave_masked=not (facts.has_router_loss or facts.has_own_loss or facts.trains_expert_modules),
         score_tools=facts.has_own_loss,
         # vespo reads the ratios of tokens at either level
         of_sequences=facts.of_sequences and facts.loss_type != "vespo",
@@ -140,6 +153,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         trust_sampler=facts.trust_sampling_log_probs,
         sampler_ratio=facts.sampler_ratio,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
+        scores_at_generation=facts.has_own_batches or facts.bypasses_loss,
+        own_pass=facts.has_own_pass,
         max_draws=facts.max_draws,
         keep_groups_together=keep_groups_together,
         max_tokens=facts.max_tokens_per_micro_batch,
@@ -163,6 +178,11 @@ def _check_options(facts: GRPOFacts) -> None:
         raise ValueError(
             "`trust_sampling_log_probs=True` takes the sampler's log-probs for the old policy's, but neither vLLM "
             "(`use_vllm=True`) nor a `rollout_func` is there to give them. Leave it off."
+        )
+    if facts.trust_sampling_log_probs and facts.bypasses_loss:
+        raise ValueError(
+            "`trust_sampling_log_probs=True` needs a `compute_loss` that calls `super().compute_loss(...)`. Call it, "
+            "or leave the option off."
         )
     if facts.max_draws > 1:
         _check_dynamic_sampling(facts)
@@ -196,6 +216,8 @@ def _why_zero_advantages_stay(facts: GRPOFacts) -> str | None:
         return "the entropy bonus sends a gradient through them"
     if facts.has_router_loss:
         return "the router loss counts their tokens"
+    if facts.trains_expert_modules:
+        return "an expert that only rows without an advantage reach has a gradient of 0 in TRL, not none"
     if facts.top_entropy_quantile < 1.0:
         return f"their entropies count in the quantile (top_entropy_quantile={facts.top_entropy_quantile})"
     return None
@@ -208,7 +230,7 @@ def _policy(facts: GRPOFacts) -> Decision:
         if facts.max_draws > 1
         else ""
     )
-    if facts.has_router_loss or facts.has_own_loss:
+    if facts.has_router_loss or facts.has_own_loss or facts.trains_expert_modules:
         return Decision("policy", "run", f"every row: {stay}.{drawn}")
     if stay is not None:
         return Decision(
@@ -240,6 +262,13 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
             "the sampler's log-probs are taken for it (`trust_sampling_log_probs`). An approximation: their distance "
             "from the policy's is a bias that nothing corrects.",
         )
+    if facts.bypasses_loss and not (misaligned or facts.sampler_ratio is not None):
+        return Decision("old policy", "skip", "as in TRL: each micro-batch meets the weights it was sampled with.")
+    if (facts.has_own_batches or facts.bypasses_loss) and (misaligned or facts.sampler_ratio is not None):
+        reason = "`_generate_and_score_completions`, which may read or change the log-probs"
+        if facts.bypasses_loss:
+            reason = "a `compute_loss` that does not call `super().compute_loss(...)`"
+        return Decision("old policy", "run", f"every generation batch, as in TRL: this trainer has {reason}.")
     own = "the log-probs of the training forward, detached, where a micro-batch meets the weights it was sampled with"
     if facts.force_on_policy_ratio:
         own += "; here always, so the ratio is exactly 1 (`force_on_policy_ratio`)"

@@ -51,10 +51,8 @@ class ScoredTokens:
         tokens_RC = self.tokens_BC[self.rows_R]
         start = 0
 
-        def call(*args: Any, labels: Tensor | None = None, **inputs: Any) -> Any:
+        def call(*args: Any, labels: Tensor, **inputs: Any) -> Any:
             nonlocal start
-            if labels is None:  # a pass of a subclass's own
-                return model(*args, **inputs)
             chunk_rC = tokens_RC[start : start + len(labels)]
             start += len(labels)
             scored_rS = torch.nn.functional.pad(chunk_rC, (labels.size(1) - chunk_rC.size(1), 0))
@@ -79,14 +77,6 @@ def is_rowwise(value: Any) -> bool:
 def tokens_of(batch: dict[str, Any]) -> int:
     """How many tokens TRL feeds for `batch`, padding included."""
     return batch["prompt_ids"].numel() + batch["completion_ids"].numel()
-
-
-def split(batch: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    """`batch` in chunks of at most `size` rows."""
-    return [
-        {name: value[start : start + size] if is_rowwise(value) else value for name, value in batch.items()}
-        for start in range(0, len(batch["prompt_ids"]), size)
-    ]
 
 
 def every_token(batch: dict[str, Any], *, of_tools: bool = False) -> ScoredTokens:

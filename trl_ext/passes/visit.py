@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .grpo import GRPOPlan
 from .non_finite import not_finite_rows
@@ -112,6 +113,22 @@ class Visit:
 
 
 _WAS_NAN = torch.inf  # no log-prob is
+
+# Entries of TRL's micro-batch with a column for each token of the completion
+_BY_TOKEN = (
+    *("completion_ids", "completion_mask", "tool_mask"),
+    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
+)
+
+
+def with_padding(inputs: dict[str, Any], *scored_BC: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
+    """A micro-batch whose completions have one token, and what was scored of it, with a column of padding.
+
+    TRL takes a tensor of shape (B, 1) for one value a sequence, and would count masked rows in the means of its
+    metrics.
+    """
+    padded = {name: pad(inputs[name], (0, 1)) for name in _BY_TOKEN if inputs.get(name) is not None}
+    return {**inputs, **padded}, [pad(x, (0, 1)) for x in scored_BC]
 
 
 def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> Tensor:

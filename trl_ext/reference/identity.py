@@ -8,7 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-_VERSIONS = ("torch", "transformers", "peft", "trl_ext")
+from ..version import __version__
+
+_VERSIONS = ("torch", "transformers", "peft")
 
 
 def identity_facts(
@@ -22,7 +24,7 @@ def identity_facts(
         in_memory (`dict`): from `ReferenceWeights.in_memory`.
         computed_with (`Any`): head, mixed precision, device type, kernels.
     """
-    versions = {name: version(name) for name in _VERSIONS}
+    versions = {**{name: version(name) for name in _VERSIONS}, "trl_ext": __version__}
     facts = {"weights": weights_hash, "config": config, "computed_with": computed_with, "versions": versions}
     return {**facts, "in_memory": in_memory}
 

@@ -134,6 +134,8 @@ class ScoringForward:
             at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)].to(hidden.device)
             self.fed[2] += len(at_N)
             scored = self._score_row(hidden.squeeze(0), at_N, shard, head, shift_labels[mask_BS], outputs)
+            if layout.shared and scored["entropy"] is not None:
+                scored["entropy"] = _of_first_at(scored["entropy"], at_N.to(mask_BS.device), layout.tokens)
         fields = {
             name: None
             if x is None
@@ -299,6 +301,16 @@ def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForwar
 
     model.forward = types.MethodType(forward, model)
     return scoring
+
+
+def _of_first_at(entropy_N: Tensor, at_N: Tensor, tokens: int) -> Tensor:
+    """Each token's entropy as that of the first one that is predicted from the same place of the row.
+
+    They are equal but for rounding, as the target is summed up apart. TRL compares them (`top_entropy_quantile`).
+    """
+    numbers_N = torch.arange(len(at_N), device=at_N.device)
+    first_T = at_N.new_full((tokens,), len(at_N)).scatter_reduce_(0, at_N, numbers_N, "amin")
+    return entropy_N[first_T[at_N]]
 
 
 def _backbone(model: Any) -> Any:

@@ -45,6 +45,12 @@ class AdapterReferenceMixin(PolicyInFolder):
         policy, args = given["model"], cast(Any, given.get("args"))
         self._fresh: PeftConfig | None = given.get("peft_config")
         self._adapters_asked = AdapterArguments.of(args)
+        adapted = isinstance(policy, PeftModel) or self._fresh is not None
+        if adapted and given.get("ref_model") is not None and getattr(args, "sync_ref_model", False):
+            raise ValueError(
+                "`sync_ref_model=True` with an adapter moves a copy of that adapter, and `ref_model` is another model. "
+                "Leave `ref_model` out, or set `sync_ref_model=False`."
+            )
         self._choose_adapters(policy, given.get("ref_model"))
         self._synced_apart = False
         context: Any = nullcontext()

@@ -1,5 +1,6 @@
 """What both trainers share: our scoring forward in the place of TRL's fused head, from their `__init__` on."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from .packing_arguments import PackingArguments
 from .sequence_split import SequenceSplitMixin
 from .tensor_parallel import TensorParallelMixin
 
+logger = logging.getLogger("trl_ext")
+
 
 class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, TensorParallelMixin):
     """Mixed in before a TRL trainer: its models are scored by our forward.
@@ -27,6 +30,7 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, Tensor
     """
 
     _trl_trainer: type
+    _scored_elsewhere: str | None
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         config = self._config_among(positional, keywords)
@@ -86,8 +90,11 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, Tensor
         self.scoring_forwards.append(scoring)
 
     @contextmanager
-    def _policy_scored_here(self) -> Iterator[None]:
+    def _policy_scored_here(self, by: str | None = None) -> Iterator[None]:
         """Within, the policy must be scored by our forward.
+
+        Args:
+            by (`str`, *optional*): a subclass's own method, which may score without our forward. The plan says so then.
 
         Raises:
             `RuntimeError`: it was scored by something else, because its forward was replaced after the trainer was
@@ -96,6 +103,12 @@ class ExactHeadMixin(PackedMixin, GuardedEngineMixin, SequenceSplitMixin, Tensor
         policy = self.scoring_forwards[0]
         policy.used = False
         yield
+        if by is not None and not policy.used:
+            if self._scored_elsewhere is None:
+                self._scored_elsewhere = f"{by} scores the policy, without `fused_lm_head=True`."
+                if self.accelerator.is_main_process:  # type: ignore[attr-defined]
+                    logger.warning(f"The plan has changed:\n{self.explain()}")  # type: ignore[attr-defined]
+            return
         if not policy.used:
             raise RuntimeError(
                 "The policy was not scored by the exact head: something replaced `model.forward` after the trainer "

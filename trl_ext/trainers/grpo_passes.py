@@ -1,20 +1,21 @@
 """GRPO's passes, as its plan has them: the policy's, the old policy's, the reference's, and what is kept of them."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
-from ..compat import GRPOInternals, unrecorded_pass
+from ..compat import CORRECTS_TRUNCATED_SAMPLING, GRPOInternals, unrecorded_pass
 from ..dropout import has_dropout
+from ..packing import trains_expert_modules
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.measured import over_scored_rows, statistics
 from ..passes.non_finite import check_first_rewards
-from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, split, tokens_of
-from ..passes.sampler_ratio import RatioRule, sampler_metrics
-from ..passes.visit import Visit, kept_log_probs, prompt_of
+from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, tokens_of
+from ..passes.sampler_ratio import RatioRule, SamplerRatio, sampler_metrics
+from ..passes.visit import Visit, kept_log_probs, prompt_of, sampler_log_probs, with_padding
 from .adapter_reference import AdapterReferenceMixin
 from .exact_head import ExactHeadMixin
 from .grpo_pass_arguments import GRPOPassArguments
@@ -59,13 +60,17 @@ class GRPOPassesMixin(
                 loss_type=trainer.loss_type,
                 normalized_over_batch=trainer.scale_rewards == "batch"
                 or trainer.multi_objective_aggregation == "normalize_then_sum",
-                has_own_loss=self._has_own_loss(),
+                has_own_pass=trainer._replaces("pass"),
+                has_own_batches=trainer._replaces("batches"),
+                bypasses_loss=self._bypasses_loss,
+                has_own_loss=self._has_own_loss() or self._bypasses_loss,
                 own_step=self._own_step(),
                 of_sequences=trainer.importance_sampling_level == "sequence",
                 kl_times_ratio=args.use_bias_correction_kl,
                 has_images=self._takes_images(),
                 has_entropy_bonus=self._entropy_requires_grad(),
                 has_router_loss=trainer.aux_loss_enabled,
+                trains_expert_modules=trains_expert_modules(trainer.model),
                 top_entropy_quantile=trainer.top_entropy_quantile,
                 active_dropout=has_dropout(trainer.model),
                 sampler_ratio=RatioRule(
@@ -76,7 +81,7 @@ class GRPOPassesMixin(
                 if corrected
                 else None,
                 sampler_gives_log_probs=trainer.use_vllm or trainer.rollout_func is not None,
-                truncated_sampling=_truncated_sampling(args),
+                truncated_sampling=() if CORRECTS_TRUNCATED_SAMPLING else _truncated_sampling(args),
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
                 shares_prompts=self._packing_plan().share_in_training,
                 optimizer=OptimizerNames(args.optim).value,
@@ -110,23 +115,54 @@ class GRPOPassesMixin(
             rewarded_alike_B = self._rewarded_alike(batch)
             if self.plan.max_draws > 1:
                 batch = self._without_dead_groups(batch, rewarded_alike_B)
-        if self.plan["reference"].action == "run":
-            reference = trainer.model if trainer.ref_model is None else trainer.ref_model
-            with self.reference_pass():
-                batch["ref_per_token_logps"] = self._reference_log_probs(reference, batch)
+        if self.plan.scores_at_generation:
+            self._score_as_trl(batch)
+        elif self._mode == "eval":
+            self._score_reference([batch])
         return batch
 
-    def _about_to_visit(self) -> None:
-        """Score the slices that will meet other weights, while the weights are still those they were sampled with."""
+    def _score_as_trl(self, batch: dict[str, Any]) -> None:
+        """Add to a generation batch the log-probs that stock TRL adds, of every row."""
+        trainer, plan = cast(Any, self), self.plan
+        args, every = trainer.args, every_token(batch, of_tools=True)
+        size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
+        if plan.trl_scores_old_policy and not plan.trust_sampler:
+            with unrecorded_pass(self):
+                old_BC = every.spread(self._pass(trainer.model, batch, every, batch_size=size)[0])
+            batch["old_per_token_logps"] = old_BC
+            if plan.sampler_ratio is not None:
+                formed = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_mask(batch), plan.sampler_ratio)
+                batch["importance_sampling_ratio"] = formed.ratio
+                self._measure_sampler(formed)
+        if plan["reference"].action == "run" and "ref_per_token_logps" not in batch:
+            with self.reference_pass():
+                log_probs_BC = every.spread(self._pass(self._reference_model(), batch, every, batch_size=size)[0])
+            batch["ref_per_token_logps"] = log_probs_BC
+
+    def _loss_bypassed(self) -> None:
+        super()._loss_bypassed()
+        # What was scored for ours alone lacks rows
+        for inputs in {id(x): x for x in self._slices_to_come()}.values():
+            inputs.pop("old_per_token_logps", None)
+            self._score_as_trl(inputs)
+
+    def _reference_model(self) -> Any:
         trainer: Any = self
+        return trainer.model if trainer.ref_model is None else trainer.ref_model
+
+    def _about_to_visit(self) -> None:
+        """Score a new generation batch with the reference, and the slices that will meet other weights with the policy,
+        while its weights are still those they were sampled with."""
+        trainer: Any = self
+        present, *others = self._slices_to_come()
+        self._score_reference([present, *others])
         if self.plan.trust_sampler:
             return
-        present, *others = self._slices_to_come()
         if self._sampled_at_step != trainer.state.global_step and "old_per_token_logps" not in present:
             raise RuntimeError(
                 "A micro-batch meets other weights than those it was sampled with, and its old-policy log-probs were "
-                "not kept: the trainer's `compute_loss` was replaced by one that does not call "
-                "`super().compute_loss(...)`. Call it, or override `_compute_loss` instead."
+                f"not kept: {self._own_loss()} did not call `super().compute_loss(...)` for it, or passed other rows "
+                "on. Call it with the micro-batch that it is given, or override `_compute_loss` instead."
             )
         if not trainer.accelerator.sync_gradients:
             return
@@ -138,16 +174,32 @@ class GRPOPassesMixin(
         with unrecorded_pass(self):
             for inputs in waiting:
                 scored = self._policy_tokens(inputs)
-                log_probs_RC = self._old_policy_pass(trainer.model, inputs, scored)
+                log_probs_RC = self._unrecorded_log_probs(trainer.model, inputs, scored)
                 inputs["old_per_token_logps"] = kept_log_probs(scored.spread(log_probs_RC), scored.tokens_BC)
+
+    def _score_reference(self, batches: list[dict[str, Any]]) -> None:
+        """Add the reference's log-probs to the batches that lack them.
+
+        From the rows and in the layout of the policy's own pass: equal weights then give equal bits, so the KL term has
+        a gradient of exactly 0. Of one rounding error AdamW would make steps of the full learning rate.
+        """
+        if self.plan["reference"].action != "run":
+            return
+        for batch in batches:
+            if "ref_per_token_logps" not in batch:
+                scored = self._policy_tokens(batch)
+                with self.reference_pass():
+                    log_probs_RC = self._unrecorded_log_probs(self._reference_model(), batch, scored)
+                batch["ref_per_token_logps"] = scored.spread(log_probs_RC)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """TRL's own loss, on the log-probs of the passes that the plan has."""
+        self._loss_reached = True
         self._check_same_rows(inputs["completion_ids"])
         scored = self._policy_tokens(inputs)
-        with self._policy_scored_here():
+        with self._policy_scored_here(self._own_pass() if self.plan.own_pass else None):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items_in_batch)
         if "old_per_token_logps" not in inputs and self.plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
@@ -165,10 +217,11 @@ class GRPOPassesMixin(
         self, model: Any, inputs: Any, visit: Visit, aux_loss: Any, return_outputs: bool, num_items_in_batch: Any
     ) -> Tensor:
         """TRL's loss of a micro-batch, on what the visit found."""
-        with self._answered_by(model, inputs, (visit.policy_BC, visit.entropies_BC, aux_loss)):
-            loss: Tensor = super().compute_loss(  # type: ignore[misc]
-                model, visit.given_to_loss(inputs), return_outputs, num_items_in_batch
-            )
+        given, scored = visit.given_to_loss(inputs), [visit.policy_BC, visit.entropies_BC]
+        if visit.policy_BC.size(1) == 1 and not self.plan.score_tools:  # a user's own loss gets what TRL gives it
+            given, scored = with_padding(given, *scored)
+        with self._answered_by(model, given, (*scored, aux_loss)):
+            loss: Tensor = super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]
         return loss
 
     def _measure(self, visit: Visit) -> None:
@@ -183,8 +236,12 @@ class GRPOPassesMixin(
         if self._mode == "train" and not self.plan.score_tools:  # else TRL's means, or a subclass's, are whole
             over_scored_rows(self._mode_metrics(), totals)
         if visit.formed is not None:
-            for name, value in sampler_metrics(accelerator.gather(visit.formed.statistics().unsqueeze(0))).items():
-                self._mode_metrics()[name].append(value)
+            self._measure_sampler(visit.formed)
+
+    def _measure_sampler(self, formed: SamplerRatio) -> None:
+        accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+        for name, value in sampler_metrics(accelerator.gather(formed.statistics().unsqueeze(0))).items():
+            self._mode_metrics()[name].append(value)
 
     def _policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         """What of a micro-batch the policy and the old policy score."""
@@ -193,19 +250,6 @@ class GRPOPassesMixin(
             return every_token(inputs, of_tools=plan.score_tools)
         return scored_tokens(inputs, leave_masked=plan.leave_masked, leave_zero_advantages=plan.leave_zero_advantages)
 
-    def _reference_log_probs(self, model: Any, batch: dict[str, Any]) -> Tensor:
-        """`(B, C)`, in as many passes as TRL's, so that every rank runs the same number of them."""
-        args: Any = self.args  # type: ignore[attr-defined]
-        size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
-        if self._has_images(batch) or self.plan.score_tools:
-            everything = every_token(batch, of_tools=self.plan.score_tools)
-            return everything.spread(self._pass(model, batch, everything, batch_size=size)[0])
-        log_probs = []
-        for chunk in split(batch, size):
-            scored = scored_tokens(chunk, leave_masked=True, leave_zero_advantages=False)
-            log_probs.append(scored.spread(self._pass(model, chunk, scored)[0]))
-        return torch.cat(log_probs)
-
     def _policy_pass(
         self, model: Any, inputs: dict[str, Any], scored: ScoredTokens, num_items_in_batch: Any
     ) -> tuple[Tensor, Any, Any]:
@@ -213,8 +257,8 @@ class GRPOPassesMixin(
         aux_loss_enabled = self.aux_loss_enabled  # type: ignore[attr-defined]
         return self._pass(model, inputs, scored, compute_entropy=True, compute_aux_loss=aux_loss_enabled)
 
-    def _old_policy_pass(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
-        """Log-probs `(R, C)` before the weights change."""
+    def _unrecorded_log_probs(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
+        """Log-probs `(R, C)` of the old policy or the reference, from as many forwards as the policy's pass."""
         return self._pass(model, inputs, scored)[0]
 
     def _pass(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Tensor, Any, Any]:
@@ -225,8 +269,10 @@ class GRPOPassesMixin(
     def _run_pass(
         self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any
     ) -> tuple[Tensor, Any, Any]:
-        outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
-        return self._completion_log_probs(scored.labelled(model, outputs), scored.fed(batch), **options)
+        if not self.plan.own_pass:
+            outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
+            model = scored.labelled(model, outputs)
+        return self._completion_log_probs(model, scored.fed(batch), **options)
 
     def _rewarded_alike(self, batch: dict[str, Any]) -> Tensor:
         """The rows of this rank, `(B,)`, in groups that were rewarded alike; where the plan says so, their advantages

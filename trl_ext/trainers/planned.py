@@ -20,6 +20,10 @@ class PlannedPassesMixin:
     """
 
     _plan: Plan | None = None
+    _loss_reached: bool | None = None  # whether `compute_loss` of this class ran in the first training step
+    _bypasses_loss = False
+    _scored_elsewhere: str | None = None  # what scores the policy in the place of our forward
+    scoring_forwards: list[Any]
     _packing_plan: Callable[[], PackingPlan]
     _engine_decision: Callable[[], Decision]
     _head_decision: Callable[[], Decision]
@@ -49,9 +53,12 @@ class PlannedPassesMixin:
         `print(trainer.explain())` shows a table. Before training it speaks of the arguments as they are now.
         """
         plan, packing = self._plan or self._make_plan(), self._packing_plan()
+        how = packing.decision, self._head_decision()
+        if self._scored_elsewhere is not None:
+            how = Decision("packing", "skip", self._scored_elsewhere), Decision("head", "skip", self._scored_elsewhere)
         return dataclasses.replace(
             plan,
-            decisions=(self._engine_decision(), *plan.decisions, packing.decision, self._head_decision()),
+            decisions=(self._engine_decision(), *plan.decisions, *how),
             warnings=(*plan.warnings, *packing.warnings),
         )
 
@@ -69,6 +76,48 @@ class PlannedPassesMixin:
                 logger.warning(warning)
         with roll_call():
             return super().train(*positional, **keywords)  # type: ignore[misc]
+
+    def training_step(self, *positional: Any, **keywords: Any) -> Any:
+        """TRL's own. The first one shows whether a subclass's `compute_loss` calls ours; if not, the plan changes.
+
+        Raises:
+            `ValueError`: an option needs our `compute_loss`.
+        """
+        if self._loss_reached is not None:
+            return super().training_step(*positional, **keywords)  # type: ignore[misc]
+        self._loss_reached = self.scoring_forwards[0].used = False
+        try:
+            loss = super().training_step(*positional, **keywords)  # type: ignore[misc]
+        except KeyError as error:
+            if self._loss_reached:
+                raise
+            raise RuntimeError(
+                f"{self._own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
+                "adds it. Call it, or train with TRL's trainer."
+            ) from error
+        if not self._loss_reached:
+            self._bypasses_loss = True
+            if not self.scoring_forwards[0].used:
+                self._scored_elsewhere = f"{self._own_loss()} scores the policy, without `fused_lm_head=True`."
+            self._loss_bypassed()
+        return loss
+
+    def _own_loss(self) -> str:
+        return f"`{type(self).__name__}.compute_loss`"
+
+    def _loss_bypassed(self) -> None:
+        """Called after the first training step, where a subclass's `compute_loss` did not call ours."""
+        if getattr(self.args, "on_non_finite_loss", None) is not None:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"`on_non_finite_loss={self.args.on_non_finite_loss!r}` needs `super().compute_loss(...)`, which "  # type: ignore[attr-defined]
+                f"{self._own_loss()} does not call. Call it, or leave the option unset."
+            )
+        self._plan = self._make_plan()
+        if self.accelerator.is_main_process:  # type: ignore[attr-defined]
+            logger.warning(
+                f"{self._own_loss()} does not call `super().compute_loss(...)`, so what this trainer adds to TRL's "
+                f"loss does not run. The plan is now:\n{self.explain()}"
+            )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's own, with `skipped/*`, `tokens_fed/*` and `head/*`: totals since the last log, of all ranks."""

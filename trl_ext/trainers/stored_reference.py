@@ -229,6 +229,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
                 drifts=drifts,
                 varies=varies,
                 untold=self._untold,
+                own_loss=self._own_loss() if self._bypasses_loss else None,
             )
         )
 
@@ -274,6 +275,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """TRL's own loss, on reference log-probs from where the plan says."""
+        self._loss_reached = True
         self._check_same_rows(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
         self._fed_is_counted = False
