@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import time
-import uuid
 
 import numpy as np
 import pytest
@@ -94,23 +93,6 @@ def test_a_rank_that_does_not_write_lets_go_of_what_another_has_written(tmp_path
     assert all(holds(other, i) for i in range(10))
 
 
-def write_version_1(folder, identity, entries):
-    """As it was before files were merged: one checksum for all of it."""
-    values = list(entries.values())
-    arrays = {
-        "keys": np.frombuffer(b"".join(entries), dtype=np.uint8).reshape(-1, 16),
-        "bounds": np.concatenate([[0], np.cumsum([len(x) for x in values])]).astype(np.int64),
-        "values": np.concatenate(values),
-    }
-    digest = hashlib.sha256(identity.encode())
-    for array in arrays.values():
-        digest.update(array.tobytes())
-    metadata = {"format": "trl_ext reference log-probs, version 1", "digest": digest.hexdigest()}
-    path = folder / f"{time.time_ns():020d}-{uuid.uuid4().hex}.safetensors"
-    save_file(arrays, path, metadata)
-    return path
-
-
 def damaged(path, how):
     content = path.read_bytes()
     if how == "empty":
@@ -137,9 +119,8 @@ def test_a_damaged_file_is_ignored_with_a_warning(how, tmp_path, caplog):
     assert f"Ignored {path}" in caplog.text
 
 
-@pytest.mark.parametrize("write", [write_segment, write_version_1])
-def test_no_value_is_used_whichever_bit_is_wrong(write, tmp_path, caplog):
-    path = write(tmp_path, IDENTITY, entries(7, 0, 9))
+def test_no_value_is_used_whichever_bit_is_wrong(tmp_path, caplog):
+    path = write_segment(tmp_path, IDENTITY, entries(7, 0, 9))
     content = path.read_bytes()
     used = 0
     for place in range(len(content)):
@@ -274,6 +255,21 @@ def test_a_process_killed_while_it_merges_loses_nothing(at, tmp_path):
     assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in range(10))
 
 
+def test_files_that_may_not_be_deleted_are_merged_once_at_most(tmp_path, monkeypatch):
+    def refused(path, missing_ok=False):
+        raise PermissionError(path)
+
+    for number in range(50, 58):
+        write_segment(tmp_path, IDENTITY, entries(number))
+    monkeypatch.setattr(pathlib.Path, "unlink", refused)
+    store = DiskStore(tmp_path, IDENTITY)
+    for number in range(58, 62):
+        store.add(entries(number))
+        store.flush()
+    assert len(segment_files(tmp_path)) == 8 + 1 + 4
+    assert all(holds(x, i) for x in (store, DiskStore(tmp_path, IDENTITY, writes=False)) for i in range(50, 62))
+
+
 def test_processes_that_merge_the_same_files_lose_nothing(tmp_path):
     children = []
     for first in range(0, 400, 100):
@@ -291,16 +287,6 @@ def test_processes_that_merge_the_same_files_lose_nothing(tmp_path):
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
     assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in range(400))
     assert len(segment_files(tmp_path)) < 40
-
-
-def test_files_of_the_first_version_are_read_and_merged(tmp_path):
-    for number in range(9):
-        write_version_1(tmp_path, IDENTITY, entries(*range(3 * number, 3 * number + 3)))
-    assert all(holds(DiskStore(tmp_path, IDENTITY, writes=False), i) for i in range(27))
-    assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in range(27))
-    (path,) = segment_files(tmp_path)
-    assert b"version 2" in path.read_bytes()
-    assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in range(27))
 
 
 def test_a_file_of_another_reference_or_another_format_is_ignored(tmp_path):

@@ -1,6 +1,7 @@
 """A reference that is changed in memory: no log-prob of another model is used or stored in its place."""
 
 import itertools
+from contextlib import nullcontext
 from types import MethodType
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import trl_ext
+from fp32_products import WAYS, fewer_digits
 from test_reference_store import trainer
 from tiny import lora_config, preferences
 from tokens import counted
@@ -196,8 +198,9 @@ def test_a_change_after_the_trainer_was_built_is_found_too(workshop, tmp_path, s
     assert caplog.text.count(WARNS) == 1
 
 
-def test_a_reference_that_was_changed_in_memory_and_released_is_not_loaded_as_it_was(workshop, tmp_path):
-    subject = trainer(workshop, tmp_path, num_train_epochs=2)
+@pytest.mark.parametrize("store", ["disk", pytest.param("memory", marks=pytest.mark.slow)])
+def test_a_reference_that_was_changed_in_memory_and_released_is_not_loaded_as_it_was(store, workshop, tmp_path):
+    subject = trainer(workshop, tmp_path, num_train_epochs=2, reference_store=store)
     norm(subject.ref_model)
     subject.train()
     assert subject.ref_model is None
@@ -210,7 +213,8 @@ def test_the_check_feeds_padded_rows_and_leaves_the_first_batch_to_be_compared(w
     packed = {"padding_free": None, "num_train_epochs": 2}
     _, first = run(workshop, tmp_path, trl_ext, plain, **packed)
     _, again = run(workshop, tmp_path, trl_ext, plain, **packed)
-    check = Canary.read(next((tmp_path / "store").iterdir())).arrays["input_ids"].shape
+    (folder,) = (tmp_path / "store").iterdir()
+    check = Canary.read(folder, folder.name.split("-")[0]).arrays["input_ids"].shape
     # The forwards that compare the first batch packed with the padded one are the policy's, in both runs
     assert again[0] == check
     assert again[1:] == first[: len(again) - 1]
@@ -230,3 +234,22 @@ def test_a_value_that_has_changed_on_disk_is_scored_again(workshop, tmp_path, ca
     again, passes = run(workshop, tmp_path, trl_ext, plain)
     assert_same(again, logs)
     assert len(passes) == 1
+
+
+IN_FEW_DIGITS = [
+    ({"bf16": True}, None),
+    pytest.param({"bf16": True, "padding_free": None}, None, marks=pytest.mark.slow),
+    ({}, "fp32_precision"),  # torch.get_float32_matmul_precision raises then
+    *(pytest.param({}, way, marks=pytest.mark.slow) for way in WAYS if way != "fp32_precision"),
+]
+
+
+@pytest.mark.parametrize(("config", "way"), IN_FEW_DIGITS)
+def test_products_of_few_digits_in_another_batch_are_no_other_reference(config, way, workshop, tmp_path, caplog):
+    with fewer_digits(way) if way else nullcontext():
+        run(workshop, tmp_path, trl_ext, plain, **config)
+        _, passes = run(workshop, tmp_path, trl_ext, plain, seed=5, per_device_train_batch_size=3, **config)
+        _, of_another = run(workshop, tmp_path, trl_ext, boxed(30.0), **config)
+    assert len(passes) == 1
+    assert len(of_another) == 1 + 3
+    assert caplog.text.count(WARNS) == 1

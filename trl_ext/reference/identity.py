@@ -25,13 +25,17 @@ def identity_facts(
         computed_with (`Any`): head, mixed precision, device type, kernels.
     """
     versions = {**{name: version(name) for name in _VERSIONS}, "trl_ext": __version__}
-    facts = {"weights": weights_hash, "config": config, "computed_with": computed_with, "versions": versions}
-    return {**facts, "in_memory": in_memory}
+    return {
+        "weights": weights_hash,
+        "config": config,
+        "in_memory": in_memory,
+        "computed_with": computed_with,
+        "versions": versions,
+    }
 
 
-def identity_of(facts: dict[str, Any], in_memory: bool = True) -> str:
-    """32 hexadecimal digits that name the reference; without `in_memory`, the model as it was loaded."""
-    facts = {name: fact for name, fact in facts.items() if in_memory or name != "in_memory"}
+def identity_of(facts: dict[str, Any]) -> str:
+    """32 hexadecimal digits that name the reference."""
     return hashlib.blake2b(_as_json(facts).encode(), digest_size=16).hexdigest()
 
 

@@ -21,11 +21,10 @@ Entries = dict[bytes, NDArray[np.float32]]
 
 KEY_BYTES, CHECK_BYTES = 16, 8
 _FORMAT = "trl_ext reference log-probs, version 2"
-_FORMAT_1 = "trl_ext reference log-probs, version 1"  # one checksum for the whole file
 _SUFFIX = ".safetensors"
 _UNFINISHED = ".unfinished"
 _ABANDONED_AFTER = 3600.0  # seconds: no write takes so long, so its process has died
-_OPEN_FILES = 256  # of a process; of what else is deleted, what was not read yet is lost
+_OPEN_FILES = 256  # of a process
 
 
 class Segment:
@@ -148,14 +147,10 @@ def read_segment(path: Path, identity: str) -> Segment | None:
         `FileNotFoundError`: the file is gone, merged into another one.
     """
     try:
-        metadata, arrays = read_file(path, ("keys", "bounds"))
-        version_1 = metadata.get("format") == _FORMAT_1
-        if not version_1 and metadata.get("format") != _FORMAT:
+        metadata, arrays = read_file(path, ("keys", "checks", "bounds"))
+        if metadata.get("format") != _FORMAT:
             raise ValueError("it is not a file of a store")
-        rest = "values" if version_1 else "checks"
-        arrays |= read_file(path, (rest,))[1]
-        in_order = ("keys", "bounds", "values") if version_1 else ("keys", "checks", "bounds")
-        if metadata.get("digest") != digest_of(identity, {name: arrays[name] for name in in_order}):
+        if metadata.get("digest") != digest_of(identity, arrays):
             raise ValueError("its checksum does not fit what it holds, for this reference")
         offset = _offset_of_values(path)
     except FileNotFoundError:
@@ -163,9 +158,8 @@ def read_segment(path: Path, identity: str) -> Segment | None:
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         ignored(path, error)
         return None
-    keys, bounds = arrays["keys"].tobytes(), np.frombuffer(arrays["bounds"].tobytes(), np.int64)
-    checks = _checks_of(keys, bounds, arrays["values"]) if version_1 else arrays["checks"].tobytes()
-    return Segment(path, keys, checks, bounds, offset)
+    bounds = np.frombuffer(arrays["bounds"].tobytes(), np.int64)
+    return Segment(path, arrays["keys"].tobytes(), arrays["checks"].tobytes(), bounds, offset)
 
 
 def read_file(path: Path, names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
@@ -201,14 +195,6 @@ def _check(key: bytes, values: Any) -> bytes:
     digest = hashlib.blake2b(key, digest_size=CHECK_BYTES)
     digest.update(values)
     return digest.digest()
-
-
-def _checks_of(keys: bytes, bounds: NDArray[np.int64], values: NDArray[np.float32]) -> bytes:
-    spans = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-    return b"".join(
-        _check(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], values[begin:end].data)
-        for i, (begin, end) in enumerate(spans)
-    )
 
 
 def _offset_of_values(path: Path) -> int:

@@ -82,6 +82,7 @@ class DiskStore(MemoryStore):
         self._writes = writes
         self._flush_bytes, self._flush_seconds = flush_bytes, flush_seconds
         self._bytes, self._flushed_at = 0, time.monotonic()
+        self._merges = writes
         self._seen: set[str] = set()
         # The entries of all files have numbers in a row: `_places` of a key, `_starts` of a file
         self._files: list[Segment | None] = []
@@ -167,7 +168,7 @@ class DiskStore(MemoryStore):
 
     def _merge(self) -> None:
         """Make one file of several small ones, which go when it is durable: killed at any moment, nothing is lost."""
-        while self._writes and (segments := _to_merge([x for x in self._files if x is not None])):
+        while self._merges and (segments := _to_merge([x for x in self._files if x is not None])):
             try:
                 entries: Entries = {}
                 for segment in segments:
@@ -176,13 +177,16 @@ class DiskStore(MemoryStore):
                 write_segment(self.folder, self._identity, entries)
                 for segment in segments:
                     segment.path.unlink(missing_ok=True)
+            except FileNotFoundError:
+                return self._adopt()  # another process was first
             except OSError:
-                return self._adopt()  # another process was first, or the disk is full: the files are as good as one
+                self._merges = False  # a full disk, or files of another user: they are as good as one
+                return self._adopt()
             self._files = [None if segment in segments else segment for segment in self._files]
             self._adopt()
 
     def _go_on_in_memory(self, error: OSError) -> None:
-        self._writes = False
+        self._writes = self._merges = False
         logger.warning(
             "Reference log-probs cannot be written to %s (%s), so they are kept in memory and later runs will not find "
             "them. `reference_store_dir` names another folder.",

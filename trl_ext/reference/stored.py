@@ -23,7 +23,7 @@ class Answer(NamedTuple):
 
     Args:
         log_probs (`Tensor` of shape `(2B, S - 1)`): fp32; 0 where a position is not labelled or was not asked for.
-        passes (`int`): reference passes that ran, the same on every rank.
+        passes (`int`): reference passes that ran, checks of a canary among them; the same on every rank.
         tokens (`int`): tokens that were fed to them, padding among them, over all ranks.
         tokens_of_batch (`int`): tokens of the batch, padding among them, over all ranks.
     """
@@ -130,7 +130,7 @@ class StoredReference:
             return []
         self._searched = True
         fed, others = [], []
-        for name, canary in self._of_first(self._variants.known(sequences)):
+        for name, canary in self._of_first(self._variants.known()):
             self.canary = canary
             fed.append(canary.tokens)
             why = self.why_another(reference_pass, sequences.batch["input_ids"].device)

@@ -62,10 +62,10 @@ class ReleasedReferenceMixin(
     def _load_reference_again(self, load: Callable[[], Any]) -> None:
         self.ref_model = model = self.loaded_reference(load)
         super()._attach(model)
-        loaded, was = (identity_of(x, in_memory=False) for x in (self._identify(model), self._identity_facts))
-        if loaded == was:
+        same = identity_of(self._identify(model)) == self._identity
+        if same:
             self.ref_model = self.accelerator.prepare_model(model, evaluation_mode=True)
-        if loaded != was or self._gives_others():
+        if not same or self._gives_others():
             self.ref_model = None
             raise ValueError(
                 "The reference model was released from memory when every sequence had been scored, and is needed for "

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ..compat import loaded_models_recorded, maybe_gather_lm_head_ctx
-from ..packing import has_experts
+from ..packing import has_experts, multiplies_fp32
 from ..passes import DPOFacts, DPOPlan, plan_dpo
 from ..reference import (
     COARSE,
@@ -314,10 +314,9 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         if self._stored is None:
             identity, variants = "", None
             if self.plan.durable and self._identity is not None:
-                identity = identity_of(self._identity_facts, in_memory=False)
+                identity = self._identity
                 variants = Variants(
                     StoreArguments.of(self.args).folder,
-                    self._identity,
                     identity,
                     self._open_store,
                     self._tolerance(),
@@ -338,13 +337,12 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
     def _tolerance(self) -> Tolerance:
         """How far two passes of the reference over one sequence may be apart."""
         weights = self._weights(self.ref_model)
-        coarse = (
+        if (
             self.accelerator.mixed_precision != "no"
-            or self.args.tf32
-            or torch.get_float32_matmul_precision() != "highest"
+            or not multiplies_fp32(self.accelerator.device)
+            or getattr(weights.base, "is_quantized", False)
             or not weights.dtypes <= {torch.float32, torch.float64}
-        )
-        if coarse:
+        ):
             return COARSE
         # A router of experts can flip on the last bit, which changes a few tokens by much
         return EXACT._replace(share=COARSE.share) if has_experts(weights.base) else EXACT
