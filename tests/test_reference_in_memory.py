@@ -15,7 +15,7 @@ from fp32_products import WAYS, fewer_digits
 from test_reference_store import trainer
 from tiny import lora_config, preferences
 from tokens import counted
-from trl_ext.reference import Canary
+from trl_ext.reference import COARSE, EXACT, Canary, Tolerance
 
 WARNS = "Stored reference log-probs are not used, because the reference gives others now"
 NAMES = itertools.count()
@@ -253,3 +253,18 @@ def test_products_of_few_digits_in_another_batch_are_no_other_reference(config, 
     assert len(passes) == 1
     assert len(of_another) == 1 + 3
     assert caplog.text.count(WARNS) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "config", "tolerance"),
+    [
+        ("untied", torch.float32, {}, EXACT),
+        ("untied", torch.float32, {"bf16": True}, COARSE),
+        ("untied", torch.bfloat16, {}, COARSE),
+        ("experts", torch.float32, {}, Tolerance(EXACT.off, COARSE.share)),
+    ],
+)
+def test_the_tolerance_follows_the_digits_of_the_reference(model, dtype, config, tolerance, workshop, tmp_path):
+    policy = AutoModelForCausalLM.from_pretrained(workshop.model(model), dtype=dtype)
+    subject = trainer(workshop, tmp_path, policy=policy, peft_config=lora_config(), **config)
+    assert subject.stored._variants.tolerance == tolerance
