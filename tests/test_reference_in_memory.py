@@ -247,8 +247,8 @@ IN_FEW_DIGITS = [
 @pytest.mark.parametrize(("config", "way"), IN_FEW_DIGITS)
 def test_products_of_few_digits_in_another_batch_are_no_other_reference(config, way, workshop, tmp_path, caplog):
     with fewer_digits(way) if way else nullcontext():
-        run(workshop, tmp_path, trl_ext, plain, **config)
-        _, passes = run(workshop, tmp_path, trl_ext, plain, seed=5, per_device_train_batch_size=3, **config)
+        run(workshop, tmp_path, trl_ext, boxed(1.0), **config)
+        _, passes = run(workshop, tmp_path, trl_ext, boxed(1.0), seed=5, per_device_train_batch_size=3, **config)
         _, of_another = run(workshop, tmp_path, trl_ext, boxed(30.0), **config)
     assert len(passes) == 1
     assert len(of_another) == 1 + 3
@@ -265,6 +265,6 @@ def test_products_of_few_digits_in_another_batch_are_no_other_reference(config, 
     ],
 )
 def test_the_tolerance_follows_the_digits_of_the_reference(model, dtype, config, tolerance, workshop, tmp_path):
-    policy = AutoModelForCausalLM.from_pretrained(workshop.model(model), dtype=dtype)
-    subject = trainer(workshop, tmp_path, policy=policy, peft_config=lora_config(), **config)
+    reference = AutoModelForCausalLM.from_pretrained(workshop.model(model), dtype=dtype)
+    subject = trainer(workshop, tmp_path, model=model, ref_model=reference, **config)
     assert subject.stored._variants.tolerance == tolerance
