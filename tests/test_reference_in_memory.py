@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import trl_ext
-from fp32_products import WAYS, fewer_digits
+from fp32_products import fewer_digits
 from test_reference_store import trainer
 from tiny import lora_config, preferences
 from tokens import counted
@@ -240,7 +240,6 @@ IN_FEW_DIGITS = [
     ({"bf16": True}, None),
     pytest.param({"bf16": True, "padding_free": None}, None, marks=pytest.mark.slow),
     ({}, "fp32_precision"),  # torch.get_float32_matmul_precision raises then
-    *(pytest.param({}, way, marks=pytest.mark.slow) for way in WAYS if way != "fp32_precision"),
 ]
 
 
