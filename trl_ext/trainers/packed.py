@@ -54,6 +54,18 @@ class PackedMixin:
                 every = gather_object([(packing.why_padded, packing.why_unshared)])
                 packing.agree(*(list(why) for why in zip(*every, strict=True)))
 
+    @contextmanager
+    def _fed_padded(self) -> Iterator[None]:
+        """Within, models are fed padded batches, and the first one that is not padded is still to be checked."""
+        held = [(scoring.packing, scoring.packing.why_padded) for scoring in self.scoring_forwards]
+        for packing, _ in held:
+            packing.why_padded = "it is fed padded here"
+        try:
+            yield
+        finally:
+            for packing, why in held:
+                packing.why_padded = why
+
     def _tokens_fed(self) -> list[int]:
         """On this rank since the last call: tokens of padded batches that were not fed; fed with a gradient; fed
         without; scored by the head."""

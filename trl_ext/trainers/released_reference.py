@@ -62,14 +62,24 @@ class ReleasedReferenceMixin(
     def _load_reference_again(self, load: Callable[[], Any]) -> None:
         self.ref_model = model = self.loaded_reference(load)
         super()._attach(model)
-        if identity_of(self._identify(model)) != self._identity:
+        same = identity_of(self._identify(model)) == self._identity
+        if same:
+            self.ref_model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        if not same or self._gives_others():
             self.ref_model = None
             raise ValueError(
                 "The reference model was released from memory when every sequence had been scored, and is needed for "
                 f"others now; but what lies at {model.config._name_or_path!r} is no longer the same model. Put it "
                 "back, or pass a `ref_model`, which is kept."
             )
-        self.ref_model = self.accelerator.prepare_model(model, evaluation_mode=True)
+
+    def _gives_others(self) -> bool:
+        """Whether the reference model gives other values than are stored."""
+
+        def score(batch: dict[str, Any]) -> torch.Tensor:
+            return self.score_as_reference(self.ref_model, batch)
+
+        return self.stored.why_another(score, self.accelerator.device) is not None
 
     def _store_covers_the_run(self) -> bool:
         """Whether all ranks together find every row in the store, of training and of evaluation in training."""

@@ -13,14 +13,19 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from ..compat import loaded_models_recorded, maybe_gather_lm_head_ctx
+from ..packing import has_experts, multiplies_fp32
 from ..passes import DPOFacts, DPOPlan, plan_dpo
 from ..reference import (
+    COARSE,
+    EXACT,
+    Canary,
     CheckedCollator,
     DiskStore,
-    Entries,
     MemoryStore,
     ReferenceWeights,
     StoredReference,
+    Tolerance,
+    Variants,
     check_batch,
     check_column_values,
     have_columns,
@@ -152,20 +157,22 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         return () if self.own_reference is None else self.own_reference.adapters
 
     def _weights(self, ref_model: Any) -> ReferenceWeights:
-        policy = self.accelerator.unwrap_model(self.model)
-        return ReferenceWeights(policy if ref_model is None else ref_model, self._reference_adapters)
+        model = self.accelerator.unwrap_model(self.model if ref_model is None else ref_model)
+        return ReferenceWeights(model, self._reference_adapters)
 
     def _identify(self, ref_model: Any) -> dict[str, Any]:
         """All that the reference's log-probs follow from, as the main process sees it."""
         weights = self._weights(ref_model)
         # Under FSDP's loading that spares memory, the main process alone has weights
         own = self.own_reference
+        here = self.accelerator.is_main_process
         with nullcontext() if own is None else own.copies_in_place():
-            hashed = [weights.hash(maybe_gather_lm_head_ctx, here=self.accelerator.is_main_process)]
+            hashed = weights.hash(maybe_gather_lm_head_ctx, here)
         facts = [
             identity_facts(
-                hashed[0],
+                hashed,
                 weights.config,
+                weights.in_memory(maybe_gather_lm_head_ctx, here),
                 head=self.head_arguments.head,
                 mixed_precision=self.accelerator.mixed_precision,
                 device=self.accelerator.device.type,
@@ -303,17 +310,42 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
 
     @property
     def stored(self) -> StoredReference:
-        """The store, opened when it is first needed."""
+        """The store."""
         if self._stored is None:
-            store, identity = MemoryStore(), ""
+            identity, variants = "", None
             if self.plan.durable and self._identity is not None:
                 identity = self._identity
-                folder = StoreArguments.of(self.args).folder / identity
-                store = DiskStore(folder, identity, writes=self._writes_to(folder))
-                if self.accelerator.is_local_main_process:
-                    write_about(folder, self._identity_facts)
-            self._stored = StoredReference(store, identity, self._gather_counts, self._gather_entries, self._same_hits)
+                variants = Variants(
+                    StoreArguments.of(self.args).folder,
+                    identity,
+                    self._open_store,
+                    self._tolerance(),
+                    self._fed_padded,
+                    self.accelerator.is_main_process,
+                )
+            exchanges = self._gather_counts, self._gather_objects, self._same_hits
+            self._stored = StoredReference(MemoryStore(), identity, *exchanges, variants)
         return self._stored
+
+    def _open_store(self, name: str, canary: Canary) -> DiskStore:
+        folder = StoreArguments.of(self.args).folder / name
+        store = DiskStore(folder, name, writes=self._writes_to(folder), canary=canary)
+        if self.accelerator.is_local_main_process:
+            write_about(folder, self._identity_facts)
+        return store
+
+    def _tolerance(self) -> Tolerance:
+        """How far two passes of the reference over one sequence may be apart."""
+        weights = self._weights(self.ref_model)
+        if (
+            self.accelerator.mixed_precision != "no"
+            or not multiplies_fp32(self.accelerator.device)
+            or getattr(weights.base, "is_quantized", False)
+            or not weights.dtypes <= {torch.float32, torch.float64}
+        ):
+            return COARSE
+        # A router of experts can flip on the last bit, which changes a few tokens by much
+        return EXACT._replace(share=COARSE.share) if has_experts(weights.base) else EXACT
 
     def _writes_to(self, folder: Any) -> bool:
         """One process for each file system: the main one, and on each node that does not see its files another."""
@@ -348,8 +380,8 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         """Whether a pass runs: a sharded model needs every rank in it, also those whose rows bring their values."""
         return any(count[0] for count in self._gather_counts([int(here)]))
 
-    def _gather_entries(self, entries: Entries) -> list[Entries]:
-        return [entries] if self.accelerator.num_processes == 1 else gather_object([entries])
+    def _gather_objects(self, value: Any) -> list[Any]:
+        return [value] if self.accelerator.num_processes == 1 else gather_object([value])
 
     def fill_reference(self, dataset: Any, name: str, batch_size: int) -> None:
         """Score all of a map-style data set, for `precompute_ref_log_probs`."""
