@@ -3,9 +3,10 @@
 PYTHON ?= .venv/bin/python
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRL_1_15 := .venv-trl-1.15/bin/python
+TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short test test-all test-part test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-report docs dist dist-check clean
+.PHONY: demo demo-check demo-short test test-all fuzz test-part test-torch-newest test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -44,9 +45,27 @@ test: $(VENV)
 test-all: $(VENV) .venv-trl-1.15/installed
 	TRL_EXT_OTHER_PYTHON=$(TRL_1_15) $(PYTEST) -m 'not nightly'
 
+# Random combinations of options, ours against stock TRL; the slow tier has the first 40
+N ?= 400
+FIRST ?= 0
+fuzz: $(VENV)
+	$(PYTHON) tests/fuzz.py --draws $(N) --first $(FIRST)
+
 # PART=2/8: the third eighth of what `make test` leaves out
 test-part: $(VENV)
 	$(PYTEST) -m slow --part $(PART)
+
+# The newest torch that the index has, with its CUDA and its Triton: several GB. All else as it is pinned
+.venv-torch-newest/installed: pyproject.toml constraints.txt
+	python3 -m venv .venv-torch-newest
+	$(TORCH_NEWEST) -m pip install --quiet --upgrade torch
+	grep -Ev '^(torch|triton)==' constraints.txt > .venv-torch-newest/constraints.txt
+	$(TORCH_NEWEST) -m pip install --quiet --constraint .venv-torch-newest/constraints.txt --editable '.[dev]'
+	touch $@
+
+# The fast tier on it
+test-torch-newest: .venv-torch-newest/installed
+	$(TORCH_NEWEST) -m pytest -n 2 -m 'not slow and not nightly'
 
 # The launch matrix on 3 and 4 processes
 test-nightly: $(VENV)
@@ -108,17 +127,19 @@ bench-packing: $(VENV)
 bench-scaling: $(VENV)
 	$(PYTHON) benchmarks/scaling.py
 
-# On the GPU's own machine, with what is installed there: make bench-gpu PYTHON=python3
-# Of its 8 minutes the head has 200 s, whole steps 130 s, what packing costs where it saves nothing 20 s; what is left
-# is for the tests and for four starts of Python. What does not fit is left out, with a line that says so. The passes
-# that are left out are in whole steps already.
-# Beside what the caller has there, such as wheels that were unpacked
-bench-gpu: export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
-bench-gpu: $(VENV)
-	$(PYTHON) benchmarks/head.py --device cuda --budget 200
-	$(PYTHON) benchmarks/training.py --budget 130
-	$(PYTHON) benchmarks/packing.py --budget 20
-	$(PYTHON) -m pytest -n 0 -q -m 'not slow' tests/test_hosted_reference_gpu.py tests/test_packing_gpu.py tests/test_kernels.py
+# On a machine with a GPU and no network, two calls of under 6 minutes each: make bench-gpu-head PYTHON=python3
+bench-gpu: bench-gpu-head bench-gpu-training
+bench-gpu-head: $(VENV)
+	PYTHON=$(PYTHON) bash benchmarks/gpu.sh head
+bench-gpu-training: $(VENV)
+	PYTHON=$(PYTHON) bash benchmarks/gpu.sh training
+
+# What such a machine lacks, for its Python, in .whl/
+WHEELS_PYTHON ?= 3.12
+wheels:
+	rm -rf .whl
+	python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version $(WHEELS_PYTHON) --dest .whl \
+	    --constraint constraints.txt --requirement benchmarks/wheels.txt
 
 # Tables and plots of docs/performance.md and the README's picture, from the lines in benchmarks/results/; the figures of
 # the other pages, from formulas and counts
@@ -127,4 +148,4 @@ bench-report: $(VENV)
 	$(PYTHON) benchmarks/figures.py
 
 clean:
-	rm -rf .venv .venv-dist .venv-docs .venv-trl-1.15 build dist runs site
+	rm -rf .venv .venv-dist .venv-docs .venv-torch-newest .venv-trl-1.15 .whl build dist runs site

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import uuid
 from datetime import UTC, datetime
@@ -36,8 +37,10 @@ def origin(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in ("torch", "triton", "transformers", "trl", "trl_ext", "liger_kernel", "cut_cross_entropy"):
+    from trl_ext import __version__
+
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda, "trl_ext": __version__}
+    for package in ("torch", "triton", "transformers", "trl", "liger_kernel", "cut_cross_entropy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -51,7 +54,10 @@ def versions() -> dict[str, str | None]:
 
 
 def add(lines: list[dict[str, Any]], folder: Path) -> Path:
-    """Add lines of one run to the file of their day and device: all of them or none, whenever it is stopped."""
+    """Add lines of one run to the file of their day and device: all of them or none, whenever it is stopped.
+
+    The file is also copied to the folder that the variable `OUT` names, for machines of which only that folder is kept.
+    """
     slug = re.sub(r"[^a-z0-9]+", "-", lines[0]["device"].lower())
     path = folder / f"{lines[0]['date'][:10]}-{slug}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,4 +65,6 @@ def add(lines: list[dict[str, Any]], folder: Path) -> Path:
     earlier = path.read_text() if path.exists() else ""
     temporary.write_text(earlier + "".join(json.dumps(line) + "\n" for line in lines))
     os.replace(temporary, path)
+    if os.environ.get("OUT"):
+        shutil.copy(path, os.environ["OUT"])
     return path

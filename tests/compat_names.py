@@ -1,38 +1,39 @@
-"""What trl_ext/compat/ names of TRL and transformers, read from its source, and what of it is not where it is named.
+"""What trl_ext uses of TRL's and transformers' internals, read from its source.
 
-A name is one of: what a file imports from a module of TRL; what is put in the place of a name of a trainer's module
-(`module.x`); a method that `super()` is asked for, or that stands in for a trainer's own; an attribute of `self` that
-none of our own rooms sets; a keyword, and an entry of a batch.
+    python tests/compat_names.py   # writes trl_ext/compat/names.py
+
+A name is one of: what a file imports from a module of theirs; what is put in the place of a name of a trainer's module
+(`module.x`); a method that `super()` is asked for or that ours override; an attribute of `self` that theirs have; an
+entry of a batch. Parameters count where ours override or replace, and of what is private. What another release takes,
+such as the oldest supported one, its own interpreter adds by the same command.
 """
 
 import ast
+import contextlib
 import importlib
 import inspect
-import re
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import cache
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any
 
 import transformers
 import trl
 
+import trl_ext
 from trl_ext.compat.data import REPLACEABLE
+from trl_ext.compat.moved import parameters_of
+from trl_ext.compat.names import NAMES
 
-COMPAT = Path(__file__).parents[1] / "trl_ext" / "compat"
+PACKAGE = Path(trl_ext.__file__).parent
+THEIRS = ("trl", "transformers")
 BOTH = (trl.DPOTrainer, trl.GRPOTrainer)
 
-# Whose names each class of ours stands for, and each function that replaces names of "its" trainer's module
-OWNERS: dict[str, tuple[type, ...]] = {
-    "DataInternals": BOTH,
-    "DPOLossInternals": (trl.DPOTrainer,),
-    "GRPOInternals": (trl.GRPOTrainer,),
-    "PolicyInFolder": BOTH,
-    "ReferenceGiven": (trl.DPOTrainer,),
-    "TensorParallelInternals": (trl.DPOTrainer,),
-    "WholeBatches": BOTH,
+# Each function that replaces names of the module of its trainer
+REPLACES_OF: dict[str, tuple[type, ...]] = {
     "adapters_made_by": BOTH,
     "gathered_by": (trl.GRPOTrainer,),
     "head_attached_by": BOTH,
@@ -42,121 +43,180 @@ OWNERS: dict[str, tuple[type, ...]] = {
     "rotation_put_off": (transformers.Trainer,),
     "_shuffling_followed_by": (trl.GRPOTrainer,),
 }
-
-# Attributes of `self` that are ours, in the rooms above
-OURS = {
-    *("_about_to_visit", "_agreed", "_before_preparing", "_extra_columns", "_generated", "_loss_of", "_ranks_of_group"),
-    *("_rewards_per_function", "_shuffled", "_train_sampler", "_window_began", "fill_reference", "policy_folder"),
-    *("policy_loaded", "reference_pass", "_rewarded_nan"),
+BATCH_ENTRIES: dict[type, tuple[str, ...]] = {
+    trl.GRPOTrainer: ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "pixel_values"),
+    trl.DPOTrainer: ("input_ids", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"),
 }
 
-# Parameters that are given by name, or by place up to the one that is named
-PARAMETERS: dict[tuple[type, str], tuple[str, ...]] = {
-    (trl.GRPOTrainer, "_get_per_token_logps_and_entropies"): (
-        *("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
-        "compute_aux_loss",
-    ),
-    (trl.DPOTrainer, "_compute_loss"): ("model", "inputs", "return_outputs"),
-    (trl.DPOTrainer, "compute_ref_log_probs"): ("model", "inputs"),
-    (trl.DPOTrainer, "_prepare_dataset"): ("dataset", "processing_class", "args", "dataset_name"),
-    (trl.DPOTrainer, "_precompute_ref_logps"): ("dataset", "name", "batch_size"),
-}
-FIELDS_OF_OUTPUT = {
-    *("loss", "aux_loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"),
-}
-BATCH_ENTRIES: dict[type, set[str]] = {
-    trl.GRPOTrainer: {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "pixel_values"},
-    trl.DPOTrainer: {"input_ids", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"},
-}
+Names = dict[str, dict[str, str]]
 
 
-class Named(NamedTuple):
-    """A name that a file of compat/ needs.
+def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
+    """Owner -> name -> parameters, where they count, of what is used; and what is used although nobody has it.
 
     Args:
-        file (`str`): which.
-        owner (`str`): what has to have it.
-        name (`str`)
-        there (`bool`): whether it does.
+        classes (`Iterable[type]`): looked at beside those of the package.
     """
+    found: Names = defaultdict(dict)
+    nowhere: list[str] = []
 
-    file: str
-    owner: str
-    name: str
-    there: bool
+    def add(owner: Any, name: str, parameters_count: bool, is_needed: bool = True) -> None:
+        parameters = parameters_of(owner, name)
+        if parameters is not None:
+            found[place_of(owner)][name] = parameters if parameters_count else found[place_of(owner)].get(name, "")
+        elif is_needed:
+            nowhere.append(f"{place_of(owner)} has no `{name}`")
 
-
-@cache
-def source_of(trainer: type) -> str:
-    """The source of a trainer and of all classes that it is made of."""
-    return "\n".join(inspect.getsource(cls) for cls in trainer.__mro__ if cls is not object)
-
-
-def names(source_of: Callable[[type], str] = source_of) -> Iterator[Named]:
-    """Every name that compat/ needs."""
-    sources = {owner: source_of(owner) for owner in {x for owners in OWNERS.values() for x in owners}}
-    for path in sorted(COMPAT.glob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trl."):
-                module = _module(str(node.module))
-                yield from (
-                    Named(path.name, str(node.module), alias.name, hasattr(module, alias.name)) for alias in node.names
-                )
-        for top in tree.body:
-            if isinstance(top, ast.ClassDef | ast.FunctionDef):
-                yield from _of_definition(path.name, top, sources)
-    for (trainer, method), parameters in PARAMETERS.items():
-        there = inspect.signature(getattr(trainer, method)).parameters if hasattr(trainer, method) else ()
-        yield from (Named("by call", f"{trainer.__name__}.{method}()", name, name in there) for name in parameters)
-    replaceable = sorted({name for methods in REPLACEABLE.values() for name in methods})
-    yield from (Named("data.py", "GRPOTrainer", name, hasattr(trl.GRPOTrainer, name)) for name in replaceable)
-    output = getattr(_module("trl.trainer.utils"), "FusedCausalLMOutput", None)
-    fields = getattr(output, "__dataclass_fields__", ())
-    yield from (Named("head.py", "FusedCausalLMOutput", name, name in fields) for name in sorted(FIELDS_OF_OUTPUT))
+        for owner, name in _imported(tree):
+            add(owner, name, True)
+        for function, name in _replaced(tree):
+            if function not in REPLACES_OF:
+                nowhere.append(f"REPLACES_OF of tests/compat_names.py has no `{function}`")
+            for module in (sys.modules[owner.__module__] for owner in REPLACES_OF.get(function, ())):
+                add(module, name, getattr(module, name, add).__module__.split(".")[0] in THEIRS)
+        for name in _of_trainer(tree):
+            for owner in BOTH:
+                add(owner, name, name.startswith("_"), is_needed=False)  # it may be ours, or the other trainer's
+    for cls in (*_classes(), *classes):
+        for owner, name, is_super, is_needed in _of_class(cls):
+            override = _override(cls, name)
+            counts = name.startswith("_") or is_super if override is None else not _hands_on(override)
+            add(owner, name, counts, is_needed)
+    for name in sorted({name for methods in REPLACEABLE.values() for name in methods}):
+        add(trl.GRPOTrainer, name, False)
     for trainer, entries in BATCH_ENTRIES.items():
-        yield from (
-            Named("by entry", f"a batch of {trainer.__name__}", name, f'"{name}"' in sources[trainer])
-            for name in sorted(entries)
-        )
+        for entry in entries:
+            add(trainer, f'"{entry}"', False)
+    return {owner: dict(sorted(found[owner].items())) for owner in sorted(found)}, sorted(set(nowhere))
 
 
-def _module(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return None
+def place_of(owner: Any) -> str:
+    return f"{owner.__module__}:{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
 
 
-def _of_definition(file: str, top: ast.ClassDef | ast.FunctionDef, sources: dict[type, str]) -> Iterator[Named]:
-    of_super, of_self, of_module = set(), set(), set()
-    for node in ast.walk(top):
-        if isinstance(node, ast.Attribute):
-            value = node.value
-            if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super":
+def _imported(tree: ast.Module) -> Iterator[tuple[Any, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            package, _, rest = (node.module or "").partition(".")
+            if package in THEIRS and rest:
+                module = importlib.import_module(str(node.module))
+                yield from ((module, alias.name) for alias in node.names)
+
+
+def _replaced(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The function of ours, and the name of a trainer's module that it replaces."""
+    for top in tree.body:
+        if isinstance(top, ast.FunctionDef):
+            attributes = [x for x in ast.walk(top) if isinstance(x, ast.Attribute)]
+            if any(x.attr == "modules" and _is(x.value, "sys") for x in attributes):
+                yield from ((top.name, name) for name in sorted({x.attr for x in attributes if _is(x.value, "module")}))
+
+
+def _of_trainer(tree: ast.Module) -> Iterator[str]:
+    """What is read or set of a `trainer`, but for what `hasattr` asks for."""
+    names = {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute) and _is(x.value, "trainer")}
+    yield from sorted(names - _asked_for(tree))
+
+
+def _asked_for(tree: ast.AST) -> set[str]:
+    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and _is(x.func, "hasattr")]
+    return {str(call.args[1].value) for call in calls if isinstance(call.args[1], ast.Constant)}
+
+
+def _classes() -> Iterator[type]:
+    """Every class of ours that is made of theirs."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        with contextlib.suppress(ImportError):  # Triton's, where that is not installed
+            for cls in vars(importlib.import_module(name)).values() if path.stem != "__main__" else ():
+                if inspect.isclass(cls) and cls.__module__ == name and _theirs(cls) is not None:
+                    yield cls
+
+
+def _theirs(cls: type) -> type | None:
+    return next((x for x in cls.__mro__ if x.__module__.split(".")[0] in THEIRS), None)
+
+
+def _ours(cls: type) -> list[type]:
+    return [x for x in cls.__mro__ if x is cls or x.__module__.split(".")[0] == "trl_ext"]
+
+
+def _of_class(cls: type) -> Iterator[tuple[type, str, bool, bool]]:
+    """Whose name, which, whether `super()` is asked for it, and whether they must have it, since ours do not."""
+    owner = _theirs(cls)
+    assert owner is not None
+    own = {name for x in _ours(cls) for name in (*vars(x), *inspect.get_annotations(x))}
+    of_self, of_super, optional = set(own), set(), set()
+    for tree in (ast.parse(textwrap.dedent(inspect.getsource(x))) for x in _ours(cls)):
+        optional |= _asked_for(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _is_super(node.value):
                 of_super.add(node.attr)
-            elif isinstance(value, ast.Name) and value.id == "self":
+            elif isinstance(node, ast.Attribute) and _is(node.value, "self"):
                 of_self.add(node.attr)
-            elif isinstance(value, ast.Name) and value.id == "module":
-                of_module.add(node.attr)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "_in_place_of":
-            of_self.update(str(keyword.arg) for keyword in node.keywords if keyword.arg)
-    own = {node.name for node in ast.walk(top) if isinstance(node, ast.FunctionDef)} - of_super
-    of_self -= OURS | own | {x for x in of_self if x.isupper() or x.startswith("__") or x == "_VISION_INPUTS"}
-    if top.name not in OWNERS:
-        if of_super or of_module:
-            yield Named(file, "OWNERS of tests/compat_names.py", top.name, False)
-        return
-    for owner in OWNERS[top.name]:
-        named = f"{owner.__module__}.{owner.__name__}"
-        for name in sorted(of_super):
-            yield Named(file, named, name, hasattr(owner, name) and _defines(sources[owner], name))
-        for name in sorted(of_self):
-            yield Named(file, named, name, hasattr(owner, name) or _defines(sources[owner], name))
-        module = sys.modules[owner.__module__]
-        yield from (Named(file, module.__name__, name, hasattr(module, name)) for name in sorted(of_module))
+                own |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+            elif isinstance(node, ast.Attribute) and _is_trls(node.value):
+                yield getattr(trl, node.value.attr), node.attr, True, True
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                of_self |= {str(x.arg) for x in node.keywords} if node.func.attr == "_in_place_of" else set()
+    names = {name for name in of_self - optional if not name.startswith("__")} | of_super
+    yield from ((owner, name, name in of_super, name not in own) for name in sorted(names))
 
 
-def _defines(source: str, name: str) -> bool:
-    """Whether a class defines a method of this name, or uses an attribute of it."""
-    return re.search(rf"\bself\.{name}\b|\bdef {name}\b", source) is not None
+def _is(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _is(node.func, "super")
+
+
+def _is_trls(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and _is(node.value, "trl") and inspect.isclass(getattr(trl, node.attr, None))
+
+
+def _override(cls: type, name: str) -> Any:
+    """The function of ours that stands for theirs."""
+    found = next((vars(x)[name] for x in _ours(cls) if name in vars(x)), None)
+    return found if inspect.isfunction(found) else None
+
+
+def _hands_on(method: Any) -> bool:
+    """Whether a method takes whatever it is given, so that the parameters of theirs do not matter."""
+    kinds = {x.kind for x in inspect.signature(method, follow_wrapped=False).parameters.values()}
+    return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+
+
+def _written(found: Names) -> str:
+    """The source of names.py: of a name that was there before, what it took is kept."""
+    lines = [
+        '"""The internals of TRL and transformers that trl_ext uses, and the parameters that each function takes.',
+        "",
+        "Written by `python tests/compat_names.py`. Without parameters the name is enough.",
+        '"""',
+        "",
+        "NAMES: dict[str, dict[str, tuple[str, ...]]] = {",
+    ]
+    for owner, names in found.items():
+        lines.append(f"    {owner!r}: {{")
+        for name, parameters in names.items():
+            before = NAMES.get(owner, {}).get(name, ())
+            accepted = dict.fromkeys((*before, parameters)) if parameters else ()
+            lines.append(f"        {name!r}: ({''.join(f'{_wrapped(x)},' for x in accepted)}),")
+        lines.append("    },")
+    return "\n".join([*lines, "}", ""])
+
+
+def _wrapped(parameters: str) -> str:
+    lines = textwrap.wrap(parameters, 95, drop_whitespace=False)
+    return repr(parameters) if len(lines) == 1 else f"({' '.join(map(repr, lines))})"
+
+
+if __name__ == "__main__":
+    names, nowhere = used()
+    assert not nowhere, nowhere
+    target = PACKAGE / "compat" / "names.py"
+    target.write_text(_written(names))
+    subprocess.run([sys.executable, "-m", "ruff", "format", str(target)], check=True)

@@ -39,6 +39,10 @@ def _zeroes_noise(case: Case) -> bool:
     return case.trainer == "grpo" and skips_zero_advantages(case) and not NOISY_REWARDS.isdisjoint(case.rewards)
 
 
+def _masks_whole_completions(case: Case) -> bool:
+    return "masked" in case.rollout or case.config.get("mask_truncated_completions", False)
+
+
 def _only_sft(case: Case) -> bool:
     loss_type = case.config.get("loss_type", "sigmoid")
     return case.trainer == "dpo" and (loss_type if isinstance(loss_type, list) else [loss_type]) == ["sft"]
@@ -54,10 +58,10 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "with the vLLM correction": lambda case, situation: _corrects(case),
     "in training, with the vLLM correction": lambda case, situation: _corrects(case) and not situation.evaluation,
     "in evaluation, with the vLLM correction, where completions are masked whole": lambda case, situation: (
-        _corrects(case) and situation.evaluation and case.rollout.endswith("masked_whole")
+        _corrects(case) and situation.evaluation and _masks_whole_completions(case)
     ),
     "where completions have one token and some are masked": lambda case, situation: (
-        case.config.get("max_completion_length") == 1 and case.rollout.startswith("masked")
+        case.config.get("max_completion_length") == 1 and _masks_whole_completions(case)
     ),
     "in training, where TRL makes advantages of equal rewards": lambda case, situation: (
         _zeroes_noise(case) and not situation.evaluation

@@ -62,7 +62,9 @@ def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
     for i, (got_log, want_log) in enumerate(zip(ours.logs, stock.logs, strict=True)):
         not_fed = {what: stock.fed(what, log=i) - ours.fed(what, log=i) for what in ("rows", "tokens", "forwards")}
         rows_not_fed = stock.fed("rows", log=i, **POLICY_BATCHES) - ours.fed("rows", log=i, **POLICY_BATCHES)
-        unscored = any((~live_rows(case, batch)).any().item() for batch in stock.batches if batch.log == i)
+        unscored = any(
+            bool((~live_rows(case, batch) | (batch.tokens == 0)).any()) for batch in stock.batches if batch.log == i
+        )
         situation = Situation(any(key.startswith("eval_") for key in want_log), unscored, first=i == 0)
         for key in sorted(want_log.keys() | got_log.keys()):
             if may_differ(key, case, situation):
@@ -79,6 +81,8 @@ def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
             counted = {"rows": rows_not_fed, "tokens": not_fed["tokens"], "passes": not_fed["forwards"]}
             if ours.packed:
                 del counted["rows"]
+            if case.ours.get("max_tokens_per_micro_batch"):  # a pass in several parts is one
+                del counted["passes"]
             for what, count in counted.items():
                 got = got_log.get(f"{prefix}skipped/{what}", 0)
                 if got != count:
@@ -97,6 +101,8 @@ def metric_scale(case: Case, key: str, log: dict[str, float], advantage: float, 
         return logit_size
     if case.trainer == "grpo" and key in ("loss", "train_loss", "policy_loss"):
         return advantage
+    if key == "kl":  # what is left of numbers near 1
+        return 1e-2
     return 0.0
 
 
@@ -104,12 +110,18 @@ def _norm(tensors: dict[str, torch.Tensor | None]) -> float:
     return math.sqrt(sum(tensor.double().pow(2).sum().item() for tensor in tensors.values() if tensor is not None))
 
 
-def tensors_differ(what: str, ours: dict[str, torch.Tensor | None], stock: dict[str, torch.Tensor | None]) -> list[str]:
-    """Each tensor's difference against the norm of all: a vector comparison, as sums of absolute values are blind."""
+def tensors_differ(
+    what: str, ours: dict[str, torch.Tensor | None], stock: dict[str, torch.Tensor | None], at_least: float = 0.0
+) -> list[str]:
+    """Each tensor's difference against the norm of all: a vector comparison, as sums of absolute values are blind.
+
+    Args:
+        at_least (`float`): the least norm to compare with.
+    """
     if ours.keys() != stock.keys():
         return [f"{what}: other names: {sorted(ours.keys() ^ stock.keys())[:6]}"]
     wrong = []
-    total = _norm(stock)
+    total = max(_norm(stock), at_least)
     for name, want in stock.items():
         got = ours[name]
         if (got is None) != (want is None):

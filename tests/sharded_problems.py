@@ -150,14 +150,16 @@ class Operands(NamedTuple):
 def operands(problem: Problem) -> Operands:
     generator = torch.Generator().manual_seed(problem.seed)
 
-    def randn(*size: int, scale: float = 1.0) -> Tensor:
+    def randn(*size: int, scale: float = 1.0, rounded: bool = True) -> Tensor:
         x = torch.randn(*size, generator=generator, dtype=torch.float64)
         x = x.clamp(-1, 1).round() if problem.ties else x * scale
+        if not rounded:
+            return x if problem.dtype == "float64" else x.float()
         # Also of fp32 operands only what bf16 holds: the rounding under autocast is then none
         return x.bfloat16().float() if problem.dtype == "autocast" else x.to(getattr(torch, problem.dtype))
 
     weight = randn(problem.vocabulary, problem.width, scale=problem.spread / math.sqrt(problem.width))
-    bias = randn(problem.vocabulary) if problem.bias else None
+    bias = randn(problem.vocabulary, rounded=False) if problem.bias else None
     hidden = [randn(count, problem.width) for count in problem.tokens]
     targets = [torch.randint(problem.vocabulary, (count,), generator=generator) for count in problem.tokens]
     if problem.only_target is not None:

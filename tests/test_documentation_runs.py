@@ -78,10 +78,15 @@ def run(block: Block, code: str, tmp_path: Path) -> None:
     # The folders that a block names are the repository's, but for runs/, which it writes
     for name in ("examples", "tests", "benchmarks", "trl_ext", "docs", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
+    # As `pip install` writes it, also where trl_ext is not installed
+    script = tmp_path / "bin" / "trl-ext"
+    script.parent.mkdir()
+    script.write_text(f"#!{sys.executable}\nfrom trl_ext.cli.main import main\nraise SystemExit(main())\n")
+    script.chmod(0o755)
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(script.parent), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "ACCELERATE_USE_CPU": "true",
     }
     command = [sys.executable, "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]

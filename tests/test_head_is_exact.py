@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, relative
+from fp32_products import WAYS, fewer_digits, fp32_switches
 from trl_ext import linear_log_probs
-from trl_ext.heads import scan, tiles
+from trl_ext.heads import Factors, LogitTransform, low_rank_term, run_head, scan, tiles
 from trl_ext.heads import trained as trained_head
 from trl_ext.heads.kernels import work_of
 
@@ -182,7 +183,7 @@ def problems(draw):
         "width": draw(st.integers(1, 40)),
         "vocabulary": draw(st.integers(2, 300)),
         "dtype": draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])),
-        "bias": draw(st.booleans()),
+        "bias": draw(st.sampled_from([None, torch.float64, torch.float32, torch.bfloat16, torch.float16])),
         "trained": draw(st.booleans()),
         "entropy_requires_grad": draw(st.booleans()),
         "mean": draw(st.booleans()),
@@ -205,12 +206,14 @@ def test_every_shape_option_and_tile_gives_the_definition_and_its_gradients(monk
     dtype, shape = problem["dtype"], problem["shape"]
     generator = torch.Generator().manual_seed(problem["seed"])
 
-    def randn(*size):
+    def randn(*size, dtype=dtype):
         return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
 
     hidden = randn(*shape, problem["width"]).requires_grad_()
     weight = randn(problem["vocabulary"], problem["width"]).requires_grad_(problem["trained"])
-    bias = randn(problem["vocabulary"]).requires_grad_(problem["trained"]) if problem["bias"] else None
+    bias = None
+    if problem["bias"]:  # also wider than the operands, and not rounded to them
+        bias = randn(problem["vocabulary"], dtype=problem["bias"]).requires_grad_(problem["trained"])
     targets = torch.randint(problem["vocabulary"], shape, generator=generator)
     upstream = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
 
@@ -245,14 +248,14 @@ def test_every_shape_option_and_tile_gives_the_definition_and_its_gradients(monk
         exact_loss = exact_loss + (exact.mean_log_probs * upstream[2]).sum()
     loss.backward()
     exact_loss.backward()
-    tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+    tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
     for x, exact_x in zip((hidden, weight, bias), exact_inputs, strict=True):
         if x is None or not x.requires_grad:
             continue
-        assert x.grad.dtype == dtype
+        assert x.grad.dtype == x.dtype
         if x.numel():
             scale = max(float(exact_x.grad.norm()), 1e-3)
-            assert float((x.grad.double() - exact_x.grad).norm()) <= tolerance * scale
+            assert float((x.grad.double() - exact_x.grad).norm()) <= max(tolerance[dtype], tolerance[x.dtype]) * scale
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "logit_scale": 0.3, "softcap": 2.0}])
@@ -307,8 +310,6 @@ def test_the_result_does_not_depend_on_which_path_ran():
 
 @pytest.mark.parametrize("head", ["frozen", "trained", "dense"])
 def test_a_second_derivative_is_refused_rather_than_taken_for_a_constant(head):
-    from trl_ext.heads import LogitTransform, run_head
-
     hidden, weight, targets = operands(10, 16, 101, torch.float32, 2.0)
     hidden.requires_grad_()
     weight.requires_grad_(head == "trained")
@@ -375,21 +376,19 @@ def test_under_autocast_the_operands_are_rounded_once_and_the_arithmetic_is_not(
     assert floats_apart(doubles, defined(hidden, weight, targets).log_probs) < 1e-12
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_lower_precision_of_fp32_products_never_applies_to_the_head(precision):
+@pytest.mark.parametrize("way", WAYS)
+def test_fewer_digits_of_fp32_products_are_never_the_heads(way):
     hidden, weight, targets = operands(64, 256, 2003, torch.float32, 3.0)
-    before = torch.get_float32_matmul_precision()
     seen = []
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func._schema.name in ("aten::mm", "aten::addmm"):
-                seen.append((torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision))
+                seen.append(fp32_switches()[1:])
             return func(*args, **(kwargs or {}))
 
-    try:
-        torch.set_float32_matmul_precision(precision)
-        switched = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
+    with fewer_digits(way):
+        switched = fp32_switches()
         for trained in (False, True):
             a, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
             with Spy():
@@ -398,13 +397,8 @@ def test_lower_precision_of_fp32_products_never_applies_to_the_head(precision):
             exact = defined(hidden, weight, targets)
             assert floats_apart(ours.log_probs, exact.log_probs) <= allowed(exact.logits)
         assert seen
-        assert set(seen) == {("ieee", "ieee")}
-        after = (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
-        assert after == switched
-    finally:
-        torch.set_float32_matmul_precision(before)
-        torch.backends.cuda.matmul.fp32_precision = "none"
-        torch.backends.mkldnn.matmul.fp32_precision = "none"
+        assert {x for switches in seen for x in switches} <= {"ieee", "none"}
+        assert fp32_switches() == switched
 
 
 def test_mixed_operands_are_multiplied_in_the_wider_dtype():
@@ -415,8 +409,6 @@ def test_mixed_operands_are_multiplied_in_the_wider_dtype():
 
 
 def test_the_dense_head_is_the_same_function():
-    from trl_ext.heads import LogitTransform, run_head
-
     transform = LogitTransform(0.7, 0.5, 9.0)
     for dtype in HALF + (torch.float32, torch.float64):
         hidden, weight, targets = operands(40, 64, 701, dtype, 3.0)
@@ -482,3 +474,40 @@ def test_the_mean_log_prob_of_a_large_vocabulary_keeps_its_gradient():
     unlikely = inputs[1].grad.norm(dim=-1) < 2e-4
     assert unlikely.sum() > 100_000
     assert relative(weight.grad[unlikely], inputs[1].grad[unlikely]) < 1e-5
+
+
+@WITH_BOTH
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_bias_wider_than_the_operands_is_not_rounded_to_them_nor_by_autocast(dtype, trained):
+    hidden, weight, targets = operands(64, 128, 1501, dtype, 1.0)
+    bias = torch.linspace(-9, 9, 1501).cos() * 5
+    exact_bias = bias.double().requires_grad_()
+    exact = defined(hidden, weight, targets, exact_bias)
+    exact.log_probs.sum().backward()
+    for autocast in (False, True):
+        b = bias.clone().requires_grad_(trained)
+        h, w = (x.float().requires_grad_() if autocast else x for x in (hidden, weight))
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            ours = linear_log_probs(h, w, targets, bias=b)
+        assert floats_apart(ours.log_probs, exact.log_probs) <= allowed(exact.logits)
+        if trained:
+            ours.log_probs.sum().backward()
+            assert b.grad.dtype == torch.float32
+            assert relative(b.grad, exact_bias.grad) < 1e-5
+
+
+@pytest.mark.parametrize("head", ["tiled", "dense"])
+def test_the_bias_of_an_adapter_is_not_rounded_either(head):
+    hidden, weight, targets = operands(64, 128, 1501, torch.bfloat16, 1.0)
+    bias = torch.linspace(-9, 9, 1501).cos() * 5
+    factors = (Factors(torch.zeros(2, 128), torch.zeros(1501, 2), bias, 0.7),)
+    ours = run_head(
+        *(head, hidden, weight, targets),
+        bias=bias,
+        transform=LogitTransform(),
+        outputs=("log_probs",),
+        low_rank=low_rank_term(hidden, factors, torch.bfloat16, torch.float32),
+    )
+    exact = defined(hidden, weight, targets, 1.7 * bias.double())
+    assert floats_apart(ours.log_probs, exact.log_probs) <= allowed(exact.logits)

@@ -1,7 +1,7 @@
 """Completions of one token: metrics are means over the tokens of the loss, where TRL's count masked rows too.
 
-TRL takes a tensor of shape (B, 1) for one value a sequence. With `pad_to_multiple_of=2` it has (B, 2), and its means are
-those that are wanted here.
+TRL takes a tensor of shape (B, 1) for one value a sequence. With `pad_to_multiple_of=2` it has (B, 2), and its means
+are those that are wanted here.
 """
 
 from dataclasses import replace

@@ -1,13 +1,19 @@
 """The check of the first batch: it leaves nothing behind, meets every batch, and finds what the static rule cannot."""
 
 import copy
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as t
 
 from definition import floats_apart
+from fp32_products import WAYS, fewer_digits
+from short_training import Bench
 from test_scoring_forward import batch, build
+from tiny import Workshop
+from trl_ext.packing.first_batch import _multiplies_fp32
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
 
@@ -177,3 +183,23 @@ def test_layers_that_make_a_mask_of_their_own_are_found_before_it_shows():
     model(**inputs, labels=labels, fused_lm_head=True).log_probs.sum().backward()
     assert "a mask of their own" in scoring.packing.why_padded
     assert [name for name, param in model.named_parameters() if param.grad is None] == []
+
+
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_fp32_model_trains_whichever_switch_of_fp32_products_is_used(
+    way: str, kind: str, workshop: Workshop, tmp_path: Path
+):
+    bench = Bench(workshop, tmp_path)
+    with fewer_digits(way):
+        getattr(bench, kind)()
+    assert bench.trainer.state.global_step == 1
+    assert bench.trainer.explain()["packing"].action == "run"
+
+
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_every_switch_of_fp32_products_is_seen_on_its_device(way: str | None):
+    of_cuda, of_cpu = ("mkldnn" not in (way or "mkldnn")), ("cuda" not in (way or "cuda"))
+    with fewer_digits(way) if way else nullcontext():
+        assert _multiplies_fp32(torch.device("cuda")) is not of_cuda
+        assert _multiplies_fp32(torch.device("cpu")) is not of_cpu

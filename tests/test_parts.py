@@ -3,6 +3,7 @@
 Tokens are counted by a hook on the input embedding. The reference is the same trainer without the field.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -291,19 +292,35 @@ def test_any_micro_batch_is_cut_within_its_budget(
     batch, scored = micro_batch
     parts = Parts.of(batch, scored, budget, packed=packed, shared=shared)
     fed = FedTokens.of(batch, scored, packed=packed, shared=shared)
-    assert sorted(row for part in parts.parts for row in part.rows_R.tolist()) == scored.rows_R.tolist()
-    for part in parts.parts:
+    assert sorted(row for part in parts for row in part.rows_R.tolist()) == scored.rows_R.tolist()
+    for part in parts:
         assert len(part.rows_R) == 1 or fed.of_rows(part.rows_R.tolist()) <= budget
         assert torch.equal(part.tokens_BC.any(dim=1), scored.tokens_BC.any(dim=1) & _among(part.rows_R, batch))
-    assert torch.equal(torch.stack([part.tokens_BC for part in parts.parts]).sum(dim=0).bool(), scored.tokens_BC)
+    assert torch.equal(torch.stack([part.tokens_BC for part in parts]).sum(dim=0).bool(), scored.tokens_BC)
+    for a, b in itertools.combinations(parts.rows, 2):
+        assert fed.of_rows(a + b) > budget
     everything = fed.of_rows(scored.rows_R.tolist())
-    assert (len(parts.parts) == 1) == (everything <= budget or len(scored.rows_R) == 1)
+    assert (len(parts) == 1) == (everything <= budget or len(scored.rows_R) == 1)
 
-    filled = parts.at_least(len(parts.parts) + more)
-    assert len(filled.parts) == len(parts.parts) + more
+    filled = parts.at_least(len(parts) + more)
+    assert len(filled) == len(parts) + more
     whole_BC = torch.randn(scored.tokens_BC.shape)
-    joined = filled.joined([whole_BC[part.rows_R] for part in filled.parts])
+    joined = filled.joined([whole_BC[part.rows_R] for part in filled])
     assert torch.equal(scored.spread(joined), scored.spread(whole_BC[scored.rows_R]))
+
+
+@pytest.mark.parametrize(
+    ("own_tokens", "parts"),
+    [([3, 3, 3, 3], [[0, 1], [2, 3]]), ([3, 40, 3, 1, 1], [[1], [0, 2, 3, 4]]), ([2, 2, 2, 2], [[0, 1, 2, 3]])],
+    ids=["cut", "beside a row longer than the budget", "whole"],
+)
+def test_a_prompts_rows_are_cut_into_few_parts(own_tokens: list[int], parts: list[list[int]]) -> None:
+    """With a prompt of 4 tokens, of at most 12."""
+    prompt_ids = torch.full((len(own_tokens), 4), 7)
+    batch = {"prompt_ids": prompt_ids, "prompt_mask": torch.ones_like(prompt_ids)}
+    # The last token is scored, and not fed
+    scored = ScoredTokens(torch.arange(len(prompt_ids)), torch.arange(41) <= torch.tensor(own_tokens).unsqueeze(1))
+    assert Parts.of(batch, scored, 12, packed=True, shared=True).rows == parts
 
 
 def _among(rows_R: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:

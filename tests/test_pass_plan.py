@@ -5,17 +5,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import trl
+from packaging.version import Version
 
 import trl_ext
 from drop_in_cases import Case
 from run_losses import Record, Trainers, build
 from tiny import Workshop
+from trl_ext.compat import CORRECTS_TRUNCATED_SAMPLING
 from trl_ext.passes.plan import Plan
 
 OURS = Trainers.of(trl_ext)
@@ -165,6 +168,16 @@ def test_no_warning_where_the_ratio_is_not_biased(
     fields: dict[str, Any], workshop: Workshop, caplog: pytest.LogCaptureFixture
 ) -> None:
     with built(workshop, **fields) as trainer:
+        trainer.train()
+    assert not [record for record in caplog.records if "biased" in record.getMessage()]
+
+
+def test_no_warning_where_trl_corrects_for_a_truncated_sampler(
+    workshop: Workshop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (Version(version("trl")) >= Version("1.17")) == CORRECTS_TRUNCATED_SAMPLING
+    monkeypatch.setattr("trl_ext.trainers.grpo_passes.CORRECTS_TRUNCATED_SAMPLING", True)
+    with built(workshop, vllm=True, rollout="sampler", top_p=0.9) as trainer:
         trainer.train()
     assert not [record for record in caplog.records if "biased" in record.getMessage()]
 

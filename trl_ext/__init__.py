@@ -3,8 +3,7 @@
 from .callbacks import CurvesCallback
 from .heads import LinearLogProbs, linear_log_probs
 from .trainers import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "CurvesCallback",
@@ -13,5 +12,6 @@ __all__ = [
     "GRPOConfig",
     "GRPOTrainer",
     "LinearLogProbs",
+    "__version__",
     "linear_log_probs",
 ]

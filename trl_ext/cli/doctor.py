@@ -1,16 +1,18 @@
 """The command `doctor`: versions, devices, the engine, and a self-test of the head on each device."""
 
 import platform
+import tomllib
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from packaging.requirements import Requirement
 
-from .. import __version__
 from ..engines.running import running
 from ..heads import why_not_triton
 from ..scoring.self_test import self_test
+from ..version import __version__
 from .errors import CommandError, one_line
 
 _OPTIONAL = ("triton", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "vllm")
@@ -31,13 +33,12 @@ def run(arguments: list[str]) -> int:
 
 
 def _required() -> list[tuple[str, str, bool]]:
-    """The packages that this one needs, by its own metadata."""
-    try:
-        needed = [Requirement(text) for text in requires("trl_ext") or []]
-    except PackageNotFoundError:
-        return [("packages", "trl_ext is not installed, so what it needs is not known: `pip install .`", False)]
+    """The packages that this one needs."""
+    requirements = _requirements()
+    if requirements is None:
+        return [("packages", "there is neither metadata nor a pyproject.toml of trl_ext: `pip install .`", False)]
     rows = []
-    for one in needed:
+    for one in map(Requirement, requirements):
         if one.marker is not None and not one.marker.evaluate():
             continue
         found = _version(one.name)
@@ -45,6 +46,15 @@ def _required() -> list[tuple[str, str, bool]]:
         wanted = f"{one.name}{one.specifier}"
         rows.append((one.name, f"{found}" if fine else f"found {found}: `pip install '{wanted}'`", fine))
     return rows
+
+
+def _requirements() -> list[str] | None:
+    """From the metadata of the installed package; a checkout that is not installed has them in pyproject.toml."""
+    try:
+        return requires("trl_ext") or []
+    except PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        return tomllib.loads(project.read_text())["project"]["dependencies"] if project.exists() else None
 
 
 def _optional() -> list[tuple[str, str, bool]]:

@@ -4,7 +4,7 @@ import argparse
 import sys
 import warnings
 
-from .. import __version__
+from ..version import __version__
 from .errors import CommandError, TrainingStoppedError, did_you_mean, one_line
 
 COMMANDS = {

@@ -1,7 +1,7 @@
 """Every name of TRL that is not public API, imported in this one folder."""
 
 # ruff: noqa: I001  # first the versions: an unsupported TRL is told before a name is missed
-from .versions import SUPPORTED_TRL
+from .versions import CORRECTS_TRUNCATED_SAMPLING, SUPPORTED_TRL
 from .choices import (
     ADVANTAGE_CHOICES,
     DPO_CHOICES,
@@ -25,6 +25,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 __all__ = [
     "ADVANTAGE_CHOICES",
+    "CORRECTS_TRUNCATED_SAMPLING",
     "DPO_CHOICES",
     "DPO_LOSS_TYPES",
     "GRPO_CHOICES",

@@ -276,9 +276,11 @@ class GRPOInternals:
     def get_high_entropy_mask(
         self, entropies: torch.Tensor, mask: torch.Tensor, *positional: Any, **keywords: Any
     ) -> torch.Tensor:
-        """TRL's own, on entropies rounded to 2^-14: those of equal contexts tie, whatever forward they are from."""
-        rounded = (entropies.detach() * 2**14).round() / 2**14
-        return super().get_high_entropy_mask(rounded, mask, *positional, **keywords)  # type: ignore[misc, no-any-return]
+        """TRL's own, and what is below its threshold by a rounding error alone: tokens of one context tie."""
+        chosen: torch.Tensor = super().get_high_entropy_mask(entropies, mask, *positional, **keywords)  # type: ignore[misc]
+        lowest = torch.where(chosen, entropies, torch.inf).amin()
+        rounding = 8 * torch.finfo(entropies.dtype).eps * lowest.clamp(min=1.0)
+        return chosen | ((entropies >= lowest - rounding) & mask.bool())
 
     def _takes_images(self) -> bool:
         """Whether the policy is a vision-language model."""

@@ -14,17 +14,19 @@ from .products import ExactLinear
 
 
 class LowRank(NamedTuple):
-    """The term `down @ up.T` of the product.
+    """The term `down @ up.T + bias` of the product.
 
     Args:
         down (`Tensor` of shape `(N, R)`): hidden states times the first factor and the scaling; fp32 or float64.
         up (`Tensor` of shape `(V, R)`): the second factor.
         dtype (`torch.dtype`): what `up` is rounded to as an operand.
+        bias (`Tensor` of shape `(V,)`, *optional*): what the adapters' biases add up to, fp32 or float64.
     """
 
     down: Tensor
     up: Tensor
     dtype: torch.dtype
+    bias: Tensor | None = None
 
 
 class ReplacedRows(NamedTuple):
@@ -63,6 +65,7 @@ class ReplacedRows(NamedTuple):
 class Operands(NamedTuple):
     """What the product of N tokens is made of: `hidden @ weight.T + bias + down @ up.T`.
 
+    A bias is added in the dtype of the sums: it is not rounded to the operands'.
     `rows` (K, H) stand in the place of the weight's rows of the classes that the head names.
     """
 
@@ -72,6 +75,15 @@ class Operands(NamedTuple):
     down: Tensor | None = None
     up: Tensor | None = None
     rows: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, term: LowRank | None, rows: Tensor | None
+    ) -> "Operands":
+        """The operands of a head with an adapter's term; differentiable."""
+        if term is None:
+            return cls(hidden, weight, bias, rows=rows)
+        return cls(hidden, weight, _sum(bias, term.bias), term.down, term.up, rows)
 
 
 class Factors(NamedTuple):
@@ -96,13 +108,15 @@ def low_rank_term(hidden: Tensor, factors: tuple[Factors, ...], dtype: torch.dty
 
     Hidden states and factors are rounded to `dtype`. What lies between the two products is not.
     """
-    downs, ups = [], []
-    for first, second, bias, scaling in factors:
+    downs, ups, bias = [], [], None
+    for first, second, own, scaling in factors:
         downs.append(ExactLinear.apply(hidden, first, None, (dtype, dtype), accumulate, nullcontext) * scaling)
         ups.append(second)
-        if bias is not None:
-            downs.append(downs[-1].new_full((len(hidden), 1), scaling))
-            ups.append(bias[:, None])
+        bias = _sum(bias, None if own is None else own.to(accumulate) * scaling)
     if len(ups) == 1:
-        return LowRank(downs[0], ups[0], dtype)
-    return LowRank(torch.cat(downs, 1), torch.cat(ups, 1), dtype)
+        return LowRank(downs[0], ups[0], dtype, bias)
+    return LowRank(torch.cat(downs, 1), torch.cat(ups, 1), dtype, bias)
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x + y

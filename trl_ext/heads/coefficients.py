@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .logits import LogitTransform
+from .statistics import log_odds
 
 
 class Upstream(NamedTuple):
@@ -24,8 +25,11 @@ class Coefficients:
     c_v (p_v (-g - k - e (log p_v + E)) + k / V) for v != t. With p_v = exp(z_v - max) * share and without k that is
     share * s * [c_v exp(z_v - max) (a + b (z_v - max))]: s is the larger of what stands at the largest logit and of e,
     so that the bracket is near 1 there, and exactly 1 without an entropy. With k the row factor is the larger of
-    share * s and k / V. The target's is c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)), of shape (N,), and
-    kept in fp32.
+    share * s and k / V. Of c the row factor has the slope, and the bracket a softcap's bend. The target's is
+    c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)), of shape (N,), and kept in fp32.
+
+    Row factor and target are in units of `size` (N,), a power of two near the largest of g, e and k, so that neither
+    overflows where the gradient itself does not. Those of the whole gradient are too, until `use_unit`.
 
     Args:
         vocabulary (`int`): V, of all ranks' rows together.
@@ -42,55 +46,71 @@ class Coefficients:
         vocabulary: int,
     ) -> None:
         self.maximum, self.transform = maximum, transform
-        log_odds = target_logit - maximum - sum_exp.log()
-        log_p, log_q = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
+        zeros = torch.zeros_like(maximum)
+        self.size = _power_of_two(torch.stack([zeros, *(x.abs() for x in upstream if x is not None)]).amax(0))
+        g, e, k = (None if x is None else x / self.size for x in upstream)
+        odds = log_odds(target_logit, maximum, sum_exp)
+        log_p, log_q = F.logsigmoid(odds), F.logsigmoid(-odds)
         share = log_q.exp() / sum_exp
-        g = torch.zeros_like(maximum) if upstream.log_probs is None else upstream.log_probs
+        g = zeros if g is None else g
         target = g * log_q.exp()
-        in_proportion = -g  # to p_v
-        if upstream.mean_log_probs is not None:
-            in_proportion = in_proportion - upstream.mean_log_probs
+        in_proportion = -g if k is None else -g - k  # to p_v
         self.offset: Tensor | None = None
         self.slope_of_surprise: Tensor | None = None
-        if upstream.entropy is None or entropy is None:
-            row_factor = in_proportion
+        if e is None or entropy is None:
+            row_factor = in_proportion * share
         else:
-            at_maximum = in_proportion - upstream.entropy * (log_q - sum_exp.log() + entropy)
-            row_factor = torch.where(at_maximum.abs() >= upstream.entropy.abs(), at_maximum, -upstream.entropy)
-            nonzero = _nonzero(row_factor)
-            self.offset, self.slope_of_surprise = at_maximum / nonzero, -upstream.entropy / nonzero
-            target = target - upstream.entropy * log_p.exp() * (log_p + entropy)
-        self.row_factor = row_factor * share
+            at_maximum = in_proportion - e * (log_q - sum_exp.log() + entropy)
+            larger = torch.where(at_maximum.abs() >= e.abs(), at_maximum, -e)
+            self.offset, self.slope_of_surprise = at_maximum / _nonzero(larger), -e / _nonzero(larger)
+            row_factor = larger * share
+            target = target - e * log_p.exp() * (log_p + entropy)
         self.scale: Tensor | None = None
         self.same_for_all: Tensor | None = None
-        if upstream.mean_log_probs is not None:
-            of_each = upstream.mean_log_probs / vocabulary
-            target = target + of_each - upstream.mean_log_probs * log_p.exp()
-            larger = torch.where(self.row_factor.abs() >= of_each.abs(), self.row_factor, of_each)
-            self.scale, self.same_for_all = self.row_factor / _nonzero(larger), of_each / _nonzero(larger)
-            self.row_factor = larger
-        self.target = target * transform.derivative(target_logit)
+        if k is not None:
+            of_each = k / vocabulary
+            target = target + of_each - k * log_p.exp()
+            larger = torch.where(row_factor.abs() >= of_each.abs(), row_factor, of_each)
+            self.scale, self.same_for_all = row_factor / _nonzero(larger), of_each / _nonzero(larger)
+            row_factor = larger
+        self.row_factor = self.whole_factor = row_factor * transform.slope
+        self.target = self.whole_target = target * transform.derivative(target_logit)
 
     def of_others_(self, rows: slice, local: Tensor, logits: Tensor, scratch: Tensor) -> Tensor:
         """The bracket for this tile, 0 in the target's column; both buffers are overwritten."""
-        slope = self.transform.derivative(logits)
+        bend = self.transform.bend(logits)
         shifted = logits.sub_(self.maximum[rows, None])
         bracket = torch.exp(shifted, out=scratch)
         if self.slope_of_surprise is not None and self.offset is not None:
             bracket.mul_(shifted.mul_(self.slope_of_surprise[rows, None]).add_(self.offset[rows, None]))
         if self.same_for_all is not None and self.scale is not None:
             bracket.mul_(self.scale[rows, None]).add_(self.same_for_all[rows, None])
-        bracket.mul_(slope)
+        if bend is not None:
+            bracket.mul_(bend)
         return _put(bracket, local, torch.zeros_like(self.maximum[rows]))
 
-    def with_target_(self, rows: slice, local: Tensor, bracket: Tensor, unit: Tensor) -> Tensor:
-        """The whole gradient of this tile's products in units of `unit`, in the place of the bracket."""
-        return _put(bracket.mul_((self.row_factor / unit)[rows, None]), local, (self.target / unit)[rows])
+    def with_target_(self, rows: slice, local: Tensor, bracket: Tensor) -> Tensor:
+        """The whole gradient of this tile's products, in the place of the bracket."""
+        return _put(bracket.mul_(self.whole_factor[rows, None]), local, self.whole_target[rows])
 
     def unit(self) -> Tensor:
         """A power of two near the largest coefficient, so that fp16 does not lose them where the loss is small."""
-        largest = torch.cat([self.row_factor, self.target, self.target.new_zeros(1)]).abs().amax()
-        return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+        top = torch.cat([self.size, _power_of_two(self.size.new_zeros(1))]).amax()
+        shares = torch.cat([self.row_factor, self.target]).abs() * (self.size / top).repeat(2)
+        # Rounded first: so it is not too small for `size` over it, where every coefficient is all but 0
+        return _power_of_two(_power_of_two(torch.cat([shares, shares.new_zeros(1)]).amax()) * top)
+
+    def use_unit(self, unit: Tensor) -> None:
+        """Give the whole gradient in units of `unit`, alike for all rows; `unit` is at least that of these rows."""
+        of_size = self.size / unit
+        self.whole_factor, self.whole_target = self.row_factor * of_size, self.target * of_size
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The largest power of two up to `x`, which is positive or 0; among the normal numbers."""
+    finite = torch.finfo(x.dtype)
+    x = x.clamp(finite.tiny, finite.max)
+    return x / (2 * torch.frexp(x).mantissa)
 
 
 def _nonzero(x: Tensor) -> Tensor:

@@ -62,9 +62,10 @@ def log_probs_of(
     """Every output by its definition."""
     with exact_arithmetic(logits_NV.device):
         log_p_NV = logits_NV.log_softmax(-1)
+        log_p = log_p_NV.gather(-1, targets[:, None])[:, 0]
         results: dict[str, Tensor] = {}
         if "log_probs" in outputs:
-            results["log_probs"] = log_p_NV.gather(-1, targets[:, None])[:, 0]
+            results["log_probs"] = log_p
         if "entropy" in outputs:
             entropy = -(log_p_NV.exp() * log_p_NV).sum(-1)
             results["entropy"] = entropy if entropy_requires_grad else entropy.detach()
@@ -76,5 +77,5 @@ def log_probs_of(
             if "mean_logits" in outputs:
                 results["mean_logits"] = logits_NV.mean(-1)
             if "is_top1" in outputs:
-                results["is_top1"] = logits_NV.argmax(-1) == targets
+                results["is_top1"] = (logits_NV.argmax(-1) == targets) & ~log_p.isnan()
         return LinearLogProbs(**results)

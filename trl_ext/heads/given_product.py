@@ -73,5 +73,5 @@ class _OfProduct(torch.autograd.Function):
             coefficients = Coefficients(*(maximum, sum_exp, target_logit, entropy), upstream, ctx.transform, vocabulary)
             logits = ctx.transform.apply_(product.clone())
             bracket = coefficients.of_others_(every, targets, logits, torch.empty_like(logits))
-            gradient = coefficients.with_target_(every, targets, bracket, product.new_ones(()))
+            gradient = coefficients.with_target_(every, targets, bracket).mul_(coefficients.size[:, None])
         return gradient, None, None, None, None

@@ -56,7 +56,8 @@ def linear_log_probs(
         targets (`torch.Tensor` of shape `(...)`):
             Class ids in `[0, V)`, integer. Out of range they raise on the CPU and give NaN on other devices.
         bias (`torch.Tensor` of shape `(V,)`, *optional*):
-            Bias of the head, as many as `weight` has rows.
+            Bias of the head, as many as `weight` has rows. It is added in fp32 (float64 for float64 operands), not
+            rounded to the operands' dtype, under autocast either.
         temperature (`float`, *optional*, defaults to `1.0`):
             What the logits are divided by, last.
         logit_scale (`float`, *optional*, defaults to `1.0`):
@@ -176,8 +177,7 @@ def run_head(
     """
     shape, dtype = targets.shape, operand_dtype(hidden, weight)
     hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
-    down, up, up_dtype = low_rank or (None, None, dtype)
-    x = Operands(hidden_NH, weight, bias, down, up, rows)
+    x, up_dtype = Operands.of(hidden_NH, weight, bias, low_rank, rows), low_rank.dtype if low_rank else dtype
     if name == "dense":
         results = dense_log_probs(
             *(x, targets_N, transform, outputs),

@@ -14,7 +14,7 @@ class LinearLogProbs(NamedTuple):
     """
 
     log_probs: Tensor | None = None
-    """log p of the target; finite wherever the logits are."""
+    """log p of the target; finite wherever the logits are, NaN where one is NaN or +inf, or all are -inf."""
     entropy: Tensor | None = None
     """-sum_v p_v log p_v, in nats."""
     log_sum_sq_probs: Tensor | None = None
@@ -22,7 +22,7 @@ class LinearLogProbs(NamedTuple):
     mean_logits: Tensor | None = None
     """Mean of z over the vocabulary, without gradient."""
     is_top1: Tensor | None = None
-    """Whether the target is the first of the largest logits."""
+    """Whether the target is the first of the largest logits; False where its log-prob is NaN."""
     mean_log_probs: Tensor | None = None
     """Mean of log p over the vocabulary: what label smoothing adds to the log-prob of the target."""
 

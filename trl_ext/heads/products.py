@@ -4,6 +4,7 @@ Every product of the tiled and of the dense head is made here, so that the exact
 Dimensions: N tokens, H hidden size, V vocabulary (or one tile of its columns).
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -50,15 +51,29 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
 
 @cache
 def multiplies_halves(device: torch.device) -> bool:
-    """Whether torch has a product of two half-precision operands that leaves fp32 there: seen by making one."""
+    """Whether torch has a product of two half-precision operands that leaves fp32 there: seen by making one.
+
+    Warns where a CUDA device has none. Running out of memory raises, and says nothing about the next time.
+    """
     if device.type != "cuda":
         return False
-    out, half = (torch.ones(8, 8, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16))
     try:
-        torch.addmm(out, half, half, beta=1, out_dtype=out.dtype, out=out)
-    except (NotImplementedError, RuntimeError, TypeError):
+        _multiply_halves(device)
+    except torch.OutOfMemoryError:
+        raise
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        warnings.warn(
+            f"The head upcasts its operands, which is many times slower: on {device} torch has no product of halves "
+            f"that is summed in fp32 ({type(error).__name__}: {error})",
+            stacklevel=2,
+        )
         return False
     return True
+
+
+def _multiply_halves(device: torch.device) -> None:
+    out, half = (torch.ones(8, 8, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16))
+    torch.addmm(out, half, half, beta=1, out_dtype=out.dtype, out=out)
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
@@ -109,8 +124,8 @@ def coefficients_dtype(operands: torch.dtype, device: torch.device) -> torch.dty
 class ExactLinear(torch.autograd.Function):
     """`hidden_NH @ weight_VH.T + bias_V`, differentiable: the product of the dense head.
 
-    Hidden states and weight are rounded to `dtypes`; sums, logits and the gradient of the logits are in `accumulate`,
-    on any device. The weight is read in slices, so that no cast copy of it stands beside the logits.
+    Hidden states and weight are rounded to `dtypes`; sums, the bias in them, logits and the gradient of the logits are
+    in `accumulate`, on any device. The weight is read in slices, so that no cast copy of it stands beside the logits.
     """
 
     @staticmethod
@@ -132,7 +147,7 @@ class ExactLinear(torch.autograd.Function):
             for columns in _slices(weight.shape[0]):
                 project_into(logits_NV[:, columns], operand_NH, weight[columns].to(of_weight))
             if bias is not None:
-                logits_NV += bias.to(of_weight)
+                logits_NV += bias
         return logits_NV
 
     @staticmethod

@@ -72,7 +72,7 @@ class Head:
                 classes = slice(block.first + columns.start, block.first + columns.stop)
                 weight_vH = self._rounded(block, columns, classes, x)
                 up_vR = None if x.up is None else x.up[classes].to(self.up_dtype).to(accumulate)
-                bias_v = None if block.bias is None else block.bias[columns].to(self.dtype)
+                bias_v = None if block.bias is None else block.bias[columns]
                 width = columns.stop - columns.start
                 for first in range(0, N, n):
                     tokens = slice(first, min(first + n, N))

@@ -4,7 +4,7 @@ With m a number near the running max and s the sum of exp(z - m) over the *other
 target's log-odds are d = z_target - m - log s, and everything follows without cancellation:
 
 - log p = logsigmoid(d), which is -log1p(exp(-d)) where the target dominates, so that a nearly certain token keeps its
-  relative precision; it is finite wherever the logits are.
+  relative precision; it is finite wherever the logits are, and NaN where torch's log_softmax is.
 - 1 - p = sigmoid(-d), which weighs the gradient.
 - entropy = H(p, 1 - p) + (1 - p) * (entropy among the others), the chain rule of entropy; no term is negative.
 
@@ -24,6 +24,12 @@ ABSENT = -1e30
 
 # How far above the shift a logit may lie: exp(8) = 2981 is far from overflow, in fp16 too
 FAR = 8.0
+
+
+def log_odds(target_logit: Tensor, shift: Tensor, sum_exp: Tensor) -> Tensor:
+    """log(p / (1 - p)) of the target; NaN where there is no softmax: a logit is +inf or NaN, or all are -inf."""
+    largest = torch.maximum(target_logit, shift)
+    return (target_logit - shift - sum_exp.log()).masked_fill((largest == torch.inf) | (largest <= ABSENT), torch.nan)
 
 
 class RunningStatistics:
@@ -131,7 +137,7 @@ class RunningStatistics:
     @property
     def log_odds(self) -> Tensor:
         """log(p / (1 - p)) of the target."""
-        return self.target_logit - self.shift - self.sum_exp.log()
+        return log_odds(self.target_logit, self.shift, self.sum_exp)
 
     def results(self, outputs: tuple[str, ...]) -> LinearLogProbs:
         """What was asked for, once every tile has been folded in."""
@@ -151,8 +157,9 @@ class RunningStatistics:
             if "mean_logits" in outputs:
                 results["mean_logits"] = mean
             if "mean_log_probs" in outputs:
-                results["mean_log_probs"] = mean - torch.logaddexp(self.target_logit, self.shift + self.sum_exp.log())
+                log_sum_exp = torch.logaddexp(self.target_logit, self.shift + self.sum_exp.log())
+                results["mean_log_probs"] = (mean - log_sum_exp).masked_fill(log_p.isnan(), torch.nan)
         if self.max_before_target is not None:
             first = self.target_logit > self.max_before_target
-            results["is_top1"] = first & (self.target_logit >= self.max)
+            results["is_top1"] = first & (self.target_logit >= self.max) & ~log_p.isnan()
         return LinearLogProbs(**results)

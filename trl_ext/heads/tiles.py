@@ -11,8 +11,8 @@ from torch import Tensor
 class Tile(NamedTuple):
     """The product x = h W^T of some tokens and consecutive classes, and the operands it was made of.
 
-    `product` (n, v) is a buffer that the next tile overwrites; `bias` (v,) is to be added to it; `down` (n, R) and `up`
-    (v, R) are of a low-rank term, which it holds already.
+    `product` (n, v) is a buffer that the next tile overwrites; `bias` (v,), of any dtype, is to be added to it; `down`
+    (n, R) and `up` (v, R) are of a low-rank term, which it holds already.
     """
 
     tokens: slice

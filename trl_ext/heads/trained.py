@@ -57,15 +57,20 @@ class TrainedHead(torch.autograd.Function):
         # The other ranks may have a gradient, and wait for this one
         if all(x is None for x in upstream) and not head.shard.spread:
             return (None,) * len(ctx.needs_input_grad)
-        x, (targets, *statistics) = Operands(*ctx.saved_tensors[:6]), ctx.saved_tensors[6:]
-        parts = head.parts(x.hidden)
-        grads = _Gradients(ctx.needs_input_grad[3:], x, statistics[0].dtype, several=len(parts) > 1)
+        saved = ctx.saved_tensors  # read once: offloading and checkpointing give each tensor back once
+        x, (targets, *statistics) = Operands(*saved[:6]), saved[6:]
         with head.readable(), exact_arithmetic(x.hidden.device):
-            for part in parts:
+            parts = []
+            for part in head.parts(x.hidden):
                 targets_M = part.gathered(targets)
                 rows = head.rows(x.weight, x.bias, targets_M)
                 of_tokens = _gathered_numbers(part, head, statistics, upstream)
-                coefficients = Coefficients(*of_tokens, head.transform, rows.vocabulary)
+                parts.append((part, rows, targets_M, Coefficients(*of_tokens, head.transform, rows.vocabulary)))
+            # One for all parts: in it sums over tokens overflow only where the gradient does, and do not become NaN
+            unit = torch.stack([coefficients.unit() for *_, coefficients in parts]).amax()
+            grads = _Gradients(ctx.needs_input_grad[3:], x, unit, several=len(parts) > 1)
+            for part, rows, targets_M, coefficients in parts:
+                coefficients.use_unit(unit)
                 grads.add_(part, head, gathered(x, part), rows, targets_M, coefficients)
         return None, None, None, *grads.of_operands()
 
@@ -93,16 +98,16 @@ def _gathered_numbers(
 
 
 class _Gradients:
-    """The gradients of a backward, added up tile by tile and part by part."""
+    """The gradients of a backward, added up tile by tile and part by part; those of classes in units of `unit`."""
 
-    def __init__(self, needed: tuple[bool, ...], x: Operands, dtype: torch.dtype, *, several: bool) -> None:
+    def __init__(self, needed: tuple[bool, ...], x: Operands, unit: Tensor, *, several: bool) -> None:
         self.needs = Operands(*needed)  # type: ignore[arg-type]
-        sums: dict[str, Any] = {"dtype": dtype, "device": x.hidden.device}
-        self.x, self.sums = x, sums
+        sums: dict[str, Any] = {"dtype": unit.dtype, "device": x.hidden.device}
+        self.x, self.sums, self.unit, self.several = x, sums, unit, several
         self.hidden: list[Tensor] = []
         self.down: list[Tensor] = []
         # Zeros: with no token at all no tile is written
-        sums_of_weight = dtype if several else x.weight.dtype
+        sums_of_weight = unit.dtype if several else x.weight.dtype
         self.weight = torch.zeros_like(x.weight, dtype=sums_of_weight) if self.needs.weight else None
         self.bias, self.up, self.rows = (
             torch.zeros(tensor.shape, **self.sums) if needs and tensor is not None else None
@@ -115,7 +120,6 @@ class _Gradients:
         """Add the tiles of the tokens of `part`, of all ranks; `x` are their operands."""
         grad_hidden = torch.zeros(x.hidden.shape, **self.sums) if self.needs.hidden else None
         grad_down = torch.zeros_like(x.down) if self.needs.down and x.down is not None else None
-        unit = coefficients.unit()
         work, operand = head.work(x.hidden.device), coefficients_dtype(head.dtype, x.hidden.device)
         of_classes = any(sums is not None for sums in (self.bias, self.up, self.rows))
         dtypes = {
@@ -123,48 +127,53 @@ class _Gradients:
             "whole": self.sums["dtype"] if of_classes else operand if self.weight is not None else None,
         }
         for tile in head.tiles(x, rows):
-            bracket, whole = work.gradient(coefficients, tile, targets_M[tile.tokens], unit, **dtypes)
+            bracket, whole = work.gradient(coefficients, tile, targets_M[tile.tokens], **dtypes)
             if grad_hidden is not None and bracket is not None:
                 matmul_into(grad_hidden[tile.tokens], bracket.to(operand), tile.weight, accumulate=True)
             if grad_down is not None and bracket is not None and tile.up is not None:
                 matmul_into(grad_down[tile.tokens], bracket, tile.up, accumulate=True)
             if whole is not None:
-                self._add_of_classes_(head, tile, whole, unit, len(x.hidden))
+                self._add_of_classes_(head, tile, whole, len(x.hidden))
         if grad_hidden is not None:
             grad_hidden.mul_(coefficients.row_factor[:, None])
             head.add_targets_(grad_hidden, coefficients.target, rows, targets_M, x.rows)
-            self.hidden.append(part.summed(grad_hidden))
+            self.hidden.append(part.summed(grad_hidden.mul_(coefficients.size[:, None])))
         if grad_down is not None and x.up is not None:
             grad_down.mul_(coefficients.row_factor[:, None])
             # Clamped as in RowsHere
             of_targets = x.up[targets_M.clamp(0, len(x.up) - 1)].to(head.up_dtype).to(grad_down.dtype)
             grad_down.addcmul_(of_targets, coefficients.target[:, None])
-            self.down.append(grad_down)
+            self.down.append(grad_down.mul_(coefficients.size[:, None]))
 
-    def _add_of_classes_(self, head: Head, tile: Tile, coefficients: Tensor, unit: Tensor, tokens: int) -> None:
-        """Add a tile's part of what belongs to classes; its coefficients, in units of `unit`, may be overwritten."""
+    def _add_of_classes_(self, head: Head, tile: Tile, coefficients: Tensor, tokens: int) -> None:
+        """Add a tile's part of what belongs to classes; its coefficients may be overwritten."""
         columns = slice(tile.classes.start - head.shard.first, tile.classes.stop - head.shard.first)
         if self.bias is not None:
-            self.bias[columns].add_(coefficients.sum(0) * unit)
+            self.bias[columns].add_(coefficients.sum(0))
         if self.up is not None and tile.down is not None:
-            self.up[columns] += (coefficients.t() @ tile.down).mul_(unit)
+            self.up[columns] += coefficients.t() @ tile.down
         some = slice(0, 0) if head.replaced is None else head.replaced.within(tile.classes)
         if head.replaced is not None and some.start < some.stop:
             places = head.replaced.ids[some] - tile.classes.start
             if self.rows is not None:
-                self.rows[some] += (coefficients[:, places].t() @ tile.hidden.to(self.rows.dtype)).mul_(unit)
+                self.rows[some] += coefficients[:, places].t() @ tile.hidden.to(self.rows.dtype)
             coefficients.index_fill_(1, places, 0.0)  # these rows of the weight are not read
         if self.weight is not None:
             if tile.tokens.start == 0:
                 self.of_tile = torch.empty(tile.weight.shape, **self.sums)
             operand = coefficients.to(coefficients_dtype(head.dtype, coefficients.device))
             matmul_into(self.of_tile, operand.t(), tile.hidden, accumulate=tile.tokens.start > 0)
-            if tile.tokens.stop == tokens:
-                self.weight[columns] += self.of_tile.mul_(unit)
+            if tile.tokens.stop == tokens and self.several:
+                self.weight[columns] += self.of_tile
+            elif tile.tokens.stop == tokens:
+                torch.mul(self.of_tile, self.unit, out=self.weight[columns])
 
     def of_operands(self) -> Operands:
         """In the operands' dtypes; None where none is needed."""
         hidden, down = (torch.cat(x) if x else None for x in (self.hidden, self.down))
+        for total in (self.bias, self.up, self.rows, self.weight if self.several else None):
+            if total is not None:
+                total.mul_(self.unit)
         sums = (hidden, self.weight, self.bias, down, self.up, self.rows)
         found = (
             None if total is None or tensor is None else total.to(tensor.dtype)

@@ -125,6 +125,16 @@ def _is_coarse(model: Any, hidden_NH: Tensor) -> bool:
     return (
         hidden_NH.dtype in (torch.bfloat16, torch.float16)
         or torch.is_autocast_enabled(hidden_NH.device.type)
-        or torch.get_float32_matmul_precision() != "highest"
+        or not _multiplies_fp32(hidden_NH.device)
         or getattr(model, "is_quantized", False)
     )
+
+
+def _multiplies_fp32(device: torch.device) -> bool:
+    """Whether products of fp32 keep its digits there, whichever of torch's switches was used.
+
+    `torch.get_float32_matmul_precision` raises once the newer switches are, as by transformers for `tf32=True`.
+    """
+    backends: Any = torch.backends
+    matmul = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
+    return matmul.fp32_precision in ("none", "ieee")

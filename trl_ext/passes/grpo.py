@@ -36,7 +36,8 @@ class GRPOFacts:
         active_dropout (`bool`): whether two passes over the same tokens differ.
         sampler_ratio (`RatioRule`, *optional*): how the ratio to the sampler is bounded, where it is corrected for.
         sampler_gives_log_probs (`bool`): whether completions can come with the log-probs of their sampler.
-        truncated_sampling (`tuple[str, ...]`): the sampling arguments that cut the sampler's distribution.
+        truncated_sampling (`tuple[str, ...]`): the sampling arguments that cut the sampler's distribution, if TRL does
+            not correct for that.
         max_draws (`int`): generation batches to draw for one at most; 1 without dynamic sampling.
         shares_prompts (`bool`): whether rows of one micro-batch feed the prompt that they have in common once.
         optimizer (`str`): `args.optim`.

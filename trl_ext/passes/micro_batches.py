@@ -6,8 +6,9 @@ meet one optimizer step for certain, so that its rows may change places without 
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
 import torch
@@ -41,19 +42,23 @@ class FedTokens:
             shared (`bool`): whether rows of a forward feed a prompt that they have in common once.
         """
         mask_BP = batch["prompt_mask"]
-        content_BP = torch.cat([batch["prompt_ids"].masked_fill(mask_BP == 0, 0), mask_BP], dim=1)
-        prompt_B = torch.unique(content_BP, dim=0, return_inverse=True)[1]
-        if not (packed and shared):
-            prompt_B = torch.arange(len(prompt_B), device=prompt_B.device)
-        fed_B = torch.zeros_like(prompt_B, dtype=torch.bool)
-        fed_B[scored.rows_R] = True
-        place_C = torch.arange(scored.tokens_BC.size(1), device=mask_BP.device)
+        rows, completion_tokens = scored.tokens_BC.shape
         prompt_tokens_B = mask_BP.sum(dim=1)
-        own_B = (scored.tokens_BC * place_C).amax(dim=1)  # the last scored token is predicted, and not fed
+        is_fed_B = torch.zeros_like(prompt_tokens_B).index_fill(0, scored.rows_R, 1)
+        behind_last_B = scored.tokens_BC.flip(dims=[1]).view(torch.uint8).argmax(dim=1)
+        # The last scored token is predicted, and not fed
+        own_B = scored.tokens_BC.any(dim=1) * (completion_tokens - 1 - behind_last_B)
         if not packed:
             prompt_tokens_B = torch.full_like(prompt_tokens_B, mask_BP.size(1))
-            own_B = torch.full_like(own_B, scored.tokens_BC.size(1))
-        return cls(prompt_B.masked_fill(~fed_B, -1).tolist(), prompt_tokens_B.tolist(), own_B.tolist())
+            own_B = torch.full_like(own_B, completion_tokens)
+        is_fed, prompt_tokens, own_tokens = torch.stack([is_fed_B, prompt_tokens_B, own_B]).tolist()
+        prompts: Iterable[Hashable] = range(rows)
+        if packed and shared:
+            content_BP = batch["prompt_ids"].int().masked_fill(mask_BP == 0, -1).cpu().numpy()
+            prompts = (content_P.tobytes() for content_P in content_BP)
+        numbers: dict[Hashable, int] = {}
+        prompt_B = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
+        return cls([x if fed else -1 for x, fed in zip(prompt_B, is_fed, strict=True)], prompt_tokens, own_tokens)
 
     def by_prompt(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """`rows` by their prompt, those that are not fed under -1; in the order in which they come."""
@@ -105,9 +110,9 @@ def kept_together(batch: dict[str, Any], fed: FedTokens, *, slices: int, slices_
 def grouped_order(fed: FedTokens, *, rows_of_a_slice: int, slices_of_a_unit: int) -> list[int]:
     """The rows in an order in which each unit holds the rows it held, and each slice few prompts.
 
-    A group's rows in a unit lie in one slice where there is room; the slices are balanced by the tokens that they feed.
-    Where a unit would not feed fewer tokens, nor its largest slice, its order stays; so it does where the largest slice
-    would feed more, as memory follows it.
+    A group's rows in a unit lie in one slice where there is room; slices feed about as many tokens each. Where a unit
+    would not feed fewer tokens, nor its largest slice, its order stays; so it does where the largest slice would feed
+    more, as memory follows it.
     """
     rows = len(fed.prompt_B)
     size = rows_of_a_slice * slices_of_a_unit
@@ -115,8 +120,7 @@ def grouped_order(fed: FedTokens, *, rows_of_a_slice: int, slices_of_a_unit: int
     for start in range(0, rows - size + 1, size):
         unit = list(range(start, start + size))
         before = [unit[i : i + rows_of_a_slice] for i in range(0, size, rows_of_a_slice)]
-        after = _slices(fed, unit, rows_of_a_slice)
-        _balance(fed, after)
+        after = _grouped(fed, unit, rows_of_a_slice)
         order += [row for of_slice in (after if _is_better(fed, after, before) else before) for row in of_slice]
     return order + list(range(len(order), rows))
 
@@ -126,88 +130,50 @@ def _is_better(fed: FedTokens, slices: list[list[int]], than: list[list[int]]) -
     return max(ours) <= max(theirs) and (sum(ours), max(ours)) < (sum(theirs), max(theirs))
 
 
-def _slices(fed: FedTokens, unit: list[int], capacity: int) -> list[list[int]]:
-    """The rows of a unit in slices of `capacity`, with few groups cut.
+def _grouped(fed: FedTokens, unit: list[int], capacity: int) -> list[list[int]]:
+    """The rows of a unit in slices of `capacity`: the piece with the most tokens first, into the slice with the fewest.
 
-    Where groups together fill slices exactly, c groups in s slices are met c + s - 1 times; so the sets that do are
-    taken as small as they come.
+    A slice without room for a piece waits until all slices do. Then the roomiest comes first, and a piece is cut to its
+    room. Every cut fills a slice, so there are fewer cuts than slices.
     """
-    slices: list[list[int]] = []
-    pieces: list[list[int]] = []
-    for prompt, group in fed.by_prompt(unit).items():
-        if prompt == -1:
-            pieces += [[row] for row in group]
-            continue
-        whole = len(group) - len(group) % capacity
-        slices += [group[i : i + capacity] for i in range(0, whole, capacity)]
-        pieces += [group[whole:]] if group[whole:] else []
-    # What is cut is what comes last: short prompts, which cost little
-    pieces.sort(key=lambda piece: (fed.prompt_B[piece[0]] == -1, -fed.prompt_tokens_B[piece[0]], -len(piece)))
-    filled = 1
+    pieces = [(-fed.of_group(piece), piece) for piece in _pieces(fed, unit, capacity)]
+    heapify(pieces)
+    slices: list[list[int]] = [[] for _ in range(len(unit) // capacity)]
+    emptiest = [(0, i) for i in range(len(slices))]  # by tokens
+    roomiest: list[tuple[int, int]] = []  # by rows
     while pieces:
-        chosen = _fewest_that_sum_to([len(piece) for piece in pieces], filled * capacity)
-        if chosen is None:
-            filled += 1
-            continue
-        together = [row for i in chosen for row in pieces[i]]
-        slices += [together[i : i + capacity] for i in range(0, len(together), capacity)]
-        pieces = [piece for i, piece in enumerate(pieces) if i not in chosen]
+        minus_tokens, piece = heappop(pieces)
+        while emptiest and len(slices[emptiest[0][1]]) + len(piece) > capacity:
+            _, i = heappop(emptiest)
+            heappush(roomiest, (len(slices[i]), i))
+        heap = emptiest or roomiest
+        tokens, i = heap[0]
+        room = capacity - len(slices[i])
+        if room < len(piece):
+            piece, rest = _cut(piece, room)
+            heappush(pieces, (-fed.of_group(rest), rest))
+        slices[i] += piece
+        if room == len(piece):
+            heappop(heap)
+        else:
+            heapreplace(heap, (tokens - minus_tokens if emptiest else len(slices[i]), i))
     return slices
 
 
-def _fewest_that_sum_to(sizes: list[int], total: int) -> list[int] | None:
-    """Indices of as few of `sizes` as sum to `total`, ascending."""
-    best: list[list[int] | None] = [[], *[None] * total]
-    met: dict[int, int] = defaultdict(int)
-    for i, size in enumerate(sizes):
-        met[size] += size
-        if met[size] > total:  # so many of one size cannot be among them
-            continue
-        for reached in range(total, size - 1, -1):
-            without = best[reached - size]
-            known = best[reached]
-            if without is not None and (known is None or len(without) + 1 < len(known)):
-                best[reached] = [*without, i]
-    return best[total]
+def _pieces(fed: FedTokens, unit: list[int], capacity: int) -> Iterator[list[int]]:
+    """The groups of a unit, those with more than `capacity` rows cut; the longest rows of each piece first."""
+    longest_first = sorted(unit, key=lambda row: -fed.own_tokens_B[row])
+    for group in fed.by_prompt(longest_first).values():
+        full, rest = divmod(len(group), capacity)
+        if rest:
+            piece, group = _cut(group, rest)
+            yield piece
+        rounds = [group[i : i + full] for i in range(0, len(group), max(full, 1))]
+        rounds[1::2] = [rows[::-1] for rows in rounds[1::2]]  # a piece gets a long row in one and a short in the next
+        yield from map(list, zip(*rounds, strict=True))
 
 
-def _balance(fed: FedTokens, slices: list[list[int]]) -> None:
-    """Exchange rows between the largest slice and another as long as that makes the larger of the two smaller."""
-    tokens = [fed.of_rows(rows) for rows in slices]
-    while True:
-        largest = max(range(len(slices)), key=tokens.__getitem__)
-        for other in sorted(range(len(slices)), key=tokens.__getitem__):
-            gap = tokens[largest] - tokens[other]
-            exchange = _best_exchange(fed, slices[largest], slices[other], gap) if gap > 1 else None
-            if exchange is not None:
-                break
-        else:
-            return
-        out, back = exchange
-        for to, gone, come in ((largest, out, back), (other, back, out)):
-            slices[to] = [row for row in slices[to] if row not in gone] + list(come)
-            tokens[to] = fed.of_rows(slices[to])
-
-
-def _best_exchange(
-    fed: FedTokens, large: list[int], small: list[int], gap: int
-) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Equally many rows of each, whose exchange brings the two slices nearest: whole groups, or rows of one group."""
-    in_large, in_small = fed.by_prompt(large), fed.by_prompt(small)
-    candidates: list[tuple[int, Sequence[int], Sequence[int]]] = []
-    for prompt, group in in_large.items():
-        if prompt in in_small:
-            candidates += [
-                (fed.own_tokens_B[a] - fed.own_tokens_B[b], (a,), (b,)) for a in group for b in in_small[prompt]
-            ]
-            continue
-        candidates += [
-            (fed.of_group(group) - fed.of_group(theirs), group, theirs[: len(group)])
-            for other, theirs in in_small.items()
-            if (len(theirs) == len(group) and other not in in_large) or (other == -1 and len(theirs) >= len(group))
-        ]
-    better = [candidate for candidate in candidates if 0 < candidate[0] < gap]
-    if not better:
-        return None
-    _, out, back = min(better, key=lambda candidate: abs(gap - 2 * candidate[0]))
-    return out, back
+def _cut(rows: list[int], count: int) -> tuple[list[int], list[int]]:
+    """`count` of `rows`, which are sorted by length, and the others: each about as long on average."""
+    chosen = {(2 * i + 1) * len(rows) // (2 * count) for i in range(count)}
+    return [rows[i] for i in sorted(chosen)], [row for i, row in enumerate(rows) if i not in chosen]

@@ -3,7 +3,8 @@
 Dimensions: B rows of a micro-batch, R fed rows, C completion tokens.
 """
 
-import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +19,20 @@ from .rows import ScoredTokens, tokens_of
 class Parts:
     """A micro-batch's scored tokens in parts, each of which is one forward.
 
+    Iterating makes one part after the other: each has a mask of the whole micro-batch.
+
     Args:
         whole (`ScoredTokens`): of the micro-batch.
-        parts (`list[ScoredTokens]`): no two score one row; together they score all that `whole` does.
+        rows (`list[list[int]]`): the rows of each part, ascending; all fed rows, each once. A part without rows feeds
+            one, and scores nothing.
     """
 
     whole: ScoredTokens
-    parts: list[ScoredTokens]
+    rows: list[list[int]]
 
     @classmethod
     def of(cls, batch: dict[str, Any], scored: ScoredTokens, budget: int, *, packed: bool, shared: bool) -> "Parts":
-        """In about as few parts as can be, balanced, a prompt's rows in one where there is room.
+        """In few parts, a prompt's rows in one where there is room.
 
         A row with more tokens than the budget is alone.
 
@@ -38,48 +42,54 @@ class Parts:
             shared (`bool`): whether rows of a part feed a prompt that they have in common once.
         """
         fed = FedTokens.of(batch, scored, packed=packed, shared=shared)
-        items: list[list[int]] = []
+        pieces: list[list[int]] = []
         for group in fed.by_prompt(scored.rows_R.tolist()).values():
-            fits = fed.of_rows(group) <= budget
-            items += [group] if fits else _spread(fed, [[row] for row in group], budget)
-        return cls(scored, [_of_rows(scored, rows) for rows in _spread(fed, items, budget)])
+            prompt_tokens = fed.prompt_tokens_B[group[0]]
+            own_tokens = [(fed.own_tokens_B[row], [row]) for row in group]
+            pieces += _best_fit(own_tokens, budget - prompt_tokens)
+        parts = _best_fit([(fed.of_group(piece), piece) for piece in pieces], budget)
+        return cls(scored, [sorted(rows) for rows in parts])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[ScoredTokens]:
+        rows_R, tokens_BC = self.whole.rows_R, self.whole.tokens_BC
+        for rows in self.rows:
+            part_R = torch.tensor(rows, dtype=rows_R.dtype, device=rows_R.device)
+            kept_BC = torch.zeros_like(tokens_BC).index_copy(0, part_R, tokens_BC[part_R])
+            yield ScoredTokens(part_R if rows else rows_R[:1], kept_BC)
 
     def at_least(self, count: int) -> "Parts":
         """With parts before them that feed one row, and score nothing, so that there are `count`."""
-        nothing = ScoredTokens(self.whole.rows_R[:1], torch.zeros_like(self.whole.tokens_BC))
-        return Parts(self.whole, [nothing] * (count - len(self.parts)) + self.parts)
+        return Parts(self.whole, [[]] * (count - len(self)) + self.rows)
 
     def tokens_left_out(self, batch: dict[str, Any]) -> int:
         """How many tokens of `batch`, padding included, are in no part; less than 0 where rows are fed again."""
         rows = len(self.whole.tokens_BC)
-        return tokens_of(batch) // rows * (rows - sum(len(part.rows_R) for part in self.parts))
+        return tokens_of(batch) // rows * (rows - sum(len(part) or 1 for part in self.rows))
 
     def joined(self, values: list[Tensor]) -> Tensor:
-        """The `(R, C)` of the whole, from those of the parts; what was scored is in their graph."""
-        values_BC = [part.spread(value) for part, value in zip(self.parts, values, strict=True)]
-        return torch.stack(values_BC).sum(dim=0)[self.whole.rows_R]
+        """The `(R, C)` of the whole, from those of the parts, in whose graph it is."""
+        scored = [value for value, rows in zip(values, self.rows, strict=True) if rows]
+        order_R = torch.tensor([row for rows in self.rows for row in rows], device=self.whole.rows_R.device)
+        return torch.cat(scored)[order_R.argsort()]
 
 
-def _of_rows(scored: ScoredTokens, rows: list[int]) -> ScoredTokens:
-    rows_R = torch.tensor(sorted(rows), device=scored.rows_R.device)
-    kept_B = torch.zeros_like(scored.tokens_BC[:, 0]).index_fill(0, rows_R, True)
-    return ScoredTokens(rows_R, scored.tokens_BC & kept_B.unsqueeze(1))
-
-
-def _spread(fed: FedTokens, items: list[list[int]], budget: int) -> list[list[int]]:
-    """`items`, rows that stay together, in as few parts as are found: the largest first, where there is least."""
-    items = sorted(items, key=fed.of_rows, reverse=True)
-    everything = fed.of_rows([row for item in items for row in item])
-    for count in range(min(math.ceil(everything / budget), len(items)), len(items)):
-        parts: list[list[int]] = [[] for _ in range(count)]
-        tokens = [0] * count
-        for item in items:
-            least = tokens.index(min(tokens))
-            parts[least] += item
-            tokens[least] = fed.of_rows(parts[least])
-        if all(fed.of_rows(part) <= budget for part in parts):
-            return parts
-    return items
+def _best_fit(items: list[tuple[int, list[int]]], budget: int) -> list[list[int]]:
+    """Rows that stay together, with their tokens, in few parts: the largest first, where it leaves the least room."""
+    rooms: list[tuple[int, int]] = []
+    parts: list[list[int]] = []
+    for tokens, rows in sorted(items, key=lambda item: -item[0]):
+        at = bisect_left(rooms, (tokens, 0))
+        if at == len(rooms):
+            room, part = budget, len(parts)
+            parts.append([])
+        else:
+            room, part = rooms.pop(at)
+        parts[part] += rows
+        insort(rooms, (room - tokens, part))
+    return parts
 
 
 def check_gradients_alike(of_parts: list[Tensor], of_last: Tensor) -> None:

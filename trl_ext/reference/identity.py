@@ -8,7 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-_VERSIONS = ("torch", "transformers", "peft", "trl_ext")
+from ..version import __version__
+
+_VERSIONS = ("torch", "transformers", "peft")
 
 
 def identity_facts(weights_hash: str, config: dict[str, Any], **computed_with: Any) -> dict[str, Any]:
@@ -19,7 +21,7 @@ def identity_facts(weights_hash: str, config: dict[str, Any], **computed_with: A
         config (`dict`): from `ReferenceWeights.config`.
         computed_with (`Any`): head, mixed precision, device type, kernels.
     """
-    versions = {name: version(name) for name in _VERSIONS}
+    versions = {**{name: version(name) for name in _VERSIONS}, "trl_ext": __version__}
     return {"weights": weights_hash, "config": config, "computed_with": computed_with, "versions": versions}
 
 

@@ -50,10 +50,9 @@ def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: HeadRows) -> None:
         expected = with_gradients(module(own), own)
         dtype = operand_dtype(other, rows.weight)
         term, accumulate = adapter.low_rank(other, rows.weight), statistics_dtype(dtype)
-        down, up, up_dtype = term or (None, None, dtype)
         product = dense_logits(
-            *(Operands(other, rows.weight, rows.bias, down, up, adapter.rows), LogitTransform(), dtype, accumulate),
-            up_dtype=up_dtype,
+            *(Operands.of(other, rows.weight, rows.bias, term, adapter.rows), LogitTransform(), dtype, accumulate),
+            up_dtype=dtype if term is None else term.dtype,
             replaced=adapter.replaced(),
         )
         found = with_gradients(product, other)

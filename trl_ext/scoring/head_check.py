@@ -193,8 +193,7 @@ def _by_the_tiled_head(
         up_dtype=w.dtype if term is None else term.dtype,
         replaced=replaced,
     )
-    down, up = (None, None) if term is None else (term.down, term.up)
-    x = Operands(h, w, b, down, up, adapter.rows)
+    x = Operands.of(h, w, b, term, adapter.rows)
     scored = tiled_log_probs(head, x, sample.targets_n, entropy_requires_grad=entropy_requires_grad)
     log_probs, entropy, mean_log_probs = (sample.part.own(x) for x in sample.upstream_M)
     trained = _trained(h, w, b, adapter)
@@ -216,8 +215,7 @@ def _by_definition(
     h, w, b, adapter = _inputs(sample, rows, part.gathered(sample.hidden_nH))
     dtype, replaced = operand_dtype(h, w), adapter.replaced()
     term = adapter.low_rank(h, w, torch.float64)
-    down, up = (None, None) if term is None else (term.down, term.up)
-    x = Operands(h, w, b, down, up, adapter.rows)
+    x = Operands.of(h, w, b, term, adapter.rows)
     up_dtype = dtype if term is None else term.dtype
     weights = [w] if spread is None or len(spread.blocks) == 1 else [block[1] for block in spread.blocks]
     logits_Mv = torch.cat(

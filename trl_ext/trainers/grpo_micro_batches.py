@@ -73,9 +73,12 @@ class MicroBatchesMixin(GRPOPassesMixin):
         if self.plan.max_tokens is None or not self._in_training_step or not torch.is_grad_enabled():
             return super()._policy_pass(model, inputs, scored, num_items_in_batch)
         parts = self._parts(inputs, scored)
-        *earlier, last = parts.parts
-        passes = [self._trained_part(model, inputs, part, num_items_in_batch) for part in earlier]
-        passes.append(self._run_pass(model, inputs, last, compute_entropy=True)[:2])
+        passes = [
+            self._run_pass(model, inputs, part, compute_entropy=True)[:2]
+            if number == len(parts)
+            else self._trained_part(model, inputs, part, num_items_in_batch)
+            for number, part in enumerate(parts, 1)
+        ]
         log_probs_RC, entropies_RC = (parts.joined([found[i] for found in passes]) for i in range(2))
         return log_probs_RC, entropies_RC, None
 
@@ -102,7 +105,7 @@ class MicroBatchesMixin(GRPOPassesMixin):
         if self.plan.max_tokens is None or self._mode == "eval":
             return super()._unrecorded_log_probs(model, inputs, scored)
         parts = self._parts(inputs, scored)
-        return parts.joined([self._run_pass(model, inputs, part)[0] for part in parts.parts])
+        return parts.joined([self._run_pass(model, inputs, part)[0] for part in parts])
 
     def _parts(self, inputs: dict[str, Any], scored: ScoredTokens) -> Parts:
         """As many on every rank: each of them runs a forward, and some models exchange weights in it."""
@@ -115,7 +118,7 @@ class MicroBatchesMixin(GRPOPassesMixin):
             shared=packing.share_in_training,
         )
         accelerator: Any = self.accelerator  # type: ignore[attr-defined]
-        counts = accelerator.gather(torch.tensor([len(parts.parts)], device=accelerator.device))
+        counts = accelerator.gather(torch.tensor([len(parts)], device=accelerator.device))
         parts = parts.at_least(int(counts.max()))
         self._skipped_tokens += parts.tokens_left_out(inputs)
         return parts

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
-from ..compat import GRPOInternals, unrecorded_pass
+from ..compat import CORRECTS_TRUNCATED_SAMPLING, GRPOInternals, unrecorded_pass
 from ..dropout import has_dropout
 from ..packing import trains_expert_modules
 from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
@@ -81,7 +81,7 @@ class GRPOPassesMixin(
                 if corrected
                 else None,
                 sampler_gives_log_probs=trainer.use_vllm or trainer.rollout_func is not None,
-                truncated_sampling=_truncated_sampling(args),
+                truncated_sampling=() if CORRECTS_TRUNCATED_SAMPLING else _truncated_sampling(args),
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
                 shares_prompts=self._packing_plan().share_in_training,
                 optimizer=OptimizerNames(args.optim).value,
@@ -218,7 +218,7 @@ class GRPOPassesMixin(
     ) -> Tensor:
         """TRL's loss of a micro-batch, on what the visit found."""
         given, scored = visit.given_to_loss(inputs), [visit.policy_BC, visit.entropies_BC]
-        if visit.policy_BC.size(1) == 1 and not self.plan.score_tools:  # a loss of the user's own gets what TRL gives it
+        if visit.policy_BC.size(1) == 1 and not self.plan.score_tools:  # a user's own loss gets what TRL gives it
             given, scored = with_padding(given, *scored)
         with self._answered_by(model, given, (*scored, aux_loss)):
             loss: Tensor = super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]

@@ -29,7 +29,6 @@ class TileWork(Protocol):
         coefficients: Coefficients,
         tile: Tile,
         targets: Tensor,
-        unit: Tensor,
         *,
         bracket: torch.dtype | None,
         whole: torch.dtype | None,

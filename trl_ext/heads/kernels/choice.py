@@ -31,6 +31,8 @@ def why_not_triton(device: torch.device) -> str | None:
     try:
         off_by = _difference(device)
         wrong = None if off_by < 1e-4 else f"on {device} its kernels are off by {off_by:.1e} from torch's results"
+    except torch.OutOfMemoryError:
+        raise  # the next time there may be memory
     except Exception as error:  # whatever the compiler, the driver or a missing C compiler may raise
         wrong = f"on {device} its kernels fail: {type(error).__name__}: {error}"
     if wrong is not None:
@@ -73,6 +75,6 @@ def _numbers(work: "TorchWork | TritonWork", transform: LogitTransform, device: 
     numbers = (statistics.max, statistics.sum_exp, statistics.target_logit, results.entropy)
     upstream = Upstream(given[:, 0], given[:, 1])
     coefficients = Coefficients(*numbers, upstream, transform, 2 * width)
-    whole = {"bracket": torch.float32, "whole": torch.float32}
-    found += [*results, *work.gradient(coefficients, again, targets, coefficients.unit(), **whole)]
+    coefficients.use_unit(coefficients.unit())
+    found += [*results, *work.gradient(coefficients, again, targets, bracket=torch.float32, whole=torch.float32)]
     return [x.double().cpu() for x in found if x is not None]

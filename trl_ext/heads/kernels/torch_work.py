@@ -48,12 +48,11 @@ class TorchWork:
         coefficients: Coefficients,
         tile: Tile,
         targets: Tensor,
-        unit: Tensor,
         *,
         bracket: torch.dtype | None,
         whole: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The bracket of a tile, and the whole gradient of its products in units of `unit`, each in its dtype.
+        """The bracket of a tile, and the whole gradient of its products in the coefficients' unit, each in its dtype.
 
         Either of shape (n, v), None where no dtype is given. `targets` (n,) are class ids.
         """
@@ -65,7 +64,7 @@ class TorchWork:
             return result, None
         if result is of_others:
             of_others = logits.copy_(of_others)
-        return result, coefficients.with_target_(tile.tokens, local, of_others, unit).to(whole)
+        return result, coefficients.with_target_(tile.tokens, local, of_others).to(whole)
 
     def _logits(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """The logits in the place of the product, and a buffer of their shape."""

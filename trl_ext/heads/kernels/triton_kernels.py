@@ -121,16 +121,14 @@ def gradient(
     slope_of_surprise_ptr,
     scale_ptr,
     same_for_all_ptr,
-    row_factor_ptr,
-    target_ptr,
-    unit_ptr,  # one fp32 number
+    whole_factor_ptr,
+    whole_target_ptr,
     bracket_ptr,  # (n, width), out
     whole_ptr,  # (n, width), out
     start,
     width,
     scale,
     cap,
-    slope,
     HAS_BIAS: tl.constexpr,
     CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
@@ -139,7 +137,7 @@ def gradient(
     WHOLE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write a row's bracket, and the whole gradient of its products in units of `unit`: see `Coefficients`."""
+    """Write a row's bracket, and the whole gradient of its products: see `Coefficients`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
@@ -152,12 +150,10 @@ def gradient(
         bracket *= shifted * tl.load(slope_of_surprise_ptr + row) + tl.load(offset_ptr + row)
     if MEAN:
         bracket = bracket * tl.load(scale_ptr + row) + tl.load(same_for_all_ptr + row)
-    bracket *= bend * slope
+    bracket *= bend
     if BRACKET:
         others = tl.where(is_target, 0.0, bracket).to(bracket_ptr.dtype.element_ty)
         tl.store(bracket_ptr + row * width + columns, others, mask=inside)
     if WHOLE:
-        unit = tl.load(unit_ptr)
-        target = tl.load(target_ptr + row) / unit
-        whole = tl.where(is_target, target, bracket * (tl.load(row_factor_ptr + row) / unit))
+        whole = tl.where(is_target, tl.load(whole_target_ptr + row), bracket * tl.load(whole_factor_ptr + row))
         tl.store(whole_ptr + row * width + columns, whole.to(whole_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,117 @@
+"""Micro-batches are planned in about n log n steps for n rows, and parts need the memory of one part at a time.
+
+Steps are the interpreter's instructions, so a test does not depend on the machine.
+"""
+
+import random
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trl_ext.passes.micro_batches import FedTokens, grouped_order
+from trl_ext.passes.parts import Parts
+from trl_ext.passes.rows import ScoredTokens
+
+
+def instructions(call: Callable[[], Any]) -> int:
+    """How many instructions of Python `call` runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += event == "opcode"
+        return trace
+
+    held = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(held)
+    return count
+
+
+def assert_grows_as_n_log_n(call_with: Callable[[int], Callable[[], Any]], rows: int) -> None:
+    few, many = (instructions(call_with(n)) for n in (rows, 4 * rows))
+    assert many < 5 * few
+
+
+def shuffled_groups(rows: int, size: int, dead: float = 0.0) -> FedTokens:
+    """Groups of `size` rows, some dead, with prompts and completions of many lengths."""
+    draw = random.Random(0)
+    prompt_B = [-1 if draw.random() < dead else row // size for row in range(rows)]
+    lengths = [draw.randint(1, 2000) for _ in range(rows)]
+    own_B = [0 if prompt == -1 else int(draw.lognormvariate(5, 1)) for prompt in prompt_B]
+    order = draw.sample(range(rows), rows)
+    prompt_tokens_B = [lengths[prompt] for prompt in prompt_B]
+    return FedTokens(*([values[row] for row in order] for values in (prompt_B, prompt_tokens_B, own_B)))
+
+
+SHAPES: dict[str, Callable[[int], tuple[FedTokens, int]]] = {
+    "8 slices": lambda rows: (shuffled_groups(rows, 8), rows // 8),
+    "groups are cut": lambda rows: (shuffled_groups(rows, 6), 8),
+    "groups of many sizes": lambda rows: (shuffled_groups(rows, 8, dead=0.4), 16),
+    "one group": lambda rows: (shuffled_groups(rows, rows), 4),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_four_times_the_rows_are_ordered_in_about_four_times_the_steps(name: str) -> None:
+    def call_with(rows: int) -> Callable[[], Any]:
+        fed, capacity = SHAPES[name](rows)
+        return lambda: grouped_order(fed, rows_of_a_slice=capacity, slices_of_a_unit=rows // capacity)
+
+    assert_grows_as_n_log_n(call_with, 192)
+
+
+def micro_batch(rows: int, prompts: int) -> tuple[dict[str, torch.Tensor], ScoredTokens]:
+    generator = torch.Generator().manual_seed(0)
+    prompt_ids = torch.arange(prompts).repeat_interleave(rows // prompts).unsqueeze(1)
+    lengths_B = torch.randint(1, 17, (rows, 1), generator=generator)
+    batch = {"prompt_ids": prompt_ids, "prompt_mask": torch.ones_like(prompt_ids)}
+    return batch, ScoredTokens(torch.arange(rows), torch.arange(16) < lengths_B)
+
+
+@pytest.mark.parametrize("group", [1, 4, None])
+@pytest.mark.parametrize("budget", [1, 40])
+def test_four_times_the_rows_are_cut_in_about_four_times_the_steps(group: int | None, budget: int) -> None:
+    def call_with(rows: int) -> Callable[[], Any]:
+        batch, scored = micro_batch(rows, rows // (group or rows))
+        return lambda: Parts.of(batch, scored, budget, packed=True, shared=True)
+
+    assert_grows_as_n_log_n(call_with, 192)
+
+
+class _Largest(TorchDispatchMode):
+    """The elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_parts_need_the_memory_of_one_at_a_time() -> None:
+    batch, scored = micro_batch(32, 8)
+    with _Largest() as largest:
+        parts = Parts.of(batch, scored, 40, packed=True, shared=True)
+        made: list[weakref.ref[torch.Tensor]] = []
+        values = []
+        for part in parts:
+            assert all(mask() is None for mask in made)
+            made.append(weakref.ref(part.tokens_BC))
+            values.append(part.tokens_BC[part.rows_R].float())
+        joined_RC = parts.joined(values)
+    assert len(parts) > 4
+    assert torch.equal(joined_RC, scored.tokens_BC.float())
+    assert largest.elements == scored.tokens_BC.numel()

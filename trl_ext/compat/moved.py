@@ -1,0 +1,135 @@
+"""Whether releases of TRL and transformers that no test has run on still have the names that this package uses.
+
+The names are in `names.py`, with the parameters of each function. What is found is kept in the user's cache folder:
+looking takes as long as importing TRL's trainers, and reading takes milliseconds.
+"""
+
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+import uuid
+import warnings
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from ..version import __version__
+from .names import NAMES
+
+_MISSING = object()
+
+
+def check_untested(found: Mapping[str, str], tested: Mapping[str, SpecifierSet]) -> None:
+    """Warn that the releases are untested, once in a launch.
+
+    Args:
+        found (`Mapping[str, str]`): the version of each package.
+        tested (`Mapping[str, SpecifierSet]`): the versions of each that the tests run on.
+
+    Raises:
+        `ImportError`: a name has moved; the message lists all that have.
+    """
+    lines = _kept(found)
+    untested = " and ".join(f"{name} {found[name]}" for name in found if found[name] not in tested[name])
+    known = " and ".join(f"{name}{versions}" for name, versions in tested.items())
+    if lines:
+        raise ImportError(
+            f"trl_ext {__version__} does not work with {untested}, where internals that it uses have moved. Install "
+            f"{known}, or a later trl_ext. Moved:\n" + "\n".join(f"- {line}" for line in lines)
+        )
+    if os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"trl_ext {__version__} is not tested with {untested}, but with {known}. Every internal name that it uses "
+            "is unchanged, so it goes on. A later trl_ext may be tested with it.",
+            stacklevel=2,
+        )
+
+
+def moved(names: Mapping[str, Mapping[str, tuple[str, ...]]] = NAMES) -> list[str]:
+    """Which of the names are gone or take other parameters, a line for each."""
+    return [line for owner, of_owner in names.items() for line in _moved(owner, of_owner)]
+
+
+def parameters_of(owner: Any, name: str) -> str | None:
+    """The parameters of a function or of a dataclass; `""` for other names, and `None` for those that are not there.
+
+    Args:
+        owner (`Any`): a module or a class. A class also has what its source calls `self.name`, and each quoted word.
+    """
+    held = inspect.getattr_static(owner, name, _MISSING) if inspect.isclass(owner) else getattr(owner, name, _MISSING)
+    if inspect.isfunction(held) or (inspect.isclass(held) and is_dataclass(held)):
+        plain = [
+            x.replace(annotation=x.empty, default=x.default if x.default is x.empty else ...)
+            for x in inspect.signature(held).parameters.values()
+        ]
+        return str(inspect.Signature(plain)).replace("Ellipsis", "...")
+    return "" if held is not _MISSING or name in _named_in(owner) else None
+
+
+def _moved(owner: str, names: Mapping[str, tuple[str, ...]]) -> list[str]:
+    module_name, _, class_name = owner.partition(":")
+    place = owner.replace(":", ".")
+    try:
+        found: Any = importlib.import_module(module_name)
+        found = getattr(found, class_name) if class_name else found
+    except (ImportError, AttributeError):
+        return [f"`{place}` is gone, with {', '.join(f'`{name}`' for name in names)}"]
+    lines = []
+    for name, accepted in names.items():
+        parameters = parameters_of(found, name)
+        if parameters is None or (accepted and not parameters):  # or is called, and no method any more
+            lines.append(f"`{place}` has no `{name}`")
+        elif accepted and parameters not in accepted:
+            lines.append(f"`{place}.{name}` takes `{parameters}`, and took `{accepted[-1]}`")
+    return lines
+
+
+@cache
+def _named_in(owner: Any) -> frozenset[str]:
+    """What the source of a class, and of what it is made of, calls `self.name`; and each of its quoted words."""
+    if not inspect.isclass(owner):
+        return frozenset()
+    modules = {cls.__module__ for cls in owner.__mro__} - {"builtins"}
+    source = "\n".join(inspect.getsource(sys.modules[name]) for name in modules)
+    return frozenset(re.findall(r"\bself\.(\w+)", source)) | frozenset(re.findall(r'"\w+"', source))
+
+
+def _kept(found: Mapping[str, str]) -> list[str]:
+    """What `moved` finds, from the user's cache folder where it has been found before."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "trl_ext"
+    path = folder / f"moved-{_fingerprint(found)}.json"
+    try:
+        lines = json.loads(path.read_text())
+        if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
+            return lines
+    except (OSError, ValueError):
+        pass
+    lines = moved()
+    unfinished = folder / f"{uuid.uuid4().hex}.unfinished"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(lines))
+        unfinished.replace(path)
+    except OSError:
+        pass  # the next import looks again
+    return lines
+
+
+def _fingerprint(found: Mapping[str, str]) -> str:
+    """Another one where a version, a file of TRL or of transformers' trainer, or the list of names is another."""
+    told: list[Any] = [dict(found), NAMES]
+    for package, pattern in (("trl", "**/*.py"), ("transformers", "*.py")):
+        spec = find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            stats = {str(path): path.stat() for path in Path(folder).glob(pattern)}
+            told.append(sorted((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()))
+    return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
