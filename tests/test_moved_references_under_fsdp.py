@@ -68,9 +68,15 @@ def refused(rank: Rank, words: str, **options: Any) -> None:
 
 COPIED = r"needs a copy of `.*lora_A.*`, .* partitioned by FSDP1\. Use another engine \(.*FSDP2\)"
 STALE = r"`sync_ref_model=True` under FSDP1: .* \(`fsdp_version: 2`\)"
+TRAINS: dict[str, dict[str, Any]] = {
+    "dpo-full": {},
+    "dpo-lora": {"lora": "fresh"},
+    "grpo-full": {"kind": "grpo"},
+    "grpo-lora": {"kind": "grpo", "lora": "fresh"},
+}
 CASES: dict[str, Any] = {
     "full": partial(change, **MOVES),
-    "lora": partial(change, lora="fresh"),
+    **{f"trains-{name}": partial(change, **options) for name, options in TRAINS.items()},
     "refused-fresh": partial(refused, words=COPIED, lora="fresh", **MOVES),
     "refused-grpo": partial(refused, words=COPIED, kind="grpo", lora="fresh", **MOVES),
     "refused-named": partial(refused, words=COPIED, lora="mine"),
@@ -83,10 +89,10 @@ CASES: dict[str, Any] = {
 def test_fsdp1_refuses_what_would_not_move_and_trains_the_rest(tmp_path: Path):
     Workshop(tmp_path).model("untied")
     (tmp_path / "ranks").mkdir()
-    cases = ["lora", *(case for case in CASES if case.startswith("refused"))]
-    found = run_on_ranks(__file__, cases, "fsdp1", tmp_path / "ranks")
-    alone = change(None, tmp_path / "alone", lora="fresh")
-    assert max(far(of_rank, alone) for of_rank in found["lora"]) <= 1e-5
+    found = run_on_ranks(__file__, [case for case in CASES if case != "full"], "fsdp1", tmp_path / "ranks")
+    for name, options in TRAINS.items():
+        alone = change(None, tmp_path / "alone", **options)
+        assert max(far(of_rank, alone) for of_rank in found[f"trains-{name}"]) <= 1e-5, name
 
 
 @pytest.mark.slow
