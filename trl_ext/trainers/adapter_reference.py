@@ -152,11 +152,14 @@ class AdapterReferenceMixin(PolicyInFolder):
     def _refuse_what_cannot_be_copied(self, own: OwnReference) -> None:
         trainer: Any = self
         plugin = trainer.accelerator.state.deepspeed_plugin
-        if own.copies and plugin is not None and plugin.zero_stage == 3:
+        engine = "ZeRO-3" if plugin is not None and plugin.zero_stage == 3 else None
+        if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+            engine = "FSDP1"
+        if own.copies and engine is not None:
             raise ValueError(
                 f"The reference needs a copy of `{own.copies[0]}`, which is trained and would be partitioned by "
-                "ZeRO-3. Use another engine (ZeRO-2, FSDP2); or train a fresh adapter (`peft_config`) or one that is "
-                'called "default", without a `bias`, and with `sync_ref_model=False`.'
+                f"{engine}. Use another engine (ZeRO-2, FSDP2); or train a fresh adapter (`peft_config`) or one that "
+                'is called "default", without a `bias`, and with `sync_ref_model=False`.'
             )
         if own.moves and trainer.tensor_parallel is not None:
             raise ValueError(

@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 
 from ..engines.asked import Asked, asked
 from ..engines.fallback import fallback
+from ..engines.reentrant import check_checkpointing
 from ..engines.running import running
 from ..passes import Decision
 
@@ -57,4 +58,6 @@ class _EngineCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.check_engine(self.trainer.model_wrapped)  # type: ignore[attr-defined]
+        wrapped = self.trainer.model_wrapped  # type: ignore[attr-defined]
+        self.trainer.check_engine(wrapped)
+        check_checkpointing(wrapped)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import trl
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from ..reference import load_moved, save_moved
@@ -19,7 +20,7 @@ class MovedReferenceMixin:
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__(*positional, **keywords)
-        self.add_callback(_ResumesReference(self))  # type: ignore[attr-defined]
+        self.add_callback(_MovesAndResumes(self))  # type: ignore[attr-defined]
 
     def _moved_reference(self) -> Any:
         """The reference model, where a callback moves it."""
@@ -39,13 +40,18 @@ class MovedReferenceMixin:
             save_moved(reference, folder, writes=args.should_save)
 
 
-class _ResumesReference(TrainerCallback):
+class _MovesAndResumes(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         folder, reference = trainer._resumes_from, trainer._moved_reference()
+        if reference is not None and trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+            raise ValueError(
+                "`sync_ref_model=True` under FSDP1: FSDP1 keeps gathered weights of the reference between passes, so "
+                "it would not follow the policy. Use FSDP2 (`fsdp_version: 2`), or set `sync_ref_model=False`."
+            )
         if folder is None or reference is None:
             return
         loaded = not trainer._is_partitioned() and load_moved(reference, folder)
@@ -55,3 +61,11 @@ class _ResumesReference(TrainerCallback):
                 "TRL, of ZeRO-3 or with `save_only_model`: the reference begins again where it began, so training "
                 "goes on otherwise than it would have."
             )
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        reference = self.trainer._moved_reference()
+        if reference is None or (state.global_step + 1) % args.ref_model_sync_steps:
+            return
+        for module in reference.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # with `reshard_after_forward=False` it is gathered, and the policy is not

@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 
 from ..compat import TensorParallelInternals, adapters_made_by
 from ..engines.partial_gradients import sum_gradients_once
-from ..engines.split_lora import check_adapter, complete_adapters, draw_adapters
+from ..engines.split_lora import complete_adapters, make_adapter
 from ..engines.tensor_parallel import TensorParallel
 from .counted_once import CountedOnceMixin
 
@@ -68,7 +68,4 @@ def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywor
     ranks = TensorParallel.of(model)
     if ranks is None:
         return make(model, config, *positional, **keywords)
-    check_adapter(config, ranks)
-    made = make(model, config, *positional, **keywords)
-    draw_adapters(made, ranks)
-    return made
+    return make_adapter(make, model, config, ranks, *positional, **keywords)
