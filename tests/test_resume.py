@@ -14,7 +14,7 @@ import pytest
 import torch
 import trl
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import trl_ext
 from nursery import Nursery
@@ -392,3 +392,17 @@ def test_experts_are_those_of_the_checkpoint(best: bool, workshop: Workshop, tmp
     resumed = build("dpo", trl_ext, workshop.model("experts"), tmp_path, **changes)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert same(weights(resumed), weights(trainer))
+
+
+def test_a_head_in_fp32_keeps_its_digits(workshop: Workshop, tmp_path: Path):
+    """Experts are loaded by `from_pretrained`, in a model of bf16 whose head `cast_lm_head_to_fp32` keeps in fp32."""
+    changes: dict[str, Any] = {"max_steps": 2, "learning_rate": 0.3, "optim": "sgd", "cast_lm_head_to_fp32": True}
+    trainers = []
+    for resumes in (False, True):
+        policy = AutoModelForCausalLM.from_pretrained(workshop.model("experts"), dtype=torch.bfloat16)
+        trainer = build("grpo", trl_ext, policy, tmp_path, **changes)
+        trainer.train(resume_from_checkpoint=resumes)
+        trainers.append(trainer)
+    through, resumed = map(weights, trainers)
+    assert {x.dtype for x in resumed.values()} == {torch.bfloat16, torch.float32}
+    assert same(resumed, through)

@@ -132,7 +132,8 @@ class ReferenceGiven:
         """Log-probs of shape `(rows, S - 1)` from one pass of `model`, with the reference's adapter on, or none."""
         labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
         inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
-        if self.aux_loss_enabled:
+        text_config = self.accelerator.unwrap_model(model).config.get_text_config()
+        if self.aux_loss_enabled and hasattr(text_config, "output_router_logits"):
             inputs["output_router_logits"] = True  # the policy's pass runs on every token then, so this one does too
         with self.reference_pass(), self.accelerator.autocast():
             scored = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))

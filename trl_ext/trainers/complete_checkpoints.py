@@ -175,11 +175,11 @@ class CompleteCheckpointsMixin:
             on_ranks = self.accelerator.gather(torch.tensor([state is not None], device=self.accelerator.device))
             is_there = bool(on_ranks.all())
         if not is_there:
-            if self.accelerator.is_main_process:
+            if self.accelerator.is_main_process and not self._is_finished():
                 logger.warning(
                     f"{folder} has no state of the optimizer that can be loaded here: it was written with "
                     "`save_only_model=True`, under another engine or, by tensor parallelism, on other ranks. The "
-                    "optimizer and the learning rate begin again, so training goes on otherwise than it would have."
+                    "optimizer and the learning rate start from scratch, so the result differs from an uninterrupted run."
                 )
         elif self._is_split():
             trainer.optimizer.load_state_dict(state)

@@ -15,7 +15,7 @@ from ..passes.measured import over_scored_rows, statistics
 from ..passes.non_finite import check_first_rewards
 from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, tokens_of
 from ..passes.sampler_ratio import RatioRule, SamplerRatio, sampler_metrics
-from ..passes.visit import Visit, kept_log_probs, prompt_of, sampler_log_probs, with_padding
+from ..passes.visit import KEPT, Visit, kept_log_probs, prompt_of, sampler_log_probs, with_padding
 from .adapter_reference import AdapterReferenceMixin
 from .exact_head import ExactHeadMixin
 from .grpo_pass_arguments import GRPOPassArguments
@@ -124,11 +124,10 @@ class GRPOPassesMixin(
     def _score_as_trl(self, batch: dict[str, Any]) -> None:
         """Add to a generation batch the log-probs that stock TRL adds, of every row."""
         trainer, plan = cast(Any, self), self.plan
-        args, every = trainer.args, every_token(batch, of_tools=True)
-        size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
+        every = every_token(batch, of_tools=True)
         if plan.trl_scores_old_policy and not plan.trust_sampler:
             with unrecorded_pass(self):
-                old_BC = every.spread(self._pass(trainer.model, batch, every, batch_size=size)[0])
+                old_BC = every.spread(self._log_probs_at_generation(trainer.model, batch, every))
             batch["old_per_token_logps"] = old_BC
             if plan.sampler_ratio is not None:
                 formed = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_mask(batch), plan.sampler_ratio)
@@ -136,14 +135,23 @@ class GRPOPassesMixin(
                 self._measure_sampler(formed)
         if plan["reference"].action == "run" and "ref_per_token_logps" not in batch:
             with self.reference_pass():
-                log_probs_BC = every.spread(self._pass(self._reference_model(), batch, every, batch_size=size)[0])
-            batch["ref_per_token_logps"] = log_probs_BC
+                log_probs_RC = self._log_probs_at_generation(self._reference_model(), batch, every)
+            batch["ref_per_token_logps"] = every.spread(log_probs_RC)
+
+    def _log_probs_at_generation(self, model: Any, batch: dict[str, Any], every: ScoredTokens) -> Tensor:
+        if self.plan.max_tokens is not None:
+            return self._unrecorded_log_probs(model, batch, every)
+        args: Any = self.args  # type: ignore[attr-defined]
+        size = args.per_device_train_batch_size if self._mode == "train" else args.per_device_eval_batch_size
+        log_probs: Tensor = self._pass(model, batch, every, batch_size=size)[0]
+        return log_probs
 
     def _loss_bypassed(self) -> None:
         super()._loss_bypassed()
         # What was scored for ours alone lacks rows
         for inputs in {id(x): x for x in self._slices_to_come()}.values():
-            inputs.pop("old_per_token_logps", None)
+            for name in KEPT:
+                inputs.pop(name, None)
             self._score_as_trl(inputs)
 
     def _reference_model(self) -> Any:
@@ -158,7 +166,10 @@ class GRPOPassesMixin(
         self._score_reference([present, *others])
         if self.plan.trust_sampler:
             return
-        if self._sampled_at_step != trainer.state.global_step and "old_per_token_logps" not in present:
+        waiting = [x for x in others if x is not present and "old_per_token_logps" not in x]
+        ends = 0 < trainer.state.max_steps <= trainer.state.global_step + 1
+        needed = [present] if ends else [present, *waiting]
+        if self._sampled_at_step != trainer.state.global_step and any("old_per_token_logps" not in x for x in needed):
             raise RuntimeError(
                 "A micro-batch meets other weights than those it was sampled with, and its old-policy log-probs were "
                 f"not kept: {self._own_loss()} did not call `super().compute_loss(...)` for it, or passed other rows "
@@ -166,16 +177,15 @@ class GRPOPassesMixin(
             )
         if not trainer.accelerator.sync_gradients:
             return
-        waiting = [x for x in others if x is not present and "old_per_token_logps" not in x]
-        if 0 < trainer.state.max_steps <= trainer.state.global_step + 1:
-            for inputs in waiting:  # training ends with this step
+        if ends:
+            for inputs in waiting:
                 self._count_skipped_pass(inputs)
             return
         with unrecorded_pass(self):
             for inputs in waiting:
                 scored = self._policy_tokens(inputs)
                 log_probs_RC = self._unrecorded_log_probs(trainer.model, inputs, scored)
-                inputs["old_per_token_logps"] = kept_log_probs(scored.spread(log_probs_RC), scored.tokens_BC)
+                inputs.update(kept_log_probs(scored.spread(log_probs_RC), scored.tokens_BC))
 
     def _score_reference(self, batches: list[dict[str, Any]]) -> None:
         """Add the reference's log-probs to the batches that lack them.
@@ -196,8 +206,9 @@ class GRPOPassesMixin(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """TRL's own loss, on the log-probs of the passes that the plan has."""
-        self._loss_reached = True
+        self._loss_is_ours()
         self._check_same_rows(inputs["completion_ids"])
+        self._score_reference([inputs])  # a batch that a subclass has buffered itself
         scored = self._policy_tokens(inputs)
         with self._policy_scored_here(self._own_pass() if self.plan.own_pass else None):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items_in_batch)

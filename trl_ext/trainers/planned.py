@@ -10,6 +10,12 @@ from ..passes import Decision, Fed, PackingPlan, Plan, Skipped
 
 logger = logging.getLogger("trl_ext")
 
+# What our `compute_loss` adds to a batch
+_WITHHELD = {
+    *("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
+    *("ref_chosen_logps", "ref_rejected_logps"),
+}
+
 
 class PlannedPassesMixin:
     """Mixed in before a TRL trainer: `_make_plan` decides which log-prob passes run, and `plan` is what was decided.
@@ -20,13 +26,14 @@ class PlannedPassesMixin:
     """
 
     _plan: Plan | None = None
-    _loss_reached: bool | None = None  # whether `compute_loss` of this class ran in the first training step
+    _loss_reached: bool | None = None  # whether our `compute_loss` ran in the first training step
     _bypasses_loss = False
     _scored_elsewhere: str | None = None  # what scores the policy in the place of our forward
     scoring_forwards: list[Any]
     _packing_plan: Callable[[], PackingPlan]
     _engine_decision: Callable[[], Decision]
     _head_decision: Callable[[], Decision]
+    _replaces: Callable[[str], bool]
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         self.skipped, self.fed = Skipped(), Fed()
@@ -89,7 +96,7 @@ class PlannedPassesMixin:
         try:
             loss = super().training_step(*positional, **keywords)  # type: ignore[misc]
         except KeyError as error:
-            if self._loss_reached:
+            if self._loss_reached or not self._replaces("loss") or _WITHHELD.isdisjoint(error.args):
                 raise
             raise RuntimeError(
                 f"{self._own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
@@ -101,6 +108,11 @@ class PlannedPassesMixin:
                 self._scored_elsewhere = f"{self._own_loss()} scores the policy, without `fused_lm_head=True`."
             self._loss_bypassed()
         return loss
+
+    def _loss_is_ours(self) -> None:
+        """Called by our `compute_loss`."""
+        if self._loss_reached is False:
+            self._loss_reached = True
 
     def _own_loss(self) -> str:
         return f"`{type(self).__name__}.compute_loss`"

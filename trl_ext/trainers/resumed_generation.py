@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..checkpoints import SavedGeneration, position_in_data, read_generation, write_generation
+from ..passes.visit import with_scored
 from .grpo_passes import GRPOPassesMixin
 
 logger = logging.getLogger("trl_ext")
@@ -94,7 +95,8 @@ class ResumedGenerationMixin(GRPOPassesMixin):
                     "from the weights of the checkpoint."
                 )
             return
-        self._continue_at(saved.micro_batch, saved.slices)
+        slices = None if saved.slices is None else [with_scored(inputs) for inputs in saved.slices]
+        self._continue_at(saved.micro_batch, slices)
         self._sampled_at_step = saved.sampled_at_step
         self._further_prompts = self._further_prompts_after(saved.further_prompts)
 
@@ -103,7 +105,9 @@ class ResumedGenerationMixin(GRPOPassesMixin):
         if self.args.ignore_data_skip:
             return "with `ignore_data_skip` the epoch begins again"
         if saved is None:
-            return "the checkpoint does not have them, as one of stock TRL, or of fewer processes"
+            return (
+                "the checkpoint does not have them, as one with `save_only_model`, of stock TRL, or of fewer processes"
+            )
         now = self._schedule()
         changed = [f"{x} was {saved.schedule.get(x)} and is {now[x]}" for x in now if now[x] != saved.schedule.get(x)]
         return saved.lost if not changed else "; ".join(changed)

@@ -275,7 +275,7 @@ class StoredReferenceMixin(ReleasedReferenceMixin):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """TRL's own loss, on reference log-probs from where the plan says."""
-        self._loss_reached = True
+        self._loss_is_ours()
         self._check_same_rows(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
         self._fed_is_counted = False
