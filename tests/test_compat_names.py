@@ -87,15 +87,14 @@ def test_that_nothing_has_moved_is_kept(tmp_path: Path, monkeypatch):
 
 def test_a_dependency_that_does_not_load_is_its_own_error(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    original = importlib.import_module
 
     def broken(name: str) -> Any:
         raise ImportError("libcudart.so.12: cannot open shared object file")
 
-    monkeypatch.setattr("importlib.import_module", broken)
-    with pytest.raises(ImportError, match=r"^libcudart\.so\.12"):
-        check_untested(LATER, TESTED)
-    monkeypatch.setattr("importlib.import_module", original)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", broken)
+        with pytest.raises(ImportError, match=r"^libcudart\.so\.12"):
+            check_untested(LATER, TESTED)
     with pytest.warns(UserWarning, match="is not tested"):  # once it is repaired
         check_untested(LATER, TESTED)
 

@@ -151,8 +151,27 @@ def test_the_plan_follows_the_loss_of_training(evaluates_first: bool, workshop: 
         )
         weights.append(torch.cat([x.detach().flatten() for x in bench.trainer.model.parameters()]))
     assert (weights[1] - weights[0]).norm() <= 1e-5 * weights[0].norm()
-    assert bench.trainer.explain()["head"].action == "skip"
-    assert bench.trainer.explain()["old policy"].action == "run"
+    plan = bench.trainer.explain()
+    assert plan["policy"].reason.startswith("every row: this trainer has a loss of its own")
+    assert plan["old policy"].action == "run"
+
+
+def logits_in_training(trainer: Any) -> Any:
+    class LogitsInTraining(trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not model.training:
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits.pow(2).mean()
+
+    return LogitsInTraining
+
+
+def test_an_evaluation_before_training_does_not_hide_that_dpos_loss_is_another(workshop: Workshop, tmp_path: Path):
+    bench = Bench(workshop, tmp_path)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 9, "eval_on_start": True}
+    bench.dpo(subclass=logits_in_training, eval_dataset=preferences(5, seed=2), **evaluation)
+    plan = bench.trainer.explain()
+    assert {plan[name].action for name in ("head", "packing")} == {"skip"}
 
 
 def reads_a_wrong_column(completions: list[Any], **columns: Any) -> list[float]:

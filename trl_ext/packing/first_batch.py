@@ -131,9 +131,9 @@ def _is_coarse(model: Any, hidden_NH: Tensor) -> bool:
 
 
 def multiplies_fp32(device: torch.device) -> bool:
-    """Whether products of fp32 keep its digits there, whichever of torch's switches was used.
+    """Whether matrix products of fp32 tensors are exact to fp32 there, by any of torch's switches.
 
-    `torch.get_float32_matmul_precision` raises once the newer switches are, as by transformers for `tf32=True`.
+    `torch.get_float32_matmul_precision` raises after the newer switches were set, as transformers does for `tf32=True`.
     """
     backends: Any = torch.backends
     matmul = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul

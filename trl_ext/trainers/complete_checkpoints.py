@@ -179,7 +179,7 @@ class CompleteCheckpointsMixin:
                 logger.warning(
                     f"{folder} has no state of the optimizer that can be loaded here: it was written with "
                     "`save_only_model=True`, under another engine or, by tensor parallelism, on other ranks. The "
-                    "optimizer and the learning rate start from scratch, so the result differs from an uninterrupted run."
+                    "optimizer and the learning rate start from scratch: the result differs from an uninterrupted run."
                 )
         elif self._is_split():
             trainer.optimizer.load_state_dict(state)
