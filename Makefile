@@ -110,6 +110,7 @@ bench: $(VENV)
 	$(PYTHON) benchmarks/passes.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/packing.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/scaling.py --smoke --results runs/bench
+	$(PYTHON) benchmarks/store.py --smoke --results runs/bench
 
 # Whole training steps and loss curves beside stock TRL's, on whatever device there is
 bench-training: $(VENV)

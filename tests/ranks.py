@@ -42,6 +42,15 @@ ENGINES: dict[str, dict[str, str]] = {
         "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
         "FSDP_ACTIVATION_CHECKPOINTING": "false",
     },
+    # Synchronizing module states needs a GPU
+    "fsdp1": {
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "1",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_SYNC_MODULE_STATES": "false",
+    },
     # The case loads its model with a `DistributedConfig` of transformers, which splits it over two ranks
     "tp": {"ACCELERATE_TORCH_DEVICE": "cpu"},
 }
@@ -72,7 +81,7 @@ class Rank:
         """Assert that `trainer`, which has trained, did so under this engine, on this many ranks."""
         import torch.distributed as dist
         from accelerate.utils import DistributedType
-        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
         from torch.distributed.tensor import DTensor
         from torch.nn.parallel import DistributedDataParallel
 
@@ -91,6 +100,9 @@ class Rank:
             assert meshes
             assert any("tp" in mesh.mesh_dim_names for mesh in meshes), meshes  # norms are FSDP2's alone
             assert not isinstance(wrapped, DistributedDataParallel)
+        elif self.engine == "fsdp1":
+            assert accelerator.distributed_type == DistributedType.FSDP, accelerator.distributed_type
+            assert isinstance(wrapped, FullyShardedDataParallel), type(wrapped)
         else:
             assert accelerator.distributed_type == DistributedType.FSDP, accelerator.distributed_type
             assert accelerator.is_fsdp2

@@ -13,6 +13,7 @@ import report
 import report_overview
 import report_runs
 import results
+import store
 import torch
 from head_uses import ENTROPY_USES, USES, limits, step_of
 from timing import Ceilings
@@ -242,3 +243,12 @@ def test_the_page_has_the_tables_of_the_committed_results():
     assert report.with_part(page, report.sections(report_runs.newest_runs(results.FOLDER))) == page, "make bench-report"
     for name in shown_in(page):
         assert (report.DOCS / "images" / name).exists()
+
+
+def test_the_benchmark_of_the_store_counts_what_it_wrote(tmp_path):
+    lines = {line["benchmark"]: line for line in store.measure(1500, 7, tmp_path / "one")}
+    assert list(lines) == ["store_write", "store_open", "store_read", "store_merge"]
+    assert all(line["sequences"] == 1500 and line["seconds"] > 0 for line in lines.values())
+    assert lines["store_write"]["files"] == 1
+    assert (lines["store_merge"]["files_before"], lines["store_merge"]["files"]) == (2, 2)
+    assert store.measure_flushes(20, 7, tmp_path / "two")["files"] == 20 - 2 * 7

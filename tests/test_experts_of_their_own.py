@@ -36,11 +36,14 @@ class Experts(nn.Module):
         return output
 
 
-def model(workshop: Workshop) -> Any:
+def model(workshop: Workshop, frozen: int = 0) -> Any:
+    """The first `frozen` layers are not trained."""
     made = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     torch.manual_seed(3)
     for layer in made.model.layers:
         layer.mlp = Experts(made.config.hidden_size)
+    for layer in made.model.layers[:frozen]:
+        layer.requires_grad_(False)
     return made
 
 
@@ -58,7 +61,7 @@ class Gradients(TrainerCallback):
 
 
 def run(
-    kind: str, package: Any, workshop: Workshop, folder: Any, **arguments: Any
+    kind: str, package: Any, workshop: Workshop, folder: Any, frozen: int = 0, **arguments: Any
 ) -> tuple[Gradients, torch.Tensor, Any]:
     bench, seen = Bench(workshop, folder, package), Gradients()
     if kind == "grpo":
@@ -66,19 +69,23 @@ def run(
         arguments = {"train_dataset": prompts(12, seed=1), "shuffle_dataset": False, "num_iterations": 2, **arguments}
     else:
         arguments = {"train_dataset": preferences(12, seed=1), **arguments}
-    getattr(bench, kind)(model=model(workshop), callbacks=[seen], gradient_checkpointing=False, **ADAMW, **arguments)
+    getattr(bench, kind)(
+        model=model(workshop, frozen), callbacks=[seen], gradient_checkpointing=False, **ADAMW, **arguments
+    )
     weights = torch.cat([x.detach().flatten() for _, x in sorted(bench.trainer.model.named_parameters())])
     return seen, weights, bench.trainer
 
 
-@pytest.mark.parametrize("setup", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("setup", ["full", "frozen-first", pytest.param("lora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_an_expert_that_only_unscored_tokens_reach_is_trained_as_in_trl(
     kind: str, setup: str, workshop: Workshop, tmp_path: Any
 ) -> None:
-    adapter = {} if setup == "full" else {"peft_config": lora_config(target_modules=r".*experts\.\d+")}
-    stock, weights, _ = run(kind, trl, workshop, tmp_path, **adapter)
-    ours, our_weights, trainer = run(kind, trl_ext, workshop, tmp_path, **adapter)
+    options: dict[str, Any] = {"frozen": 1 if setup == "frozen-first" else 0}
+    if setup == "lora":
+        options["peft_config"] = lora_config(target_modules=r".*experts\.\d+")
+    stock, weights, _ = run(kind, trl, workshop, tmp_path, **options)
+    ours, our_weights, trainer = run(kind, trl_ext, workshop, tmp_path, **options)
     assert any(stock.zero), "no expert is reached by unscored tokens alone: the case proves nothing"
     assert ours.missing == stock.missing
     assert (our_weights - weights).norm() <= 1e-5 * weights.norm()

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 import trl_ext
 from preference_runs import Run, rewarded, run, two_tokens
 from tiny import REFERENCE_SEED, Workshop
+from trl_ext.compat.choices import DPO_LOSS_TYPES
+from trl_ext.losses import PREFERENCE_LOSSES
 
 SLOW = pytest.param(True, marks=pytest.mark.slow)
 
@@ -31,6 +33,25 @@ def same_training(ours: Run, stock: Run, constant: float = 0.0) -> None:
         for name in want.keys() - {"loss", "eval_loss", "train_loss"}:
             if not name.endswith(("runtime", "per_second", "step_time")):
                 assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), name
+
+
+NO_MEANS_OVER_PAIRS = {"sft", "aot", "aot_unpaired"}
+REST = [x for x in (*DPO_LOSS_TYPES, *PREFERENCE_LOSSES) if x not in ("sigmoid", "sft")]
+TYPES = ["sigmoid", "sft", *(pytest.param(x, marks=pytest.mark.slow) for x in REST)]
+
+
+@pytest.mark.parametrize("loss_type", TYPES)
+def test_three_losses_depend_on_which_pairs_share_a_micro_batch(loss_type: str, workshop: Workshop, tmp_path: Path):
+    config: dict[str, Any] = {"loss_type": loss_type, "beta": 1.0}
+    if loss_type == "exo_pair":
+        config["label_smoothing"] = 0.1
+    if loss_type == "aot":
+        config["train_dataset"] = two_tokens(8, 1.0)  # of lengths that differ, policy and reference sort pairs alike
+    whole = run(trl_ext, workshop, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1, **config)
+    halves = run(trl_ext, workshop, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, **config)
+    distance = far(halves.gradients[-1], whole.gradients[-1])
+    assert (distance > 1e-3) == (loss_type in NO_MEANS_OVER_PAIRS), distance
+    assert distance < 1e-5 or loss_type in NO_MEANS_OVER_PAIRS
 
 
 @pytest.mark.parametrize("lora", [False, SLOW])

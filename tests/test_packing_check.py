@@ -13,7 +13,7 @@ from fp32_products import WAYS, fewer_digits
 from short_training import Bench
 from test_scoring_forward import batch, build
 from tiny import Workshop
-from trl_ext.packing.first_batch import _multiplies_fp32
+from trl_ext.packing.first_batch import multiplies_fp32
 from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
 
@@ -201,5 +201,5 @@ def test_an_fp32_model_trains_whichever_switch_of_fp32_products_is_used(
 def test_every_switch_of_fp32_products_is_seen_on_its_device(way: str | None):
     of_cuda, of_cpu = ("mkldnn" not in (way or "mkldnn")), ("cuda" not in (way or "cuda"))
     with fewer_digits(way) if way else nullcontext():
-        assert _multiplies_fp32(torch.device("cuda")) is not of_cuda
-        assert _multiplies_fp32(torch.device("cpu")) is not of_cpu
+        assert multiplies_fp32(torch.device("cuda")) is not of_cuda
+        assert multiplies_fp32(torch.device("cpu")) is not of_cpu

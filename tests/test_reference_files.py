@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import os
+import pathlib
 import random
 import shutil
 import signal
@@ -14,8 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 import trl_ext
 from tiny import lora_config, preferences
-from trl_ext.reference import DiskStore, MemoryStore
-from trl_ext.reference.segments import read_segment, segment_files, write_segment
+from trl_ext.reference import DiskStore, MemoryStore, segments
+from trl_ext.reference import store as store_module
+from trl_ext.reference.segments import read_segment, segment_files, write_file, write_segment
 
 IDENTITY = "0" * 32
 
@@ -100,13 +102,14 @@ def damaged(path, how):
     elif how == "one byte short":
         content = content[:-1]
     elif how == "one bit":
-        content = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+        at = next(i for i in range(len(content)) if content[i : i + 4] == entry(4)[1].tobytes()[:4])
+        content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
     elif how == "text":
         content = b"what is this"
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["empty", "half", "one byte short", "one bit", "text"])
+@pytest.mark.parametrize("how", ["empty", "half", "one byte short", "text"])
 def test_a_damaged_file_is_ignored_with_a_warning(how, tmp_path, caplog):
     path = write_segment(tmp_path, IDENTITY, entries(*range(5)))
     write_segment(tmp_path, IDENTITY, entries(*range(5, 10)))
@@ -114,6 +117,176 @@ def test_a_damaged_file_is_ignored_with_a_warning(how, tmp_path, caplog):
     store = DiskStore(tmp_path, IDENTITY)
     assert [holds(store, i) for i in range(10)] == [False] * 5 + [True] * 5
     assert f"Ignored {path}" in caplog.text
+
+
+def test_no_value_is_used_whichever_bit_is_wrong(tmp_path, caplog):
+    path = write_segment(tmp_path, IDENTITY, entries(7, 0, 9))
+    content = path.read_bytes()
+    used = 0
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        caplog.clear()
+        store = DiskStore(tmp_path, IDENTITY)
+        found = sum(holds(store, i) for i in (7, 0, 9))
+        assert found == 3 or "Ignored" in caplog.text
+        used += found
+    assert used < 3 * len(content)
+    path.write_bytes(content)
+    assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in (7, 0, 9))
+
+
+def test_a_damaged_value_is_written_again_and_the_others_stay(tmp_path, caplog):
+    path = write_segment(tmp_path, IDENTITY, entries(*range(5)))
+    damaged(path, "one bit")
+    for _ in range(2):
+        store = DiskStore(tmp_path, IDENTITY)
+        assert [holds(store, i) for i in range(5)] == [True] * 4 + [False]
+        assert caplog.text.count("values of a sequence are not those that were written") == 1
+        caplog.clear()
+    store.add(entries(*range(5)))
+    store.flush()
+    assert len(read_segment(segment_files(tmp_path)[1], IDENTITY)) == 1
+    assert all(holds(x, i) for x in (store, DiskStore(tmp_path, IDENTITY)) for i in range(5))
+
+
+def test_a_file_that_is_damaged_while_it_is_read_is_noticed(tmp_path):
+    path = write_segment(tmp_path, IDENTITY, entries(*range(5)))
+    store = DiskStore(tmp_path, IDENTITY)
+    assert holds(store, 4)
+    damaged(path, "one bit")
+    assert [holds(store, i) for i in range(5)] == [True] * 4 + [False]
+    damaged(path, "half")
+    assert not all(holds(store, i) for i in range(5))
+
+
+def test_opening_reads_no_value_and_reading_one_reads_it_alone(tmp_path, monkeypatch):
+    write_segment(tmp_path, IDENTITY, entries(*range(100)))
+    read, own = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda file, count, place: read.append(count) or own(file, count, place))
+    store = DiskStore(tmp_path, IDENTITY)
+    assert read == []
+    assert all(holds(store, i) for i in (3, 40, 3))
+    assert read == [4 * 3, 4 * 40, 4 * 3]
+
+
+# Files are merged
+
+
+def test_many_small_files_become_few_and_each_entry_is_written_log_n_times(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(
+        segments, "write_file", lambda path, content, own=write_file: written.append(len(content)) or own(path, content)
+    )
+    store = DiskStore(tmp_path, IDENTITY, flush_bytes=1)
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    for number in range(600):
+        store.add(entries(41 * number + 20))  # all of one length
+    assert all(holds(store, 41 * number + 20) for number in range(600))
+    assert len(segment_files(tmp_path)) < 8 * 4
+    once = 600 * (4 * 20 + 32)
+    header = 500
+    assert sum(written) - len(written) * header < once * 4
+    assert sum(len(read_segment(path, IDENTITY)) for path in segment_files(tmp_path)) == 600
+    assert len(written) < 600 * 8 / 7 + 1
+
+
+def test_files_of_ranks_and_runs_are_merged_when_a_store_is_opened(tmp_path):
+    for number in range(20):
+        write_segment(tmp_path, IDENTITY, entries(*range(10 * number, 10 * number + 15)))
+    reader = DiskStore(tmp_path, IDENTITY, writes=False)
+    assert len(segment_files(tmp_path)) == 20
+    DiskStore(tmp_path, IDENTITY)
+    (path,) = segment_files(tmp_path)
+    assert len(read_segment(path, IDENTITY)) == 205
+    # One that has read the files before goes on without them
+    assert all(holds(reader, i) for i in range(205))
+    reader.flush()
+    assert all(holds(reader, i) for i in range(205))
+    assert [x is not None for x in reader._files] == [False] * 20 + [True]
+
+
+@pytest.mark.parametrize("open_files", [0, 3])
+def test_a_file_that_was_merged_is_found_in_its_place(open_files, tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "_OPEN_FILES", open_files + segments.Segment._open)
+    numbers = range(30, 40)
+    for number in numbers:
+        write_segment(tmp_path, IDENTITY, entries(number))
+    reader = DiskStore(tmp_path, IDENTITY, writes=False)
+    DiskStore(tmp_path, IDENTITY)
+    assert len(segment_files(tmp_path)) == 1
+    assert all(holds(reader, i) for i in numbers)
+
+
+def test_large_files_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_LARGEST", 15_000)
+    for number in range(10):
+        write_segment(tmp_path, IDENTITY, entries(*range(20 * number, 20 * number + 20)))
+    assert sum(path.stat().st_size for path in segment_files(tmp_path)) > 2500 * 7
+    DiskStore(tmp_path, IDENTITY)
+    assert len(segment_files(tmp_path)) == 10
+
+
+def test_damaged_entries_are_left_out_when_files_are_merged(tmp_path):
+    for number in range(8):
+        path = write_segment(tmp_path, IDENTITY, entries(4, 50 + number))
+        damaged(path, "one bit")
+    store = DiskStore(tmp_path, IDENTITY)
+    assert [holds(store, i) for i in (4, *range(50, 58))] == [False] + [True] * 8
+    (path,) = segment_files(tmp_path)
+    assert len(read_segment(path, IDENTITY)) == 8
+
+
+@pytest.mark.parametrize("at", ["rename", "unlink", "third unlink"])
+def test_a_process_killed_while_it_merges_loses_nothing(at, tmp_path):
+    for number in range(9):
+        write_segment(tmp_path, IDENTITY, entries(number, number + 1))
+    child = os.fork()
+    if child == 0:
+        name = at.split()[-1]
+        own, left = getattr(pathlib.Path, name), iter([0, 0, 1] if at == "third unlink" else [1])
+        setattr(pathlib.Path, name, lambda *args, **kwargs: os._exit(7) if next(left) else own(*args, **kwargs))
+        try:
+            DiskStore(tmp_path, IDENTITY)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert len(segment_files(tmp_path)) == {"rename": 9, "unlink": 10, "third unlink": 8}[at]
+    assert all(holds(DiskStore(tmp_path, IDENTITY, writes=False), i) for i in range(10))
+    assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in range(10))
+
+
+def test_files_that_may_not_be_deleted_are_merged_once_at_most(tmp_path, monkeypatch):
+    def refused(path, missing_ok=False):
+        raise PermissionError(path)
+
+    for number in range(50, 58):
+        write_segment(tmp_path, IDENTITY, entries(number))
+    monkeypatch.setattr(pathlib.Path, "unlink", refused)
+    store = DiskStore(tmp_path, IDENTITY)
+    for number in range(58, 62):
+        store.add(entries(number))
+        store.flush()
+    assert len(segment_files(tmp_path)) == 8 + 1 + 4
+    assert all(holds(x, i) for x in (store, DiskStore(tmp_path, IDENTITY, writes=False)) for i in range(50, 62))
+
+
+def test_processes_that_merge_the_same_files_lose_nothing(tmp_path):
+    children = []
+    for first in range(0, 400, 100):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                store = DiskStore(tmp_path, IDENTITY, flush_bytes=1)
+                for number in range(first, first + 100):
+                    store.add(entries(number))
+                    assert holds(store, number)
+                    assert holds(store, first)
+                os._exit(0)
+            finally:
+                os._exit(1)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in range(400))
+    assert len(segment_files(tmp_path)) < 40
 
 
 def test_a_file_of_another_reference_or_another_format_is_ignored(tmp_path):

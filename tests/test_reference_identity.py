@@ -2,21 +2,38 @@
 
 import copy
 import importlib
+import os
+import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
+from types import MethodType
 
 import pytest
 import torch
+from accelerate import Accelerator, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.state import AcceleratorState
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
+from test_reference_in_memory import LISTED, forward, norm
 from tiny import MODELS, lora_config
-from trl_ext.reference import ReferenceWeights, code, identity_facts, identity_of
+from trl_ext.reference import ReferenceWeights, code, host_reference, identity_facts, identity_of
+from trl_ext.scoring import ScoringOptions, attach_scoring_forward
 
 
 def identity(model, adapter=None, **computed_with):
     weights = ReferenceWeights(model, () if adapter is None else (adapter,))
-    return identity_of(identity_facts(weights.hash(lambda _: nullcontext()), weights.config, **computed_with))
+    return identity_of(
+        identity_facts(
+            weights.hash(lambda _: nullcontext()),
+            weights.config,
+            weights.in_memory(lambda _: nullcontext()),
+            **computed_with,
+        )
+    )
 
 
 @pytest.fixture
@@ -231,6 +248,142 @@ def test_positions_that_follow_the_longest_row_are_seen(name, rope, kind, base):
     model.config.__dict__.pop("rope_parameters")
     model.config.__dict__[name] = rope
     assert ReferenceWeights(model).rope_of_batch() == kind
+
+
+def tuple_of_a_norm(model):
+    model.model.norm.shape = (32, (1, 2.5))
+
+
+def default_of_a_patch(model):
+    model.model.norm.forward = MethodType(lambda self, x, factor=0.5: factor * x, model.model.norm)
+
+
+def other_default(model):
+    model.model.norm.forward = MethodType(lambda self, x, factor=0.7: factor * x, model.model.norm)
+
+
+def partial_patch(factor):
+    def scaled(own, factor, x):
+        return factor * own(x)
+
+    def change(model):
+        model.model.norm.forward = partial(scaled, model.model.norm.forward, factor)
+
+    return change
+
+
+IN_MEMORY = {
+    **LISTED,
+    **{x.__name__: x for x in (tuple_of_a_norm, default_of_a_patch, other_default)},
+    "partial": partial_patch(0.5),
+    "other partial": partial_patch(0.6),
+    "buffer of another dtype": lambda model: model.model.rotary_emb.half(),
+    "places exchanged": lambda model: exchanged(model, "variance_epsilon", 0.1, 0.2),
+    "places exchanged again": lambda model: exchanged(model, "variance_epsilon", 0.2, 0.1),
+}
+
+
+def exchanged(model, name, *values):
+    for layer, value in zip(model.model.layers, values, strict=True):
+        setattr(layer.input_layernorm, name, value)
+
+
+def changed(model, change):
+    change(model)
+    return model
+
+
+def test_what_is_changed_in_memory_is_another_reference_each_time_the_same(base):
+    found = {name: identity(changed(base(), change)) for name, change in IN_MEMORY.items()}
+    assert found == {name: identity(changed(base(), change)) for name, change in IN_MEMORY.items()}
+    assert len({identity(base()), *found.values()}) == len(found) + 1
+    for change in (norm, forward, partial_patch(0.5)):
+        adapted = get_peft_model(changed(base(), change), lora_config())
+        assert identity(adapted) == identity(changed(base(), change))
+
+
+def computed(model):
+    ids = torch.arange(6).reshape(2, 3)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def stock_trainer(model):
+    add_fused_lm_head(model)
+
+
+def ours_on_stocks(model):
+    add_fused_lm_head(model)
+    attach_scoring_forward(model, ScoringOptions())
+    attach_scoring_forward(model, ScoringOptions())
+
+
+def in_mixed_precision(model):
+    AcceleratorState._reset_state()  # of the trainers before it
+    Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    AcceleratorState._reset_state()
+
+
+def forward_of_all(model):
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+
+
+LIBRARIES = {
+    "training": lambda model: model.train(),
+    "evaluation": lambda model: model.eval(),
+    "checkpointing": lambda model: model.gradient_checkpointing_enable(),
+    "inputs with gradients": lambda model: model.enable_input_require_grads(),
+    "computed": computed,
+    "dropout off": disable_dropout_in_model,
+    "stock trainer": stock_trainer,
+    "ours on stock's": ours_on_stocks,
+    "mixed precision": in_mixed_precision,
+    "hooked": lambda model: add_hook_to_module(model.model.layers[0].mlp, AlignDevicesHook("cpu")),
+    "dispatched": lambda model: dispatch_model(model, {"": "cpu"}, force_hooks=True),
+    "on the host": lambda model: host_reference(model, torch.device("cpu")),
+    "path": lambda model: setattr(model, "name_or_path", "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_what_libraries_put_on_a_model_makes_no_other_reference(name, base):
+    for change in (lambda model: None, forward, forward_of_all):
+        model = changed(base(), change)
+        LIBRARIES[name](model)
+        assert identity(model) == identity(changed(base(), change))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_that_is_loaded_again_is_the_same_reference(name, base):
+    model, linear = base(name), lora_config(target_modules=["q_proj", "v_proj"])
+    computed(model)
+    assert identity(model) == identity(base(name)) == identity(get_peft_model(base(name), linear))
+    assert identity(copy.deepcopy(model)) == identity(model)
+
+
+_IN_A_PROCESS = """
+from contextlib import nullcontext
+from transformers import AutoModelForCausalLM
+from trl_ext.reference import ReferenceWeights
+model = AutoModelForCausalLM.from_pretrained({path!r})
+norm, own = model.model.norm, model.model.norm.forward
+norm.forward = lambda x: own(x) if x.device.type in {{"cpu", "cuda", "mps", "xpu"}} else x
+print(ReferenceWeights(model).in_memory(lambda _: nullcontext()))
+"""
+
+
+@pytest.mark.slow
+def test_processes_agree(workshop):
+    script = _IN_A_PROCESS.format(path=workshop.model("untied"))
+    found = set()
+    for seed in "1234":  # the order of a set
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        ran = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        found.add(ran.stdout.splitlines()[-1])
+    assert len(found) == 1
+    assert "modules" in found.pop()
 
 
 _EDITED = "from transformers import LlamaForCausalLM\nclass Edited(LlamaForCausalLM):\n    '''{}'''\n"

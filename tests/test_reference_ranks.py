@@ -9,24 +9,34 @@ import torch
 import trl
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import trl_ext
+from launch import launch
 from ranks import Rank, run_on_ranks
+from test_reference_in_memory import boxed
+from test_reference_store import of_check, trainer
 from test_two_ranks import far, trained
 from tiny import lora_config, preferences
 from tokens import counted
+from trl_ext.reference import ReferenceWeights
 from trl_ext.reference.segments import read_segment
 
 
-def dpo(rank: Rank, library, name: str, data=None, **config):
+def dpo(rank: Rank, library, name: str, data=None, factor=None, weights=True, **config):
     """Three shuffled epochs; the change of the weights, how many reference passes this rank ran, and the logs."""
     options = {key: config.pop(key) for key in ("peft_config", "eval_dataset", "data_collator") if key in config}
     if library is trl_ext:
         config["padding_free"] = False  # so that passes show their rows
     torch.manual_seed(0)
+    model = os.environ["TINY_MODEL"]
+    if factor is not None:
+        model = AutoModelForCausalLM.from_pretrained(model)
+        boxed(factor)(model)
     with counted() as tokens:
         trainer = library.DPOTrainer(
-            model=os.environ["TINY_MODEL"],
+            model=model,
             args=library.DPOConfig(
                 output_dir=str(rank.folder / name),
                 per_device_train_batch_size=2,
@@ -47,11 +57,11 @@ def dpo(rank: Rank, library, name: str, data=None, **config):
             train_dataset=preferences(12, seed=1) if data is None else data,
             **options,
         )
-        initial = trained(trainer.model)
+        initial = trained(trainer.model) if weights else {}
         trainer.train()
     rank.check(trainer)
     return {
-        "change": {name: weight - initial[name] for name, weight in trained(trainer.model).items()},
+        "change": {name: weight - initial[name] for name, weight in trained(trainer.model).items() if initial},
         "passes": tokens.without,
         "logs": trainer.state.log_history,
         "has_reference": trainer.ref_model is not None,
@@ -97,10 +107,6 @@ def values_on_one_rank(rank: Rank):
 
 def hash_of_shards(rank: Rank):
     """The hash of a model whose parameters are DTensors, beside that of the same model in one piece."""
-    from transformers import AutoModelForCausalLM
-
-    from trl_ext.reference import ReferenceWeights
-
     result = dpo(rank, trl_ext, "engine", reference_store="memory", max_steps=1)
     assert result["passes"]
     model = AutoModelForCausalLM.from_pretrained(os.environ["TINY_MODEL"])
@@ -111,6 +117,16 @@ def hash_of_shards(rank: Rank):
             place = [Shard(0) if i % 2 else Replicate()]
             setattr(module, name, torch.nn.Parameter(distribute_tensor(param.data, mesh, place)))
     return whole, ReferenceWeights(model).hash(None, here=rank.index == 0)
+
+
+def of_one_process(rank: Rank, **config):
+    """The passes of a run, under whatever engine, that reads what one process has stored."""
+    if rank.engine == "tp":
+        config["model_init_kwargs"] = {"distributed_config": DistributedConfig(tp_size=2, tp_plan="auto")}
+    elif rank.engine.startswith("zero"):
+        config |= rank.training_arguments()
+    config["reference_store_dir"] = str(rank.folder / "store")
+    return dpo(rank, trl_ext, "read", weights=False, max_steps=3, **config)["passes"]
 
 
 LORA = {"peft_config": lora_config()}
@@ -126,7 +142,14 @@ CASES = {
     "one-rank": a_miss_on_one_rank,
     "one-rank-lora": partial(a_miss_on_one_rank, **LORA),
     "values": values_on_one_rank,
+    # In memory a factor is changed, which the identity does not show
+    "plain": partial(ours, name="plain", store="changed", factor=1.0, **LORA),
+    "stock-changed": partial(dpo, library=trl, name="stock-changed", factor=0.5, **LORA),
+    "changed": partial(ours, name="changed", store="changed", factor=0.5, **LORA),
+    "plain-again": partial(ours, name="plain-again", store="changed", factor=1.0, **LORA),
     "hash": hash_of_shards,
+    "read": of_one_process,
+    "read-lora": partial(of_one_process, peft_config=lora_config(target_modules=["q_proj", "o_proj"])),
 }
 
 
@@ -138,6 +161,9 @@ OURS = {
     "precompute-full": "full",
     "one-rank": "full",
     "one-rank-lora": "lora",
+    "plain": "lora",
+    "changed": "changed",
+    "plain-again": "lora",
 }
 
 
@@ -145,7 +171,7 @@ OURS = {
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, workshop, tmp_path, monkeypatch):
     monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
-    results = run_on_ranks(__file__, list(CASES), engine, tmp_path)
+    results = run_on_ranks(__file__, [name for name in CASES if not name.startswith("read")], engine, tmp_path)
     for name in OURS:
         stock = results[f"stock-{OURS[name]}"]
         first, second = results[name]
@@ -160,7 +186,13 @@ def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, 
         skipped = [log for log in ours[0]["logs"] if "skipped/tokens" in log]
         assert sum(log["skipped/tokens"] for log in skipped) == without - fed
         assert sum(log["skipped/passes"] for log in skipped) == 6
-    assert [rank["passes"] for rank in results["again"]] == [[], []]
+    # Of a later run only the check, the same on both ranks
+    first, second = (rank["passes"] for rank in results["again"])
+    assert first == second == of_check(first)
+    assert far(results["stock-lora"][0]["change"], results["stock-changed"][0]["change"]) > 1e-3
+    for name, checks in (("plain", 0), ("changed", 1), ("plain-again", 2)):
+        for rank in results[name]:
+            assert len(rank["passes"]) == (checks if name == "plain-again" else 3 + checks), name
     # One rank has written what both have scored
     stored = results["lora"][0]["stored"]
     assert len(stored) == len(set(stored)) == 24
@@ -177,3 +209,14 @@ def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, 
     assert [rank["has_reference"] for rank in results["precompute-full"]] == [False, False]
     whole, sharded = results["hash"][0]
     assert whole == sharded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "tp", "zero2", "zero3"])
+def test_every_engine_finds_what_one_process_has_stored(engine, workshop, tmp_path, monkeypatch):
+    monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
+    for setup in ({}, LORA):
+        trainer(workshop, tmp_path, reference_store_dir=str(tmp_path / "store"), **setup).train()
+    run = launch if engine.startswith("zero") else run_on_ranks
+    for name, passes in run(__file__, ["read", "read-lora"], engine, tmp_path).items():
+        assert passes[0] == passes[1] == of_check(passes[0]), name

@@ -139,12 +139,12 @@ def test_ranks_run_one_pass_each_or_none_whatever_their_stores_hold(missing):
     """Two ranks in turn, with the exchange between them written down."""
     batches = [batch([([5, 6, 7], 1), ([5, 8], 1)]), batch([([9, 6, 7, 4], 1), ([9, 8], 1)])]
     passes, shared, answers = [Counted(), Counted()], [], []
-    counts = [[2 if r in missing else 0, batches[r]["input_ids"].numel(), 0] for r in range(2)]
+    counts = [[2 if r in missing else 0, batches[r]["input_ids"].numel(), 0, 0] for r in range(2)]
     for r in range(2):
         reference = StoredReference(MemoryStore(), "", lambda own: [own, counts[1 - r]], lambda own: [own])  # noqa: B023
         if r not in missing:
             StoredReference(reference.store, "", lambda own: [own], lambda own: [own])(batches[r], score)
-        reference._gather_entries = lambda own: shared.append(own) or [own]
+        reference._gather = lambda own: shared.append(own) or [own]
         answers.append(reference(batches[r], passes[r]))
         torch.testing.assert_close(answers[r].log_probs, score(batches[r]))
     assert [len(p.shapes) for p in passes] == [int(bool(missing))] * 2

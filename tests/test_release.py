@@ -32,11 +32,12 @@ def test_the_changelog_begins_with_the_version():
     assert first[1] == trl_ext.__version__
 
 
-def test_the_range_of_trl_is_the_same_everywhere():
-    from trl_ext.compat import SUPPORTED_TRL
+def test_the_ranges_of_trl_and_transformers_are_the_same_everywhere():
+    from trl_ext.compat import SUPPORTED
 
-    (of_project,) = [x.removeprefix("trl") for x in PROJECT["project"]["dependencies"] if re.match(r"trl\W", x)]
-    assert {str(x) for x in SUPPORTED_TRL} == set(of_project.split(","))
+    for name, versions in SUPPORTED.items():
+        (of_project,) = [x.removeprefix(name) for x in PROJECT["project"]["dependencies"] if re.match(rf"{name}\W", x)]
+        assert {str(x) for x in versions} == set(of_project.split(","))
 
 
 def test_the_pages_name_the_ranges_that_install():

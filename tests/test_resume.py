@@ -14,7 +14,7 @@ import pytest
 import torch
 import trl
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import trl_ext
 from nursery import Nursery
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_stock_trl_resumes_with_the_same_prompts_and_says_what_i
     stock = Run("grpo", trl, workshop.model("untied"), tmp_path / "stock", max_steps=3)
     with caplog.at_level("WARNING", logger="trl_ext"):
         resumed = Run("grpo", trl_ext, workshop.model("untied"), tmp_path / "ours", (stock.output, 2))
-    assert "are lost: the checkpoint does not have them, as one of stock TRL" in caplog.text
+    assert "are lost: the checkpoint does not have them, as one with `save_only_model`, of stock TRL" in caplog.text
     _, prompts_of_the_cycle = whole.generations[0]
     assert resumed.generations == [(2, prompts_of_the_cycle), *whole.after(3)]
 
@@ -392,3 +392,17 @@ def test_experts_are_those_of_the_checkpoint(best: bool, workshop: Workshop, tmp
     resumed = build("dpo", trl_ext, workshop.model("experts"), tmp_path, **changes)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert same(weights(resumed), weights(trainer))
+
+
+def test_a_head_in_fp32_keeps_its_digits(workshop: Workshop, tmp_path: Path):
+    """Experts are loaded by `from_pretrained`, in a model of bf16 whose head `cast_lm_head_to_fp32` keeps in fp32."""
+    changes: dict[str, Any] = {"max_steps": 2, "learning_rate": 0.3, "optim": "sgd", "cast_lm_head_to_fp32": True}
+    trainers = []
+    for resumes in (False, True):
+        policy = AutoModelForCausalLM.from_pretrained(workshop.model("experts"), dtype=torch.bfloat16)
+        trainer = build("grpo", trl_ext, policy, tmp_path, **changes)
+        trainer.train(resume_from_checkpoint=resumes)
+        trainers.append(trainer)
+    through, resumed = map(weights, trainers)
+    assert {x.dtype for x in resumed.values()} == {torch.bfloat16, torch.float32}
+    assert same(resumed, through)

@@ -372,19 +372,6 @@ def test_what_needs_our_compute_loss_is_an_error_without_it(workshop, tmp_path, 
         plan_after(with_a_loss_without_ours, workshop, trl_ext, tmp_path, replace(run, ours=ours))
 
 
-def test_a_loss_that_passes_other_rows_on_is_named_where_old_log_probs_are_lost(workshop: Workshop, tmp_path):
-    def with_half_of_the_rows(trainer):
-        class Half(trainer):
-            def compute_loss(self, model, inputs, *args, **kwargs):
-                half = {name: x[:4] if getattr(x, "ndim", 0) else x for name, x in inputs.items()}
-                return super().compute_loss(model, half, *args, **kwargs)
-
-        return Half
-
-    with pytest.raises(RuntimeError, match=r"`Half\.compute_loss` .* passed other rows on"):
-        plan_after(with_half_of_the_rows, workshop, trl_ext, tmp_path, case("half", **ITERATIONS))
-
-
 def test_the_sampler_ratio_of_changed_log_probs_is_trls(workshop: Workshop):
     run = replace(case("changed", rollout="near_sampler", **ITERATIONS), vllm=True)
     ours, stock = (updates(run, workshop, library, with_log_probs_changed_at_generation) for library in (trl_ext, trl))

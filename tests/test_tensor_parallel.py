@@ -4,6 +4,7 @@ TRL's own GRPO is no reference here: its ranks of one group draw different compl
 """
 
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
+from trl_ext.trainers.tensor_parallel import _make_adapter
 
 import trl_ext
 from ranks import Rank, run_on_ranks
@@ -26,6 +29,7 @@ from rewards import id_reward
 from run_losses import WALL_CLOCK
 from tiny import Workshop, lora_config, preferences, prompts
 from tokens import counted
+from trl_ext.compat import adapters_made_by
 from trl_ext.engines.tensor_parallel import TensorParallel
 
 COMMON = {
@@ -143,6 +147,8 @@ def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: s
     reward_funcs, rollout_func = options.pop("reward", distinct_words), options.pop("rollout", None)
     peft_config, prepare = options.pop("peft_config", None), options.pop("prepare", None)
     resume = options.pop("resume", None)
+    if "init_lora_weights" in options:
+        peft_config = lora_config(init_lora_weights=options.pop("init_lora_weights"))
     policy: Any = model
     model_init_kwargs: dict[str, Any] | None = {**place, "dtype": "float32"}
     if adapter:
@@ -251,6 +257,35 @@ def random_adapter(rank: Rank) -> list[torch.Tensor]:
     return [x for name, x in trainer.record["weights"].items() if "o_proj.lora_A" in name]
 
 
+SOME = {"target_modules": ["down_proj", "embed_tokens", "q_proj", "unsplit"]}
+# PEFT's default start, and what makes it draw other numbers; and the dtype of the model
+FRESH: dict[str, tuple[dict[str, Any], str]] = {
+    "default": ({"init_lora_weights": True}, "float32"),
+    "gaussian": ({"init_lora_weights": "gaussian", **SOME}, "float32"),
+    "random": ({"lora_bias": True, "rank_pattern": {"o_proj": 2}}, "float32"),
+    "bfloat16": (SOME, "bfloat16"),
+}
+
+
+def fresh_adapters(folder: str, seed: int, place: dict[str, Any]) -> dict[str, Any]:
+    """Of each of `FRESH` the weights as PEFT, called by a trainer, has just made them, and the random state then."""
+    made = {}
+    for name, (options, dtype) in FRESH.items():
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **place)
+        base.model.layers[0].unsplit = torch.nn.Linear(8, 8, dtype=base.dtype)  # in no plan
+        torch.manual_seed(seed)
+        with warnings.catch_warnings(), adapters_made_by(_make_adapter, trl.DPOTrainer):
+            warnings.filterwarnings("ignore", "`lora_bias=True` was passed but")
+            model = sys.modules[trl.DPOTrainer.__module__].get_peft_model(base, lora_config(**options))
+        made[name] = {**whole(model), "the random state": torch.get_rng_state()}
+    return made
+
+
+def fresh_on_rank(rank: Rank) -> dict[str, Any]:
+    rank.checked = True  # no training, so no engine to check
+    return fresh_adapters(models(rank)["model"], 5 + rank.index, split())
+
+
 def refused_adapters(rank: Rank) -> None:
     attempt = partial(refused, rank, kind="dpo")
     attempt(r"use_dora=True.*Set `use_dora=False`", peft_config=lora_config(use_dora=True))
@@ -306,6 +341,9 @@ CASES |= {
     "resumed-best-adapter": partial(resumed, kind="dpo", adapter="adapter", **BEST),
     "resumed-without-optimizer": partial(resumed, kind="dpo", adapter=None, save_only_model=True),
     "random-adapter": random_adapter,
+    "fresh": fresh_on_rank,
+    "dpo-fresh": partial(on_rank, kind="dpo", adapter=None, init_lora_weights=True),
+    "grpo-fresh": partial(on_rank, kind="grpo", adapter=None, init_lora_weights="gaussian"),
     "grpo-random": partial(on_rank, kind="grpo", adapter=None, reward=random_reward, rollout=random_rollout),
     "grpo-noise": partial(on_rank, kind="grpo", adapter="adapter", reward=id_reward, prepare=noise_on_scores),
     "refused-adapters": refused_adapters,
@@ -398,6 +436,27 @@ def test_two_ranks_that_hold_one_model_train_as_one_process(
         assert any("eval_loss" in log for log in alone["logs"])
         assert_same_training(results[case], alone)
         assert_saved(results[case], adapter)
+
+
+def test_a_fresh_adapter_begins_with_the_values_that_one_process_draws(launch: Callable[..., Any], workshop: Workshop):
+    on_ranks = launch("fresh")["fresh"]
+    alone = fresh_adapters(workshop.model("untied"), 5, {})
+    for name, one in alone.items():
+        for of_rank in on_ranks:
+            assert of_rank[name].keys() == one.keys()
+            assert [key for key, x in one.items() if not torch.equal(of_rank[name][key], x)] == [], name
+
+
+@pytest.mark.slow
+def test_a_fresh_adapter_trains_as_on_one_process(launch: Callable[..., Any], workshop: Workshop, tmp_path: Path):
+    results = launch("dpo-fresh", "grpo-fresh")
+    for kind, start in (("dpo", True), ("grpo", "gaussian")):
+        case = f"{kind}-fresh"
+        alone = on_one_process(workshop, tmp_path / case, kind, init_lora_weights=start)
+        assert_same_training(results[case], alone)
+        assert_saved(results[case], adapter=True)
+        for of_rank in results[case]:
+            assert far(of_rank["weights"], alone["weights"]) <= 2e-6
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # No row of its own: what a user sees is the message that it becomes a part of, which has one
 BECOMES_A_REASON = {
     "LayoutNotReadError": "Every token of the padded batch is fed: …",
+    "reference/canary.py": "in the store of reference log-probs: …. It can be deleted.",
     "reference/segments.py": "in the store of reference log-probs: …. It can be deleted.",
 }
 

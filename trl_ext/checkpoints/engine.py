@@ -41,8 +41,8 @@ def why_not_loaded(folder: Path, runs: str, engine: str) -> str | None:
 
     Args:
         folder (`Path`): the checkpoint.
-        runs (`str`): what runs now, in the words of `format_of`.
-        engine (`str`): the same for a reader, such as `"DDP"`.
+        runs (`str`): the engine that runs now, as `format_of` names it.
+        engine (`str`): its name in the message, such as `"DDP"`.
     """
     written = format_of(folder)
     names = [path.name for path in folder.iterdir()]

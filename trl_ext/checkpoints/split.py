@@ -64,16 +64,17 @@ def _layout(optimizer: torch.optim.Optimizer) -> list[str]:
 
 def load_weights(model: Any, folder: Path) -> None:
     """Load the weights of a checkpoint into a `PreTrainedModel`, as `from_pretrained` does: split, and renamed."""
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
     loaded, info = type(model).from_pretrained(
         folder,
-        dtype=model.dtype,
+        dtype=max(dtypes, key=lambda dtype: dtype.itemsize),  # an LM head in fp32 keeps its digits
         distributed_config=getattr(model.config, "distributed_config", None),
         output_loading_info=True,
     )
     read = loaded.state_dict()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if name not in info["missing_keys"]:  # which have random values there
+            if name not in info["missing_keys"]:  # these are random in `read`
                 tensor.copy_(read[name])
 
 

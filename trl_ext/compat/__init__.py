@@ -1,7 +1,7 @@
 """Every name of TRL that is not public API, imported in this one folder."""
 
 # ruff: noqa: I001  # first the versions: an unsupported TRL is told before a name is missed
-from .versions import CORRECTS_TRUNCATED_SAMPLING, SUPPORTED_TRL
+from .versions import CORRECTS_TRUNCATED_SAMPLING, SUPPORTED
 from .choices import (
     ADVANTAGE_CHOICES,
     DPO_CHOICES,
@@ -30,7 +30,7 @@ __all__ = [
     "REPLACEABLE",
     "REWARD_COLUMNS_LEFT_OUT",
     "REWARD_KEYWORDS",
-    "SUPPORTED_TRL",
+    "SUPPORTED",
     "TRUNCATION_MODES",
     "FusedCausalLMOutput",
     "maybe_gather_lm_head_ctx",

@@ -182,7 +182,8 @@ def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> It
 def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
     inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
-    if trainer.aux_loss_enabled:
+    text_config = trainer.accelerator.unwrap_model(model).config.get_text_config()
+    if trainer.aux_loss_enabled and hasattr(text_config, "output_router_logits"):
         inputs["output_router_logits"] = True  # the policy's pass runs on every token then, so this one does too
     with trainer.accelerator.autocast():
         scored = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))

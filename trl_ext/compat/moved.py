@@ -1,19 +1,18 @@
 """Whether releases of TRL and transformers that no test has run on still have the names that this package uses.
 
-The names are in `names.py`, with the parameters of each function. What is found is kept in the user's cache folder:
-looking takes as long as importing TRL's trainers, and reading takes milliseconds.
+The names are in `names.py`, with the parameters of each function. That all are there is kept in the user's cache
+folder: looking takes as long as importing TRL's trainers, and the fingerprint of the files takes milliseconds.
 """
 
 import hashlib
 import importlib
 import inspect
-import json
 import os
 import re
 import sys
-import uuid
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -49,7 +48,7 @@ def check_untested(found: Mapping[str, str], tested: Mapping[str, SpecifierSet])
     if os.environ.get("RANK", "0") == "0":
         warnings.warn(
             f"trl_ext {__version__} is not tested with {untested}, but with {known}. Every internal name that it uses "
-            "is unchanged, so it goes on. A later trl_ext may be tested with it.",
+            "is unchanged, so training works as long as their behavior has not changed. A later trl_ext may be tested.",
             stacklevel=2,
         )
 
@@ -80,13 +79,17 @@ def _moved(owner: str, names: Mapping[str, tuple[str, ...]]) -> list[str]:
     place = owner.replace(":", ".")
     try:
         found: Any = importlib.import_module(module_name)
-        found = getattr(found, class_name) if class_name else found
-    except (ImportError, AttributeError):
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # a dependency of TRL's is missing
+        found = None
+    found = getattr(found, class_name, None) if class_name else found
+    if found is None:
         return [f"`{place}` is gone, with {', '.join(f'`{name}`' for name in names)}"]
     lines = []
     for name, accepted in names.items():
         parameters = parameters_of(found, name)
-        if parameters is None or (accepted and not parameters):  # or is called, and no method any more
+        if parameters is None or (accepted and not parameters):  # gone, or no function any more
             lines.append(f"`{place}` has no `{name}`")
         elif accepted and parameters not in accepted:
             lines.append(f"`{place}.{name}` takes `{parameters}`, and took `{accepted[-1]}`")
@@ -104,23 +107,17 @@ def _named_in(owner: Any) -> frozenset[str]:
 
 
 def _kept(found: Mapping[str, str]) -> list[str]:
-    """What `moved` finds, from the user's cache folder where it has been found before."""
+    """What `moved` finds. An empty file in the user's cache folder says that it has found nothing before."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "trl_ext"
-    path = folder / f"moved-{_fingerprint(found)}.json"
-    try:
-        lines = json.loads(path.read_text())
-        if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
-            return lines
-    except (OSError, ValueError):
-        pass
+    path = folder / f"unmoved-{_fingerprint(found)}"
+    with suppress(OSError):
+        if path.exists():
+            return []
     lines = moved()
-    unfinished = folder / f"{uuid.uuid4().hex}.unfinished"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(lines))
-        unfinished.replace(path)
-    except OSError:
-        pass  # the next import looks again
+    if not lines:
+        with suppress(OSError):  # then the next import looks again
+            folder.mkdir(parents=True, exist_ok=True)
+            path.touch()
     return lines
 
 

@@ -4,6 +4,9 @@ Written by `python tests/compat_names.py`. Without parameters the name is enough
 """
 
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "transformers.modeling_layers": {
+        "GradientCheckpointingLayer": (),
+    },
     "transformers.modeling_utils": {
         "ALL_ATTENTION_FUNCTIONS": (),
     },
@@ -25,6 +28,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.trainer_callback:TrainerCallback": {
         "on_epoch_end": ("(self, args, state, control, **kwargs)",),
         "on_evaluate": ("(self, args, state, control, **kwargs)",),
+        "on_optimizer_step": ("(self, args, state, control, **kwargs)",),
         "on_pre_optimizer_step": ("(self, args, state, control, **kwargs)",),
         "on_predict": ("(self, args, state, control, metrics, **kwargs)",),
         "on_save": ("(self, args, state, control, **kwargs)",),

@@ -5,7 +5,7 @@ from importlib.metadata import version
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-SUPPORTED_TRL = SpecifierSet(">=1.15,<2")
+SUPPORTED = {"trl": SpecifierSet(">=1.15,<2"), "transformers": SpecifierSet(">=5.17,<6")}
 # Later ones are taken if the names that `names.py` lists are what they were
 TESTED = {"trl": SpecifierSet(">=1.15,<1.17"), "transformers": SpecifierSet(">=5.17,<5.24")}
 
@@ -14,10 +14,11 @@ FOUND = {name: version(name) for name in TESTED}
 # Whether a truncated sampler's log-probs (`top_p` and the like) are comparable with those of the whole distribution
 CORRECTS_TRUNCATED_SAMPLING = Version(FOUND["trl"]) >= Version("1.17")
 
-if not SUPPORTED_TRL.contains(FOUND["trl"], prereleases=True):
-    raise ImportError(
-        f"trl_ext works with trl{SUPPORTED_TRL}, found trl {FOUND['trl']}. Run `pip install 'trl{SUPPORTED_TRL}'`."
-    )
+for name, versions in SUPPORTED.items():
+    if not versions.contains(FOUND[name], prereleases=True):
+        raise ImportError(
+            f"trl_ext works with {name}{versions}, found {name} {FOUND[name]}. Run `pip install '{name}{versions}'`."
+        )
 if any(FOUND[name] not in TESTED[name] for name in TESTED):
     from .moved import check_untested
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
-from torch import Tensor
+from torch import Tensor, nn
 
 from .tensor_parallel import TensorParallel, signature
 
@@ -27,6 +27,7 @@ class SequenceGroup:
         size (`int`): ranks in it.
         rank (`int`): of this process in it; consecutive ranks form a group.
         kind (`str`): `"cp"` or `"sp"`, as accelerate's `ParallelismConfig` names it.
+        made (`dist.ProcessGroup`, *optional*): the process group of `"sp"`, once DeepSpeed has made it.
         gradient_factor (`float`): what the sum of the ranks' gradients has to be multiplied by, because the engine
             divides it by more than the number of batches.
     """
@@ -40,6 +41,7 @@ class SequenceGroup:
         # the sum over a group and the mean over the groups (stage_1_and_2.py:1508 and :1688)
         sums = not config.cp_enabled and zero_stage(accelerator) in (1, 2)
         self.gradient_factor = 1.0 if sums else float(self.size)
+        self.made: dist.ProcessGroup | None = None
         self._accelerator = accelerator
 
     @classmethod
@@ -53,9 +55,7 @@ class SequenceGroup:
         """The process group; None as long as DeepSpeed has not made it, which it does with its engine."""
         if self.kind == "cp":
             return self._accelerator.torch_device_mesh["cp"].get_group()  # type: ignore[no-any-return]
-        from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
-        return parallel_state_sp._SEQUENCE_PARALLEL_GROUP  # type: ignore[no-any-return]
+        return self.made
 
     @property
     def ranks(self) -> TensorParallel:
@@ -198,6 +198,7 @@ def batches_stay_whole(accelerator: Any, group: SequenceGroup) -> None:
         accelerator._prepare_cp = lambda *args: args
         return
     _loaders_are_of_groups(accelerator, group)
+    _groups_are_made_again(accelerator, group)
     name = accelerator.parallelism_config.sp_handler.sp_attn_implementation
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -247,6 +248,23 @@ def _loaders_are_of_groups(accelerator: Any, group: SequenceGroup) -> None:
         return placed
 
     accelerator.prepare_data_loader = prepared
+
+
+def _groups_are_made_again(accelerator: Any, group: SequenceGroup) -> None:
+    """Have DeepSpeed make process groups for each engine: it stops where those of an earlier trainer are."""
+    prepare = accelerator._prepare_deepspeed
+
+    def prepared(*args: Any) -> Any:
+        if not any(isinstance(x, nn.Module) for x in args):  # a data loader
+            return prepare(*args)
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+        made = prepare(*args)
+        group.made = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
+        return made
+
+    accelerator._prepare_deepspeed = prepared
 
 
 def why_not_split(accelerator: Any, group: SequenceGroup, config: Any) -> str | None:

@@ -1,7 +1,6 @@
 """LoRA on a model that tensor parallelism splits: refused where it would train wrong, completed where PEFT stops."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,25 +79,54 @@ def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
             factor.out_features, factor.in_features = factor.weight.shape
 
 
-def draw_adapters(model: Any, ranks: TensorParallel) -> None:
-    """Random starting values of adapters that PEFT has just made: as of one process, where each rank drew its part.
+def make_adapter(
+    make: Callable[..., Any], model: Any, config: Any, ranks: TensorParallel, *more: Any, **keywords: Any
+) -> Any:
+    """`make(model, config, ...)`, whose adapter begins with the values that one process draws.
 
-    PEFT draws every part with the same seed, and the part of a row-wise layer for a layer as narrow as that part.
+    PEFT draws each rank's part of a factor alone. The random state afterwards is one process's too, on every rank.
+
+    Raises:
+        `ValueError`: as [`check_adapter`].
     """
-    for _, layer in _lora_layers(model):
-        for name, factor in layer.lora_A.items():
-            weight = factor.weight
-            if isinstance(weight, DTensor):
-                whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-                if model.peft_config[name].init_lora_weights == "gaussian":
-                    nn.init.normal_(whole, std=1 / layer.r[name])
-                else:
-                    nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
-                with torch.no_grad():
-                    weight.copy_(distribute_tensor(whole, weight.device_mesh, weight.placements))
-    for param in model.parameters():
+    check_adapter(config, ranks)
+    ranks.share_random_state(next(model.parameters()).device)
+    with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU
+        made = make(model, config, *more, **keywords)
+    for _, layer in _lora_layers(made):
+        for name in layer.r:
+            _draw_whole(layer, name, made.peft_config[name].init_lora_weights)
+    for param in made.parameters():
         if param.requires_grad and not isinstance(param, DTensor):
             ranks.share_(param.data)
+    return made
+
+
+def _draw_whole(layer: Any, name: str, init: bool | str) -> None:
+    """Draw the factors of an adapter in PEFT's order, each whole, and keep this rank's part of them."""
+    held = [getattr(layer, kind) for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")]
+    factors = [(by_name, by_name[name]) for by_name in held if name in by_name]
+    for by_name, factor in factors:
+        if isinstance(factor, nn.Linear):
+            rows, columns = factor.weight.shape
+            by_name[name] = nn.Linear(columns, rows, bias=factor.bias is not None)
+        elif isinstance(factor, nn.Parameter):
+            by_name[name] = nn.Parameter(torch.randn(factor.shape))
+    layer.reset_lora_parameters(name, init)
+    weight = layer.get_base_layer().weight
+    for by_name, factor in factors:
+        drawn, by_name[name] = by_name[name], factor
+        for param, whole in zip(_params(factor), _params(drawn), strict=True):
+            value = whole.detach().to(param.device)
+            if weight.is_floating_point():  # PEFT rounds to the base layer's dtype
+                value = value.to(weight.dtype)
+            if isinstance(param, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements)
+            param.data.copy_(value)
+
+
+def _params(factor: nn.Module | nn.Parameter) -> list[nn.Parameter]:
+    return [factor] if isinstance(factor, nn.Parameter) else list(factor.parameters())
 
 
 def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -97,7 +97,7 @@ class Coefficients:
         """A power of two near the largest coefficient, so that fp16 does not lose them where the loss is small."""
         top = torch.cat([self.size, _power_of_two(self.size.new_zeros(1))]).amax()
         shares = torch.cat([self.row_factor, self.target]).abs() * (self.size / top).repeat(2)
-        # Rounded first: so it is not too small for `size` over it, where every coefficient is all but 0
+        # Clamped to a normal number before `top` multiplies it: `size / unit` stays finite where all shares underflow
         return _power_of_two(_power_of_two(torch.cat([shares, shares.new_zeros(1)]).amax()) * top)
 
     def use_unit(self, unit: Tensor) -> None:

@@ -125,15 +125,15 @@ def _is_coarse(model: Any, hidden_NH: Tensor) -> bool:
     return (
         hidden_NH.dtype in (torch.bfloat16, torch.float16)
         or torch.is_autocast_enabled(hidden_NH.device.type)
-        or not _multiplies_fp32(hidden_NH.device)
+        or not multiplies_fp32(hidden_NH.device)
         or getattr(model, "is_quantized", False)
     )
 
 
-def _multiplies_fp32(device: torch.device) -> bool:
-    """Whether products of fp32 keep its digits there, whichever of torch's switches was used.
+def multiplies_fp32(device: torch.device) -> bool:
+    """Whether matrix products of fp32 tensors are exact to fp32 there, by any of torch's switches.
 
-    `torch.get_float32_matmul_precision` raises once the newer switches are, as by transformers for `tf32=True`.
+    `torch.get_float32_matmul_precision` raises after the newer switches were set, as transformers does for `tf32=True`.
     """
     backends: Any = torch.backends
     matmul = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul

@@ -63,10 +63,12 @@ def has_experts(model: Any) -> bool:
 
 def trains_expert_modules(model: Any) -> bool:
     """Whether several experts are modules of their own, and trained: one without a token gets no gradient at all."""
-    for name, module in model.named_modules():
-        if "expert" in name.split(".")[-1] and isinstance(module, nn.ModuleList | nn.ModuleDict):
-            return any(param.requires_grad for param in module.parameters())
-    return False
+    return any(
+        param.requires_grad
+        for name, module in model.named_modules()
+        if "expert" in name.split(".")[-1] and isinstance(module, nn.ModuleList | nn.ModuleDict)
+        for param in module.parameters()
+    )
 
 
 def longest_equal(model: Any) -> int | None:

@@ -262,9 +262,10 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
             "the sampler's log-probs are taken for it (`trust_sampling_log_probs`). An approximation: their distance "
             "from the policy's is a bias that nothing corrects.",
         )
-    if facts.bypasses_loss and not (misaligned or facts.sampler_ratio is not None):
+    trl_scores = misaligned or facts.sampler_ratio is not None
+    if facts.bypasses_loss and not trl_scores:
         return Decision("old policy", "skip", "as in TRL: each micro-batch meets the weights it was sampled with.")
-    if (facts.has_own_batches or facts.bypasses_loss) and (misaligned or facts.sampler_ratio is not None):
+    if (facts.has_own_batches or facts.bypasses_loss) and trl_scores:
         reason = "`_generate_and_score_completions`, which may read or change the log-probs"
         if facts.bypasses_loss:
             reason = "a `compute_loss` that does not call `super().compute_loss(...)`"
@@ -272,7 +273,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     own = "the log-probs of the training forward, detached, where a micro-batch meets the weights it was sampled with"
     if facts.force_on_policy_ratio:
         own += "; here always, so the ratio is exactly 1 (`force_on_policy_ratio`)"
-    if facts.num_iterations > 1 and (misaligned or facts.sampler_ratio is not None):
+    if facts.num_iterations > 1 and trl_scores:
         own += "; remembered for the later iterations"
     # Where an optimizer step takes whole generation batches, none waits; a streaming epoch may end in the midst of one
     slices_wait = facts.gradient_accumulation_steps % facts.steps_per_generation != 0 or not facts.epoch_is_known

@@ -30,7 +30,7 @@ class Visit:
         ratio (`Tensor`, *optional*): of the old policy to the sampler, where that is corrected for.
         formed (`SamplerRatio`, *optional*): how `ratio` was formed, if in this visit.
         scored (`ScoredTokens`): what was fed and scored.
-        kept (`dict[str, Tensor]`): what later visits of the same micro-batch need; NaN where nothing was scored.
+        kept (`dict[str, Tensor]`): what later visits of the same micro-batch need.
     """
 
     policy_BC: Tensor
@@ -65,9 +65,8 @@ class Visit:
                 sampler_BC = sampler_log_probs(inputs)
                 old_BC = torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
         else:
-            _check_remembered(remembered_BC, scored)
-            old_BC = torch.where(remembered_BC.isnan(), 0.0, remembered_BC)
-            old_BC = torch.where(old_BC == _WAS_NAN, torch.nan, old_BC)
+            old_BC = remembered_BC
+            _check_remembered(inputs.get(_SCORED, scored.tokens_BC), scored)
             policy_BC = scored.spread(policy_RC, old_BC)
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
@@ -89,7 +88,7 @@ class Visit:
         )
         kept = {"importance_sampling_ratio": ratio} if ratio is not None else {}
         if remembered_BC is None:
-            kept["old_per_token_logps"] = kept_log_probs(old_BC, scored.tokens_BC)
+            kept |= kept_log_probs(old_BC, scored.tokens_BC)
         entropies_BC = scored.spread(entropies_RC)
         return cls(policy_BC, entropies_BC, bounded_old_BC, reference_BC, ratio, formed, scored, kept)
 
@@ -112,7 +111,9 @@ class Visit:
         return not_finite_rows(values, self.scored.tokens_BC)
 
 
-_WAS_NAN = torch.inf  # no log-prob is
+# The old policy's log-probs, under TRL's name and 0 where nothing was scored; and where something was
+_SCORED = "old_policy_scored"
+KEPT = ("old_per_token_logps", _SCORED)
 
 # Entries of TRL's micro-batch with a column for each token of the completion
 _BY_TOKEN = (
@@ -131,9 +132,17 @@ def with_padding(inputs: dict[str, Any], *scored_BC: Tensor) -> tuple[dict[str, 
     return {**inputs, **padded}, [pad(x, (0, 1)) for x in scored_BC]
 
 
-def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> Tensor:
-    """Of an old policy, for later visits: NaN where nothing was scored, and another mark where that gave a NaN."""
-    return torch.where(tokens_BC, torch.where(log_probs_BC.isnan(), _WAS_NAN, log_probs_BC), torch.nan)
+def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> dict[str, Tensor]:
+    """Of an old policy, for later visits."""
+    return dict(zip(KEPT, (torch.where(tokens_BC, log_probs_BC, 0.0), tokens_BC), strict=True))
+
+
+def with_scored(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch of a checkpoint. Before 2026-11-22 old log-probs were NaN where nothing was scored."""
+    old_BC = inputs.get("old_per_token_logps")
+    if old_BC is None or _SCORED in inputs:
+        return inputs
+    return {**inputs, **kept_log_probs(old_BC, ~old_BC.isnan())}
 
 
 def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
@@ -142,8 +151,8 @@ def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
     return ids
 
 
-def _check_remembered(remembered_BC: Tensor, scored: ScoredTokens) -> None:
-    if remembered_BC[scored.tokens_BC].isnan().any():
+def _check_remembered(known_BC: Tensor, scored: ScoredTokens) -> None:
+    if not known_BC[scored.tokens_BC].all():
         raise RuntimeError(
             "A token is in the loss whose old-policy log-prob was not kept, because its row could not change the "
             "gradient when it was first met: its advantage was 0. Something has changed the advantages since. Change "

@@ -8,24 +8,30 @@ from .adapters import (
     trained_beside,
     trl_copies_whole,
 )
+from .canary import COARSE, EXACT, Canary, Tolerance
 from .columns import CheckedCollator, check_batch, check_column_values, have_columns
 from .hosted import HostedReference, host_reference
 from .identity import identity_facts, identity_of, write_about
 from .moved import load_moved, save_moved
-from .store import DiskStore, Entries, MemoryStore
+from .store import DiskStore, MemoryStore
 from .stored import Answer, StoredReference
+from .variants import Variants
 from .weights import ReferenceWeights
 
 __all__ = [
+    "COARSE",
+    "EXACT",
     "Answer",
+    "Canary",
     "CheckedCollator",
     "DiskStore",
-    "Entries",
     "HostedReference",
     "MemoryStore",
     "OwnReference",
     "ReferenceWeights",
     "StoredReference",
+    "Tolerance",
+    "Variants",
     "begins_with_weights_of_base",
     "check_batch",
     "check_column_values",

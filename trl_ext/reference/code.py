@@ -1,16 +1,24 @@
-"""The code that a model's forward runs: its classes, with a hash of their source where no version stands for it."""
+"""What a model's forward runs: its classes, the settings of its modules, and what was put on them in memory."""
 
 import hashlib
 import inspect
 import sys
-from functools import cache
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
 # Their versions are in the identity
 _VERSIONED = {"torch", "transformers", "peft", "trl_ext", *sys.stdlib_module_names} - {"__main__"}
+# They put forwards and hooks of their own on modules, which compute the same
+_ENGINES = {"accelerate", "deepspeed", "trl"}
+# Attributes of modules that are not about log-probs, besides those whose name begins with an underscore. A layer of
+# bitsandbytes sets the last one in its first forward
+_NOT_IN_LOGITS = {"training", "gradient_checkpointing", "name_or_path", "compute_type_is_set"}
 
 
 def code_of(model: nn.Module) -> list[str]:
@@ -43,3 +51,72 @@ def _hash_of_source(part: type) -> str:
         return hashlib.blake2b(Path(file or "").read_bytes(), digest_size=16).hexdigest()
     except (OSError, TypeError):
         return "unknown"
+
+
+def state_of(module: nn.Module) -> list[Any]:
+    """What of `module` itself is neither a tensor nor a submodule, as far as it can be listed.
+
+    Its class, its attributes that are plain values, and the code of foreign functions among its attributes and hooks:
+    methods that were replaced, for example.
+    """
+    attributes = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name not in _NOT_IN_LOGITS and value is not None and _is_plain(value)
+    }
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        attributes.clear()  # a plan that stores has found it off
+    met: set[int] = set()
+    held = (*vars(module).values(), *module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    code = sorted({line for value in held for line in _foreign_code(value, met)})
+    return [f"{type(module).__module__}.{type(module).__qualname__}", attributes, code]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _foreign_code(value: Any, met: set[int]) -> Iterator[str]:
+    """For each foreign function that `value` is or calls: a hash of its code, and the numbers it was made with."""
+    if id(value) in met:
+        return
+    met.add(id(value))
+    parts: list[Any] = []
+    own: list[str] = []
+    if isinstance(value, MethodType):
+        parts = [value.__func__]
+    elif isinstance(value, partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, FunctionType):
+        parts = [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        if _is_foreign(value.__globals__.get("__name__", "")):
+            own = [_hash_of_code(value.__code__)]
+    elif callable(value) and not isinstance(value, nn.Module | type) and _is_foreign(type(value).__module__):
+        kind: Any = type(value)
+        own = list(_edited(kind))
+    inner = [line for part in parts for line in _foreign_code(part, met)]
+    if own or (inner and isinstance(value, partial)):
+        # No strings: the name of a run would make each another reference
+        yield "\n".join([*own, *(repr(part) for part in parts if isinstance(part, bool | int | float))])
+    yield from inner
+
+
+def _is_foreign(module: str) -> bool:
+    return module.split(".")[0] not in _VERSIONED | _ENGINES
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    """What it closes over."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # empty, before the name is bound
+            yield cell.cell_contents
+
+
+def _hash_of_code(code: CodeType) -> str:
+    constants = [
+        _hash_of_code(x) if isinstance(x, CodeType) else sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
+        for x in code.co_consts
+    ]
+    return hashlib.blake2b(repr((code.co_code, code.co_names, constants)).encode(), digest_size=16).hexdigest()

@@ -13,16 +13,25 @@ from ..version import __version__
 _VERSIONS = ("torch", "transformers", "peft")
 
 
-def identity_facts(weights_hash: str, config: dict[str, Any], **computed_with: Any) -> dict[str, Any]:
-    """All that the reference's log-probs follow from, beside the sequence.
+def identity_facts(
+    weights_hash: str, config: dict[str, Any], in_memory: dict[str, str], **computed_with: Any
+) -> dict[str, Any]:
+    """All that the reference's log-probs follow from, beside the sequence, as far as it can be listed.
 
     Args:
         weights_hash (`str`): from `ReferenceWeights.hash`.
         config (`dict`): from `ReferenceWeights.config`.
+        in_memory (`dict`): from `ReferenceWeights.in_memory`.
         computed_with (`Any`): head, mixed precision, device type, kernels.
     """
     versions = {**{name: version(name) for name in _VERSIONS}, "trl_ext": __version__}
-    return {"weights": weights_hash, "config": config, "computed_with": computed_with, "versions": versions}
+    return {
+        "weights": weights_hash,
+        "config": config,
+        "in_memory": in_memory,
+        "computed_with": computed_with,
+        "versions": versions,
+    }
 
 
 def identity_of(facts: dict[str, Any]) -> str:

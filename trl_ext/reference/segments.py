@@ -1,12 +1,12 @@
-"""One file of the store on disk: written whole or not at all, and read only if every byte of it is what was written."""
+"""One file of the store on disk: written whole or not at all, and no value that has changed since is used."""
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,61 +17,123 @@ from safetensors.numpy import save
 
 logger = logging.getLogger("trl_ext")
 
-KEY_BYTES = 16
-_FORMAT = "trl_ext reference log-probs, version 1"
+Entries = dict[bytes, NDArray[np.float32]]
+
+KEY_BYTES, CHECK_BYTES = 16, 8
+_FORMAT = "trl_ext reference log-probs, version 2"
 _SUFFIX = ".safetensors"
 _UNFINISHED = ".unfinished"
 _ABANDONED_AFTER = 3600.0  # seconds: no write takes so long, so its process has died
+_OPEN_FILES = 256  # of a process
 
 
-@dataclass
 class Segment:
-    """The entries of one file; the values stay on disk until they are asked for.
+    """The entries of one file. Keys are in memory; values stay on disk, and are checked each time they are read.
+
+    The file stays open, as far as files may, so that entries outlive its name.
 
     Args:
-        keys (`list[bytes]`): of 16 bytes each.
+        path (`Path`): of the file.
+        keys (`bytes`): of 16 bytes each.
+        checks (`bytes`): of 8 bytes each, a checksum of key and values.
         bounds (`ndarray` of shape `(N + 1,)`): entry i is `values[bounds[i]:bounds[i + 1]]`.
-        values (`Any`): fp32, sliced out of the mapped file.
+        offset (`int`): where the values begin in the file.
     """
 
-    keys: list[bytes]
-    bounds: NDArray[np.int64]
-    values: Any
+    _open = 0
 
-    def entry(self, i: int) -> NDArray[np.float32]:
-        """The log-probs of entry `i`."""
-        values: NDArray[np.float32] = self.values[int(self.bounds[i]) : int(self.bounds[i + 1])]
-        return values
+    def __init__(self, path: Path, keys: bytes, checks: bytes, bounds: NDArray[np.int64], offset: int) -> None:
+        self.path, self._offset = path, offset
+        self._keys, self._checks = keys, checks
+        self._bounds: Any = memoryview(bounds.data)  # gives Python's integers, which is faster than numpy's own
+        self._damaged = False
+        self._file: int | None = None
+        if Segment._open < _OPEN_FILES:
+            with contextlib.suppress(OSError):
+                self._file = os.open(path, os.O_RDONLY)
+                Segment._open += 1
+
+    def __del__(self, close: Any = os.close) -> None:
+        if getattr(self, "_file", None) is not None:
+            close(self._file)
+            type(self)._open -= 1
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, but for its header."""
+        return len(self._keys) + len(self._checks) + self._bounds.nbytes + 4 * self._bounds[-1]
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The key of each entry."""
+        return np.frombuffer(self._keys, f"V{KEY_BYTES}").tolist()  # type: ignore[no-any-return]
+
+    def entry(self, i: int) -> NDArray[np.float32] | None:
+        """The log-probs of entry `i`, or None if they are not what was written.
+
+        Raises:
+            `OSError`: the file is gone.
+        """
+        begin, end = self._bounds[i], self._bounds[i + 1]
+        raw = self._read(4 * (end - begin), self._offset + 4 * begin)
+        key = self._keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+        if _check(key, raw) == self._checks[i * CHECK_BYTES : (i + 1) * CHECK_BYTES]:
+            return np.frombuffer(raw, np.float32)
+        if not self._damaged:
+            self._damaged = True
+            ignored(self.path, "values of a sequence are not those that were written")
+        return None
+
+    def _read(self, count: int, offset: int) -> bytes:
+        if self._file is not None:
+            return os.pread(self._file, count, offset)
+        file = os.open(self.path, os.O_RDONLY)
+        try:
+            return os.pread(file, count, offset)
+        finally:
+            os.close(file)
 
 
 def segment_files(folder: Path) -> list[Path]:
     """The finished files of `folder`, oldest first."""
-    return sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIX))
+    return sorted(folder / name for name in os.listdir(folder) if name.endswith(_SUFFIX))
 
 
-def write_segment(folder: Path, identity: str, entries: dict[bytes, NDArray[np.float32]]) -> Path:
+def write_segment(folder: Path, identity: str, entries: Entries) -> Path:
     """Write `entries` to a new file of `folder` that no other process writes, and return its path.
 
     Raises:
         `OSError`: the file could not be written; then none is there.
     """
-    lengths = [len(values) for values in entries.values()]
+    values = [np.ascontiguousarray(x, np.float32) for x in entries.values()]
+    checks = b"".join(_check(key, x.data) for key, x in zip(entries, values, strict=True))
     arrays: dict[str, NDArray[Any]] = {
-        "keys": np.frombuffer(b"".join(entries), dtype=np.uint8).reshape(-1, KEY_BYTES),
-        "bounds": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        "values": np.concatenate([*entries.values(), np.empty(0, np.float32)]).astype(np.float32),
+        "keys": np.frombuffer(b"".join(entries), np.uint8).reshape(-1, KEY_BYTES),
+        "checks": np.frombuffer(checks, np.uint8).reshape(-1, CHECK_BYTES),
+        "bounds": np.cumsum([0, *map(len, values)], dtype=np.int64),
     }
-    metadata = {"format": _FORMAT, "digest": _digest(identity, arrays)}
-    name = f"{time.time_ns():020d}-{uuid.uuid4().hex}"
-    path, unfinished = folder / f"{name}{_SUFFIX}", folder / f"{name}{_UNFINISHED}"
+    metadata = {"format": _FORMAT, "digest": digest_of(identity, arrays)}
+    arrays["values"] = np.concatenate([*values, np.empty(0, np.float32)])
+    return write_file(folder / f"{time.time_ns():020d}-{uuid.uuid4().hex}{_SUFFIX}", save(arrays, metadata))
+
+
+def write_file(path: Path, content: bytes) -> Path:
+    """Write a file that has its name only when all of its bytes are on the disk, and return its path.
+
+    Raises:
+        `OSError`: it could not be written; then nothing is there.
+    """
+    unfinished = path.with_name(f"{uuid.uuid4().hex}{_UNFINISHED}")
     try:
         with unfinished.open("wb") as file:
-            file.write(save(arrays, metadata))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # The name appears when all bytes are on disk: a kill before leaves no file that reads as good
         unfinished.rename(path)
-        _sync_folder(folder)
+        _sync_folder(path.parent)
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
@@ -79,20 +141,39 @@ def write_segment(folder: Path, identity: str, entries: dict[bytes, NDArray[np.f
 
 
 def read_segment(path: Path, identity: str) -> Segment | None:
-    """The file's entries, or None, with a warning, if any byte of it is missing, changed or of another reference."""
+    """The file's entries, or None, with a warning, if its index is damaged or it is of another reference.
+
+    Raises:
+        `FileNotFoundError`: the file is gone, merged into another one.
+    """
     try:
-        file: Any = safe_open(path, framework="np")
-        metadata = file.metadata() or {}
+        metadata, arrays = read_file(path, ("keys", "checks", "bounds"))
         if metadata.get("format") != _FORMAT:
             raise ValueError("it is not a file of a store")
-        arrays = {name: file.get_tensor(name) for name in ("keys", "bounds", "values")}
-        if metadata.get("digest") != _digest(identity, arrays):
+        if metadata.get("digest") != digest_of(identity, arrays):
             raise ValueError("its checksum does not fit what it holds, for this reference")
-    except (SafetensorError, OSError, ValueError) as error:
-        logger.warning("Ignored %s in the store of reference log-probs: %s. It can be deleted.", path, error)
+        offset = _offset_of_values(path)
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        ignored(path, error)
         return None
-    keys = [key.tobytes() for key in arrays["keys"]]
-    return Segment(keys, arrays["bounds"], file.get_slice("values"))
+    bounds = np.frombuffer(arrays["bounds"].tobytes(), np.int64)
+    return Segment(path, arrays["keys"].tobytes(), arrays["checks"].tobytes(), bounds, offset)
+
+
+def read_file(path: Path, names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Metadata of a safetensors file, and the arrays called `names`."""
+    with safe_open(path, framework="np") as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
+
+
+def digest_of(identity: str, arrays: dict[str, NDArray[Any]]) -> str:
+    """SHA-256 of `identity` and of the bytes of `arrays`, in their order."""
+    digest = hashlib.sha256(identity.encode())
+    for array in arrays.values():
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -105,11 +186,21 @@ def remove_abandoned(folder: Path) -> None:
             pass  # another process was first, or may not be touched
 
 
-def _digest(identity: str, arrays: dict[str, NDArray[Any]]) -> str:
-    digest = hashlib.sha256(identity.encode())
-    for name in ("keys", "bounds", "values"):
-        digest.update(np.ascontiguousarray(arrays[name]).data)
-    return digest.hexdigest()
+def ignored(path: Path, why: object) -> None:
+    """Warn that a file of the store is not used."""
+    logger.warning("Ignored %s in the store of reference log-probs: %s. It can be deleted.", path, why)
+
+
+def _check(key: bytes, values: Any) -> bytes:
+    digest = hashlib.blake2b(key, digest_size=CHECK_BYTES)
+    digest.update(values)
+    return digest.digest()
+
+
+def _offset_of_values(path: Path) -> int:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return 8 + size + int(json.loads(file.read(size))["values"]["data_offsets"][0])
 
 
 def _sync_folder(folder: Path) -> None:

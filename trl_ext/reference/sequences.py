@@ -43,6 +43,10 @@ class Sequences:
         marks = (attended != 0) + 2 * (labelled != 0)
         self.keys = [_key(identity, ids[row, :length], marks[row, :length]) for row, length in enumerate(self._lengths)]
 
+    def length(self, row: int) -> int:
+        """Tokens of the row up to its last one, padding before it among them."""
+        return int(self._lengths[row])
+
     def labels_in(self, row: int) -> int:
         """How many positions of the row are scored."""
         return int(self._labelled[row].sum())
@@ -55,6 +59,10 @@ class Sequences:
         """The batch of these rows alone, as wide as the longest of them; all rows are the batch as it was given."""
         if self.keys is None or len(rows) == self.shape[0]:
             return self.batch
+        return self.part(rows)
+
+    def part(self, rows: list[int]) -> dict[str, Tensor]:
+        """Token ids and masks of these rows alone, as wide as the longest of them."""
         width = int(self._lengths[rows].max())
         index = torch.as_tensor(rows, device=self.batch["input_ids"].device)
         return {name: self.batch[name][index, :width] for name in _NEEDED}

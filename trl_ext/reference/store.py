@@ -1,17 +1,22 @@
 """The store of per-token reference log-probs, one entry a sequence: in memory, or on disk for later runs."""
 
 import logging
+import math
 import time
+from bisect import bisect_right
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .segments import Segment, read_segment, remove_abandoned, segment_files, write_segment
+from .canary import Canary
+from .segments import Entries, Segment, read_segment, remove_abandoned, segment_files, write_segment
+from .sequences import Sequences
 
 logger = logging.getLogger("trl_ext")
 
-Entries = dict[bytes, NDArray[np.float32]]
+# So many files of about the same size become one, up to so many bytes: an entry is written log n times at most
+_MERGED, _LARGEST = 8, 128 * 2**20
 
 
 class MemoryStore:
@@ -24,11 +29,24 @@ class MemoryStore:
         """The log-probs at the labelled positions of the sequence with this key, or None."""
         return self._held.get(key)
 
+    def of(self, sequences: Sequences) -> dict[int, NDArray[np.float32]]:
+        """The log-probs of those rows of a batch that are here."""
+        found = {}
+        for row, key in enumerate(sequences.keys or []):
+            values = self.get(key)
+            if values is not None and len(values) == sequences.labels_in(row):
+                found[row] = values
+        return found
+
     def add(self, entries: Entries) -> None:
         """Keep `entries`; a key that is there already keeps its value."""
         for key, values in entries.items():
             if self.get(key) is None:
                 self._held[key] = values
+
+    def take(self, other: "MemoryStore") -> None:
+        """Keep what `other` holds in memory."""
+        self.add(other._held)
 
     def flush(self) -> None:
         """Make what was added last beyond the process."""
@@ -44,6 +62,7 @@ class DiskStore(MemoryStore):
         folder (`Path`): of this reference alone; made if missing.
         identity (`str`): of the reference; files of another are ignored.
         writes (`bool`): whether this process writes. One of the ranks that share a file system is enough.
+        canary (`Canary`, *optional*): written beside the entries, before any of them, if none is there.
         flush_bytes (`int`): bytes added after which to write without being asked.
         flush_seconds (`float`): seconds after which to write without being asked.
     """
@@ -53,6 +72,7 @@ class DiskStore(MemoryStore):
         folder: Path,
         identity: str,
         writes: bool = True,
+        canary: Canary | None = None,
         flush_bytes: int = 32 * 2**20,
         flush_seconds: float = 30.0,
     ) -> None:
@@ -62,23 +82,37 @@ class DiskStore(MemoryStore):
         self._writes = writes
         self._flush_bytes, self._flush_seconds = flush_bytes, flush_seconds
         self._bytes, self._flushed_at = 0, time.monotonic()
-        self._read: set[str] = set()
-        self._segments: list[Segment] = []
-        self._places: dict[bytes, tuple[int, int]] = {}
+        self._merges = writes
+        self._seen: set[str] = set()
+        # The entries of all files have numbers in a row: `_places` of a key, `_starts` of a file
+        self._files: list[Segment | None] = []
+        self._starts: list[int] = []
+        self._entries = 0
+        self._places: dict[bytes, int] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if writes:
                 remove_abandoned(folder)
+                if canary is not None:
+                    canary.write(folder)
         except OSError as error:
             self._go_on_in_memory(error)
         self._adopt()
+        self._merge()
 
     def get(self, key: bytes) -> NDArray[np.float32] | None:
-        place = self._places.get(key)
-        if place is None:
-            return super().get(key)
-        segment, entry = place
-        return self._segments[segment].entry(entry)
+        while (place := self._places.get(key)) is not None:
+            number = bisect_right(self._starts, place) - 1
+            segment = self._files[number]
+            try:
+                values = None if segment is None else segment.entry(place - self._starts[number])
+            except OSError:
+                values = None
+            if values is not None:
+                return values
+            del self._places[key]
+            self._adopt()  # the file was damaged, or another process has merged it into a new one
+        return super().get(key)
 
     def add(self, entries: Entries) -> None:
         super().add(entries)
@@ -95,31 +129,84 @@ class DiskStore(MemoryStore):
             except OSError as error:
                 self._go_on_in_memory(error)
         self._adopt()
+        self._merge()
         self._bytes, self._flushed_at = 0, time.monotonic()
 
     def _adopt(self) -> None:
-        """Take in the files that have appeared, also those of other ranks and runs."""
+        """Take in the files that have appeared, also those of other ranks and runs, and forget those that have gone."""
         try:
             files = segment_files(self.folder)
         except OSError:
             return
+        there = {path.name for path in files}
+        merged = False  # since the folder was read
         for path in files:
-            if path.name in self._read:
+            if path.name in self._seen:
                 continue
-            self._read.add(path.name)
-            segment = read_segment(path, self._identity)
-            if segment is None:
-                continue
-            self._segments.append(segment)
-            for entry, key in enumerate(segment.keys):
-                self._places.setdefault(key, (len(self._segments) - 1, entry))
+            self._seen.add(path.name)
+            try:
+                segment = read_segment(path, self._identity)
+            except FileNotFoundError:
+                merged, segment = True, None
+            if segment is not None:
+                # Newer ones come later: what was damaged was written again
+                self._places.update(zip(segment.keys, range(self._entries, self._entries + len(segment)), strict=False))
+                self._files.append(segment)
+                self._starts.append(self._entries)
+                self._entries += len(segment)
+        for number, segment in enumerate(self._files):
+            if segment is not None and segment.path.name not in there and not self._reads(number, segment):
+                self._files[number] = None
         self._held = {key: values for key, values in self._held.items() if key not in self._places}
+        if merged:
+            self._adopt()
+
+    def _reads(self, number: int, segment: Segment) -> bool:
+        """Whether there is an entry that only this file has."""
+        first = self._starts[number]
+        return any(first <= self._places.get(key, -1) < first + len(segment) for key in segment.keys)
+
+    def _merge(self) -> None:
+        """Make one file of several small ones, which go when it is durable: killed at any moment, nothing is lost."""
+        while self._merges and (segments := _to_merge([x for x in self._files if x is not None])):
+            try:
+                entries: Entries = {}
+                for segment in segments:
+                    found = ((key, segment.entry(i)) for i, key in enumerate(segment.keys))
+                    entries |= {key: values for key, values in found if values is not None}
+                write_segment(self.folder, self._identity, entries)
+                for segment in segments:
+                    segment.path.unlink(missing_ok=True)
+            except FileNotFoundError:
+                return self._adopt()  # another process was first
+            except OSError:
+                self._merges = False  # a full disk, or files of another user: they are as good as one
+                return self._adopt()
+            self._files = [None if segment in segments else segment for segment in self._files]
+            self._adopt()
 
     def _go_on_in_memory(self, error: OSError) -> None:
-        self._writes = False
+        self._writes = self._merges = False
         logger.warning(
             "Reference log-probs cannot be written to %s (%s), so they are kept in memory and later runs will not find "
             "them. `reference_store_dir` names another folder.",
             self.folder,
             error,
         )
+
+
+def _to_merge(segments: list[Segment]) -> list[Segment]:
+    """The oldest files of about the same size, if there are enough of them."""
+    tiers: dict[int, list[Segment]] = {}
+    for segment in segments:
+        tiers.setdefault(int(math.log(segment.size, _MERGED)), []).append(segment)
+    for tier in sorted(tiers):
+        chosen, size = [], 0
+        for segment in tiers[tier]:
+            size += segment.size
+            if size > _LARGEST:
+                break
+            chosen.append(segment)
+        if len(chosen) >= _MERGED:
+            return chosen
+    return []

@@ -1,5 +1,6 @@
 """Reference log-probs of a batch from the store, and from one reference pass for the rows that are not in it yet."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,8 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .canary import Canary
 from .sequences import Sequences
-from .store import Entries, MemoryStore
+from .store import MemoryStore
+from .variants import Variants
+
+logger = logging.getLogger("trl_ext")
 
 Pass = Callable[[dict[str, Any]], Tensor]
 
@@ -18,7 +23,7 @@ class Answer(NamedTuple):
 
     Args:
         log_probs (`Tensor` of shape `(2B, S - 1)`): fp32; 0 where a position is not labelled or was not asked for.
-        passes (`int`): reference passes that ran: 0 or 1, the same on every rank.
+        passes (`int`): reference passes that ran, checks of a canary among them; the same on every rank.
         tokens (`int`): tokens that were fed to them, padding among them, over all ranks.
         tokens_of_batch (`int`): tokens of the batch, padding among them, over all ranks.
     """
@@ -33,29 +38,39 @@ class StoredReference:
     """One store, filled as batches are asked for.
 
     Rows change rank from epoch to epoch, so every rank keeps every entry; and a pass of a sharded model needs all
-    ranks, so one pass runs on each of them if any misses a row. One exchange of three integers a batch settles that,
+    ranks, so one pass runs on each of them if any misses a row. One exchange of four integers a batch settles that,
     whatever the ranks' stores hold.
 
     Args:
-        store (`MemoryStore`): where entries are kept.
-        identity (`str`): of the reference.
+        store (`MemoryStore`): where entries are kept, or, with `variants`, until one of these is open.
+        identity (`str`): of the reference, a part of each key.
         gather_counts (`Callable`): a list of integers -> such lists of all ranks.
-        gather_entries (`Callable`): entries -> entries of all ranks.
+        gather (`Callable`): an object -> those of all ranks.
         agreed (`Callable`):
-            The entries that this rank found for a batch -> those of the first of the ranks that get the same batch and
-            must feed the same rows.
+            An object of this rank, such as the entries that it found for a batch -> that of the first of the ranks that
+            get the same batch and must feed the same rows.
+        variants (`Variants`, *optional*):
+            The stores on disk. The first batch shows which of them it is: the one whose canary the reference agrees
+            with, as the first rank finds, or a new one.
+
+    Attributes:
+        canary (`Canary`, *optional*): of the store on disk that is open.
     """
+
+    canary: Canary | None = None
 
     def __init__(
         self,
         store: MemoryStore,
         identity: str,
         gather_counts: Callable[[list[int]], list[list[int]]],
-        gather_entries: Callable[[Entries], list[Entries]],
+        gather: Callable[[Any], list[Any]],
         agreed: Callable[[Any], Any] = lambda found: found,
+        variants: Variants | None = None,
     ) -> None:
         self.store, self.identity = store, identity
-        self._gather_counts, self._gather_entries, self._agreed = gather_counts, gather_entries, agreed
+        self._gather_counts, self._gather, self._agreed = gather_counts, gather, agreed
+        self._variants, self._searched = variants, False
 
     def __call__(self, batch: dict[str, Any], reference_pass: Pass, wanted: bool = True) -> Answer:
         """Reference log-probs of `batch`; every rank calls it, each with its own batch.
@@ -66,40 +81,86 @@ class StoredReference:
             wanted (`bool`): whether this rank needs them; another may.
         """
         sequences = Sequences(batch, self.identity)
-        rows = sequences.shape[0]
-        found = self._found(sequences) if wanted else {}
+        rows, device = sequences.shape[0], batch["input_ids"].device
+        checks = self._search(sequences, reference_pass, wanted)
+        found = self._agreed(self.store.of(sequences)) if wanted else {}
         missing = [row for row in range(rows) if row not in found] if wanted else []
         fed = missing if missing or sequences.keys is None else [sequences.shortest()]
-        counts = self._gather_counts([len(missing), batch["input_ids"].numel(), sequences.size(fed)])
+        counts = self._gather_counts([len(missing), batch["input_ids"].numel(), sequences.size(fed), sum(checks)])
         runs = any(count[0] for count in counts)
-        tokens, tokens_of_batch = (sum(count[i] for count in counts) for i in (2, 1))
-        device = batch["input_ids"].device
+        tokens_of_batch, tokens, tokens_of_checks = (sum(count[i] for count in counts) for i in (1, 2, 3))
         if not runs:
-            return Answer(self._in_place(sequences, found, device, wanted), 0, 0, tokens_of_batch)
+            log_probs = self._in_place(sequences, found, device, wanted)
+            return Answer(log_probs, len(checks), tokens_of_checks, tokens_of_batch)
         fresh = reference_pass(sequences.fed(fed))
-        new: Entries = {}
+        scored = {}
         if sequences.keys is not None:
             scored = {row: sequences.values_of(row, fresh[i]) for i, row in enumerate(missing)}
             fresh = self._in_place(sequences, found | scored, device, wanted)
-            # A reference that overflowed in this pass is not taken for one that always does
-            new = {sequences.keys[row]: values for row, values in scored.items() if np.isfinite(values).all()}
-        for entries in self._gather_entries(new):
+        # A reference that overflowed in this pass is not taken for one that always does
+        finite = {row: values for row, values in scored.items() if np.isfinite(values).all()}
+        for entries in self._gather({sequences.keys[row]: x for row, x in finite.items()} if sequences.keys else {}):
             self.store.add(entries)
-        return Answer(fresh.float(), 1, tokens, tokens_of_batch)
+        self._begin(sequences, finite)
+        return Answer(fresh.float(), 1 + len(checks), tokens + tokens_of_checks, tokens_of_batch)
 
     def holds(self, batch: dict[str, Any]) -> bool:
         """Whether no row of `batch` would have to be fed."""
         sequences = Sequences(batch, self.identity)
-        return len(self._found(sequences)) == sequences.shape[0]
+        return len(self._agreed(self.store.of(sequences))) == sequences.shape[0]
 
-    def _found(self, sequences: Sequences) -> dict[int, Any]:
-        found = {}
-        for row, key in enumerate(sequences.keys or []):
-            values = self.store.get(key)
-            if values is not None and len(values) == sequences.labels_in(row):
-                found[row] = values
-        agreed: dict[int, Any] = self._agreed(found)
-        return agreed
+    def why_another(self, reference_pass: Pass, device: torch.device) -> str | None:
+        """How the reference shows that it is not the one whose values are on disk, or None. Every rank calls it."""
+        if self._variants is None or self.canary is None:
+            return None
+        with self._variants.padded():
+            log_probs = reference_pass(self.canary.batch(device))
+        why: str | None = self._of_first(self.canary.why_another(log_probs, self._variants.tolerance))
+        return why
+
+    def _search(self, sequences: Sequences, reference_pass: Pass, wanted: bool) -> list[int]:
+        """Before any value is read from disk: open the store that is this reference's, if it is there.
+
+        Returns:
+            `list[int]`: the tokens that this rank has fed in each of the passes that it took.
+        """
+        if self._variants is None or self._searched:
+            return []
+        if not any(count[0] for count in self._gather_counts([int(wanted and sequences.keys is not None)])):
+            return []
+        self._searched = True
+        fed, others = [], []
+        for name, canary in self._of_first(self._variants.known()):
+            self.canary = canary
+            fed.append(canary.tokens)
+            why = self.why_another(reference_pass, sequences.batch["input_ids"].device)
+            if why is None:
+                self.store = self._variants.open(name, canary)
+                return fed
+            others.append(why)
+        self.canary = None
+        if others and self._variants.is_main:
+            logger.warning(
+                "Stored reference log-probs are not used, because the reference gives others now: of a few that were "
+                "computed again, %s. Its weights, configuration and code are those of the run that stored them, so it "
+                "was changed in memory, or a library or the device computes differently. Every sequence is scored "
+                "again, and stored apart.",
+                others[0],
+            )
+        return fed
+
+    def _begin(self, sequences: Sequences, scored: dict[int, Any]) -> None:
+        """After a pass: open a new store on disk, if none was found and there is a row to know it by."""
+        if self._variants is None or not self._searched or self.canary is not None:
+            return
+        every = self._gather(Canary.of(self._variants.identity, sequences, scored))
+        self.canary = self._agreed(next((canary for canary in every if canary is not None), None))
+        if self.canary is not None:
+            held, self.store = self.store, self._variants.begin(self.canary)
+            self.store.take(held)
+
+    def _of_first(self, value: Any) -> Any:
+        return self._agreed(self._gather(value)[0])
 
     def _in_place(self, sequences: Sequences, values: dict[int, Any], device: torch.device, wanted: bool) -> Tensor:
         if sequences.keys is None or not wanted:

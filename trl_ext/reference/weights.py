@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..dropout import draws_at_random
-from .code import code_of, without_source
+from .code import code_of, state_of, without_source
+from .identity import identity_of
 
 _WORKERS = 4
 
@@ -85,6 +86,11 @@ class ReferenceWeights:
         hidden = without_source(self.base)
         return f"the source file of `{hidden}`, which computes it, cannot be read" if hidden else None
 
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of its parameters."""
+        return {param.dtype for name, param in self.base.named_parameters() if self._reads(name)}
+
     def rope_of_batch(self) -> str | None:
         """The kind of rotary positions that follow the longest sequence of a batch, or None."""
         config = self.base.config.get_text_config()
@@ -104,7 +110,7 @@ class ReferenceWeights:
         return None
 
     def hash(self, gathered: Callable[[Tensor], AbstractContextManager[Any]], here: bool = True) -> str:
-        """Hash of all tensors, equal however they are sharded, for a base model with or without adapters on it.
+        """Hash of all saved tensors, equal however they are sharded, for a base model with or without adapters on it.
 
         Every rank must call it where tensors are sharded.
 
@@ -112,31 +118,31 @@ class ReferenceWeights:
             gathered (`Callable`): within `gathered(parameter)`, a parameter that ZeRO-3 has partitioned is whole.
             here (`bool`): whether this rank hashes; another only takes part in gathering.
         """
-        with ThreadPoolExecutor(_WORKERS) as pool:
-            digests: dict[int, str | Future[str]] = {}
-            named: list[tuple[str, Tensor]] = []
-            for name, tensor in self._tensors():
-                named.append((name, tensor))
-                if id(tensor) in digests:  # tied
-                    continue
-                if isinstance(tensor, DTensor):
-                    whole = tensor.full_tensor()
-                    digests[id(tensor)] = _digest(whole) if here else ""
-                elif hasattr(tensor, "ds_status"):
-                    with gathered(tensor):
-                        digests[id(tensor)] = _digest(tensor) if here else ""
-                elif here:
-                    digests[id(tensor)] = pool.submit(_digest, tensor)
-            found = {key: value if isinstance(value, str) else value.result() for key, value in digests.items()}
-        lines = sorted(f"{name} {found.get(id(tensor), '')}" for name, tensor in named)
-        return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+        return _hash(list(self._tensors()), gathered, here)
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        # keep_vars: ZeRO-3's marks are on the parameter itself
+    def in_memory(self, gathered: Callable[[Tensor], AbstractContextManager[Any]], here: bool = True) -> dict[str, str]:
+        """Hashes of what no checkpoint and no configuration has: see [`hash`], which takes the same arguments.
+
+        `buffers`: those that are not saved. `modules`: see [`state_of`].
+        """
+        named = self.base.named_modules() if here else ()
+        states = {
+            _without_wrappers(name): state_of(module)
+            for name, module in named
+            if name not in self._wrappers and self._reads(name)
+        }
+        return {"buffers": _hash(list(self._tensors(saved=False)), gathered, here), "modules": identity_of(states)}
+
+    def _tensors(self, saved: bool = True) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in [("", self.base), *(("prompt_encoder.", encoder) for encoder in self._encoders())]:
-            for name, value in part.state_dict(keep_vars=True).items():
+            # keep_vars: ZeRO-3's marks are on the parameter itself
+            tensors = part.state_dict(keep_vars=True)
+            if not saved:
+                buffers = part.named_buffers(remove_duplicate=False)
+                tensors = {name: buffer for name, buffer in buffers if name not in tensors}
+            for name, value in tensors.items():
                 if isinstance(value, Tensor) and self._reads(name):
-                    yield prefix + ".".join(x for x in name.split(".") if x not in _OF_WRAPPERS), value
+                    yield prefix + _without_wrappers(name), value
 
     def parameters_of_adapters(self) -> Iterator[nn.Parameter]:
         """Each parameter of the adapters that are on, trained or not."""
@@ -172,6 +178,10 @@ _NOT_IN_ADAPTER = {"base_model_name_or_path", "revision", "inference_mode", "aut
 _OF_WRAPPERS = {"base_layer", "original_module", "token_adapter"}
 
 
+def _without_wrappers(name: str) -> str:
+    return ".".join(x for x in name.split(".") if x not in _OF_WRAPPERS)
+
+
 def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration, and those within it, without `_NOT_IN_LOGITS`."""
     return {
@@ -198,6 +208,28 @@ def _base_child(module: nn.Module) -> str | None:
     if isinstance(module, BaseTunerLayer):
         return "base_layer"
     return next((name for name in ("token_adapter", "original_module") if name in module._modules), None)
+
+
+def _hash(
+    named: list[tuple[str, Tensor]], gathered: Callable[[Tensor], AbstractContextManager[Any]], here: bool
+) -> str:
+    """Hash of tensors and their names, in any order."""
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        digests: dict[int, str | Future[str]] = {}
+        for _, tensor in named:
+            if id(tensor) in digests:  # tied
+                continue
+            if isinstance(tensor, DTensor):
+                whole = tensor.full_tensor()
+                digests[id(tensor)] = _digest(whole) if here else ""
+            elif hasattr(tensor, "ds_status"):
+                with gathered(tensor):
+                    digests[id(tensor)] = _digest(tensor) if here else ""
+            elif here:
+                digests[id(tensor)] = pool.submit(_digest, tensor)
+        found = {key: value if isinstance(value, str) else value.result() for key, value in digests.items()}
+    lines = sorted(f"{name} {found.get(id(tensor), '')}" for name, tensor in named)
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def _digest(tensor: Tensor) -> str:

@@ -83,6 +83,18 @@ class Scorer:
                 every = gather_object([(packing.why_padded, packing.why_unshared)])
                 packing.agree(*(list(why) for why in zip(*every, strict=True)))
 
+    @contextmanager
+    def padded(self) -> Iterator[None]:
+        """Within, models get padded batches, and the first one that is not padded is still to be checked."""
+        held = [(x.packing, x.packing.why_padded) for x in self.forwards]
+        for packing, _ in held:
+            packing.why_padded = "it is fed padded here"
+        try:
+            yield
+        finally:
+            for packing, why in held:
+                packing.why_padded = why
+
     def take_counts(self) -> list[int]:
         """Since the last call: tokens not fed; fed with a gradient; fed without; scored by the head."""
         counts = [[x.packing.left_out, *x.fed] for x in self.forwards]

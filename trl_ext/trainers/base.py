@@ -30,7 +30,7 @@ from ..engines.quantized import keep_differentiable
 from ..engines.ranks import Ranks
 from ..engines.roll_call import roll_call
 from ..engines.running import running
-from ..engines.split_lora import check_adapter, draw_adapters
+from ..engines.split_lora import make_adapter
 from ..engines.tensor_parallel import TensorParallel
 from ..passes import Decision, Fed, PackingFacts, PackingPlan, Plan, Skipped, check_packing_options, plan_packing
 from ..reference import ReferenceWeights, host_reference, load_moved, save_moved, trained_beside
@@ -51,6 +51,13 @@ from .validation import check_given
 logger = logging.getLogger("trl_ext")
 
 
+# What our `compute_loss` adds to a batch
+_WITHHELD = {
+    *("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
+    *("ref_chosen_logps", "ref_rejected_logps"),
+}
+
+
 class _NoAdapter:
     """No head is an instance of it: in the place of `BaseTunerLayer`, so that an adapter on the head is taken."""
 
@@ -60,7 +67,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     _trl_trainer: type
     _plan: Plan | None = None
-    _loss_reached: bool | None = None  # whether `compute_loss` of this class ran in the first training step
+    _loss_reached: bool | None = None  # whether our `compute_loss` ran in the first training step
     _bypasses_loss = False
     _scored_elsewhere: str | None = None  # what scores the policy in the place of our forward
     _own_reference: Any = None
@@ -166,11 +173,14 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _refuse_what_cannot_be_copied(self, own: Any) -> None:
         plugin = self.accelerator.state.deepspeed_plugin
-        if own.copies and plugin is not None and plugin.zero_stage == 3:
+        engine = "ZeRO-3" if plugin is not None and plugin.zero_stage == 3 else None
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            engine = "FSDP1"
+        if own.copies and engine is not None:
             raise ValueError(
                 f"The reference needs a copy of `{own.copies[0]}`, which is trained and would be partitioned by "
-                "ZeRO-3. Use another engine (ZeRO-2, FSDP2); or train a fresh adapter (`peft_config`) or one that is "
-                'called "default", without a `bias`, and with `sync_ref_model=False`.'
+                f"{engine}. Use another engine (ZeRO-2, FSDP2); or train a fresh adapter (`peft_config`) or one that "
+                'is called "default", without a `bias`, and with `sync_ref_model=False`.'
             )
         if own.moves and self.ranks.tensor_parallel is not None:
             raise ValueError(
@@ -309,7 +319,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         try:
             loss = step(*positional, **keywords)
         except KeyError as error:
-            if self._loss_reached:
+            if self._loss_reached or not self._replaces("loss") or _WITHHELD.isdisjoint(error.args):
                 raise
             raise RuntimeError(
                 f"{self.own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
@@ -321,6 +331,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 self._scored_elsewhere = f"{self.own_loss()} scores the policy, without `fused_lm_head=True`."
             self._loss_bypassed()
         return loss
+
+    def _loss_is_ours(self) -> None:
+        """Called by our `compute_loss`."""
+        if self._loss_reached is False:
+            self._loss_reached = True
 
     def own_loss(self) -> str:
         return f"`{type(self).__name__}.compute_loss`"
@@ -455,6 +470,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 own.load(folder)
             if self.accelerator.num_processes > 1 and self.ranks.tensor_parallel is None and not self.is_fsdp_enabled:
                 own.same_on_all_ranks(broadcast)
+        if moved is not None and self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                "`sync_ref_model=True` under FSDP1: FSDP1 keeps gathered weights of the reference between passes, so "
+                "it would not follow the policy. Use FSDP2 (`fsdp_version: 2`), or set `sync_ref_model=False`."
+            )
         if folder is None or moved is None:
             return
         loaded = not self.is_partitioned() and load_moved(moved, folder)
@@ -470,10 +490,7 @@ def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywor
     ranks = TensorParallel.of(model)
     if ranks is None:
         return make(model, config, *positional, **keywords)
-    check_adapter(config, ranks)
-    made = make(model, config, *positional, **keywords)
-    draw_adapters(made, ranks)
-    return made
+    return make_adapter(make, model, config, ranks, *positional, **keywords)
 
 
 def _not_the_first_time(module: Any) -> Callable[[Any], bool]:

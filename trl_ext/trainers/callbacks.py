@@ -3,9 +3,11 @@
 from typing import Any
 
 import trl
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from ..engines.partial_gradients import sum_gradients_once
+from ..engines.reentrant import check_checkpointing
 
 
 class Lifecycle(TrainerCallback):
@@ -17,6 +19,7 @@ class Lifecycle(TrainerCallback):
         if trainer.ranks.tensor_parallel is not None:
             sum_gradients_once(model, trainer.ranks.tensor_parallel.group)
         trainer.check_engine(trainer.model_wrapped)
+        check_checkpointing(trainer.model_wrapped)
         trainer.resume_reference()  # before its identity is formed
         trainer.resumed(state)
 
@@ -25,6 +28,14 @@ class Lifecycle(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
         self.trainer.non_finite.before_step(model)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        reference = self.trainer.moved_reference()
+        if reference is None or (state.global_step + 1) % args.ref_model_sync_steps:
+            return
+        for module in reference.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # with `reshard_after_forward=False` it is gathered, and the policy is not
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.flush()

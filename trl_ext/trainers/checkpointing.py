@@ -200,11 +200,11 @@ class Checkpoints:
             accelerator = trainer.accelerator
             is_there = bool(accelerator.gather(torch.tensor([state is not None], device=accelerator.device)).all())
         if not is_there:
-            if trainer.accelerator.is_main_process:
+            if trainer.accelerator.is_main_process and not self.is_finished:
                 logger.warning(
                     f"{folder} has no state of the optimizer that can be loaded here: it was written with "
                     "`save_only_model=True`, under another engine or, by tensor parallelism, on other ranks. The "
-                    "optimizer and the learning rate begin again, so training goes on otherwise than it would have."
+                    "optimizer and the learning rate start from scratch: the result differs from an uninterrupted run."
                 )
             return True
         if not self._is_split():

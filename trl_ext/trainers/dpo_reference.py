@@ -18,12 +18,18 @@ from torch.utils.data import DataLoader
 from ..compat import dpo as internals
 from ..compat import maybe_gather_lm_head_ctx
 from ..compat.dpo import Loaded
+from ..packing import has_experts, multiplies_fp32
 from ..passes import DPOFacts, DPOPlan, plan_dpo
 from ..reference import (
+    COARSE,
+    EXACT,
+    Canary,
     DiskStore,
     MemoryStore,
     ReferenceWeights,
     StoredReference,
+    Tolerance,
+    Variants,
     check_batch,
     check_column_values,
     have_columns,
@@ -167,16 +173,17 @@ class DPOReference:
         return dict(policy.peft_config) if is_peft_model(self.trainer.model) else {}
 
     def _weights(self, ref_model: Any) -> ReferenceWeights:
-        policy = self.ranks.accelerator.unwrap_model(self.trainer.model)
-        return ReferenceWeights(policy if ref_model is None else ref_model, self._on)
+        model = self.ranks.accelerator.unwrap_model(self.trainer.model if ref_model is None else ref_model)
+        return ReferenceWeights(model, self._on)
 
     def _identify(self, ref_model: Any) -> dict[str, Any]:
         weights, accelerator, args = self._weights(ref_model), self.ranks.accelerator, self.trainer.args
         with nullcontext() if self.own is None else self.own.copies_in_place():
-            digest = weights.hash(maybe_gather_lm_head_ctx, here=accelerator.is_main_process)
+            digest = weights.hash(maybe_gather_lm_head_ctx, accelerator.is_main_process)
         facts = identity_facts(
             digest,
             weights.config,
+            weights.in_memory(maybe_gather_lm_head_ctx, accelerator.is_main_process),
             head=self.scorer.head.head,
             mixed_precision=accelerator.mixed_precision,
             device=accelerator.device.type,
@@ -266,16 +273,40 @@ class DPOReference:
     @property
     def stored(self) -> StoredReference:
         if self._stored is None:
-            store, identity = MemoryStore(), ""
+            ranks, identity, variants = self.ranks, "", None
             if self.trainer.plan.durable and self._identity is not None:
                 identity = self._identity
-                folder = StoreArguments.of(self.trainer.args).folder / identity
-                store = DiskStore(folder, identity, writes=self._writes_to(folder))
-                if self.ranks.accelerator.is_local_main_process:
-                    write_about(folder, self._facts)
-            ranks = self.ranks
-            self._stored = StoredReference(store, identity, ranks.gather_counts, ranks.gather_objects, ranks.shared)
+                variants = Variants(
+                    StoreArguments.of(self.trainer.args).folder,
+                    identity,
+                    self._open_store,
+                    self._tolerance(),
+                    self.scorer.padded,
+                    ranks.accelerator.is_main_process,
+                )
+            exchanges = ranks.gather_counts, ranks.gather_objects, ranks.shared
+            self._stored = StoredReference(MemoryStore(), identity, *exchanges, variants)
         return self._stored
+
+    def _open_store(self, name: str, canary: Canary) -> DiskStore:
+        folder = StoreArguments.of(self.trainer.args).folder / name
+        store = DiskStore(folder, name, writes=self._writes_to(folder), canary=canary)
+        if self.ranks.accelerator.is_local_main_process:
+            write_about(folder, self._facts)
+        return store
+
+    def _tolerance(self) -> Tolerance:
+        """How far two passes of the reference over one sequence may be apart."""
+        weights, accelerator = self._weights(self.trainer.ref_model), self.ranks.accelerator
+        if (
+            accelerator.mixed_precision != "no"
+            or not multiplies_fp32(accelerator.device)
+            or getattr(weights.base, "is_quantized", False)
+            or not weights.dtypes <= {torch.float32, torch.float64}
+        ):
+            return COARSE
+        # A router of experts can flip on the last bit, which changes a few tokens by much
+        return EXACT._replace(share=COARSE.share) if has_experts(weights.base) else EXACT
 
     def flush(self) -> None:
         if self._stored is not None:
@@ -355,14 +386,24 @@ class DPOReference:
         trainer = self.trainer
         trainer.ref_model = model = internals.made_as_reference(trainer, load)
         trainer.attach_model(model)
-        if identity_of(self._identify(model)) != self._identity:
+        same = identity_of(self._identify(model)) == self._identity
+        if same:
+            trainer.ref_model = self.ranks.accelerator.prepare_model(model, evaluation_mode=True)
+        if not same or self._gives_others():
             trainer.ref_model = None
             raise ValueError(
                 "The reference model was released from memory when every sequence had been scored, and is needed for "
                 f"others now; but what lies at {model.config._name_or_path!r} is no longer the same model. Put it "
                 "back, or pass a `ref_model`, which is kept."
             )
-        trainer.ref_model = self.ranks.accelerator.prepare_model(model, evaluation_mode=True)
+
+    def _gives_others(self) -> bool:
+        """Whether the reference model gives other values than are stored."""
+
+        def score(batch: dict[str, Any]) -> torch.Tensor:
+            return self._pass(self.trainer.ref_model, batch)
+
+        return self.stored.why_another(score, self.ranks.device) is not None
 
     def _covers_the_run(self) -> bool:
         if self.trainer.plan.source != "store":

@@ -312,7 +312,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """TRL's own loss, on the log-probs of the passes that the plan has."""
-        self._loss_reached = True
+        self._loss_is_ours()
         self.ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
         loss, visit = self._scoring.of_micro_batch(

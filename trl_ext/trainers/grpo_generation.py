@@ -19,6 +19,7 @@ from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..passes.micro_batches import FedTokens, kept_together, slices_of_a_unit
 from ..passes.non_finite import check_first_rewards
 from ..passes.rows import loss_mask, rows_of_equal_rewards
+from ..passes.visit import with_scored
 
 logger = logging.getLogger("trl_ext")
 
@@ -200,7 +201,8 @@ class GRPOGeneration:
                     "from the weights of the checkpoint."
                 )
             return
-        self.buffer.continue_at(saved.micro_batch, saved.slices)
+        slices = None if saved.slices is None else [with_scored(inputs) for inputs in saved.slices]
+        self.buffer.continue_at(saved.micro_batch, slices)
         self.scoring.sampled_at_step = saved.sampled_at_step
         self._further = self._further_after(saved.further_prompts)
 
@@ -208,7 +210,9 @@ class GRPOGeneration:
         if self.trainer.args.ignore_data_skip:
             return "with `ignore_data_skip` the epoch begins again"
         if saved is None:
-            return "the checkpoint does not have them, as one of stock TRL, or of fewer processes"
+            return (
+                "the checkpoint does not have them, as one with `save_only_model`, of stock TRL, or of fewer processes"
+            )
         now = self._schedule()
         changed = [f"{x} was {saved.schedule.get(x)} and is {now[x]}" for x in now if now[x] != saved.schedule.get(x)]
         return saved.lost if not changed else "; ".join(changed)

@@ -16,7 +16,7 @@ from ..passes.measured import over_scored_rows, statistics
 from ..passes.parts import Parts, check_all_trained, check_gradients_alike
 from ..passes.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
 from ..passes.sampler_ratio import SamplerRatio, sampler_metrics
-from ..passes.visit import Visit, kept_log_probs, sampler_log_probs, with_padding
+from ..passes.visit import KEPT, Visit, kept_log_probs, sampler_log_probs, with_padding
 
 
 class GRPOScoring:
@@ -48,6 +48,7 @@ class GRPOScoring:
         trainer, plan = self.trainer, self.trainer.plan
         self._gradients = []
         self._trl_loss = trl_loss
+        self.score_reference([inputs])  # a batch that a subclass has buffered itself
         scored = self.policy_tokens(inputs)
         with trainer.policy_scored(internals.own_pass(trainer) if plan.own_pass else None):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
@@ -159,7 +160,10 @@ class GRPOScoring:
         self.score_reference([present, *others])
         if trainer.plan.trust_sampler:
             return
-        if self.sampled_at_step != trainer.state.global_step and "old_per_token_logps" not in present:
+        waiting = [x for x in others if x is not present and "old_per_token_logps" not in x]
+        ends = 0 < trainer.state.max_steps <= trainer.state.global_step + 1
+        needed = [present] if ends else [present, *waiting]
+        if self.sampled_at_step != trainer.state.global_step and any("old_per_token_logps" not in x for x in needed):
             raise RuntimeError(
                 "A micro-batch meets other weights than those it was sampled with, and its old-policy log-probs were "
                 f"not kept: {trainer.own_loss()} did not call `super().compute_loss(...)` for it, or passed other rows "
@@ -167,16 +171,15 @@ class GRPOScoring:
             )
         if not trainer.accelerator.sync_gradients:
             return
-        waiting = [x for x in others if x is not present and "old_per_token_logps" not in x]
-        if 0 < trainer.state.max_steps <= trainer.state.global_step + 1:
-            for inputs in waiting:  # training ends with this step
+        if ends:
+            for inputs in waiting:
                 self._count_skipped_pass(inputs)
             return
         with unrecorded_pass(trainer):
             for inputs in waiting:
                 scored = self.policy_tokens(inputs)
                 log_probs_RC = self._unrecorded_log_probs(trainer.model, inputs, scored)
-                inputs["old_per_token_logps"] = kept_log_probs(scored.spread(log_probs_RC), scored.tokens_BC)
+                inputs.update(kept_log_probs(scored.spread(log_probs_RC), scored.tokens_BC))
 
     def score_reference(self, batches: list[dict[str, Any]]) -> None:
         """Add the reference's log-probs to the batches that lack them.
@@ -196,12 +199,10 @@ class GRPOScoring:
     def score_as_trl(self, batch: dict[str, Any]) -> None:
         """Add to a generation batch the log-probs that stock TRL adds, of every row."""
         trainer, plan = self.trainer, self.trainer.plan
-        args, every = trainer.args, every_token(batch, of_tools=True)
-        in_training = internals.mode(trainer) == "train"
-        size = args.per_device_train_batch_size if in_training else args.per_device_eval_batch_size
+        every = every_token(batch, of_tools=True)
         if plan.trl_scores_old_policy and not plan.trust_sampler:
             with unrecorded_pass(trainer):
-                old_BC = every.spread(self._pass(trainer.model, batch, every, batch_size=size)[0])
+                old_BC = every.spread(self._log_probs_at_generation(trainer.model, batch, every))
             batch["old_per_token_logps"] = old_BC
             if plan.sampler_ratio is not None:
                 formed = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_mask(batch), plan.sampler_ratio)
@@ -209,13 +210,22 @@ class GRPOScoring:
                 self._measure_sampler(formed)
         if plan["reference"].action == "run" and "ref_per_token_logps" not in batch:
             with trainer.reference_pass():
-                log_probs_BC = every.spread(self._pass(self._reference_model(), batch, every, batch_size=size)[0])
-            batch["ref_per_token_logps"] = log_probs_BC
+                log_probs_RC = self._log_probs_at_generation(self._reference_model(), batch, every)
+            batch["ref_per_token_logps"] = every.spread(log_probs_RC)
+
+    def _log_probs_at_generation(self, model: Any, batch: dict[str, Any], every: ScoredTokens) -> Tensor:
+        if self.trainer.plan.max_tokens is not None:
+            return self._unrecorded_log_probs(model, batch, every)
+        args, in_training = self.trainer.args, internals.mode(self.trainer) == "train"
+        size = args.per_device_train_batch_size if in_training else args.per_device_eval_batch_size
+        log_probs: Tensor = self._pass(model, batch, every, batch_size=size)[0]
+        return log_probs
 
     def score_all_as_trl(self) -> None:
         """The same for the slices to come: what was scored for our loss alone lacks rows."""
         for inputs in {id(x): x for x in self.buffer.to_come()}.values():
-            inputs.pop("old_per_token_logps", None)
+            for name in KEPT:
+                inputs.pop(name, None)
             self.score_as_trl(inputs)
 
     def _reference_model(self) -> Any:

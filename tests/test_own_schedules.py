@@ -1,0 +1,257 @@
+"""A subclass that decides which batches our loss gets, and when: it trains as TRL's does, or stops and says why."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from transformers import AutoModelForCausalLM
+
+import trl_ext
+from drop_in_cases import Case
+from run_losses import Record, Trainers, build, train
+from short_training import Bench
+from tiny import Workshop, preferences, prompts
+
+
+def case(**config: Any) -> Case:
+    rewards = config.pop("rewards", ("half_dead",))
+    return Case("grpo-own", "grpo", config=config, rewards=rewards, steps=4, learning_rate=0.01)
+
+
+def assert_trains_as_trl(workshop: Workshop, run: Case, subclass: Callable[[type], type]) -> None:
+    name, updates = f"{run.trainer}_trainer", []
+    for library in (trl, trl_ext):
+        trainers = Trainers.of(library)
+        record = train(run, replace(trainers, **{name: subclass(getattr(trainers, name))}), workshop)
+        updates.append(torch.cat([update.flatten() for update in record.updates.values()]))
+    stock, ours = updates
+    assert stock.norm() > 0
+    assert (ours - stock).norm() <= 1e-5 * stock.norm()
+
+
+def log_probs_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    completion = inputs["completion_ids"]
+    ids = torch.cat([inputs["prompt_ids"], completion], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, -completion.size(1) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, completion.unsqueeze(-1)).squeeze(-1)
+
+
+def own_loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """A clipped ratio to the old policy, which reads what the batch remembers of it."""
+    log_probs, mask = log_probs_of(model, inputs), inputs["completion_mask"]
+    ratio = (log_probs - inputs.get("old_per_token_logps", log_probs.detach())).exp().clamp(max=3)
+    return -(ratio * inputs["advantages"].unsqueeze(1) * mask).sum() / mask.sum()
+
+
+def in_halves(trainer: Any) -> Any:
+    class Halves(trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            losses = []
+            for rows in (slice(0, 4), slice(4, 8)):
+                half = {name: x[rows] if getattr(x, "ndim", 0) else x for name, x in inputs.items()}
+                losses.append(super().compute_loss(model, half, *args, **kwargs))
+            return sum(losses) / 2
+
+    return Halves
+
+
+def now_and_then(trainer: Any) -> Any:
+    class Sometimes(trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step % 3 == 1:
+                return log_probs_of(model, inputs).pow(2).mean()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    return Sometimes
+
+
+@pytest.mark.parametrize("subclass", [in_halves, now_and_then])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_old_log_probs_of_other_weights_are_never_taken(subclass, slices: int, workshop: Workshop, tmp_path: Path):
+    run = replace(case(num_iterations=2, steps_per_generation=slices), steps=8)
+    trainers = Trainers.of(trl_ext)
+    trainers = replace(trainers, grpo_trainer=subclass(trainers.grpo_trainer))
+    trainer = build(run, trainers, workshop, str(tmp_path), Record())
+    with pytest.raises(RuntimeError, match=rf"`{subclass(object).__name__}\.compute_loss` .* passed other rows on"):
+        trainer.train()
+
+
+def ours_at_first(trainer: Any) -> Any:
+    class Stages(trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step < 2:
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            assert inputs["old_per_token_logps"].isfinite().all()
+            return own_loss(model, inputs)
+
+    return Stages
+
+
+def test_a_later_stage_reads_the_old_log_probs_that_ours_has_kept(workshop: Workshop):
+    assert_trains_as_trl(workshop, case(num_iterations=2, steps_per_generation=2), ours_at_first)
+
+
+def with_a_buffer(trainer: Any) -> Any:
+    class Buffered(trainer):
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            if not self.model.training:
+                return super()._prepare_inputs(generation_batch)
+            slices, size = self.args.steps_per_generation, self.args.per_device_train_batch_size
+            if self._step % (slices * self.num_iterations) == 0:
+                batch = self._generate_and_score_completions(generation_batch)
+                self._buffered_inputs = [
+                    {name: x[i * size :][:size] if getattr(x, "ndim", 0) else x for name, x in batch.items()}
+                    for i in range(slices)
+                ]
+            inputs = self._buffered_inputs[self._step % slices]
+            self._step += 1
+            return inputs
+
+    return Buffered
+
+
+def test_a_subclass_that_buffers_its_batches_gets_the_reference_too(workshop: Workshop):
+    assert_trains_as_trl(workshop, case(beta=0.1, steps_per_generation=2), with_a_buffer)
+
+
+def own_in_training(trainer: Any) -> Any:
+    class OwnInTraining(trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not model.training:
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            return own_loss(model, inputs)
+
+    return OwnInTraining
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_the_plan_follows_the_loss_of_training(evaluates_first: bool, workshop: Workshop, tmp_path: Path):
+    weights = []
+    for package in (trl, trl_ext):
+        bench = Bench(workshop, tmp_path, package)
+        evaluation = {"eval_strategy": "steps", "eval_steps": 9, "eval_on_start": True}
+        bench.grpo(
+            subclass=own_in_training,
+            train_dataset=prompts(12, seed=1),
+            eval_dataset=prompts(4, seed=2),
+            per_device_eval_batch_size=4,
+            gradient_checkpointing=False,
+            optim="sgd",
+            learning_rate=0.1,
+            num_iterations=2,
+            steps_per_generation=2,
+            max_steps=6,
+            seed=7,
+            **(evaluation if evaluates_first else {}),
+        )
+        weights.append(torch.cat([x.detach().flatten() for x in bench.trainer.model.parameters()]))
+    assert (weights[1] - weights[0]).norm() <= 1e-5 * weights[0].norm()
+    plan = bench.trainer.explain()
+    assert plan["policy"].reason.startswith("every row: this trainer has a loss of its own")
+    assert plan["old policy"].action == "run"
+
+
+def logits_in_training(trainer: Any) -> Any:
+    class LogitsInTraining(trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not model.training:
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits.pow(2).mean()
+
+    return LogitsInTraining
+
+
+def test_an_evaluation_before_training_does_not_hide_that_dpos_loss_is_another(workshop: Workshop, tmp_path: Path):
+    bench = Bench(workshop, tmp_path)
+    evaluation = {"eval_strategy": "steps", "eval_steps": 9, "eval_on_start": True}
+    bench.dpo(subclass=logits_in_training, eval_dataset=preferences(5, seed=2), **evaluation)
+    plan = bench.trainer.explain()
+    assert {plan[name].action for name in ("head", "packing")} == {"skip"}
+
+
+def reads_a_wrong_column(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(x) for x in columns["answre"]]
+
+
+def with_a_wrong_key(trainer: Any) -> Any:
+    class Wrong(trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, {**inputs, "more": inputs["answre"]}, *args, **kwargs)
+
+    return Wrong
+
+
+@pytest.mark.parametrize(
+    "mistake", [{"reward_funcs": reads_a_wrong_column}, {"subclass": with_a_wrong_key}], ids=lambda x: next(iter(x))
+)
+def test_a_key_error_of_the_users_code_stays_one(mistake: dict[str, Any], workshop: Workshop, tmp_path: Path):
+    with pytest.raises(KeyError, match="answre"):
+        Bench(workshop, tmp_path).grpo(**mistake)
+
+
+def with_its_own_generation(trainer: Any) -> Any:
+    class Generates(trainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            return super()._generate_and_score_completions(inputs)
+
+    return Generates
+
+
+def test_the_budget_of_tokens_holds_where_a_subclass_reads_what_is_generated(workshop: Workshop, tmp_path: Path):
+    seen: list[tuple[bool, int]] = []
+
+    class Watched(with_its_own_generation(trl_ext.GRPOTrainer)):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.scoring_forwards[0].packing.checked = True  # that check feeds a few rows more
+            self.model.get_input_embeddings().register_forward_hook(self.count)
+
+        def count(self, module: Any, inputs: Any, output: Any) -> None:
+            if not self.generating:
+                seen.append((torch.is_grad_enabled(), inputs[0].numel()))
+
+        generating = False
+
+        def _generate(self, *args: Any, **kwargs: Any) -> Any:
+            self.generating = True
+            try:
+                return super()._generate(*args, **kwargs)
+            finally:
+                self.generating = False
+
+    Bench(workshop, tmp_path).grpo(
+        subclass=lambda _: Watched,
+        train_dataset=prompts(12, seed=1),
+        per_device_train_batch_size=8,
+        max_completion_length=8,
+        num_iterations=2,
+        max_steps=2,
+        max_tokens_per_micro_batch=30,
+    )
+    assert {grad for grad, _ in seen} == {True, False}
+    assert max(tokens for _, tokens in seen) <= 30
+
+
+def test_a_reference_without_experts_scores_for_a_policy_with_some(workshop: Workshop, tmp_path: Path):
+    weights = []
+    for package in (trl, trl_ext):
+        bench = Bench(workshop, tmp_path, package)
+        bench.dpo(
+            model=workshop.model("experts"),
+            ref_model=AutoModelForCausalLM.from_pretrained(workshop.model("untied", seed=5)),
+            train_dataset=preferences(12, seed=1),
+            model_init_kwargs={"output_router_logits": True},
+            router_aux_loss_coef=0.05,
+            gradient_checkpointing=False,
+            optim="sgd",
+            learning_rate=0.1,
+            max_steps=3,
+        )
+        assert bench.trainer.aux_loss_enabled
+        weights.append(torch.cat([x.detach().flatten() for x in bench.trainer.model.parameters()]))
+    assert (weights[1] - weights[0]).norm() <= 1e-6 * weights[0].norm()
