@@ -1,8 +1,9 @@
 """trl_ext: TRL's DPO and GRPO trainers with exact per-token log-probs."""
 
 from .callbacks import CurvesCallback
+from .config import DPOConfig, GRPOConfig
 from .heads import LinearLogProbs, linear_log_probs
-from .trainers import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from .trainers import DPOTrainer, GRPOTrainer
 from .version import __version__
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 from accelerate.commands.launch import launch_command_parser
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-from ..trainers import DPOConfig, GRPOConfig
+from ..config import DPOConfig, GRPOConfig
 from .errors import CommandError, did_you_mean
 
 METHODS = ("dpo", "grpo")

@@ -15,8 +15,8 @@ _HOW = {"tiled": "log-probs in tiles, without the logits", "dense": "from all lo
 class Scorer:
     """Attributes: `forwards` (`list[ScoringForward]`): the policy's, then the reference model's where there is one."""
 
-    def __init__(self, head: Any, packing: Any, *, smoothed: bool = False) -> None:
-        self.head, self.packing_options, self.smoothed = head, packing, smoothed
+    def __init__(self, options: Any, *, smoothed: bool = False) -> None:
+        self.options, self.smoothed = options, smoothed
         self.forwards: list[ScoringForward] = []
 
     @property
@@ -31,12 +31,12 @@ class Scorer:
             attach_scoring_forward(
                 model,
                 ScoringOptions(
-                    head=self.head.head,
-                    chunk_size=self.head.head_chunk_size,
-                    kernels=self.head.head_kernels,
+                    head=self.options.head,
+                    chunk_size=self.options.head_chunk_size,
+                    kernels=self.options.head_kernels,
                     entropy_requires_grad=is_policy and entropy_requires_grad,
-                    padding_free=self.packing_options.padding_free is not False,
-                    share_prompts=self.packing_options.share_prompts is not False,
+                    padding_free=self.options.padding_free is not False,
+                    share_prompts=self.options.share_prompts is not False,
                     **options,
                 ),
             )
@@ -44,7 +44,7 @@ class Scorer:
 
     def check(self, device: Any, why_padded: str | None) -> None:
         """What is known once TRL has built the trainer: the kernels of the device, and what forbids one row for all."""
-        check_kernels(self.head.head_kernels, device, "head_kernels")
+        check_kernels(self.options.head_kernels, device, "head_kernels")
         for scoring in self.forwards if why_padded else ():
             scoring.packing.why_padded = why_padded
 
@@ -107,8 +107,8 @@ class Scorer:
         rows = self.policy.head_rows or (
             WHOLE_HERE if alone else "where the rows of its weight lie is seen at each pass"
         )
-        kernels, asked = "", self.head.head_kernels
-        if self.head.head != "dense" and (device.type != "cpu" or asked == "triton"):
+        kernels, asked = "", self.options.head_kernels
+        if self.options.head != "dense" and (device.type != "cpu" or asked == "triton"):
             reason = "`head_kernels` says so" if asked == "torch" else why_not_triton(device)
             kernels = ", by Triton's kernels" if reason is None else f", without Triton's kernels, since {reason}"
-        return f"{_HOW[self.head.head]}{kernels}; {rows}."
+        return f"{_HOW[self.options.head]}{kernels}; {rows}."

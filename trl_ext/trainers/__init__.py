@@ -1,6 +1,6 @@
-"""The trainers a user imports: compute_loss hands on to TRL's own loss. No arithmetic lives here."""
+"""The trainers."""
 
-from .dpo import DPOConfig, DPOTrainer
-from .grpo import GRPOConfig, GRPOTrainer
+from .dpo import DPOTrainer
+from .grpo import GRPOTrainer
 
-__all__ = ["DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer"]
+__all__ = ["DPOTrainer", "GRPOTrainer"]

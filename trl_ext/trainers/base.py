@@ -23,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks import ThroughputProgress
 from ..compat import REPLACEABLE, module_of, replaced, unrecorded_pass
+from ..config import AddedFields
 from ..dropout import has_dropout
 from ..engines.asked import asked
 from ..engines.fallback import fallback
@@ -37,14 +38,10 @@ from ..reference import ReferenceWeights, host_reference, load_moved, save_moved
 from ..reference.adapter_choice import AdapterChoice
 from ..scoring import watch_token_ids
 from ..scoring.scorer import Scorer
-from .adapter_arguments import AdapterArguments
 from .callbacks import Lifecycle, MovesReference
 from .checkpointing import Checkpoints
-from .head_arguments import HeadArguments
 from .hosting import refuse_what_cannot_be_hosted
 from .non_finite import NonFiniteLoss
-from .packing_arguments import PackingArguments
-from .reference_arguments import ReferenceArguments
 from .shown import section, show
 from .validation import check_given
 
@@ -66,6 +63,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     """Mixed in before a TRL trainer."""
 
     _trl_trainer: type
+    _config_class: type
+    _added_fields: type[AddedFields]
     _plan: Plan | None = None
     _loss_reached: bool | None = None  # whether our `compute_loss` ran in the first training step
     _bypasses_loss = False
@@ -82,13 +81,13 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         given = inspect.signature(self._trl_trainer.__init__).bind(self, *positional, **keywords).arguments
         config = given.get("args")
         check_given(type(self).__name__, given, config, self._config_class)
-        self.head_arguments, self.packing_arguments = HeadArguments.of(config), PackingArguments.of(config)
+        self.added = self._added_fields.of(config)
         self.skipped, self.fed = Skipped(), Fed()
         self.ranks = Ranks()
-        self.scorer = Scorer(self.head_arguments, self.packing_arguments)
+        self.scorer = Scorer(self.added)
         self.non_finite = NonFiniteLoss(self, self.ranks)
         policy, ref_model = given["model"], given.get("ref_model")
-        self.adapters = AdapterChoice(policy, given.get("peft_config"), AdapterArguments.of(config), ref_model, config)
+        self.adapters = AdapterChoice(policy, given.get("peft_config"), self.added, ref_model, config)
         self.checkpoints = Checkpoints(self)
         self.checkpoints.parts.append(self._save_reference)
         self._synced_apart = False
@@ -157,8 +156,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return False
 
     def _host(self, model: Any) -> None:
-        args = self.args
-        if not isinstance(args, ReferenceArguments) or args.reference_device is None:
+        if self.added.reference_device is None:
             return
         if model is not self.ref_model:
             refuse_what_cannot_be_hosted(self, self.ranks)
@@ -226,8 +224,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _packing_facts(self) -> PackingFacts:
         packing = self.scorer.policy.packing
         return PackingFacts(
-            padding_free=self.packing_arguments.padding_free,
-            share_prompts=self.packing_arguments.share_prompts,
+            padding_free=self.added.padding_free,
+            share_prompts=self.added.share_prompts,
             unsupported=packing.why_padded,
             unshared=packing.why_unshared,
             active_dropout=has_dropout(self.model),
@@ -441,7 +439,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
         super().create_model_card(*positional, **keywords)
         if self.is_world_process_zero():
-            section(Path(self.args.output_dir) / "README.md", self.args, self.explain())
+            section(
+                Path(self.args.output_dir) / "README.md",
+                self.args,
+                self._added_fields.changed(self.args),
+                self.explain(),
+            )
 
     # 5. Where the ranks of a sequence group get whole batches, transformers must not split them
 

@@ -37,7 +37,6 @@ from ..reference import (
     identity_of,
     write_about,
 )
-from .store_arguments import StoreArguments
 
 _ROWS_CHECKED_TOGETHER = 64
 
@@ -184,7 +183,7 @@ class DPOReference:
             digest,
             weights.config,
             weights.in_memory(maybe_gather_lm_head_ctx, accelerator.is_main_process),
-            head=self.scorer.head.head,
+            head=self.scorer.options.head,
             mixed_precision=accelerator.mixed_precision,
             device=accelerator.device.type,
             tf32=args.tf32,
@@ -209,7 +208,7 @@ class DPOReference:
 
     def plan(self) -> DPOPlan:
         trainer, args, own = self.trainer, self.trainer.args, self.own
-        arguments, not_storable = StoreArguments.of(args), None
+        arguments, not_storable = trainer.added, None
         callbacks = trainer.callback_handler.callbacks
         moves = args.sync_ref_model or (own is not None and own.moves)
         if moves or any(isinstance(x, trl.SyncRefModelCallback) for x in callbacks):
@@ -277,7 +276,7 @@ class DPOReference:
             if self.trainer.plan.durable and self._identity is not None:
                 identity = self._identity
                 variants = Variants(
-                    StoreArguments.of(self.trainer.args).folder,
+                    self.trainer.added.folder,
                     identity,
                     self._open_store,
                     self._tolerance(),
@@ -289,7 +288,7 @@ class DPOReference:
         return self._stored
 
     def _open_store(self, name: str, canary: Canary) -> DiskStore:
-        folder = StoreArguments.of(self.trainer.args).folder / name
+        folder = self.trainer.added.folder / name
         store = DiskStore(folder, name, writes=self._writes_to(folder), canary=canary)
         if self.ranks.accelerator.is_local_main_process:
             write_about(folder, self._facts)

@@ -2,11 +2,8 @@
 
 import logging
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
-
-from .added_fields import AddedFields
 
 logger = logging.getLogger("trl_ext")
 
@@ -20,9 +17,9 @@ def show(message: str) -> None:
     logger.info(message)
 
 
-def section(card: Path, args: Any, plan: Any) -> None:
+def section(card: Path, args: Any, changed: dict[str, Any], plan: Any) -> None:
     settings = {"loss_type": args.loss_type, "loss_weights": getattr(args, "loss_weights", None)}
-    settings |= {"beta": args.beta, **changed_fields(args)}
+    settings |= {"beta": args.beta, **changed}
     lines = [f"- `{name}`: `{value!r}`" for name, value in settings.items() if value is not None]
     text = "\n".join(
         [
@@ -41,9 +38,3 @@ def section(card: Path, args: Any, plan: Any) -> None:
     unfinished = card.with_suffix(".unfinished")
     unfinished.write_text(f"{card.read_text(encoding='utf-8').rstrip()}\n\n{text}", encoding="utf-8")
     os.replace(unfinished, card)
-
-
-def changed_fields(config: Any) -> dict[str, Any]:
-    groups = [x for x in type(config).__mro__ if x.__bases__ == (AddedFields,)]
-    added = {field.name: field.default for group in groups for field in fields(group)}
-    return {name: getattr(config, name) for name, unset in added.items() if getattr(config, name) != unset}
