@@ -25,12 +25,11 @@ _FLAG: dict[str, Any] = {"nargs": "?", "const": True}
 # TRL's loss types that read `label_smoothing`, and ours
 _READ_SMOOTHING = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "cdpo"})
 _REFUSE_SMOOTHING = frozenset({"hinge", "ipo", "ipo_sum"})
-T = TypeVar("T")
 Fields = TypeVar("Fields", bound="AddedFields")
 _ENTRY = re.compile(r"^ {8}(\w+) \(.*\):\n((?: {12}.*\n)+)", re.MULTILINE)
 
 
-def _with_help(cls: "type[T]") -> "type[T]":
+def _with_help(cls: Any) -> Any:
     """Give each field of a dataclass its words in the docstring as `help`."""
     words = {name: " ".join(text.split()) for name, text in _ENTRY.findall(cls.__doc__ or "")}
     for of_class in fields(cls):

@@ -65,6 +65,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _trl_trainer: type
     _config_class: type
     _added_fields: type[AddedFields]
+    added: Any
     _plan: Plan | None = None
     _loss_reached: bool | None = None  # whether our `compute_loss` ran in the first training step
     _bypasses_loss = False

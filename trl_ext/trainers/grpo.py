@@ -122,7 +122,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _make_plan(self) -> GRPOPlan:
         args = self.args
-        options = self.added
+        options = AddedGRPOFields.of(args)
         corrected = self.use_vllm and self.vllm_importance_sampling_correction
         return plan_grpo(
             GRPOFacts(
