@@ -462,7 +462,7 @@ def test_an_adapter_may_be_called_as_a_module_is(workshop, tmp_path):
     assert trained(policy, policy_adapter_name=name)[1] == own
     policy.get_base_model().model.layers[0].input_layernorm.weight.requires_grad_(True)
     trainer, _ = trained(policy, sync_ref_model=True, policy_adapter_name=name, ref_adapter_name="anchor")
-    assert len(trainer.own_reference.copies) == len(own) + 1
+    assert len(trainer.reference_weights.own.copies) == len(own) + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
-import trl
-from accelerate.utils import broadcast
 from peft import PeftModel
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from transformers import ProgressCallback
@@ -34,14 +32,14 @@ from ..engines.running import running
 from ..engines.split_lora import make_adapter
 from ..engines.tensor_parallel import TensorParallel
 from ..passes import Decision, Fed, PackingFacts, PackingPlan, Plan, Skipped, check_packing_options, plan_packing
-from ..reference import ReferenceWeights, host_reference, load_moved, save_moved, trained_beside
+from ..reference import trained_beside
 from ..reference.adapter_choice import AdapterChoice
 from ..scoring import watch_token_ids
 from ..scoring.scorer import Scorer
 from .callbacks import Lifecycle, MovesReference
 from .checkpointing import Checkpoints
-from .hosting import refuse_what_cannot_be_hosted
 from .non_finite import NonFiniteLoss
+from .reference_weights import ReferenceOfPolicy
 from .shown import section, show
 from .validation import check_given
 
@@ -70,7 +68,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _loss_reached: bool | None = None  # whether our `compute_loss` ran in the first training step
     _bypasses_loss = False
     _scored_elsewhere: str | None = None  # what scores the policy in the place of our forward
-    _own_reference: Any = None
 
     # 1. Built
 
@@ -88,10 +85,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.scorer = Scorer(self.added)
         self.non_finite = NonFiniteLoss(self, self.ranks)
         policy, ref_model = given["model"], given.get("ref_model")
-        self.adapters = AdapterChoice(policy, given.get("peft_config"), self.added, ref_model, config)
+        adapters = AdapterChoice(policy, given.get("peft_config"), self.added, ref_model, config)
+        self.reference_weights = ReferenceOfPolicy(self, self.ranks, adapters, self.added.reference_device)
         self.checkpoints = Checkpoints(self)
-        self.checkpoints.parts.append(self._save_reference)
-        self._synced_apart = False
+        self.checkpoints.parts.append(self.reference_weights.save)
         return given
 
     @contextmanager
@@ -102,15 +99,14 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         names = {"add_fused_lm_head": self.attach_model, "get_peft_model": made, **others}
         if not (getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False)):
             names["BaseTunerLayer"] = _NoAdapter
-        if not self.adapters.trl_may_copy:
+        if not self.reference_weights.adapters.trl_may_copy:
             names["is_peft_model"] = _not_the_first_time(module)
         hidden = {"padding_free": False} if getattr(config, "padding_free", None) else {}
         try:
             with replaced(module, **names), replaced(config, **hidden) if hidden else nullcontext():
                 yield
         finally:
-            if self._synced_apart:
-                config.sync_ref_model = True
+            self.reference_weights.restore(config)
             self.checkpoints.unhide_optimizer()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -138,15 +134,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Stands for TRL's `add_fused_lm_head`: weights are whole here for the last time."""
         self.scorer.attach(model, entropy_requires_grad=self._entropy_has_gradient(), **options)
         is_policy = len(self.scorer.forwards) == 1
-        self._host(model)
-        if is_policy and isinstance(self.model, PeftModel):
+        if not is_policy:
+            self.reference_weights.take_model(model)
+            return
+        if isinstance(self.model, PeftModel):
             keep_differentiable(self.model)
-            if self.ref_model is None and self._has_reference():
-                moves = bool(self.args.sync_ref_model)
-                self._own_reference = own = self.adapters.reference(self.model, moves)
-                if moves:  # TRL takes the reference for none that could be moved
-                    self.args.sync_ref_model, self._synced_apart = False, True
-                self._refuse_what_cannot_be_copied(own)
+        self.reference_weights.take_policy(has_reference=self._has_reference())
 
     def _has_reference(self) -> bool:
         """Whether the loss reads a reference."""
@@ -155,37 +148,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _entropy_has_gradient(self) -> bool:
         """Whether the loss has a gradient through the entropies."""
         return False
-
-    def _host(self, model: Any) -> None:
-        if self.added.reference_device is None:
-            return
-        if model is not self.ref_model:
-            refuse_what_cannot_be_hosted(self, self.ranks)
-            return
-        shared = ReferenceWeights(model).shares_with(self.model, trained=False)
-        if shared:
-            raise ValueError(
-                "`reference_device='cpu'` moves the reference's weights to the host, and the policy is in the same "
-                f"memory (`{shared}`). Leave it unset, or load a reference model of its own."
-            )
-        host_reference(model, self.accelerator.device)
-
-    def _refuse_what_cannot_be_copied(self, own: Any) -> None:
-        plugin = self.accelerator.state.deepspeed_plugin
-        engine = "ZeRO-3" if plugin is not None and plugin.zero_stage == 3 else None
-        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
-            engine = "FSDP1"
-        if own.copies and engine is not None:
-            raise ValueError(
-                f"The reference needs a copy of `{own.copies[0]}`, which is trained and would be partitioned by "
-                f"{engine}. Use another engine (ZeRO-2, FSDP2); or train a fresh adapter (`peft_config`) or one that "
-                'is called "default", without a `bias`, and with `sync_ref_model=False`.'
-            )
-        if own.moves and self.ranks.tensor_parallel is not None:
-            raise ValueError(
-                "`sync_ref_model=True` with an adapter does not go with tensor parallelism, where each rank has a part "
-                "of the reference only. Set it to False, or use another engine."
-            )
 
     def _ready(self, callbacks: Any) -> None:
         """After TRL's `__init__`: what can be checked now, and the callbacks."""
@@ -196,8 +158,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.non_finite.check_options()
         if hasattr(self, "_tp_size") and self.ranks.tensor_parallel is not None:
             self._tp_size = 1
-        if self._own_reference is not None and self._own_reference.moves:
-            self.add_callback(MovesReference(self._own_reference))
+        own = self.reference_weights.own
+        if own is not None and own.moves:
+            self.add_callback(MovesReference(own))
         self.add_callback(Lifecycle(self))
         bars = self.callback_handler.callbacks
         bars[:] = [
@@ -213,10 +176,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     @property
     def scoring_forwards(self) -> list[Any]:
         return self.scorer.forwards
-
-    @property
-    def own_reference(self) -> Any:
-        return self._own_reference
 
     def _replaces(self, part: str) -> bool:
         ours = next(cls for cls in type(self).__mro__ if "_trl_trainer" in vars(cls))
@@ -274,8 +233,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @contextmanager
     def reference_pass(self) -> Iterator[None]:
-        own = self._own_reference
-        with unrecorded_pass(self), nullcontext() if own is None else own.entered():
+        with unrecorded_pass(self), self.reference_weights.entered():
             yield
 
     # 3. Trained
@@ -291,9 +249,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                     "`is_trainable=True`, or name it in `policy_adapter_name`."
                 )
             raise ValueError(f"Nothing of the model is trained: no parameter has `requires_grad`. {hint}")
-        if self._own_reference is not None:
-            self._own_reference.keep_what_is_trained()
-            self._refuse_what_cannot_be_copied(self._own_reference)
+        self.reference_weights.keep_what_is_trained()
         self._plan = self._make_plan()
         if self.accelerator.is_main_process:
             plan = self.explain()
@@ -388,22 +344,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if not self.checkpoints.save_optimizer(output_dir):
             super()._save_optimizer_and_scheduler(output_dir)
 
-    def _save_reference(self, folder: Path) -> None:
-        """The reference, where training moves it: a copy of an adapter, or a model of its own."""
-        own, moved = self._own_reference, self.moved_reference()
-        if own is not None and self.ranks.tensor_parallel is None:
-            own.save(folder, writes=self.args.should_save)
-        if moved is not None and not self.args.save_only_model and not self.is_partitioned():
-            save_moved(moved, folder, writes=self.args.should_save)
-
-    def moved_reference(self) -> Any:
-        moves = any(isinstance(x, trl.SyncRefModelCallback) for x in self.callback_handler.callbacks)
-        return self.ref_model if moves else None
-
-    def is_partitioned(self) -> bool:
-        plugin = self.accelerator.state.deepspeed_plugin
-        return plugin is not None and plugin.zero_stage == 3
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with self._as_every_rank():
             if not self.checkpoints.load_weights(Path(resume_from_checkpoint)):
@@ -463,31 +403,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def get_total_train_batch_size(self, args: Any) -> int:
         total = super().get_total_train_batch_size(args)
         return total if self.ranks.sequence is None else total // self.accelerator.parallelism_config.sp_size
-
-    # Called by the callback
-
-    def resume_reference(self) -> None:
-        """Load the reference of the checkpoint; under DDP that of the first rank, whose parameters DDP takes."""
-        own, moved, folder = self._own_reference, self.moved_reference(), self.checkpoints.resumes_from
-        if own is not None:
-            if folder is not None and self.ranks.tensor_parallel is None:
-                own.load(folder)
-            if self.accelerator.num_processes > 1 and self.ranks.tensor_parallel is None and not self.is_fsdp_enabled:
-                own.same_on_all_ranks(broadcast)
-        if moved is not None and self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
-            raise ValueError(
-                "`sync_ref_model=True` under FSDP1: FSDP1 keeps gathered weights of the reference between passes, so "
-                "it would not follow the policy. Use FSDP2 (`fsdp_version: 2`), or set `sync_ref_model=False`."
-            )
-        if folder is None or moved is None:
-            return
-        loaded = not self.is_partitioned() and load_moved(moved, folder)
-        if not loaded and not self.checkpoints.is_finished:
-            logger.warning(
-                f"{folder} does not have the weights of the reference that `sync_ref_model` moves, as one of stock "
-                "TRL, of ZeRO-3 or with `save_only_model`: the reference begins again where it began, so training "
-                "goes on otherwise than it would have."
-            )
 
 
 def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywords: Any) -> Any:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import trl
-from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from ..engines.partial_gradients import sum_gradients_once
@@ -20,7 +19,9 @@ class Lifecycle(TrainerCallback):
             sum_gradients_once(model, trainer.ranks.tensor_parallel.group)
         trainer.check_engine(trainer.model_wrapped)
         check_checkpointing(trainer.model_wrapped)
-        trainer.resume_reference()  # before its identity is formed
+        checkpoints = trainer.checkpoints
+        # Before its identity is formed
+        trainer.reference_weights.resume(checkpoints.resumes_from, is_finished=checkpoints.is_finished)
         trainer.resumed(state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -30,12 +31,7 @@ class Lifecycle(TrainerCallback):
         self.trainer.non_finite.before_step(model)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        reference = self.trainer.moved_reference()
-        if reference is None or (state.global_step + 1) % args.ref_model_sync_steps:
-            return
-        for module in reference.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # with `reshard_after_forward=False` it is gathered, and the policy is not
+        self.trainer.reference_weights.before_move(state.global_step + 1)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.flush()

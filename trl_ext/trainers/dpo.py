@@ -66,6 +66,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             if ignored is not None:
                 logger.warning(ignored)
         self.scorer.smoothed = bool(self.added.sft_label_smoothing)
+        self.checkpoints.parts.append(lambda _: self.flush())  # what was scored before a checkpoint is on disk with it
         loaded = self._reference.loaded
         with self._seam(config, **internals.recorded_loads(loaded)):
             super().__init__(*positional, **keywords)
@@ -106,7 +107,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         is_policy = not self.scorer.forwards
         super().attach_model(model, **options)
         if is_policy:
-            self._reference.own = self._own_reference
+            self._reference.own = self.reference_weights.own
             weight = parameter_of(model.get_output_embeddings(), "weight")
             self._loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
         again = self._reference._stored is not None  # a reference that was released, and is needed once more
@@ -187,10 +188,6 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         """TRL's own, with what is the reference by then."""
         self._reference.meet_changed_adapters()
         return super().evaluation_loop(*positional, **keywords)
-
-    def _save_reference(self, folder: Any) -> None:
-        super()._save_reference(folder)
-        self.flush()  # what was scored before a checkpoint is on disk with it
 
     def resumed(self, state: Any) -> None:
         if state.global_step > 0:

@@ -123,6 +123,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _make_plan(self) -> GRPOPlan:
         args = self.args
         options = AddedGRPOFields.of(args)
+        own = self.reference_weights.own
         corrected = self.use_vllm and self.vllm_importance_sampling_correction
         return plan_grpo(
             GRPOFacts(
@@ -132,7 +133,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 steps_per_generation=args.steps_per_generation,
                 num_iterations=self.num_iterations,
                 beta=self.beta,
-                own_reference=None if self.own_reference is None else self.own_reference.words(),
+                own_reference=None if own is None else own.words(),
                 epoch_is_known=hasattr(self.train_dataset, "__len__"),
                 num_generations=self.num_generations,
                 loss_type=self.loss_type,
