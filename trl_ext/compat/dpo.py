@@ -198,6 +198,15 @@ def policy_before_training(trainer: Any) -> Any:
     return trainer._precompute_engine
 
 
+def holds_images(trainer: Any) -> bool:
+    return bool(trainer._is_vision_dataset)
+
+
+def training_columns(trainer: Any, dataset: Dataset) -> Dataset:
+    """The data set with the columns that reach the collator."""
+    return trainer._remove_unused_columns(dataset, description="training")
+
+
 def made_as_reference(trainer: DPOInternals, load: Callable[[], Any]) -> Any:
     model = load()
     if trainer.args.disable_dropout:

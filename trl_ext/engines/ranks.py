@@ -48,6 +48,12 @@ class Ranks:
         return None
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP or DeepSpeed holds the models."""
+        state = self.accelerator.state
+        return getattr(state, "fsdp_plugin", None) is not None or state.deepspeed_plugin is not None
+
+    @property
     def sequence_size(self) -> int:
         return 1 if self.sequence is None else self.sequence.size
 

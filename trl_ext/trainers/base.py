@@ -63,6 +63,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _trl_trainer: type
     _config_class: type
     _added_fields: type[AddedFields]
+    accelerator: Any
     added: Any
     _plan: Plan | None = None
     _loss_reached: bool | None = None  # whether our `compute_loss` ran in the first training step
@@ -204,6 +205,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._plan = self._make_plan()
         return self._plan
 
+    def plan_again(self) -> None:
+        """Decide anew, for what has changed."""
+        self._plan = self._make_plan()
+
     def explain(self) -> Plan:
         """Which engine runs; which log-prob passes run, are reused or are skipped, which tokens are fed; and why."""
         plan, packing = self._plan or self._make_plan(), self._packing_plan()
@@ -295,6 +300,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def own_loss(self) -> str:
         return f"`{type(self).__name__}.compute_loss`"
 
+    def bypassed_by(self) -> str | None:
+        """A subclass's `compute_loss` that does not call ours."""
+        return self.own_loss() if self._bypasses_loss else None
+
     def _loss_bypassed(self) -> None:
         """Called after the first training step, where a subclass's `compute_loss` did not call ours."""
         if self.non_finite.action is not None:
@@ -302,7 +311,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 f"`on_non_finite_loss={self.non_finite.action!r}` needs `super().compute_loss(...)`, which "
                 f"{self.own_loss()} does not call. Call it, or leave the option unset."
             )
-        self._plan = self._make_plan()
+        self.plan_again()
         if self.accelerator.is_main_process:
             logger.warning(
                 f"{self.own_loss()} does not call `super().compute_loss(...)`, so what this trainer adds to TRL's "

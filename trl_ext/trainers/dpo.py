@@ -6,7 +6,7 @@ Each method of TRL's that differs is here, once, or in `base.py` where GRPO's di
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,13 +41,15 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     Takes [`DPOConfig`], or TRL's own config (then the added fields have their defaults).
     """
 
+    data_collator: Any
+    _signature_columns: Any
     _trl_trainer = trl.DPOTrainer
     _config_class = trl.DPOConfig
     _added_fields = AddedDPOFields
 
     # For `help()` and editors: the signature is TRL's
     @functools.wraps(trl.DPOTrainer.__init__)
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
+    def __init__(self, *positional: Any, **keywords: Any) -> None:  # type: ignore[misc]
         given = self._begin(positional, keywords)
         config = given.get("args")
         if isinstance(given.get("ref_model"), str):
@@ -56,7 +58,9 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 "`AutoModelForCausalLM.from_pretrained(...)`; leave it out where it is the model before training."
             )
         self._loss = DPOLoss(self, self.added, self.ranks, self.scorer.take_counts)
-        self._reference = DPOReference(self, self.ranks, self.scorer, self._count_skipped)
+        self._reference = DPOReference(
+            *(self, self, self.reference_weights, self.ranks, self.scorer, self.added, self._count_skipped)
+        )
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)
@@ -107,7 +111,6 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         is_policy = not self.scorer.forwards
         super().attach_model(model, **options)
         if is_policy:
-            self._reference.own = self.reference_weights.own
             weight = parameter_of(model.get_output_embeddings(), "weight")
             self._loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
         again = self._reference._stored is not None  # a reference that was released, and is needed once more
@@ -150,7 +153,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._loss.counted = None
         watched = self.non_finite.action is not None
         with self._reference.given_for(inputs, from_columns), self.policy_scored():
-            with _log_probs_of(model) if watched else nullcontext([]) as policy:
+            with _log_probs_of(model, watched) as policy:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if watched:
                 self.non_finite.watch(
@@ -201,9 +204,12 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
 
 @contextmanager
-def _log_probs_of(model: Any) -> Iterator[list[torch.Tensor]]:
+def _log_probs_of(model: Any, watched: bool) -> Iterator[list[torch.Tensor]]:
     """Within, the list gets what `model` scores; prompt learning puts tokens before those of the batch."""
     scored: list[torch.Tensor] = []
+    if not watched:
+        yield scored
+        return
 
     def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
         if inputs.get("fused_lm_head"):

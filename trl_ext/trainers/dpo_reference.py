@@ -9,15 +9,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import trl
 from accelerate.utils import is_peft_model, tqdm
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..compat import dpo as internals
-from ..compat import maybe_gather_lm_head_ctx
+from ..compat import maybe_gather_lm_head_ctx, unrecorded_pass
 from ..compat.dpo import Loaded
+from ..config import AddedDPOFields
+from ..engines.ranks import Ranks
 from ..packing import has_experts, multiplies_fp32
 from ..passes import DPOFacts, DPOPlan, plan_dpo
 from ..reference import (
@@ -37,6 +38,8 @@ from ..reference import (
     identity_of,
     write_about,
 )
+from ..scoring.scorer import Scorer
+from .reference_weights import ReferenceOfPolicy
 
 _ROWS_CHECKED_TOGETHER = 64
 
@@ -54,20 +57,40 @@ class Host(Protocol):
     train_dataset: Any
     eval_dataset: Any
     data_collator: Any
-    callback_handler: Any
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
-    plan: DPOPlan
 
-    def reference_pass(self) -> AbstractContextManager[None]: ...
+    @property
+    def plan(self) -> DPOPlan: ...
+
+    def plan_again(self) -> None: ...
+
+    def bypassed_by(self) -> str | None: ...
+
+    def attach_model(self, model: Any) -> None: ...
 
 
 class DPOReference:
-    """Made before TRL's `__init__`; `meet` is called when policy and reference model are there and whole."""
+    """Made before TRL's `__init__`; `meet` is called when policy and reference model are there and whole.
 
-    def __init__(self, trainer: Host, ranks: Any, scorer: Any, count: Any) -> None:
-        self.trainer, self.ranks, self.scorer, self._count = trainer, ranks, scorer, count
-        self.own: Any = None  # OwnReference
+    Args:
+        host (`Host`): the trainer.
+        trl (`DPOInternals`): the trainer, for what of it is TRL's.
+        weights (`ReferenceOfPolicy`): what is the reference.
+        options (`AddedDPOFields`): where log-probs are kept.
+        count (`Callable`): called with the passes and tokens that were skipped.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        trl: internals.DPOInternals,
+        weights: ReferenceOfPolicy,
+        ranks: Ranks,
+        scorer: Scorer,
+        options: AddedDPOFields,
+        count: Callable[..., None],
+    ) -> None:
+        self.host, self.trl, self.weights, self.ranks, self.scorer = host, trl, weights, ranks, scorer
+        self.options, self._count = options, count
         self.loaded: list[Loaded] = []
         self.training_began = False
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
@@ -83,19 +106,19 @@ class DPOReference:
     # When the trainer is built
 
     def meet(self, overrides_ref_log_probs: bool) -> None:
-        trainer = self.trainer
+        host = self.host
         self.kind, self._on = self._what(), self._adapters_on()
-        if not self._is_sharded:
-            self._load = next((x.load for x in self.loaded if x.model is trainer.ref_model), None)
+        if not self.ranks.is_sharded:
+            self._load = next((x.load for x in self.loaded if x.model is host.ref_model), None)
         if self.kind == "model":
-            reference = ReferenceWeights(trainer.ref_model)
-            self._drifts = reference.shares_with(trainer.model)
+            reference = ReferenceWeights(host.ref_model)
+            self._drifts = reference.shares_with(host.model)
             self._varies = self._why_it_varies(reference)
-        self._untold = self._why_untold(trainer.ref_model)
+        self._untold = self._why_untold(host.ref_model)
         self._adapters = self._policy_adapters()
-        if trainer.args.precompute_ref_log_probs and overrides_ref_log_probs and not all(self.with_columns.values()):
+        if host.args.precompute_ref_log_probs and overrides_ref_log_probs and not all(self.with_columns.values()):
             raise ValueError(
-                f"`{type(trainer).__name__}` overrides `compute_ref_log_probs`, which `precompute_ref_log_probs=True` "
+                f"`{type(host).__name__}` overrides `compute_ref_log_probs`, which `precompute_ref_log_probs=True` "
                 "does not call here: log-probs are stored for each token. Give the values of your own as the columns "
                 "`ref_chosen_logps` and `ref_rejected_logps` of the data sets, or remove the override."
             )
@@ -103,26 +126,27 @@ class DPOReference:
             if self.with_columns[name] and is_map_style(dataset):
                 check_column_values(dataset, f"`{name}`")
         if self.plan().durable:
-            self._facts = self._identify(trainer.ref_model)
+            self._facts = self._identify(host.ref_model)
             self._identity = identity_of(self._facts)
 
     def meet_again(self) -> None:
         """What is the reference now: an adapter called "ref" may have come or gone, and a checkpoint brings one."""
-        if self.own is None:
+        if self.weights.own is None:
             return
         was, self.kind, self._adapters = self._on, self._what(), self._policy_adapters()
         self._on = now = self._adapters_on()
-        if not was and not now and not self.own.copied():
+        if not was and not now and not self.weights.own.copied():
             return
-        if was != now and self.trainer.args.precompute_ref_log_probs:
+        if was != now and self.host.args.precompute_ref_log_probs:
             raise ValueError(
                 "`precompute_ref_log_probs=True` scored the data with the reference that was there when the trainer "
                 'was built, and an adapter named "ref" has come or gone since, which makes another reference. Load or '
                 "delete it before building the trainer, or set `precompute_ref_log_probs=False`."
             )
-        self._untold = None if self._is_sharded else self._why_untold(None)
-        self.trainer._plan = plan = self.plan()
-        if plan.durable and not self._is_sharded:
+        self._untold = None if self.ranks.is_sharded else self._why_untold(None)
+        self.host.plan_again()
+        plan = self.host.plan
+        if plan.durable and not self.ranks.is_sharded:
             self._facts = self._identify(None)
             identity = identity_of(self._facts)
             if was == now and identity == self._identity:
@@ -147,37 +171,33 @@ class DPOReference:
                 self._columns_seen[name] = dataset, have_columns(names, f"`{name}`")
         return {name: self._columns_seen[name][1] for name, _ in self.datasets()}
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
-
     def datasets(self) -> Iterator[tuple[str, Any]]:
-        evaluated = self.trainer.eval_dataset
-        yield "train_dataset", self.trainer.train_dataset
+        evaluated = self.host.eval_dataset
+        yield "train_dataset", self.host.train_dataset
         if isinstance(evaluated, dict):
             yield from ((f"eval_dataset[{name!r}]", dataset) for name, dataset in evaluated.items())
         elif evaluated is not None:
             yield "eval_dataset", evaluated
 
     def _what(self) -> str:
-        if self.trainer.ref_model is not None:
+        if self.host.ref_model is not None:
             return "model"
-        return "initial" if self.own is None else self.own.words()
+        return "initial" if self.weights.own is None else self.weights.own.words()
 
     def _adapters_on(self) -> tuple[str, ...]:
-        return () if self.own is None else self.own.adapters
+        return () if self.weights.own is None else self.weights.own.adapters
 
     def _policy_adapters(self) -> dict[str, Any]:
-        policy = self.ranks.accelerator.unwrap_model(self.trainer.model)
-        return dict(policy.peft_config) if is_peft_model(self.trainer.model) else {}
+        policy = self.ranks.accelerator.unwrap_model(self.host.model)
+        return dict(policy.peft_config) if is_peft_model(self.host.model) else {}
 
     def _weights(self, ref_model: Any) -> ReferenceWeights:
-        model = self.ranks.accelerator.unwrap_model(self.trainer.model if ref_model is None else ref_model)
+        model = self.ranks.accelerator.unwrap_model(self.host.model if ref_model is None else ref_model)
         return ReferenceWeights(model, self._on)
 
     def _identify(self, ref_model: Any) -> dict[str, Any]:
-        weights, accelerator, args = self._weights(ref_model), self.ranks.accelerator, self.trainer.args
-        with nullcontext() if self.own is None else self.own.copies_in_place():
+        weights, accelerator, args = self._weights(ref_model), self.ranks.accelerator, self.host.args
+        with nullcontext() if self.weights.own is None else self.weights.own.copies_in_place():
             digest = weights.hash(maybe_gather_lm_head_ctx, accelerator.is_main_process)
         facts = identity_facts(
             digest,
@@ -195,11 +215,11 @@ class DPOReference:
         return self.ranks.of_main(lambda: self._weights(ref_model).untold())
 
     def _why_it_varies(self, weights: ReferenceWeights) -> str | None:
-        args, own = self.trainer.args, self.kind == "model"
+        args, own = self.host.args, self.kind == "model"
         random_in, rope = weights.dropout(in_training=not own), weights.rope_of_batch()
         if random_in:
             return f"dropout is on in it (`{random_in}`): same distribution, other random draws"
-        if args.neftune_noise_alpha is not None and self.own is not None:
+        if args.neftune_noise_alpha is not None and self.weights.own is not None:
             return "its embeddings are the policy's, with the noise of `neftune_noise_alpha`: other random draws"
         if not own and (args.bf16_full_eval or args.fp16_full_eval):
             name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
@@ -207,11 +227,9 @@ class DPOReference:
         return f'its positions (`rope_type="{rope}"`) follow the longest sequence of each batch' if rope else None
 
     def plan(self) -> DPOPlan:
-        trainer, args, own = self.trainer, self.trainer.args, self.own
-        arguments, not_storable = trainer.added, None
-        callbacks = trainer.callback_handler.callbacks
-        moves = args.sync_ref_model or (own is not None and own.moves)
-        if moves or any(isinstance(x, trl.SyncRefModelCallback) for x in callbacks):
+        args, own = self.host.args, self.weights.own
+        not_storable = None
+        if self.weights.moves:
             not_storable = "it is moved towards the policy during training (`sync_ref_model`)"
             fixed = [name for name, there in self.with_columns.items() if there]
             if fixed:
@@ -220,7 +238,7 @@ class DPOReference:
                     "`ref_chosen_logps` and `ref_rejected_logps`, and `sync_ref_model` moves the reference. Remove the "
                     "columns, or set `sync_ref_model=False`."
                 )
-        elif trainer._is_vision_dataset:
+        elif internals.holds_images(self.trl):
             not_storable = "the data hold images, by which the store cannot tell two sequences apart"
         name, varies = self._drifts, self._varies
         if self.kind != "model":
@@ -239,13 +257,13 @@ class DPOReference:
                 datasets=tuple(self.with_columns),
                 with_columns=tuple(name for name, there in self.with_columns.items() if there),
                 precompute=args.precompute_ref_log_probs,
-                storage=arguments.reference_store,
-                folder=str(arguments.folder),
+                storage=self.options.reference_store,
+                folder=str(self.options.folder),
                 not_storable=not_storable,
                 drifts=f"it changes in training, which moves `{name}`, a tensor that it reads" if name else None,
                 varies=varies,
                 untold=self._untold,
-                own_loss=trainer.own_loss() if trainer._bypasses_loss else None,
+                own_loss=self.host.bypassed_by(),
             )
         )
 
@@ -253,30 +271,30 @@ class DPOReference:
 
     def given_for(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
         """Within, TRL's loss reads the batch's reference log-probs from where the plan says."""
-        trainer, plan = self.trainer, self.trainer.plan
+        plan = self.host.plan
         if from_columns:
             check_batch(inputs)
         if plan.source == "pass" and self.ranks.any(not from_columns):
             log_probs = self._pass(self._model(), inputs)
-            return internals.reference_given(trainer, None if from_columns else log_probs)
+            return internals.reference_given(self.trl, None if from_columns else log_probs)
         wanted = plan.source == "store" and not from_columns
         answer = self.stored(inputs, lambda batch: self._pass(self._model(), batch), wanted)
-        if not trainer.args.precompute_ref_log_probs:
+        if not self.host.args.precompute_ref_log_probs:
             self._count(passes=1 - answer.passes, tokens=answer.tokens_of_batch - answer.tokens)
-        return internals.reference_given(trainer, None if from_columns else answer.log_probs)
+        return internals.reference_given(self.trl, None if from_columns else answer.log_probs)
 
     def _pass(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        with self.trainer.reference_pass():
-            return internals.score_as_reference(self.trainer, model, batch)
+        with unrecorded_pass(self.trl), self.weights.entered():
+            return internals.score_as_reference(self.trl, model, batch)
 
     @property
     def stored(self) -> StoredReference:
         if self._stored is None:
             ranks, identity, variants = self.ranks, "", None
-            if self.trainer.plan.durable and self._identity is not None:
+            if self.host.plan.durable and self._identity is not None:
                 identity = self._identity
                 variants = Variants(
-                    self.trainer.added.folder,
+                    self.options.folder,
                     identity,
                     self._open_store,
                     self._tolerance(),
@@ -288,7 +306,7 @@ class DPOReference:
         return self._stored
 
     def _open_store(self, name: str, canary: Canary) -> DiskStore:
-        folder = self.trainer.added.folder / name
+        folder = self.options.folder / name
         store = DiskStore(folder, name, writes=self._writes_to(folder), canary=canary)
         if self.ranks.accelerator.is_local_main_process:
             write_about(folder, self._facts)
@@ -296,7 +314,7 @@ class DPOReference:
 
     def _tolerance(self) -> Tolerance:
         """How far two passes of the reference over one sequence may be apart."""
-        weights, accelerator = self._weights(self.trainer.ref_model), self.ranks.accelerator
+        weights, accelerator = self._weights(self.host.ref_model), self.ranks.accelerator
         if (
             accelerator.mixed_precision != "no"
             or not multiplies_fp32(accelerator.device)
@@ -331,15 +349,15 @@ class DPOReference:
         return bool(accelerator.is_local_main_process and not seen)
 
     def precompute(self, dataset: Any, name: str, batch_size: int) -> None:
-        trainer = self.trainer
-        if trainer.plan.source != "store" or have_columns(dataset.column_names, f"The {name} data set"):
+        host = self.host
+        if host.plan.source != "store" or have_columns(dataset.column_names, f"The {name} data set"):
             return
         loader = DataLoader(
             dataset,
             batch_size=batch_size,
-            collate_fn=trainer.data_collator,
-            num_workers=trainer.args.dataloader_num_workers,
-            pin_memory=trainer.args.dataloader_pin_memory,
+            collate_fn=host.data_collator,
+            num_workers=host.args.dataloader_num_workers,
+            pin_memory=host.args.dataloader_pin_memory,
         )
         for batch in tqdm(
             iterable=self.ranks.accelerator.prepare(loader),
@@ -351,45 +369,45 @@ class DPOReference:
         self.scorer.take_counts()
 
     def _model(self, prepared: bool = True) -> Any:
-        trainer = self.trainer
-        if trainer.ref_model is None and self.kind == "model" and self._load is not None:
+        host = self.host
+        if host.ref_model is None and self.kind == "model" and self._load is not None:
             self._load_again(self._load)
-        if trainer.ref_model is not None:
-            return trainer.ref_model
-        if self.kind == "model" or (trainer.plan.gone_in_training and self.training_began):
+        if host.ref_model is not None:
+            return host.ref_model
+        if self.kind == "model" or (host.plan.gone_in_training and self.training_began):
             raise ValueError(
                 "Some sequences have no reference log-probs, and the reference is gone: with "
                 "`precompute_ref_log_probs=True` and no `ref_model` it is the model before training, which scored the "
                 "trainer's own data sets. Give these data as `eval_dataset` when the trainer is built, pass a "
                 "`ref_model`, or set `precompute_ref_log_probs=False`."
             )
-        return trainer.model if prepared else internals.policy_before_training(trainer)
+        return host.model if prepared else internals.policy_before_training(self.trl)
 
     # Memory
 
     def release(self) -> None:
         """Drop a reference model that TRL loaded, if no data set of the run needs it any more."""
-        trainer, accelerator = self.trainer, self.ranks.accelerator
-        if trainer.ref_model is None or self._load is None or self._untold or not self._covers_the_run():
+        host, accelerator = self.host, self.ranks.accelerator
+        if host.ref_model is None or self._load is None or self._untold or not self._covers_the_run():
             return
         if self._identity is None:
-            self._facts = self._identify(trainer.ref_model)
+            self._facts = self._identify(host.ref_model)
             self._identity = identity_of(self._facts)
-        held = accelerator.unwrap_model(trainer.ref_model)
+        held = accelerator.unwrap_model(host.ref_model)
         accelerator._models[:] = [x for x in accelerator._models if accelerator.unwrap_model(x) is not held]
         del self.scorer.forwards[1:], held
-        trainer.ref_model = None
+        host.ref_model = None
         clear_device_cache(garbage_collection=True)
 
     def _load_again(self, load: Callable[[], Any]) -> None:
-        trainer = self.trainer
-        trainer.ref_model = model = internals.made_as_reference(trainer, load)
-        trainer.attach_model(model)
+        host = self.host
+        host.ref_model = model = internals.made_as_reference(self.trl, load)
+        host.attach_model(model)
         same = identity_of(self._identify(model)) == self._identity
         if same:
-            trainer.ref_model = self.ranks.accelerator.prepare_model(model, evaluation_mode=True)
+            host.ref_model = self.ranks.accelerator.prepare_model(model, evaluation_mode=True)
         if not same or self._gives_others():
-            trainer.ref_model = None
+            host.ref_model = None
             raise ValueError(
                 "The reference model was released from memory when every sequence had been scored, and is needed for "
                 f"others now; but what lies at {model.config._name_or_path!r} is no longer the same model. Put it "
@@ -400,29 +418,29 @@ class DPOReference:
         """Whether the reference model gives other values than are stored."""
 
         def score(batch: dict[str, Any]) -> torch.Tensor:
-            return self._pass(self.trainer.ref_model, batch)
+            return self._pass(self.host.ref_model, batch)
 
         return self.stored.why_another(score, self.ranks.device) is not None
 
     def _covers_the_run(self) -> bool:
-        if self.trainer.plan.source != "store":
+        if self.host.plan.source != "store":
             return False
         needed = [
             dataset
             for name, dataset in self.datasets()
-            if not self.with_columns[name] and (name == "train_dataset" or self.trainer.args.eval_strategy != "no")
+            if not self.with_columns[name] and (name == "train_dataset" or self.host.args.eval_strategy != "no")
         ]
         with _random_state_kept():
             covers = all(is_map_style(dataset) and self._covers(dataset) for dataset in needed)
         return all(count[0] for count in self.ranks.gather_counts([int(covers)]))
 
     def _covers(self, dataset: Dataset) -> bool:
-        dataset = self.trainer._remove_unused_columns(dataset, description="training")
+        dataset = internals.training_columns(self.trl, dataset)
         accelerator = self.ranks.accelerator
         size, step = accelerator.num_processes, _ROWS_CHECKED_TOGETHER
         for start in range(accelerator.process_index * step, len(dataset), size * step):
             rows = [dataset[i] for i in range(start, min(start + step, len(dataset)))]
-            if not self.stored.holds(self.trainer.data_collator(rows)):
+            if not self.stored.holds(self.host.data_collator(rows)):
                 return False
         return True
 

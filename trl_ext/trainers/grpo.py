@@ -48,7 +48,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     # For `help()` and editors: the signature is TRL's
     @functools.wraps(trl.GRPOTrainer.__init__)
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
+    def __init__(self, *positional: Any, **keywords: Any) -> None:  # type: ignore[misc]
         given = self._begin(positional, keywords)
         config = given.get("args")
         if not self._replaces("rewards"):

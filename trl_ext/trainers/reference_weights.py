@@ -107,6 +107,12 @@ class ReferenceOfPolicy:
         return nullcontext() if self.own is None else self.own.entered()
 
     @property
+    def moves(self) -> bool:
+        """Whether training moves the reference."""
+        by_callback = any(isinstance(x, trl.SyncRefModelCallback) for x in self.trainer.callback_handler.callbacks)
+        return by_callback or bool(self.trainer.args.sync_ref_model) or (self.own is not None and self.own.moves)
+
+    @property
     def moved(self) -> Any:
         """The reference model, where a callback moves it."""
         moves = any(isinstance(x, trl.SyncRefModelCallback) for x in self.trainer.callback_handler.callbacks)
