@@ -230,7 +230,7 @@ def test_training_is_stock_trls(name, workshop, hosted_models):
 def hosted_models(monkeypatch):
     """The models that trainers keep on the host, as they are hosted."""
     models = []
-    module = sys.modules["trl_ext.trainers.base"]
+    module = sys.modules["trl_ext.trainers.reference_weights"]
 
     def host(model, device):
         models.append(model)

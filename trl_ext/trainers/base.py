@@ -77,7 +77,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if "tokenizer" in keywords:
             name = type(self).__name__
             raise TypeError(f"`tokenizer` of `{name}` is called `processing_class`, as in TRL. Rename it.")
-        given = inspect.signature(self._trl_trainer.__init__).bind(self, *positional, **keywords).arguments
+        given = inspect.signature(self._trl_trainer.__init__).bind(self, *positional, **keywords).arguments  # type: ignore[misc]
         config = given.get("args")
         check_given(type(self).__name__, given, config, self._config_class)
         self.added = self._added_fields.of(config)

@@ -48,8 +48,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     _added_fields = AddedDPOFields
 
     # For `help()` and editors: the signature is TRL's
-    @functools.wraps(trl.DPOTrainer.__init__)
-    def __init__(self, *positional: Any, **keywords: Any) -> None:  # type: ignore[misc]
+    @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
         given = self._begin(positional, keywords)
         config = given.get("args")
         if isinstance(given.get("ref_model"), str):

@@ -47,8 +47,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     _added_fields = AddedGRPOFields
 
     # For `help()` and editors: the signature is TRL's
-    @functools.wraps(trl.GRPOTrainer.__init__)
-    def __init__(self, *positional: Any, **keywords: Any) -> None:  # type: ignore[misc]
+    @functools.wraps(trl.GRPOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
         given = self._begin(positional, keywords)
         config = given.get("args")
         if not self._replaces("rewards"):
