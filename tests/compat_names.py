@@ -3,7 +3,7 @@
     python tests/compat_names.py   # writes trl_ext/compat/names.py
 
 A name is one of: what a file imports from a module of theirs; what is put in the place of a name of a trainer's module
-(`module.x`); a method that `super()` is asked for or that ours override; an attribute of `self` that theirs have; an
+(`REPLACED`); a method that `super()` is asked for or that ours override; an attribute of `self` that theirs have; an
 entry of a batch. Parameters count where ours override or replace, and of what is private. What another release takes,
 such as the oldest supported one, its own interpreter adds by the same command.
 """
@@ -24,7 +24,8 @@ import transformers
 import trl
 
 import trl_ext
-from trl_ext.compat import REPLACEABLE
+from trl_ext.compat import REPLACEABLE, REPLACED
+from trl_ext.compat.grpo import PASS
 from trl_ext.compat.moved import parameters_of
 from trl_ext.compat.names import NAMES
 
@@ -32,17 +33,6 @@ PACKAGE = Path(trl_ext.__file__).parent
 THEIRS = ("trl", "transformers")
 BOTH = (trl.DPOTrainer, trl.GRPOTrainer)
 
-# Each function that replaces names of the module of its trainer
-REPLACES_OF: dict[str, tuple[type, ...]] = {
-    "adapters_made_by": BOTH,
-    "gathered_by": (trl.GRPOTrainer,),
-    "head_attached_by": BOTH,
-    "loaded_models_recorded": (trl.DPOTrainer,),
-    "no_adapter_copied_by": (trl.DPOTrainer,),
-    "no_adapter_turned": (trl.GRPOTrainer,),
-    "rotation_put_off": (transformers.Trainer,),
-    "_shuffling_followed_by": (trl.GRPOTrainer,),
-}
 BATCH_ENTRIES: dict[type, tuple[str, ...]] = {
     trl.GRPOTrainer: ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "pixel_values"),
     trl.DPOTrainer: ("input_ids", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"),
@@ -71,21 +61,22 @@ def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
         tree = ast.parse(path.read_text())
         for owner, name in _imported(tree):
             add(owner, name, True)
-        for function, name in _replaced(tree):
-            if function not in REPLACES_OF:
-                nowhere.append(f"REPLACES_OF of tests/compat_names.py has no `{function}`")
-            for module in (sys.modules[owner.__module__] for owner in REPLACES_OF.get(function, ())):
-                add(module, name, getattr(module, name, add).__module__.split(".")[0] in THEIRS)
+        for owner, name in _trls(tree):
+            add(owner, name, True)
         for name in _of_trainer(tree):
             for owner in BOTH:
                 add(owner, name, name.startswith("_"), is_needed=False)  # it may be ours, or the other trainer's
+    for owner, names in REPLACED.items():
+        module = sys.modules[owner.__module__]
+        for name in names:
+            add(module, name, getattr(module, name, add).__module__.split(".")[0] in THEIRS)
     for cls in (*_classes(), *classes):
         for owner, name, is_super, is_needed in _of_class(cls):
             override = _override(cls, name)
             counts = name.startswith("_") or is_super if override is None else not _hands_on(override)
             add(owner, name, counts, is_needed)
     for name in sorted({name for methods in REPLACEABLE.values() for name in methods}):
-        add(trl.GRPOTrainer, name, False)
+        add(trl.GRPOTrainer, name, name == PASS)
     for trainer, entries in BATCH_ENTRIES.items():
         for entry in entries:
             add(trainer, f'"{entry}"', False)
@@ -105,18 +96,19 @@ def _imported(tree: ast.Module) -> Iterator[tuple[Any, str]]:
                 yield from ((module, alias.name) for alias in node.names)
 
 
-def _replaced(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """The function of ours, and the name of a trainer's module that it replaces."""
-    for top in tree.body:
-        if isinstance(top, ast.FunctionDef):
-            attributes = [x for x in ast.walk(top) if isinstance(x, ast.Attribute)]
-            if any(x.attr == "modules" and _is(x.value, "sys") for x in attributes):
-                yield from ((top.name, name) for name in sorted({x.attr for x in attributes if _is(x.value, "module")}))
+def _trls(tree: ast.Module) -> Iterator[tuple[Any, str]]:
+    """Methods that are called on a class of theirs, such as `trl.DPOTrainer.compute_loss(trainer, ...)`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            package = {"trl": trl, "transformers": transformers}.get(getattr(node.value.value, "id", ""))
+            owner = getattr(package, node.value.attr, None)
+            if inspect.isclass(owner) and not node.attr.startswith("__"):
+                yield owner, node.attr
 
 
 def _of_trainer(tree: ast.Module) -> Iterator[str]:
     """What is read or set of a `trainer`, but for what `hasattr` asks for."""
-    names = {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute) and _is(x.value, "trainer")}
+    names = {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute) and _is_trainer(x.value)}
     yield from sorted(names - _asked_for(tree))
 
 
@@ -157,12 +149,14 @@ def _of_class(cls: type) -> Iterator[tuple[type, str, bool, bool]]:
             elif isinstance(node, ast.Attribute) and _is(node.value, "self"):
                 of_self.add(node.attr)
                 own |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
-            elif isinstance(node, ast.Attribute) and _is_trls(node.value):
-                yield getattr(trl, node.value.attr), node.attr, True, True
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                of_self |= {str(x.arg) for x in node.keywords} if node.func.attr == "_in_place_of" else set()
     names = {name for name in of_self - optional if not name.startswith("__")} | of_super
     yield from ((owner, name, name in of_super, name not in own) for name in sorted(names))
+
+
+def _is_trainer(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return _is(node.value, "self") and node.attr in ("trainer", "host", "trl")
+    return _is(node, "trainer") or _is(node, "host")
 
 
 def _is(node: ast.AST, name: str) -> bool:
@@ -171,10 +165,6 @@ def _is(node: ast.AST, name: str) -> bool:
 
 def _is_super(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and _is(node.func, "super")
-
-
-def _is_trls(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and _is(node.value, "trl") and inspect.isclass(getattr(trl, node.attr, None))
 
 
 def _override(cls: type, name: str) -> Any:

@@ -15,7 +15,7 @@ from .choices import (
 )
 from .grpo import sequence_parallelism_hidden
 from .outputs import FusedCausalLMOutput
-from .replaced import module_of, replaced, unrecorded_pass
+from .replaced import REPLACED, module_of, names_replaced, replaced, unrecorded_pass
 
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -28,6 +28,7 @@ __all__ = [
     "GRPO_CHOICES",
     "GRPO_LOSS_TYPES",
     "REPLACEABLE",
+    "REPLACED",
     "REWARD_COLUMNS_LEFT_OUT",
     "REWARD_KEYWORDS",
     "SUPPORTED",
@@ -35,6 +36,7 @@ __all__ = [
     "FusedCausalLMOutput",
     "maybe_gather_lm_head_ctx",
     "module_of",
+    "names_replaced",
     "replaced",
     "resolve_accelerate_config_argument",
     "sequence_parallelism_hidden",

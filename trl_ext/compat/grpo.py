@@ -10,7 +10,7 @@ import trl
 from datasets import Dataset
 from transformers.trainer_utils import has_length
 
-from .replaced import module_of, replaced
+from .replaced import module_of, names_replaced, replaced
 from .rewards import noting_nan
 
 PASS = "_get_per_token_logps_and_entropies"
@@ -126,7 +126,7 @@ class Generation:
             "vllm_importance_sampling_correction": False,
         }
         with (
-            replaced(module_of(trl.GRPOTrainer), use_adapter=lambda *_, **__: nullcontext()),
+            names_replaced(trl.GRPOTrainer, use_adapter=lambda *_, **__: nullcontext()),
             replaced(trainer, **deferred),
         ):
             return trl.GRPOTrainer._generate_and_score_completions(trainer, inputs)
@@ -224,10 +224,9 @@ def _equal(value: Any, tensor: torch.Tensor) -> bool:
 
 
 def shuffled_then(rearrange: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    module = module_of(trl.GRPOTrainer)
-    shuffle = module.shuffle_sequence_dict
-    return replaced(module, shuffle_sequence_dict=lambda batch: rearrange(shuffle(batch)))
+    shuffle = module_of(trl.GRPOTrainer).shuffle_sequence_dict
+    return names_replaced(trl.GRPOTrainer, shuffle_sequence_dict=lambda batch: rearrange(shuffle(batch)))
 
 
 def gathered_by(accelerator: Any) -> Any:
-    return replaced(module_of(trl.GRPOTrainer), gather=accelerator.gather, gather_object=accelerator.gather_object)
+    return names_replaced(trl.GRPOTrainer, gather=accelerator.gather, gather_object=accelerator.gather_object)

@@ -20,7 +20,7 @@ from transformers import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks import ThroughputProgress
-from ..compat import REPLACEABLE, module_of, replaced, unrecorded_pass
+from ..compat import REPLACEABLE, module_of, names_replaced, replaced, unrecorded_pass
 from ..config import AddedFields
 from ..dropout import has_dropout
 from ..engines.asked import asked
@@ -104,7 +104,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             names["is_peft_model"] = _not_the_first_time(module)
         hidden = {"padding_free": False} if getattr(config, "padding_free", None) else {}
         try:
-            with replaced(module, **names), replaced(config, **hidden) if hidden else nullcontext():
+            with names_replaced(self._trl_trainer, **names), replaced(config, **hidden) if hidden else nullcontext():
                 yield
         finally:
             self.reference_weights.restore(config)

@@ -28,7 +28,7 @@ from ..checkpoints import (
     save_optimizer,
     why_not_loaded,
 )
-from ..compat import module_of, replaced
+from ..compat import module_of, names_replaced
 from ..engines.running import running
 from .shown import show
 
@@ -147,8 +147,7 @@ class Checkpoints:
         """Within, transformers writes a checkpoint, which is marked until all of it is there."""
         trainer = self.trainer
         writes = trainer.args.should_save
-        module = module_of(transformers.Trainer)
-        rotate = module.rotate_checkpoints
+        rotate = module_of(transformers.Trainer).rotate_checkpoints
         rotations: list[Callable[[], None]] = []
         pushes: list[Callable[[], None]] = []
         self._put_off = pushes
@@ -156,7 +155,9 @@ class Checkpoints:
             begin(folder)
         trainer.accelerator.wait_for_everyone()
         try:
-            with replaced(module, rotate_checkpoints=lambda *a, **k: rotations.append(partial(rotate, *a, **k))):
+            with names_replaced(
+                transformers.Trainer, rotate_checkpoints=lambda *a, **k: rotations.append(partial(rotate, *a, **k))
+            ):
                 yield
         finally:
             self._put_off = None
