@@ -175,7 +175,14 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
             "(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=...)",
         ),
         "_get_output_dir": ("(self, trial)",),
-        "_get_per_token_logps_and_entropies": (),
+        "_get_per_token_logps_and_entropies": (
+            (
+                "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=..., compute_entropy=..., "
+                "compute_aux_loss=..., pixel_values=..., image_grid_thw=..., num_images=..., "
+                "pixel_attention_mask=..., spatial_shapes=..., num_tiles=..., image_sizes=..., "
+                "token_type_ids=..., mm_token_type_ids=..., image_position_ids=...)"
+            ),
+        ),
         "_get_train_sampler": (),
         "_init_training_state": (),
         "_is_vlm": (),
