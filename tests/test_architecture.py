@@ -19,14 +19,15 @@ ROOMS = {
     "memory": {"heads", "packing", "scoring"},
     "passes": set(),
     "checkpoints": set(),
-    "reference": {"dropout", "compat", "version"},
+    "reference": {"dropout", "compat", "version", "packing"},
     "losses": set(),
     "callbacks": set(),
+    "config": {"compat", "heads", "losses", "passes"},
     "trainers": {
         *("heads", "packing", "engines", "scoring", "passes", "checkpoints", "reference", "losses", "callbacks"),
-        *("dropout", "compat"),
+        *("dropout", "compat", "config"),
     },
-    "cli": {"trainers", "memory", "heads", "engines", "scoring", "compat", "version"},
+    "cli": {"config", "trainers", "memory", "heads", "engines", "scoring", "compat", "version"},
 }
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
 

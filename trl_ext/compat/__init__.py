@@ -13,6 +13,7 @@ from .choices import (
     REWARD_KEYWORDS,
     TRUNCATION_MODES,
 )
+from .building import built_with
 from .grpo import sequence_parallelism_hidden
 from .outputs import FusedCausalLMOutput
 from .replaced import REPLACED, module_of, names_replaced, replaced, unrecorded_pass
@@ -34,6 +35,7 @@ __all__ = [
     "SUPPORTED",
     "TRUNCATION_MODES",
     "FusedCausalLMOutput",
+    "built_with",
     "maybe_gather_lm_head_ctx",
     "module_of",
     "names_replaced",

@@ -17,7 +17,7 @@ _OF_BOTH = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_mo
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes of `owner` (a module, a trainer, a config) for the duration of the block."""
-    before = {name: vars(owner).get(name, _ABSENT) for name in values}
+    before = {name: vars(owner).get(name, _ABSENT) for name in values} if values else {}
     for name, value in values.items():
         setattr(owner, name, value)
     try:

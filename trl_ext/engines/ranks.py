@@ -1,7 +1,7 @@
 """The processes as a trainer counts them: a group that holds one model, or one sequence, is one."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,10 +107,25 @@ class Ranks:
         broadcast_object_list(values, from_process=0)
         return values[0]
 
+    def writes_to(self, folder: Path) -> bool:
+        """Whether this process writes into a folder: the main one, and one on each node that does not see its files."""
+        accelerator = self.accelerator
+        if accelerator.num_processes == 1:
+            return bool(accelerator.is_main_process)
+        sign = folder / self.of_main(lambda: f"{uuid.uuid4().hex}.seen")
+        if accelerator.is_main_process:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                sign.touch()
+            except OSError:
+                pass
+        accelerator.wait_for_everyone()
+        seen = sign.exists()
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            sign.unlink(missing_ok=True)
+            return True
+        return bool(accelerator.is_local_main_process and not seen)
+
     def reduce(self, x: Tensor) -> Tensor:
         return self.accelerator.reduce(x, reduction="sum")
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -8,13 +8,13 @@ from .adapters import (
     trained_beside,
     trl_copies_whole,
 )
-from .canary import COARSE, EXACT, Canary, Tolerance
+from .canary import COARSE, EXACT, Canary, Tolerance, tolerance_of
 from .columns import CheckedCollator, check_batch, check_column_values, have_columns
 from .hosted import HostedReference, host_reference
 from .identity import identity_facts, identity_of, write_about
 from .moved import load_moved, save_moved
 from .store import DiskStore, MemoryStore
-from .stored import Answer, StoredReference
+from .stored import Answer, StoredReference, random_state_kept
 from .variants import Variants
 from .weights import ReferenceWeights
 
@@ -42,7 +42,9 @@ __all__ = [
     "identity_of",
     "load_moved",
     "name_policy",
+    "random_state_kept",
     "save_moved",
+    "tolerance_of",
     "trained_beside",
     "trl_copies_whole",
     "write_about",

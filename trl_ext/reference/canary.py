@@ -11,8 +11,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import save
 from torch import Tensor
 
+from ..packing import has_experts, multiplies_fp32
 from .segments import digest_of, ignored, read_file, write_file
 from .sequences import Sequences
+from .weights import ReferenceWeights
 
 FILE = "canary"
 _ROWS, _TOKENS = 4, 512
@@ -33,6 +35,19 @@ class Tolerance(NamedTuple):
 
 # In fp32; and in less, where the shape of a batch changes log-probs visibly
 EXACT, COARSE = Tolerance(1e-3, 0.0), Tolerance(0.1, 0.1)
+
+
+def tolerance_of(weights: ReferenceWeights, accelerator: Any) -> Tolerance:
+    """How far two passes of the reference over one sequence may be apart."""
+    if (
+        accelerator.mixed_precision != "no"
+        or not multiplies_fp32(accelerator.device)
+        or getattr(weights.base, "is_quantized", False)
+        or not weights.dtypes <= {torch.float32, torch.float64}
+    ):
+        return COARSE
+    # A router of experts can flip on the last bit, which changes a few tokens by much
+    return EXACT._replace(share=COARSE.share) if has_experts(weights.base) else EXACT
 
 
 @dataclass(frozen=True)

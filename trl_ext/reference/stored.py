@@ -1,7 +1,9 @@
 """Reference log-probs of a batch from the store, and from one reference pass for the rows that are not in it yet."""
 
 import logging
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,3 +169,15 @@ class StoredReference:
             rows, width = sequences.shape
             return torch.zeros(rows, width - 1, device=device)
         return sequences.filled(values, device)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Within, random numbers may be drawn that training does not see."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -20,7 +20,8 @@ from transformers import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks import ThroughputProgress
-from ..compat import REPLACEABLE, module_of, names_replaced, replaced, unrecorded_pass
+from ..callbacks.shown import section, show
+from ..compat import REPLACEABLE, built_with, replaced, unrecorded_pass
 from ..config import AddedFields
 from ..dropout import has_dropout
 from ..engines.asked import asked
@@ -37,11 +38,10 @@ from ..reference.adapter_choice import AdapterChoice
 from ..scoring import watch_token_ids
 from ..scoring.scorer import Scorer
 from .callbacks import Lifecycle, MovesReference
+from .checked_arguments import check_given, why_padded
 from .checkpointing import Checkpoints
 from .non_finite import NonFiniteLoss
 from .reference_weights import ReferenceOfPolicy
-from .shown import section, show
-from .validation import check_given
 
 logger = logging.getLogger("trl_ext")
 
@@ -51,10 +51,6 @@ _WITHHELD = {
     *("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
     *("ref_chosen_logps", "ref_rejected_logps"),
 }
-
-
-class _NoAdapter:
-    """No head is an instance of it: in the place of `BaseTunerLayer`, so that an adapter on the head is taken."""
 
 
 class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -93,18 +89,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return given
 
     @contextmanager
-    def _seam(self, config: Any, **others: Any) -> Iterator[None]:
-        """Within, TRL's `__init__` builds the trainer with our head, our adapters and our padding."""
-        module = module_of(self._trl_trainer)
-        made = partial(_make_adapter, module.get_peft_model)
-        names = {"add_fused_lm_head": self.attach_model, "get_peft_model": made, **others}
-        if not (getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False)):
-            names["BaseTunerLayer"] = _NoAdapter
-        if not self.reference_weights.adapters.trl_may_copy:
-            names["is_peft_model"] = _not_the_first_time(module)
-        hidden = {"padding_free": False} if getattr(config, "padding_free", None) else {}
+    def _built(self, config: Any, **others: Any) -> Iterator[None]:
+        """Within, TRL's `__init__` builds the trainer with our head and our adapters."""
+        copies = self.reference_weights.adapters.trl_may_copy
         try:
-            with names_replaced(self._trl_trainer, **names), replaced(config, **hidden) if hidden else nullcontext():
+            with built_with(self._trl_trainer, config, self.attach_model, _make_adapter, copies=copies, **others):
                 yield
         finally:
             self.reference_weights.restore(config)
@@ -152,7 +141,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _ready(self, callbacks: Any) -> None:
         """After TRL's `__init__`: what can be checked now, and the callbacks."""
-        self.scorer.check(self.accelerator.device, _why_padded(self))
+        self.scorer.check(self.accelerator.device, why_padded(self))
         check_packing_options(self._packing_facts())
         self.padding_free = self._packing_plan().padding_free
         self.scorer.split_over(self.ranks, self.accelerator.unwrap_model(self.model).config.get_text_config())
@@ -419,29 +408,3 @@ def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywor
     if ranks is None:
         return make(model, config, *positional, **keywords)
     return make_adapter(make, model, config, ranks, *positional, **keywords)
-
-
-def _not_the_first_time(module: Any) -> Callable[[Any], bool]:
-    original = module.is_peft_model
-    asked_before: list[bool] = []
-
-    def is_peft_model(model: Any) -> bool:
-        if not asked_before:
-            asked_before.append(True)
-            return False
-        return original(model)
-
-    return is_peft_model
-
-
-def _why_padded(trainer: Any) -> str | None:
-    for config in trainer.model.peft_config.values() if isinstance(trainer.model, PeftModel) else ():
-        if config.is_prompt_learning:
-            return "the adapter puts virtual tokens before each row"
-        if getattr(config, "alora_invocation_tokens", None):
-            return "the adapter looks for its invocation tokens in each row (`alora_invocation_tokens`)"
-    if trainer.args.neftune_noise_alpha is not None:
-        return "the noise of `neftune_noise_alpha` depends on the width of the batch"
-    if trainer.args.n_gpu > 1:
-        return "one process drives several GPUs; start one for each (`accelerate launch`)"
-    return None

@@ -4,8 +4,12 @@ import logging
 import math
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from numbers import Real
 from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 
 from ..compat import (
     ADVANTAGE_CHOICES,
@@ -15,8 +19,11 @@ from ..compat import (
     GRPO_LOSS_TYPES,
     TRUNCATION_MODES,
 )
+from ..engines.ranks import Ranks
+from ..engines.tensor_parallel import TensorParallel
 from ..losses import PREFERENCE_LOSSES
 from ..scoring import has_position_table
+from .checked_data import check_rows, check_type
 
 logger = logging.getLogger("trl_ext")
 
@@ -131,3 +138,93 @@ def _check_number(
         return
     where = f"above {least}" if above else f"{least} or more" if most == math.inf else f"in [{least}, {most}]"
     raise ValueError(f"`{name}` must be {where}, got {value!r}. {hint or 'Change it, or leave it at its default.'}")
+
+
+def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> None:
+    """Check the arguments of a trainer called `name`, whose config is a `wanted`."""
+    if given["model"] is None:
+        raise ValueError(f"`model` of `{name}` is None. Pass a model, or the name or folder of one.")
+    check_model_name(given["model"])
+    if config is not None and not all(hasattr(config, field.name) for field in fields(wanted)):
+        raise TypeError(
+            f"`args` of `{name}` is a `{type(config).__name__}`. Pass a `{wanted.__name__}` with these values."
+        )
+    tokenizer: Any = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
+    padded_elsewhere = getattr(config, "pad_token", None) is not None or given.get("data_collator") is not None
+    is_tokenizer: bool = isinstance(tokenizer, PreTrainedTokenizerBase)
+    if is_tokenizer and tokenizer.pad_token is None and tokenizer.eos_token is None and not padded_elsewhere:
+        raise ValueError(
+            "`processing_class` has neither a `pad_token` nor an `eos_token`. Set one: "
+            '`processing_class.pad_token = "..."`.'
+        )
+    if given.get("train_dataset") is not None:
+        check_type(given["train_dataset"], "train_dataset")
+        check_rows(given["train_dataset"], "train_dataset")
+
+
+def why_padded(trainer: Any) -> str | None:
+    for config in trainer.model.peft_config.values() if isinstance(trainer.model, PeftModel) else ():
+        if config.is_prompt_learning:
+            return "the adapter puts virtual tokens before each row"
+        if getattr(config, "alora_invocation_tokens", None):
+            return "the adapter looks for its invocation tokens in each row (`alora_invocation_tokens`)"
+    if trainer.args.neftune_noise_alpha is not None:
+        return "the noise of `neftune_noise_alpha` depends on the width of the batch"
+    if trainer.args.n_gpu > 1:
+        return "one process drives several GPUs; start one for each (`accelerate launch`)"
+    return None
+
+
+def check_groups(args: Any, ranks: Ranks) -> None:
+    """Have GRPO's `args` count groups of ranks that hold one model, or one sequence.
+
+    Raises:
+        `ValueError`: the group's ranks would get different completions, or a generation batch does not fit.
+    """
+    if ranks.sequence is not None:
+        name = next((x for x in ("use_vllm", "use_transformers_continuous_batching") if getattr(args, x, False)), None)
+        if name is not None:
+            kind = ranks.sequence.kind
+            raise ValueError(
+                f"`{kind}_size={ranks.sequence.size}` cannot be had here: the ranks of a group would be given "
+                f"other completions. Set `{name}=False`."
+            )
+        count_generation_batch(args, ranks.sequence.ranks, f"`{ranks.sequence.kind}_size={ranks.sequence.size}`")
+    if ranks.tensor_parallel is not None:
+        _refuse_other_samplers(args)
+        count_generation_batch(args, ranks.tensor_parallel, "tensor parallelism")
+
+
+def count_generation_batch(args: Any, ranks: TensorParallel, asked: str) -> None:
+    """Have GRPO's `args` count the groups that `asked` for: TRL's config takes every rank for one with its own prompts.
+
+    Raises:
+        `ValueError`: the completions of a prompt do not fit into a generation batch.
+    """
+    args.generation_batch_size = args.per_device_train_batch_size * ranks.copies * args.steps_per_generation
+    sizes = [("train", args.generation_batch_size, args.num_generations)]
+    if args.eval_strategy != "no":
+        evaluated = args.per_device_eval_batch_size * ranks.copies
+        sizes.append(("eval", evaluated, args.num_generations_eval or args.num_generations))
+    for mode, rows, generations in sizes:
+        if rows % generations:
+            raise ValueError(
+                f"With {asked} each {ranks.size} ranks form a group and get the same prompts. A generation batch has "
+                f"{rows} rows then (`per_device_{mode}_batch_size` on {ranks.copies} groups), and must be a multiple "
+                f"of `num_generations`, which is {generations}. Multiply `per_device_{mode}_batch_size` by "
+                f"{ranks.size} to have as many rows as the config asks for."
+            )
+
+
+def _refuse_other_samplers(args: Any) -> None:
+    name = next((x for x in ("use_vllm", "use_transformers_continuous_batching") if getattr(args, x, False)), None)
+    if name == "use_vllm":
+        raise ValueError(
+            "`use_vllm=True` under tensor parallelism: TRL would load into vLLM the part of a weight that a rank holds "
+            "for the whole. Set `use_vllm=False`, or train with FSDP2 or DeepSpeed in the place of tensor parallelism."
+        )
+    if name is not None:
+        raise ValueError(
+            f"`{name}=True` under tensor parallelism: the ranks that hold one model would schedule and sample apart. "
+            f"Set `{name}=False`."
+        )

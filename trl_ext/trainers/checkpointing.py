@@ -13,6 +13,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from ..callbacks.shown import show
 from ..checkpoints import (
     begin,
     complete_checkpoints,
@@ -30,7 +31,6 @@ from ..checkpoints import (
 )
 from ..compat import module_of, names_replaced
 from ..engines.running import running
-from .shown import show
 
 logger = logging.getLogger("trl_ext")
 

@@ -72,7 +72,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self.scorer.smoothed = bool(self.added.sft_label_smoothing)
         self.checkpoints.parts.append(lambda _: self.flush())  # what was scored before a checkpoint is on disk with it
         loaded = self._reference.loaded
-        with self._seam(config, **internals.recorded_loads(loaded)):
+        with self._built(config, **internals.recorded_loads(loaded)):
             super().__init__(*positional, **keywords)
         loaded.clear()
         if any(self._reference.with_columns[name] and not is_map_style(x) for name, x in self._reference.datasets()):

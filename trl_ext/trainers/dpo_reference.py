@@ -1,13 +1,10 @@
 """DPO's reference log-probs: from the store, the user's columns or a pass, as the plan says for each batch."""
 
 import os
-import random
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from accelerate.utils import is_peft_model, tqdm
 from accelerate.utils.memory import clear_device_cache
@@ -19,23 +16,21 @@ from ..compat import maybe_gather_lm_head_ctx, unrecorded_pass
 from ..compat.dpo import Loaded
 from ..config import AddedDPOFields
 from ..engines.ranks import Ranks
-from ..packing import has_experts, multiplies_fp32
 from ..passes import DPOFacts, DPOPlan, plan_dpo
 from ..reference import (
-    COARSE,
-    EXACT,
     Canary,
     DiskStore,
     MemoryStore,
     ReferenceWeights,
     StoredReference,
-    Tolerance,
     Variants,
     check_batch,
     check_column_values,
     have_columns,
     identity_facts,
     identity_of,
+    random_state_kept,
+    tolerance_of,
     write_about,
 )
 from ..scoring.scorer import Scorer
@@ -297,7 +292,7 @@ class DPOReference:
                     self.options.folder,
                     identity,
                     self._open_store,
-                    self._tolerance(),
+                    tolerance_of(self._weights(self.host.ref_model), self.ranks.accelerator),
                     self.scorer.padded,
                     ranks.accelerator.is_main_process,
                 )
@@ -307,46 +302,14 @@ class DPOReference:
 
     def _open_store(self, name: str, canary: Canary) -> DiskStore:
         folder = self.options.folder / name
-        store = DiskStore(folder, name, writes=self._writes_to(folder), canary=canary)
+        store = DiskStore(folder, name, writes=self.ranks.writes_to(folder), canary=canary)
         if self.ranks.accelerator.is_local_main_process:
             write_about(folder, self._facts)
         return store
 
-    def _tolerance(self) -> Tolerance:
-        """How far two passes of the reference over one sequence may be apart."""
-        weights, accelerator = self._weights(self.host.ref_model), self.ranks.accelerator
-        if (
-            accelerator.mixed_precision != "no"
-            or not multiplies_fp32(accelerator.device)
-            or getattr(weights.base, "is_quantized", False)
-            or not weights.dtypes <= {torch.float32, torch.float64}
-        ):
-            return COARSE
-        # A router of experts can flip on the last bit, which changes a few tokens by much
-        return EXACT._replace(share=COARSE.share) if has_experts(weights.base) else EXACT
-
     def flush(self) -> None:
         if self._stored is not None:
             self._stored.store.flush()
-
-    def _writes_to(self, folder: Any) -> bool:
-        accelerator = self.ranks.accelerator
-        if accelerator.num_processes == 1:
-            return bool(accelerator.is_main_process)
-        sign = folder / self.ranks.of_main(lambda: f"{uuid.uuid4().hex}.seen")
-        if accelerator.is_main_process:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                sign.touch()
-            except OSError:
-                pass
-        accelerator.wait_for_everyone()
-        seen = sign.exists()
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            sign.unlink(missing_ok=True)
-            return True
-        return bool(accelerator.is_local_main_process and not seen)
 
     def precompute(self, dataset: Any, name: str, batch_size: int) -> None:
         host = self.host
@@ -430,7 +393,7 @@ class DPOReference:
             for name, dataset in self.datasets()
             if not self.with_columns[name] and (name == "train_dataset" or self.host.args.eval_strategy != "no")
         ]
-        with _random_state_kept():
+        with random_state_kept():
             covers = all(is_map_style(dataset) and self._covers(dataset) for dataset in needed)
         return all(count[0] for count in self.ranks.gather_counts([int(covers)]))
 
@@ -443,14 +406,3 @@ class DPOReference:
             if not self.stored.holds(self.host.data_collator(rows)):
                 return False
         return True
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

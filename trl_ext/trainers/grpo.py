@@ -20,15 +20,14 @@ from ..compat import grpo as internals
 from ..config import AddedGRPOFields
 from ..dropout import has_dropout
 from ..engines.offloaded_activations import activations_on_host
-from ..engines.tensor_parallel import TensorParallel
 from ..packing import trains_expert_modules
 from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..passes.sampler_ratio import RatioRule
 from ..passes.visit import prompt_of
 from .base import ExactTrainer
-from .checked_arguments import check_completion_length, check_grpo_arguments
+from .checked_arguments import check_completion_length, check_groups, check_grpo_arguments
 from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets
-from .grpo_generation import GRPOGeneration
+from .grpo_generation import GRPOGeneration, truncated_sampling
 from .grpo_scoring import GRPOScoring
 
 logger = logging.getLogger("trl_ext")
@@ -65,7 +64,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._scoring = GRPOScoring(self, self.ranks, self.scorer, self._buffer)
         self._generation = GRPOGeneration(self, self.ranks, self._scoring, self._buffer)
         self.checkpoints.parts.append(self._generation.save)
-        with self._seam(config):
+        with self._built(config):
             super().__init__(*positional, **keywords)
         if self._offloads and self.accelerator.device.type == "cpu":
             raise ValueError(
@@ -103,22 +102,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return bool(getattr(self.args, "activation_offloading", False))
 
     def _on_accelerator(self) -> None:
-        """Ranks of a group get the same prompts: the sizes of what is generated are those of the groups."""
-        ranks, args = self.ranks, self.args
-        if ranks.sequence is not None:
-            name = next(
-                (x for x in ("use_vllm", "use_transformers_continuous_batching") if getattr(args, x, False)), None
-            )
-            if name is not None:
-                kind = ranks.sequence.kind
-                raise ValueError(
-                    f"`{kind}_size={ranks.sequence.size}` cannot be had here: the ranks of a group would be given "
-                    f"other completions. Set `{name}=False`."
-                )
-            count_generation_batch(args, ranks.sequence.ranks, f"`{ranks.sequence.kind}_size={ranks.sequence.size}`")
-        if ranks.tensor_parallel is not None:
-            _refuse_other_samplers(args)
-            count_generation_batch(args, ranks.tensor_parallel, "tensor parallelism")
+        """The ranks of a group get the same prompts, which TRL's sizes of a generation batch do not know."""
+        check_groups(self.args, self.ranks)
 
     def _make_plan(self) -> GRPOPlan:
         args = self.args
@@ -160,7 +145,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 if corrected
                 else None,
                 sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
-                truncated_sampling=() if CORRECTS_TRUNCATED_SAMPLING else _truncated_sampling(args),
+                truncated_sampling=() if CORRECTS_TRUNCATED_SAMPLING else truncated_sampling(args),
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
                 shares_prompts=self._packing_plan().share_in_training,
                 optimizer=OptimizerNames(args.optim).value,
@@ -246,47 +231,3 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         )
         self.non_finite.watch(loss, lambda: visit.not_finite(inputs), lambda row: prompt_of(inputs, row))
         return loss
-
-
-def _truncated_sampling(args: Any) -> tuple[str, ...]:
-    """The arguments that cut the distribution from which completions are drawn."""
-    whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    # TRL's `generation_kwargs` override its own arguments
-    given = {name: (args.generation_kwargs or {}).get(name, getattr(args, name)) or whole[name] for name in whole}
-    cuts = {"top_p": given["top_p"] < 1.0, "top_k": given["top_k"] > 0, "min_p": given["min_p"] > 0.0}
-    return tuple(f"{name}={given[name]}" for name, is_cut in cuts.items() if is_cut)
-
-
-def count_generation_batch(args: Any, ranks: TensorParallel, asked: str) -> None:
-    """Have GRPO's `args` count the groups that `asked` for: TRL's config takes every rank for one with its own prompts.
-
-    Raises:
-        `ValueError`: the completions of a prompt do not fit into a generation batch.
-    """
-    args.generation_batch_size = args.per_device_train_batch_size * ranks.copies * args.steps_per_generation
-    sizes = [("train", args.generation_batch_size, args.num_generations)]
-    if args.eval_strategy != "no":
-        evaluated = args.per_device_eval_batch_size * ranks.copies
-        sizes.append(("eval", evaluated, args.num_generations_eval or args.num_generations))
-    for mode, rows, generations in sizes:
-        if rows % generations:
-            raise ValueError(
-                f"With {asked} each {ranks.size} ranks form a group and get the same prompts. A generation batch has "
-                f"{rows} rows then (`per_device_{mode}_batch_size` on {ranks.copies} groups), and must be a multiple "
-                f"of `num_generations`, which is {generations}. Multiply `per_device_{mode}_batch_size` by "
-                f"{ranks.size} to have as many rows as the config asks for."
-            )
-
-
-def _refuse_other_samplers(args: Any) -> None:
-    name = next((x for x in ("use_vllm", "use_transformers_continuous_batching") if getattr(args, x, False)), None)
-    if name == "use_vllm":
-        raise ValueError(
-            "`use_vllm=True` under tensor parallelism: TRL would load into vLLM the part of a weight that a rank holds "
-            "for the whole. Set `use_vllm=False`, or train with FSDP2 or DeepSpeed in the place of tensor parallelism."
-        )
-    if name is not None:
-        raise ValueError(
-            f"`{name}=True` under tensor parallelism: the ranks that hold one model would schedule and sample apart. "
-            f"Set `{name}=False`."
-        )

@@ -218,6 +218,15 @@ class GRPOGeneration:
         return saved.lost if not changed else "; ".join(changed)
 
 
+def truncated_sampling(args: Any) -> tuple[str, ...]:
+    """The arguments that cut the distribution from which completions are drawn."""
+    whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    # TRL's `generation_kwargs` override its own arguments
+    given = {name: (args.generation_kwargs or {}).get(name, getattr(args, name)) or whole[name] for name in whole}
+    cuts = {"top_p": given["top_p"] < 1.0, "top_k": given["top_k"] > 0, "min_p": given["min_p"] > 0.0}
+    return tuple(f"{name}={given[name]}" for name, is_cut in cuts.items() if is_cut)
+
+
 class _SameScores(LogitsProcessor):
     """The next token's scores as the first of `ranks` has them: rounding may differ between devices."""
 
