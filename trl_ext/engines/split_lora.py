@@ -79,16 +79,17 @@ def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
             factor.out_features, factor.in_features = factor.weight.shape
 
 
-def make_adapter(
-    make: Callable[..., Any], model: Any, config: Any, ranks: TensorParallel, *more: Any, **keywords: Any
-) -> Any:
-    """`make(model, config, ...)`, whose adapter begins with the values that one process draws.
+def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, **keywords: Any) -> Any:
+    """`make(model, config, ...)`; under tensor parallelism its adapter begins with the values that one process draws.
 
     PEFT draws each rank's part of a factor alone. The random state afterwards is one process's too, on every rank.
 
     Raises:
         `ValueError`: as [`check_adapter`].
     """
+    ranks = TensorParallel.of(model)
+    if ranks is None:
+        return make(model, config, *more, **keywords)
     check_adapter(config, ranks)
     ranks.share_random_state(next(model.parameters()).device)
     with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU

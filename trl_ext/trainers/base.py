@@ -31,7 +31,6 @@ from ..engines.ranks import Ranks
 from ..engines.roll_call import roll_call
 from ..engines.running import running
 from ..engines.split_lora import make_adapter
-from ..engines.tensor_parallel import TensorParallel
 from ..passes import Decision, Fed, PackingFacts, PackingPlan, Plan, Skipped, check_packing_options, plan_packing
 from ..reference import trained_beside
 from ..reference.adapter_choice import AdapterChoice
@@ -44,7 +43,6 @@ from .non_finite import NonFiniteLoss
 from .reference_weights import ReferenceOfPolicy
 
 logger = logging.getLogger("trl_ext")
-
 
 # What our `compute_loss` adds to a batch
 _WITHHELD = {
@@ -93,7 +91,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Within, TRL's `__init__` builds the trainer with our head and our adapters."""
         copies = self.reference_weights.adapters.trl_may_copy
         try:
-            with built_with(self._trl_trainer, config, self.attach_model, _make_adapter, copies=copies, **others):
+            with built_with(self._trl_trainer, config, self.attach_model, make_adapter, copies=copies, **others):
                 yield
         finally:
             self.reference_weights.restore(config)
@@ -378,12 +376,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
         super().create_model_card(*positional, **keywords)
         if self.is_world_process_zero():
-            section(
-                Path(self.args.output_dir) / "README.md",
-                self.args,
-                self._added_fields.changed(self.args),
-                self.explain(),
-            )
+            card, changed = Path(self.args.output_dir) / "README.md", self._added_fields.changed(self.args)
+            section(card, self.args, changed, self.explain())
 
     # 5. Where the ranks of a sequence group get whole batches, transformers must not split them
 
@@ -401,10 +395,3 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def get_total_train_batch_size(self, args: Any) -> int:
         total = super().get_total_train_batch_size(args)
         return total if self.ranks.sequence is None else total // self.accelerator.parallelism_config.sp_size
-
-
-def _make_adapter(make: Any, model: Any, config: Any, *positional: Any, **keywords: Any) -> Any:
-    ranks = TensorParallel.of(model)
-    if ranks is None:
-        return make(model, config, *positional, **keywords)
-    return make_adapter(make, model, config, ranks, *positional, **keywords)

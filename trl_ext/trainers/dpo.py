@@ -26,7 +26,7 @@ from .base import ExactTrainer
 from .checked_arguments import check_dpo_arguments
 from .checked_data import check_rows_are_left, checked_pairs
 from .dpo_loss import DPOLoss
-from .dpo_reference import DPOReference, is_map_style
+from .dpo_reference import DPOReference
 
 logger = logging.getLogger("trl_ext")
 
@@ -75,7 +75,9 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         with self._built(config, **internals.recorded_loads(loaded)):
             super().__init__(*positional, **keywords)
         loaded.clear()
-        if any(self._reference.with_columns[name] and not is_map_style(x) for name, x in self._reference.datasets()):
+        if any(
+            self._reference.with_columns[name] and not isinstance(x, Dataset) for name, x in self._reference.datasets()
+        ):
             self.data_collator = CheckedCollator(self.data_collator)
         if self._loss.columns:
             self.data_collator = RewardCollator(self.data_collator)
@@ -224,7 +226,7 @@ def _log_probs_of(model: Any, watched: bool) -> Iterator[list[torch.Tensor]]:
 
 def _with_rewards(dataset: Any, where: str, columns: tuple[str, ...]) -> Any:
     check_reward_columns(dataset.column_names or next(iter(dataset)).keys(), where)
-    if not is_map_style(dataset):
+    if not isinstance(dataset, Dataset):
         return dataset.map(_checked, with_indices=True, fn_kwargs={"where": where})
     for column in columns:
         for row, value in enumerate(dataset[column]):

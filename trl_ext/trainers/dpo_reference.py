@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -37,10 +38,6 @@ from ..scoring.scorer import Scorer
 from .reference_weights import ReferenceOfPolicy
 
 _ROWS_CHECKED_TOGETHER = 64
-
-
-def is_map_style(dataset: Any) -> bool:
-    return isinstance(dataset, Dataset)
 
 
 class Host(Protocol):
@@ -118,7 +115,7 @@ class DPOReference:
                 "`ref_chosen_logps` and `ref_rejected_logps` of the data sets, or remove the override."
             )
         for name, dataset in self.datasets():
-            if self.with_columns[name] and is_map_style(dataset):
+            if self.with_columns[name] and isinstance(dataset, Dataset):
                 check_column_values(dataset, f"`{name}`")
         if self.plan().durable:
             self._facts = self._identify(host.ref_model)
@@ -353,9 +350,8 @@ class DPOReference:
         host, accelerator = self.host, self.ranks.accelerator
         if host.ref_model is None or self._load is None or self._untold or not self._covers_the_run():
             return
-        if self._identity is None:
-            self._facts = self._identify(host.ref_model)
-            self._identity = identity_of(self._facts)
+        self._facts = self._facts or self._identify(host.ref_model)
+        self._identity = self._identity or identity_of(self._facts)
         held = accelerator.unwrap_model(host.ref_model)
         accelerator._models[:] = [x for x in accelerator._models if accelerator.unwrap_model(x) is not held]
         del self.scorer.forwards[1:], held
@@ -379,10 +375,7 @@ class DPOReference:
 
     def _gives_others(self) -> bool:
         """Whether the reference model gives other values than are stored."""
-
-        def score(batch: dict[str, Any]) -> torch.Tensor:
-            return self._pass(self.host.ref_model, batch)
-
+        score = partial(self._pass, self.host.ref_model)
         return self.stored.why_another(score, self.ranks.device) is not None
 
     def _covers_the_run(self) -> bool:
@@ -394,7 +387,7 @@ class DPOReference:
             if not self.with_columns[name] and (name == "train_dataset" or self.host.args.eval_strategy != "no")
         ]
         with random_state_kept():
-            covers = all(is_map_style(dataset) and self._covers(dataset) for dataset in needed)
+            covers = all(isinstance(dataset, Dataset) and self._covers(dataset) for dataset in needed)
         return all(count[0] for count in self.ranks.gather_counts([int(covers)]))
 
     def _covers(self, dataset: Dataset) -> bool:
