@@ -99,7 +99,7 @@ class DPOReference:
 
     def meet(self, overrides_ref_log_probs: bool) -> None:
         host = self.host
-        self.kind, self._on = self._what(), self._adapters_on()
+        self.kind, self._on = self._what(), self.weights.adapters_on
         if not self.ranks.is_sharded:
             self._load = next((x.load for x in self.loaded if x.model is host.ref_model), None)
         if self.kind == "model":
@@ -126,7 +126,7 @@ class DPOReference:
         if self.weights.own is None:
             return
         was, self.kind, self._adapters = self._on, self._what(), self._policy_adapters()
-        self._on = now = self._adapters_on()
+        self._on = now = self.weights.adapters_on
         if not was and not now and not self.weights.own.copied():
             return
         if was != now and self.host.args.precompute_ref_log_probs:
@@ -175,9 +175,6 @@ class DPOReference:
         if self.host.ref_model is not None:
             return "model"
         return "initial" if self.weights.own is None else self.weights.own.words()
-
-    def _adapters_on(self) -> tuple[str, ...]:
-        return () if self.weights.own is None else self.weights.own.adapters
 
     def _policy_adapters(self) -> dict[str, Any]:
         policy = self.ranks.accelerator.unwrap_model(self.host.model)
@@ -350,8 +347,9 @@ class DPOReference:
         host, accelerator = self.host, self.ranks.accelerator
         if host.ref_model is None or self._load is None or self._untold or not self._covers_the_run():
             return
-        self._facts = self._facts or self._identify(host.ref_model)
-        self._identity = self._identity or identity_of(self._facts)
+        if self._identity is None:
+            self._facts = self._identify(host.ref_model)
+            self._identity = identity_of(self._facts)
         held = accelerator.unwrap_model(host.ref_model)
         accelerator._models[:] = [x for x in accelerator._models if accelerator.unwrap_model(x) is not held]
         del self.scorer.forwards[1:], held

@@ -107,6 +107,11 @@ class ReferenceOfPolicy:
         return nullcontext() if self.own is None else self.own.entered()
 
     @property
+    def adapters_on(self) -> tuple[str, ...]:
+        """The adapters that are on in the reference's pass of the policy."""
+        return () if self.own is None else self.own.adapters
+
+    @property
     def moves(self) -> bool:
         """Whether training moves the reference."""
         by_callback = any(isinstance(x, trl.SyncRefModelCallback) for x in self.trainer.callback_handler.callbacks)
