@@ -292,8 +292,10 @@ def outcome(
     found = [_run(case, trainers, workshop) for trainers in (ours, STOCK)]
     if isinstance(found[0], Exception):
         refused = any(text in str(found[0]) and options.get(name) for text, name in REFUSED.items())
-        if refused or type(found[1]) is type(found[0]):
+        if refused:
             return f"refused: {str(found[0])[:90]}"
+        if type(found[1]) is type(found[0]):
+            return f"both raise: {str(found[0])[:90]}"
         return [f"ours raises {type(found[0]).__name__}: {found[0]}"]
     if isinstance(found[1], Exception):
         return f"stock raises: {str(found[1])[:90]}"
