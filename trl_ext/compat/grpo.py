@@ -46,6 +46,7 @@ class GRPOInternals:
     reward_funcs: list[Any]
     _train_sampler: Any = None
     _buffered_inputs: list[dict[str, Any]] | None
+    _fills_buffer = False  # whether TRL's `_prepare_inputs` runs, in training
     _window_began = 0  # the micro-batch, counted from the first of all, with which the present window began
     _get_per_token_logps_and_entropies: Callable[..., Any]
     # Called with what a turn of generation is given, with what it gives, and with what all turns together give
@@ -192,8 +193,12 @@ class GRPOInternals:
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if self._mode == "eval":
             return super()._prepare_inputs(generation_batch)  # type: ignore[misc, no-any-return]
-        with _shuffling_followed_by(self._shuffled):
-            inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        self._fills_buffer = True
+        try:
+            with _shuffling_followed_by(self._shuffled):
+                inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        finally:
+            self._fills_buffer = False
         self._about_to_visit()
         return inputs
 
@@ -232,14 +237,19 @@ class GRPOInternals:
         pad_token_id = self._tokenizer.pad_token_id  # type: ignore[attr-defined]
         return {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}
 
+    def _with_kept(self, inputs: dict[str, Any], name: str) -> dict[str, Any]:
+        """`inputs` with an entry of the slice that it was made of, where a subclass has left that out."""
+        for present in self._slices_to_come()[:1]:
+            if name in present and name not in inputs and "old_per_token_logps" in inputs:
+                return {**inputs, name: present[name]} if _same_rows(inputs, present) else inputs
+        return inputs
+
     def _present_slice(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
         """The slice of the generation buffer whose rows `inputs` holds, if it will be visited again."""
         slices = self._slices_to_come()
         if not slices or not any(x is slices[0] for x in slices[1:]):
             return None
-        present = slices[0]
-        alike = all(_equal(inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
-        return present if alike else None
+        return slices[0] if _same_rows(inputs, slices[0]) else None
 
     def _regenerate(self) -> None:
         """Drop the generation buffer: TRL fills it again at its next micro-batch."""
@@ -308,6 +318,10 @@ class GRPOInternals:
     def _mode_metrics(self) -> dict[str, list[float]]:
         """The metrics of the present mode, train or eval, since the last log: a value for each micro-batch."""
         return self._metrics[self._mode]  # type: ignore[attr-defined]
+
+
+def _same_rows(inputs: dict[str, Any], present: dict[str, Any]) -> bool:
+    return all(_equal(inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
 
 
 def _equal(value: Any, tensor: torch.Tensor) -> bool:

@@ -1,5 +1,6 @@
 """GRPO's passes, as its plan has them: the policy's, the old policy's, the reference's, and what is kept of them."""
 
+import logging
 from typing import Any, cast
 
 import torch
@@ -15,13 +16,15 @@ from ..passes.measured import over_scored_rows, statistics
 from ..passes.non_finite import check_first_rewards
 from ..passes.rows import ScoredTokens, every_token, loss_mask, rows_of_equal_rewards, scored_tokens, tokens_of
 from ..passes.sampler_ratio import RatioRule, SamplerRatio, sampler_metrics
-from ..passes.visit import KEPT, Visit, kept_log_probs, prompt_of, sampler_log_probs, with_padding
+from ..passes.visit import KEPT, SCORED, Visit, kept_log_probs, prompt_of, sampler_log_probs, with_padding
 from .adapter_reference import AdapterReferenceMixin
 from .exact_head import ExactHeadMixin
 from .grpo_pass_arguments import GRPOPassArguments
 from .non_finite_loss import NonFiniteLossMixin
 from .planned import PlannedPassesMixin
 from .sequence_split import GRPOSequenceSplitMixin
+
+logger = logging.getLogger("trl_ext")
 
 
 class GRPOPassesMixin(
@@ -33,6 +36,8 @@ class GRPOPassesMixin(
     ExactHeadMixin,
 ):
     """Mixed in before TRL's `GRPOTrainer`."""
+
+    _buffers_batches = False  # whether a subclass keeps what is generated in a buffer of its own
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         self._skipped_tokens = 0  # of this rank, since the last loss
@@ -62,6 +67,7 @@ class GRPOPassesMixin(
                 or trainer.multi_objective_aggregation == "normalize_then_sum",
                 has_own_pass=trainer._replaces("pass"),
                 has_own_batches=trainer._replaces("batches"),
+                buffers_batches=self._buffers_batches,
                 bypasses_loss=self._bypasses_loss,
                 has_own_loss=self._has_own_loss() or self._bypasses_loss,
                 own_step=self._own_step(),
@@ -115,6 +121,11 @@ class GRPOPassesMixin(
             rewarded_alike_B = self._rewarded_alike(batch)
             if self.plan.max_draws > 1:
                 batch = self._without_dead_groups(batch, rewarded_alike_B)
+        if self._mode == "train" and not self._fills_buffer and not self._buffers_batches:
+            self._buffers_batches = True
+            self._plan = self._make_plan()
+            if trainer.accelerator.is_main_process:
+                logger.warning(f"The plan has changed:\n{self.explain()}")
         if self.plan.scores_at_generation:
             self._score_as_trl(batch)
         elif self._mode == "eval":
@@ -208,7 +219,7 @@ class GRPOPassesMixin(
         """TRL's own loss, on the log-probs of the passes that the plan has."""
         self._loss_is_ours()
         self._check_same_rows(inputs["completion_ids"])
-        self._score_reference([inputs])  # a batch that a subclass has buffered itself
+        inputs = self._with_kept(inputs, SCORED)
         scored = self._policy_tokens(inputs)
         with self._policy_scored_here(self._own_pass() if self.plan.own_pass else None):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items_in_batch)

@@ -96,7 +96,7 @@ class PlannedPassesMixin:
         try:
             loss = super().training_step(*positional, **keywords)  # type: ignore[misc]
         except KeyError as error:
-            if self._loss_reached or not self._replaces("loss") or _WITHHELD.isdisjoint(error.args):
+            if self._loss_reached or not self._replaces("loss") or not any(error.args == (name,) for name in _WITHHELD):
                 raise
             raise RuntimeError(
                 f"{self._own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "

@@ -105,9 +105,7 @@ class ResumedGenerationMixin(GRPOPassesMixin):
         if self.args.ignore_data_skip:
             return "with `ignore_data_skip` the epoch begins again"
         if saved is None:
-            return (
-                "the checkpoint does not have them, as one with `save_only_model`, of stock TRL, or of fewer processes"
-            )
+            return "the checkpoint lacks them, for example because `save_only_model` or stock TRL wrote it"
         now = self._schedule()
         changed = [f"{x} was {saved.schedule.get(x)} and is {now[x]}" for x in now if now[x] != saved.schedule.get(x)]
         return saved.lost if not changed else "; ".join(changed)
