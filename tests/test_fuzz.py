@@ -12,12 +12,18 @@ import trl_ext
 from fuzz import NOT_DRAWN, draw, outcome
 from tiny import Workshop
 
+# Draws that compare nothing; all others must
+NOT_COMPARED = {23: "refused", 30: "refused", 31: "both raise", 38: "no gradient"}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_a_draw_trains_as_stock(seed: int, workshop: Workshop) -> None:
     found = outcome(seed, workshop)
-    assert isinstance(found, str) or not found, "\n".join([str(draw(seed)), *found[:20]])
+    if seed in NOT_COMPARED:
+        assert str(found).startswith(NOT_COMPARED[seed]), found
+    else:
+        assert found == [], "\n".join([str(draw(seed)), *found[:20]])
 
 
 # Two of DPO and two of GRPO

@@ -48,7 +48,7 @@ def test_dpo_and_grpo_train_and_the_reference_has_the_same_identity(python: Path
     from trl_ext.reference import identity_facts, identity_of
 
     said = run(python, __file__, environment=environment, folder=tmp_path)
-    assert said.splitlines()[-1] == identity_of(identity_facts("weights", {}))
+    assert said.splitlines()[-1] == identity_of(identity_facts("weights", {}, {}))
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def _train() -> None:
         bench.dpo(reference_store="disk", reference_store_dir=f"{folder}/store")
         assert list(Path(folder, "store").rglob("about.json"))
         bench.grpo()
-    print(identity_of(identity_facts("weights", {})))
+    print(identity_of(identity_facts("weights", {}, {})))
 
 
 if __name__ == "__main__":

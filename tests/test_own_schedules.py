@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_a_later_stage_reads_the_old_log_probs_that_ours_has_kept(workshop: Work
     assert_trains_as_trl(workshop, case(num_iterations=2, steps_per_generation=2), ours_at_first)
 
 
-def with_a_buffer(trainer: Any) -> Any:
+def with_a_buffer(trainer: Any, name: str = "_buffered_inputs") -> Any:
     class Buffered(trainer):
         def _prepare_inputs(self, generation_batch: Any) -> Any:
             if not self.model.training:
@@ -104,19 +105,61 @@ def with_a_buffer(trainer: Any) -> Any:
             slices, size = self.args.steps_per_generation, self.args.per_device_train_batch_size
             if self._step % (slices * self.num_iterations) == 0:
                 batch = self._generate_and_score_completions(generation_batch)
-                self._buffered_inputs = [
-                    {name: x[i * size :][:size] if getattr(x, "ndim", 0) else x for name, x in batch.items()}
+                buffer = [
+                    {key: x[i * size :][:size] if getattr(x, "ndim", 0) else x for key, x in batch.items()}
                     for i in range(slices)
                 ]
-            inputs = self._buffered_inputs[self._step % slices]
-            self._step += 1
-            return inputs
+                setattr(self, name, buffer)
+            return getattr(self, name)[self._step % slices]
 
     return Buffered
 
 
-def test_a_subclass_that_buffers_its_batches_gets_the_reference_too(workshop: Workshop):
-    assert_trains_as_trl(workshop, case(beta=0.1, steps_per_generation=2), with_a_buffer)
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize(("iterations", "slices"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["_buffered_inputs", pytest.param("_kept", marks=pytest.mark.slow)])
+def test_a_subclass_that_buffers_its_batches_has_all_log_probs(
+    name: str, iterations: int, slices: int, beta: float, workshop: Workshop
+):
+    run = case(beta=beta, num_iterations=iterations, steps_per_generation=slices)
+    assert_trains_as_trl(workshop, run, partial(with_a_buffer, name=name))
+
+
+def test_the_plan_says_that_a_subclass_buffers_its_batches(workshop: Workshop, tmp_path: Path, caplog):
+    bench = Bench(workshop, tmp_path)
+    bench.grpo(subclass=with_a_buffer, num_iterations=2, max_steps=3)
+    assert "a buffer of its own" in bench.trainer.explain()["old policy"].reason
+    assert sum("The plan has changed" in record.getMessage() for record in caplog.records) == 1
+
+
+def with_trls_entries_alone(trainer: Any) -> Any:
+    """Hands on the entries that it knows, and changes advantages from step to step."""
+    known = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch")
+
+    class Filters(trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            given = {name: inputs[name] for name in (*known, "old_per_token_logps") if name in inputs}
+            given["advantages"] = inputs["advantages"] + self.shift * self.state.global_step
+            return super().compute_loss(model, given, *args, **kwargs)
+
+        shift = 0.0
+
+    return Filters
+
+
+def test_entries_that_a_subclass_leaves_out_are_taken_from_the_slice(workshop: Workshop, tmp_path: Path):
+    assert_trains_as_trl(workshop, case(num_iterations=2), with_trls_entries_alone)
+
+    def shifted(trainer: Any) -> Any:
+        subclass = with_trls_entries_alone(trainer)
+        subclass.shift = 0.3
+        return subclass
+
+    trainers = Trainers.of(trl_ext)
+    trainers = replace(trainers, grpo_trainer=shifted(trainers.grpo_trainer))
+    trainer = build(case(num_iterations=2), trainers, workshop, str(tmp_path), Record())
+    with pytest.raises(RuntimeError, match="Something has changed the advantages since"):
+        trainer.train()
 
 
 def own_in_training(trainer: Any) -> Any:

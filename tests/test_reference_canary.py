@@ -226,9 +226,10 @@ def test_a_folder_of_another_reference_or_from_before_there_were_canaries_is_not
     assert len(folders(tmp_path)) == 3
 
 
-def test_a_folder_that_cannot_be_written_costs_no_value(tmp_path, caplog):
+@pytest.mark.parametrize("name", ["file", "x" * 300], ids=["file", "name-too-long"])
+def test_a_folder_that_cannot_be_written_costs_no_value(name, tmp_path, caplog):
     (tmp_path / "file").write_text("not a folder")
-    reference = Reference(tmp_path / "file")
+    reference = Reference(tmp_path / name)
     stored = reference.run(rows(3, 4), rows(5), rows(3, 4))
     assert len(reference.passes) == 2
     assert np.array_equal(stored.store.get(Sequences(rows(5), "a" * 32).keys[0]), score(rows(5))[0])

@@ -209,6 +209,23 @@ def test_a_reference_that_was_changed_in_memory_and_released_is_not_loaded_as_it
     assert subject.ref_model is None
 
 
+def test_a_reference_that_is_loaded_again_is_not_taken_for_another_variant(workshop, tmp_path):
+    """Released before any folder was looked at, since the training data bring their values."""
+    pairs = preferences(12, seed=1)
+    changed = trainer(workshop, tmp_path, data=pairs)
+    boxed(0.5)(changed.ref_model)
+    changed.train()
+    given = pairs.add_column("ref_chosen_logps", [-20.0] * 12).add_column("ref_rejected_logps", [-21.0] * 12)
+    losses = []
+    for folder in ("store", "empty"):
+        options = {} if folder == "store" else {"reference_store_dir": str(tmp_path / folder)}
+        subject = trainer(workshop, tmp_path, data=given, num_train_epochs=2, **options)
+        subject.train()
+        assert subject.ref_model is None
+        losses.append(subject.evaluate(preferences(4, seed=9))["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_the_check_feeds_padded_rows_and_leaves_the_first_batch_to_be_compared(workshop, tmp_path):
     packed = {"padding_free": None, "num_train_epochs": 2}
     _, first = run(workshop, tmp_path, trl_ext, plain, **packed)

@@ -179,9 +179,14 @@ class Buffer:
         to_come = self.to_come()
         if not to_come or not any(x is to_come[0] for x in to_come[1:]):
             return None
-        present = to_come[0]
-        alike = all(_equal(inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
-        return present if alike else None
+        return to_come[0] if _same_rows(inputs, to_come[0]) else None
+
+    def with_kept(self, inputs: dict[str, Any], name: str) -> dict[str, Any]:
+        """`inputs` with an entry of the slice that it was made of, where a subclass has left that out."""
+        for present in self.to_come()[:1]:
+            if name in present and name not in inputs and "old_per_token_logps" in inputs:
+                return {**inputs, name: present[name]} if _same_rows(inputs, present) else inputs
+        return inputs
 
     def drop(self) -> None:
         self.trainer._buffered_inputs = None
@@ -217,6 +222,10 @@ class Buffer:
     def padding(self) -> dict[str, float]:
         pad = self.trainer._tokenizer.pad_token_id
         return {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1}
+
+
+def _same_rows(inputs: dict[str, Any], present: dict[str, Any]) -> bool:
+    return all(_equal(inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
 
 
 def _equal(value: Any, tensor: torch.Tensor) -> bool:

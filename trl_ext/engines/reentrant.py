@@ -1,4 +1,4 @@
-"""Reentrant gradient checkpointing under DDP: where its first backward fails, an error stands before the first step.
+"""Reentrant gradient checkpointing under DDP: an error before the first step where the first backward would fail.
 
 Reentrant checkpointing hides a layer's parameters from the outer graph. DDP's search for unused parameters follows that
 graph: it counts them as done, and stops when their gradients come all the same (torch, "mark a variable ready only

@@ -24,6 +24,7 @@ class GRPOFacts:
         normalized_over_batch (`bool`): whether an advantage depends on other groups of its generation batch.
         has_own_pass (`bool`): whether a subclass has replaced TRL's scoring pass.
         has_own_batches (`bool`): whether a subclass has replaced what makes generation batches.
+        buffers_batches (`bool`): whether a subclass keeps them in a buffer of its own.
         bypasses_loss (`bool`): whether a subclass's `compute_loss` does not call ours.
         has_own_loss (`bool`): whether a subclass has replaced TRL's loss, of which nothing is known then.
         own_step (`str`, *optional*): a method that is given whole micro-batches and that a subclass has replaced.
@@ -59,6 +60,7 @@ class GRPOFacts:
     normalized_over_batch: bool
     has_own_pass: bool
     has_own_batches: bool
+    buffers_batches: bool
     bypasses_loss: bool
     has_own_loss: bool
     own_step: str | None
@@ -153,7 +155,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         trust_sampler=facts.trust_sampling_log_probs,
         sampler_ratio=facts.sampler_ratio,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
-        scores_at_generation=facts.has_own_batches or facts.bypasses_loss,
+        scores_at_generation=facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss,
         own_pass=facts.has_own_pass,
         max_draws=facts.max_draws,
         keep_groups_together=keep_groups_together,
@@ -265,8 +267,10 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     trl_scores = misaligned or facts.sampler_ratio is not None
     if facts.bypasses_loss and not trl_scores:
         return Decision("old policy", "skip", "as in TRL: each micro-batch meets the weights it was sampled with.")
-    if (facts.has_own_batches or facts.bypasses_loss) and trl_scores:
+    if (facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss) and trl_scores:
         reason = "`_generate_and_score_completions`, which may read or change the log-probs"
+        if facts.buffers_batches:
+            reason = "a `_prepare_inputs` that keeps the batches in a buffer of its own"
         if facts.bypasses_loss:
             reason = "a `compute_loss` that does not call `super().compute_loss(...)`"
         return Decision("old policy", "run", f"every generation batch, as in TRL: this trainer has {reason}.")

@@ -66,7 +66,7 @@ class Visit:
                 old_BC = torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
         else:
             old_BC = remembered_BC
-            _check_remembered(inputs.get(_SCORED, scored.tokens_BC), scored)
+            _check_remembered(inputs.get(SCORED, scored.tokens_BC), scored)
             policy_BC = scored.spread(policy_RC, old_BC)
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
@@ -112,8 +112,8 @@ class Visit:
 
 
 # The old policy's log-probs, under TRL's name and 0 where nothing was scored; and where something was
-_SCORED = "old_policy_scored"
-KEPT = ("old_per_token_logps", _SCORED)
+SCORED = "old_policy_scored"
+KEPT = ("old_per_token_logps", SCORED)
 
 # Entries of TRL's micro-batch with a column for each token of the completion
 _BY_TOKEN = (
@@ -138,11 +138,11 @@ def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> dict[str, Tensor]
 
 
 def with_scored(inputs: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch of a checkpoint. Before 2026-11-22 old log-probs were NaN where nothing was scored."""
+    """A micro-batch of a checkpoint. Without the mask, NaN says where nothing was scored, and inf what was NaN."""
     old_BC = inputs.get("old_per_token_logps")
-    if old_BC is None or _SCORED in inputs:
+    if old_BC is None or SCORED in inputs:
         return inputs
-    return {**inputs, **kept_log_probs(old_BC, ~old_BC.isnan())}
+    return {**inputs, **kept_log_probs(torch.where(old_BC == torch.inf, torch.nan, old_BC), ~old_BC.isnan())}
 
 
 def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:

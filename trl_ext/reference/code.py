@@ -75,7 +75,8 @@ def state_of(module: nn.Module) -> list[Any]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+    # No strings: the name of a run would make each another reference
+    return value is None or isinstance(value, bool | int | float)
 
 
 def _foreign_code(value: Any, met: set[int]) -> Iterator[str]:

@@ -115,9 +115,12 @@ class StoredReference:
         """How the reference shows that it is not the one whose values are on disk, or None. Every rank calls it."""
         if self._variants is None or self.canary is None:
             return None
-        with self._variants.padded():
-            log_probs = reference_pass(self.canary.batch(device))
-        why: str | None = self._of_first(self.canary.why_another(log_probs, self._variants.tolerance))
+        return self._why_not(self.canary, self._variants, reference_pass, device)
+
+    def _why_not(self, canary: Canary, variants: Variants, reference_pass: Pass, device: torch.device) -> str | None:
+        with variants.padded():
+            log_probs = reference_pass(canary.batch(device))
+        why: str | None = self._of_first(canary.why_another(log_probs, variants.tolerance))
         return why
 
     def _search(self, sequences: Sequences, reference_pass: Pass, wanted: bool) -> list[int]:
@@ -133,14 +136,12 @@ class StoredReference:
         self._searched = True
         fed, others = [], []
         for name, canary in self._of_first(self._variants.known()):
-            self.canary = canary
             fed.append(canary.tokens)
-            why = self.why_another(reference_pass, sequences.batch["input_ids"].device)
+            why = self._why_not(canary, self._variants, reference_pass, sequences.batch["input_ids"].device)
             if why is None:
-                self.store = self._variants.open(name, canary)
+                self.canary, self.store = canary, self._variants.open(name, canary)
                 return fed
             others.append(why)
-        self.canary = None
         if others and self._variants.is_main:
             logger.warning(
                 "Stored reference log-probs are not used, because the reference gives others now: of a few that were "

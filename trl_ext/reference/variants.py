@@ -38,10 +38,11 @@ class Variants:
         """Name and canary of each folder of the reference, on the main process."""
         if not self.is_main:
             return []
-        written = []
-        for path in self.root.glob(f"{self.identity}-*/{FILE}"):
-            with suppress(OSError):  # deleted since
-                written.append((path.stat().st_mtime, path.parent))
+        written: list[tuple[float, Path]] = []
+        with suppress(OSError):  # a folder that cannot be read
+            for path in self.root.glob(f"{self.identity}-*/{FILE}"):
+                with suppress(OSError):  # deleted since
+                    written.append((path.stat().st_mtime, path.parent))
         newest = [folder for _, folder in sorted(written, reverse=True)[:_MOST]]
         canaries = ((folder.name, Canary.read(folder, self.identity)) for folder in newest)
         return [(name, canary) for name, canary in canaries if canary is not None]

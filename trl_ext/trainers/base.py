@@ -266,7 +266,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         try:
             loss = step(*positional, **keywords)
         except KeyError as error:
-            if self._loss_reached or not self._replaces("loss") or _WITHHELD.isdisjoint(error.args):
+            if self._loss_reached or not self._replaces("loss") or not any(error.args == (name,) for name in _WITHHELD):
                 raise
             raise RuntimeError(
                 f"{self.own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "

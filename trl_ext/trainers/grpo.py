@@ -126,6 +126,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 or self.multi_objective_aggregation == "normalize_then_sum",
                 has_own_pass=self._replaces("pass"),
                 has_own_batches=self._replaces("batches"),
+                buffers_batches=self._generation.buffers_batches,
                 bypasses_loss=self._bypasses_loss,
                 has_own_loss=internals.has_own_loss(self) or self._bypasses_loss,
                 own_step=internals.own_step(self),
@@ -208,7 +209,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        with internals.shuffled_then(self._shuffled):
+        with self._generation.fills_buffer(), internals.shuffled_then(self._shuffled):
             inputs = super()._prepare_inputs(generation_batch)
         self._scoring.before_visit()
         return inputs

@@ -29,6 +29,8 @@ class GRPOGeneration:
         self.trainer, self.ranks, self.scoring, self.buffer = trainer, ranks, scoring, buffer
         self._trl = internals.Generation(trainer)
         self._further: FurtherPrompts | None = None
+        self.buffers_batches = False  # whether a subclass keeps what is generated in a buffer of its own
+        self._fills_buffer = False
 
     def of_batch(self, inputs: Any) -> dict[str, Any]:
         """Completions, rewarded, with the reference's log-probs: what TRL's method is replaced by."""
@@ -43,13 +45,27 @@ class GRPOGeneration:
             alike_B = self._rewarded_alike(batch)
             if plan.max_draws > 1:
                 batch = self._without_dead_groups(batch, alike_B)
-        if plan.scores_at_generation:
+        if internals.mode(trainer) == "train" and not self._fills_buffer and not self.buffers_batches:
+            self.buffers_batches = True
+            trainer.plan_again()
+            if trainer.accelerator.is_main_process:
+                logger.warning(f"The plan has changed:\n{trainer.explain()}")
+        if trainer.plan.scores_at_generation:
             self.scoring.score_as_trl(batch)
         elif internals.mode(trainer) == "eval":
             self.scoring.score_reference([batch])
         # The user's functions may have drawn random numbers, and TRL shuffles by them next
         self.ranks.share_random_state()
         return batch
+
+    @contextmanager
+    def fills_buffer(self) -> Iterator[None]:
+        """Within, what is generated in training goes into TRL's buffer."""
+        self._fills_buffer = True
+        try:
+            yield
+        finally:
+            self._fills_buffer = False
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
         ranks = self.ranks
@@ -210,9 +226,7 @@ class GRPOGeneration:
         if self.trainer.args.ignore_data_skip:
             return "with `ignore_data_skip` the epoch begins again"
         if saved is None:
-            return (
-                "the checkpoint does not have them, as one with `save_only_model`, of stock TRL, or of fewer processes"
-            )
+            return "the checkpoint lacks them, for example because `save_only_model` or stock TRL wrote it"
         now = self._schedule()
         changed = [f"{x} was {saved.schedule.get(x)} and is {now[x]}" for x in now if now[x] != saved.schedule.get(x)]
         return saved.lost if not changed else "; ".join(changed)

@@ -16,7 +16,7 @@ from ..passes.measured import over_scored_rows, statistics
 from ..passes.parts import Parts, check_all_trained, check_gradients_alike
 from ..passes.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
 from ..passes.sampler_ratio import SamplerRatio, sampler_metrics
-from ..passes.visit import KEPT, Visit, kept_log_probs, sampler_log_probs, with_padding
+from ..passes.visit import KEPT, SCORED, Visit, kept_log_probs, sampler_log_probs, with_padding
 
 
 class GRPOScoring:
@@ -48,7 +48,7 @@ class GRPOScoring:
         trainer, plan = self.trainer, self.trainer.plan
         self._gradients = []
         self._trl_loss = trl_loss
-        self.score_reference([inputs])  # a batch that a subclass has buffered itself
+        inputs = self.buffer.with_kept(inputs, SCORED)
         scored = self.policy_tokens(inputs)
         with trainer.policy_scored(internals.own_pass(trainer) if plan.own_pass else None):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
