@@ -176,7 +176,7 @@ def test_no_warning_where_trl_corrects_for_a_truncated_sampler(
     workshop: Workshop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (Version(version("trl")) >= Version("1.17")) == CORRECTS_TRUNCATED_SAMPLING
-    monkeypatch.setattr("trl_ext.trainers.grpo_passes.CORRECTS_TRUNCATED_SAMPLING", True)
+    monkeypatch.setattr("trl_ext.trainers.grpo.CORRECTS_TRUNCATED_SAMPLING", True)
     with built(workshop, vllm=True, rollout="sampler", top_p=0.9) as trainer:
         trainer.train()
     assert not [record for record in caplog.records if "biased" in record.getMessage()]

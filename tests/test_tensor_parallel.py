@@ -20,7 +20,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
-from trl_ext.trainers.tensor_parallel import _make_adapter
 
 import trl_ext
 from ranks import Rank, run_on_ranks
