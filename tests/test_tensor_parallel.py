@@ -28,7 +28,7 @@ from rewards import id_reward
 from run_losses import WALL_CLOCK
 from tiny import Workshop, lora_config, preferences, prompts
 from tokens import counted
-from trl_ext.compat import adapters_made_by
+from trl_ext.compat import names_replaced
 from trl_ext.engines.tensor_parallel import TensorParallel
 
 COMMON = {
@@ -273,7 +273,10 @@ def fresh_adapters(folder: str, seed: int, place: dict[str, Any]) -> dict[str, A
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **place)
         base.model.layers[0].unsplit = torch.nn.Linear(8, 8, dtype=base.dtype)  # in no plan
         torch.manual_seed(seed)
-        with warnings.catch_warnings(), adapters_made_by(_make_adapter, trl.DPOTrainer):
+        with (
+            warnings.catch_warnings(),
+            names_replaced(trl.DPOTrainer, get_peft_model=partial(make_adapter, get_peft_model)),
+        ):
             warnings.filterwarnings("ignore", "`lora_bias=True` was passed but")
             model = sys.modules[trl.DPOTrainer.__module__].get_peft_model(base, lora_config(**options))
         made[name] = {**whole(model), "the random state": torch.get_rng_state()}
