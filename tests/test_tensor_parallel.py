@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import trl
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -29,6 +29,7 @@ from run_losses import WALL_CLOCK
 from tiny import Workshop, lora_config, preferences, prompts
 from tokens import counted
 from trl_ext.compat import names_replaced
+from trl_ext.engines.split_lora import make_adapter
 from trl_ext.engines.tensor_parallel import TensorParallel
 
 COMMON = {
