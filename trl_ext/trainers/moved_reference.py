@@ -58,8 +58,8 @@ class _MovesAndResumes(TrainerCallback):
         if not loaded and not trainer._is_finished():
             logger.warning(
                 f"{folder} does not have the weights of the reference that `sync_ref_model` moves, as one of stock "
-                "TRL, of ZeRO-3 or with `save_only_model`: the reference begins again where it began, so training "
-                "goes on otherwise than it would have."
+                "TRL, of ZeRO-3 or with `save_only_model`: the reference starts from its first weights, so the "
+                "result differs from an uninterrupted run."
             )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
