@@ -143,7 +143,7 @@ def test_auto_resumes_where_there_is_a_complete_checkpoint_and_else_begins(
     assert steps == 1
     assert re.fullmatch(
         r'`resume_from_checkpoint="auto"`: no complete checkpoint is in `output_dir` \(\S+/run\): checkpoint-1 not '
-        r"written whole\. Training begins from the beginning\.",
+        r"written whole\. Training starts from the beginning\.",
         line,
     )
     assert is_complete(run / "checkpoint-1")

@@ -219,7 +219,8 @@ def test_a_reference_that_is_loaded_again_is_not_taken_for_another_variant(works
     losses = []
     for folder in ("store", "empty"):
         options = {} if folder == "store" else {"reference_store_dir": str(tmp_path / folder)}
-        subject = trainer(workshop, tmp_path, data=given, num_train_epochs=2, **options)
+        options |= {"data": given, "eval_dataset": preferences(4, seed=9), "num_train_epochs": 2}
+        subject = trainer(workshop, tmp_path, **options)
         subject.train()
         assert subject.ref_model is None
         losses.append(subject.evaluate(preferences(4, seed=9))["eval_loss"])

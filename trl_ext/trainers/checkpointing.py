@@ -256,7 +256,7 @@ def _found(asked: str | bool, run: Path) -> str | None:
     if means == "auto":
         show(
             f'`resume_from_checkpoint="auto"`: no complete checkpoint is in `output_dir` ({run}){names}. Training '
-            "begins from the beginning."
+            "starts from the beginning."
         )
         return None
     raise ValueError(

@@ -160,8 +160,8 @@ class ReferenceOfPolicy:
         if not loaded and not is_finished:
             logger.warning(
                 f"{folder} does not have the weights of the reference that `sync_ref_model` moves, as one of stock "
-                "TRL, of ZeRO-3 or with `save_only_model`: the reference begins again where it began, so training "
-                "goes on otherwise than it would have."
+                "TRL, of ZeRO-3 or with `save_only_model`: the reference starts from its first weights, so the "
+                "result differs from an uninterrupted run."
             )
 
     def _is_partitioned(self) -> bool:
