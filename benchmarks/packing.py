@@ -27,7 +27,7 @@ from steps import GROUP, Case, Shape, policy
 from torch import Tensor
 from turns import Line, begin, line_of, measure, now, sizes_of, take
 
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 GRPO = Shape(hidden=256, layers=4, vocabulary=1024, prompt=512, completion=64, steps=4, rounds=2, ragged=True)
 DPO = dataclasses.replace(GRPO, prompt=384, completion=128, steps=5)

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from traffic import Traffic
 
-from trl_ext.heads import LogitTransform, run_head
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward, head_rows
-from trl_ext.scoring.forward import ScoringForward
-from trl_ext.scoring.head_parts import KnownHead
+from trl_ext.heads.linear_log_probs import run_head
+from trl_ext.heads.logits import LogitTransform
+from trl_ext.scoring import weight_layout as head_rows
+from trl_ext.scoring.forward import ScoringForward, ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.head import KnownHead
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from trl_ext.heads.exchange import _GATHERED_TOKENS
+from trl_ext.heads.parallel import _GATHERED_TOKENS
 from trl_ext.heads.rows import _SLICE
 from trl_ext.heads.tiles import columns_per_tile, rows_per_tile
 

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import results
 
-from trl_ext.reference import DiskStore
 from trl_ext.reference.segments import Entries, segment_files, write_segment
+from trl_ext.reference.store import DiskStore
 
 IDENTITY = "0" * 32
 TOGETHER, PARTS, READS = 1000, 128, 100_000

@@ -24,10 +24,11 @@ import transformers
 import trl
 
 import trl_ext
-from trl_ext.compat import REPLACEABLE, REPLACED
+from trl_ext.compat.choices import REPLACEABLE
 from trl_ext.compat.grpo import PASS
 from trl_ext.compat.moved import parameters_of
 from trl_ext.compat.names import NAMES
+from trl_ext.compat.replaced import REPLACED
 
 PACKAGE = Path(trl_ext.__file__).parent
 THEIRS = ("trl", "transformers")

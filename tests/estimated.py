@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tiny import word_tokenizer
 from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
-from trl_ext.cli.building import build
 from trl_ext.cli.estimate import EstimateArguments, step_of
-from trl_ext.memory import memory_of_step
+from trl_ext.cli.training import build
+from trl_ext.memory.step import memory_of_step
 
 _SHAPE = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 512}
 _MODELS = {

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from estimated import CASES as ALL
 from estimated import parsed
 from launch import LaunchedRank
-from trl_ext.cli.building import build
+from trl_ext.cli.training import build
 
 
 class _Steady(TrainerCallback):

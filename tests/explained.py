@@ -16,7 +16,7 @@ import rewards
 from packing_batches import Batch
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli import training
-from trl_ext.cli.main import main
+from trl_ext.cli.__main__ import main
 from trl_ext.scoring import scorer as exact_head
 
 EOS = 1

@@ -14,7 +14,7 @@ from peft import get_peft_model
 from torch.overrides import TorchFunctionMode
 
 from tiny import lora_config
-from trl_ext.scoring import ScoringForward, ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.forward import ScoringForward, ScoringOptions, attach_scoring_forward
 
 V = 97
 WINDOW = 7

@@ -19,7 +19,7 @@ from launch import LaunchedRank
 from rewards import id_reward
 from tiny import lora_config, preferences, prompts, scripted_rollout
 from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
-from trl_ext.engines import sequence_parallel
+from trl_ext.distributed import sequence_parallel
 
 CP = ("fsdp2",)
 # Wall-clock figures, and a count that is 0 under ZeRO-3

@@ -13,22 +13,15 @@ from torch import Tensor
 
 from definition import ALL, FROZEN
 from trl_ext import linear_log_probs
-from trl_ext.heads import (
-    Block,
-    Head,
-    LogitTransform,
-    OwnTokens,
-    RowsHere,
-    RowsInTurn,
-    SameTokens,
-    VocabularyShard,
-    exchange,
-    operand_dtype,
-    rows,
-    tiled_log_probs,
-    tiles,
-)
-from trl_ext.heads import Operands as HeadOperands
+from trl_ext.heads import parallel as exchange
+from trl_ext.heads import rows, tiles
+from trl_ext.heads.adapters import Operands as HeadOperands
+from trl_ext.heads.linear_log_probs import operand_dtype
+from trl_ext.heads.logits import LogitTransform
+from trl_ext.heads.parallel import OwnTokens, SameTokens, VocabularyShard
+from trl_ext.heads.rows import Block, RowsHere, RowsInTurn
+from trl_ext.heads.scan import Head
+from trl_ext.heads.tiled import tiled_log_probs
 
 
 @dataclass(frozen=True)

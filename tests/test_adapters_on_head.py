@@ -21,10 +21,13 @@ from drop_in_cases import Case as Run
 from run_losses import Trainers, train
 from same_training import tensors_differ
 from test_scoring_forward import batch
-from trl_ext.heads import LogitTransform, ReplacedRows, tiles, trained
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward, module_head
-from trl_ext.scoring.head_parts import HeadAdapter, OtherHead
-from trl_ext.scoring.module_head import score_by_module
+from trl_ext.heads import tiled as trained
+from trl_ext.heads import tiles
+from trl_ext.heads.adapters import ReplacedRows
+from trl_ext.heads.logits import LogitTransform
+from trl_ext.scoring import head as module_head
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.head import HeadAdapter, OtherHead, score_by_module
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Model (with|has) `tie_word_embeddings=True`", "ignore:`lora_bias=True` was passed", "ignore:.*Unmerge"

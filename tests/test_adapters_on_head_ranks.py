@@ -15,7 +15,7 @@ from adapters_on_head import CASES, build
 from definition import floats_apart
 from test_scoring_forward import batch
 from tiny import Workshop
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:Model (with|has) `tie_word_embeddings=True`")
 

@@ -11,23 +11,22 @@ PACKAGE = Path(__file__).parents[1] / "trl_ext"
 ROOMS = {
     "heads": set(),
     "compat": {"version"},
-    "dropout": set(),
     "version": set(),
     "packing": set(),
-    "engines": set(),
-    "scoring": {"heads", "packing", "engines", "dropout", "compat"},
+    "distributed": set(),
+    "scoring": {"heads", "packing", "distributed", "compat"},
     "memory": {"heads", "packing", "scoring"},
-    "passes": set(),
+    "planning": set(),
     "checkpoints": set(),
-    "reference": {"dropout", "compat", "version", "packing"},
+    "reference": {"compat", "version", "packing"},
     "losses": set(),
     "callbacks": set(),
-    "config": {"compat", "heads", "losses", "passes"},
+    "config": {"compat", "heads", "losses", "planning"},
     "trainers": {
-        *("heads", "packing", "engines", "scoring", "passes", "checkpoints", "reference", "losses", "callbacks"),
-        *("dropout", "compat", "config"),
+        *("heads", "packing", "distributed", "scoring", "planning", "checkpoints", "reference", "losses", "callbacks"),
+        *("compat", "config"),
     },
-    "cli": {"config", "trainers", "memory", "heads", "engines", "scoring", "compat", "version"},
+    "cli": {"config", "trainers", "memory", "heads", "distributed", "scoring", "compat", "version"},
 }
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
 

@@ -18,10 +18,10 @@ from estimated import CASES, estimated, estimated_and_measured, parsed
 from estimated_on_ranks import ON_RANKS
 from launch import launch
 from tiny import Workshop, preferences, prompts
-from trl_ext.cli.errors import TrainingStoppedError
-from trl_ext.cli.main import COMMANDS, main
-from trl_ext.memory import longest_that_fits
-from trl_ext.scoring import head_check
+from trl_ext.cli import TrainingStoppedError
+from trl_ext.cli.__main__ import COMMANDS, main
+from trl_ext.cli.estimate import longest_that_fits
+from trl_ext.scoring import checks as head_check
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -97,7 +97,7 @@ def test_launch_arguments_start_processes(arguments, tmp_path: Path):
     launch = ["--config_file", str(ROOT / "examples/accelerate_configs/ddp.yaml"), "--num_processes", "2"]
     command = ["explain", "dpo", *launch, *arguments["dpo"]]
     run = subprocess.run(
-        [sys.executable, "-c", "from trl_ext.cli.main import main; raise SystemExit(main())", *command],
+        [sys.executable, "-c", "from trl_ext.cli.__main__ import main; raise SystemExit(main())", *command],
         env=os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
@@ -118,7 +118,7 @@ def test_variables_in_a_file_are_set_before_libraries_read_them(arguments, tmp_p
     )
     options = _changed("--reward_funcs", "says.id_reward")(arguments["grpo"])
     run = subprocess.run(
-        [sys.executable, "-c", "from trl_ext.cli.main import main; raise SystemExit(main())"]
+        [sys.executable, "-c", "from trl_ext.cli.__main__ import main; raise SystemExit(main())"]
         + ["explain", "grpo", "--config", "options.yaml", *options],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},

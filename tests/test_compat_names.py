@@ -17,9 +17,9 @@ import trl
 
 import trl_ext
 from compat_names import used
+from trl_ext.compat import TESTED
 from trl_ext.compat.moved import check_untested, moved
 from trl_ext.compat.names import NAMES
-from trl_ext.compat.versions import TESTED
 
 LATER = {"trl": "1.17.0", "transformers": version("transformers")}
 ROOT = Path(__file__).parents[1]

@@ -15,20 +15,9 @@ from transformers import AutoModelForCausalLM
 import trl_ext
 from resumable import build, optimizer_steps
 from tiny import Workshop
-from trl_ext.checkpoints import (
-    SavedGeneration,
-    begin,
-    complete_checkpoints,
-    finish,
-    half_written,
-    is_complete,
-    load_weights,
-    names_differ,
-    position_in_data,
-    read_generation,
-    why_not_loaded,
-    write_generation,
-)
+from trl_ext.checkpoints.complete import begin, complete_checkpoints, finish, half_written, is_complete
+from trl_ext.checkpoints.engine import load_weights, names_differ, why_not_loaded
+from trl_ext.checkpoints.generation import SavedGeneration, position_in_data, read_generation, write_generation
 
 
 def checkpoint(run: Path, step: int, ended: bool = True) -> Path:

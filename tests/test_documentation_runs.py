@@ -81,7 +81,7 @@ def run(block: Block, code: str, tmp_path: Path) -> None:
     # As `pip install` writes it, also where trl_ext is not installed
     script = tmp_path / "bin" / "trl-ext"
     script.parent.mkdir()
-    script.write_text(f"#!{sys.executable}\nfrom trl_ext.cli.main import main\nraise SystemExit(main())\n")
+    script.write_text(f"#!{sys.executable}\nfrom trl_ext.cli.__main__ import main\nraise SystemExit(main())\n")
     script.chmod(0o755)
     environment = {
         **os.environ,

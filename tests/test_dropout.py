@@ -5,7 +5,7 @@ import torch
 from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, PveraConfig, VeraConfig, get_peft_model
 
 from test_scoring_forward import build
-from trl_ext.dropout import has_dropout
+from trl_ext.packing.support import has_dropout
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"]}
 ADAPTERS = {

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import trl_ext
 from rewards import half_dead_reward
 from tiny import Workshop, prompts, scripted_rollout
-from trl_ext.passes.dynamic_sampling import FurtherPrompts, replaced
+from trl_ext.planning.dynamic_sampling import FurtherPrompts, replaced
 
 GROUP = 4
 

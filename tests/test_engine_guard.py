@@ -20,9 +20,7 @@ from transformers import AutoModelForCausalLM
 import launch
 from engine_runs import CONFIGS, trainer_of
 from tiny import Workshop
-from trl_ext.engines.asked import asked
-from trl_ext.engines.fallback import fallback
-from trl_ext.engines.running import Running
+from trl_ext.distributed.detect import Running, asked, fallback
 
 CPU = {"ACCELERATE_USE_CPU": "true"}
 LIKE_GPUS = {"ACCELERATE_TORCH_DEVICE": "cpu"}  # for ranks that pass for GPUs: `launch.ENGINES`

@@ -13,7 +13,7 @@ import trl_ext
 from drop_in_cases import Case
 from run_losses import Trainers, train
 from tiny import Workshop
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_ext.engines.shards import blocks_of_part, rows_of_parts
+from trl_ext.distributed.shards import blocks_of_part, rows_of_parts
 
 
 @settings(deadline=None, max_examples=300)

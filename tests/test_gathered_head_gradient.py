@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from trl_ext.heads import LogitTransform, run_head
-from trl_ext.scoring.head_parts import KnownHead
-from trl_ext.scoring.head_rows import rows_of_head
+from trl_ext.heads.linear_log_probs import run_head
+from trl_ext.heads.logits import LogitTransform
+from trl_ext.scoring.head import KnownHead
+from trl_ext.scoring.weight_layout import rows_of_head
 
 V, H, N = 22, 8, 6
 

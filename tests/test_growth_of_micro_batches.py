@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_ext.passes.micro_batches import FedTokens, grouped_order
-from trl_ext.passes.parts import Parts
-from trl_ext.passes.rows import ScoredTokens
+from trl_ext.planning.micro_batches import FedTokens, grouped_order
+from trl_ext.planning.parts import Parts
+from trl_ext.planning.rows import ScoredTokens
 
 
 def instructions(call: Callable[[], Any]) -> int:

@@ -12,15 +12,11 @@ from torch import Tensor
 
 from definition import ALL, defined, log_p_where_certain
 from trl_ext import linear_log_probs
-from trl_ext.heads import (
-    Factors,
-    LinearLogProbs,
-    LogitTransform,
-    exchange,
-    log_probs_of_product,
-    low_rank_term,
-    run_head,
-)
+from trl_ext.heads import parallel as exchange
+from trl_ext.heads.adapters import Factors, low_rank_term
+from trl_ext.heads.dense import log_probs_of_product
+from trl_ext.heads.linear_log_probs import run_head
+from trl_ext.heads.logits import LinearLogProbs, LogitTransform
 
 # Triton's interpreter computes with NumPy, which warns of what a device does silently
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")

@@ -7,15 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext.heads.scan as scan
-import trl_ext.heads.trained as trained
+import trl_ext.heads.tiled as trained
 from definition import ALL, FROZEN
 from tiny import Workshop, lora_config, preferences
 from trl_ext import DPOConfig, DPOTrainer
-from trl_ext.heads import LogitTransform
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
-from trl_ext.scoring.head_check import check_head
-from trl_ext.scoring.head_parts import KnownHead
-from trl_ext.scoring.head_rows import rows_of_head
+from trl_ext.heads.logits import LogitTransform
+from trl_ext.scoring.checks import check_head
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.head import KnownHead
+from trl_ext.scoring.weight_layout import rows_of_head
 
 
 def trainer(workshop: Workshop, folder: str, setup: str = "lora", **options) -> DPOTrainer:

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, relative
 from fp32_products import WAYS, fewer_digits, fp32_switches
 from trl_ext import linear_log_probs
-from trl_ext.heads import Factors, LogitTransform, low_rank_term, run_head, scan, tiles
-from trl_ext.heads import trained as trained_head
-from trl_ext.heads.kernels import work_of
+from trl_ext.heads import scan, tiles
+from trl_ext.heads import tiled as trained_head
+from trl_ext.heads.adapters import Factors, low_rank_term
+from trl_ext.heads.kernels.choice import work_of
+from trl_ext.heads.linear_log_probs import run_head
+from trl_ext.heads.logits import LogitTransform
 
 # Triton's interpreter computes with NumPy, which warns of what a device does silently
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import trl_ext.heads.scan as scan
-import trl_ext.heads.trained as trained
+import trl_ext.heads.tiled as trained
 from definition import ALL, FROZEN, floats_apart
 from head_stays import HeadGatheredError, head_stays
 from test_scoring_forward import batch, build
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 LOCAL_TP = "each rank scores with its rows of the weight (tensor parallel)"
 LOCAL = "each rank scores the tokens of all with its rows of the weight (FSDP2): its tokens cost "

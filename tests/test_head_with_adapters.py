@@ -6,7 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, relative
-from trl_ext.heads import Factors, LogitTransform, ReplacedRows, log_probs_of_product, low_rank_term, run_head, tiles
+from trl_ext.heads import tiles
+from trl_ext.heads.adapters import Factors, ReplacedRows, low_rank_term
+from trl_ext.heads.dense import log_probs_of_product
+from trl_ext.heads.linear_log_probs import run_head
+from trl_ext.heads.logits import LogitTransform
 
 SMALL = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 

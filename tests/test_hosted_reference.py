@@ -21,8 +21,8 @@ from run_losses import Trainers, train
 from same_training import assert_same
 from test_scoring_forward import batch
 from tiny import MODELS, lora_config, preferences
-from trl_ext.reference import host_reference
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.reference.hosted import host_reference
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 DEVICE = torch.device("cpu")
 LAYERS = 5

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import trl_ext
 from device_memory import allocated_by
 from tiny import V_WORDS, preferences, word_tokenizer
-from trl_ext.reference import host_reference
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.reference.hosted import host_reference
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="measures CUDA")
 

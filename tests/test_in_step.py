@@ -25,7 +25,7 @@ from ranks import Rank, run_on_ranks
 from rewards import id_reward
 from test_two_ranks import far, trained
 from tiny import ROLLOUTS, Workshop, lora_config, preferences, prompts
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 STEPS = 5
 GENERATIONS = 4

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from tiny import Workshop, preferences
 from trl_ext import DPOConfig, DPOTrainer, linear_log_probs
-from trl_ext.heads import OUTPUTS, LogitTransform, products
-from trl_ext.heads.coefficients import Coefficients, Upstream
-from trl_ext.heads.kernels import TorchWork, check_kernels, choice, why_not_triton, work_of
+from trl_ext.heads import products
+from trl_ext.heads.gradients import Coefficients, Upstream
+from trl_ext.heads.kernels import choice
+from trl_ext.heads.kernels.choice import check_kernels, why_not_triton, work_of
+from trl_ext.heads.kernels.torch_work import TorchWork
+from trl_ext.heads.logits import OUTPUTS, LogitTransform
 from trl_ext.heads.statistics import RunningStatistics
 from trl_ext.heads.tiles import Tile
 

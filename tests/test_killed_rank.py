@@ -19,7 +19,7 @@ from ranks import End, Rank, ends_of_ranks, run_on_ranks
 from rewards import id_reward
 from test_two_ranks import far, trained
 from tiny import Workshop, preferences, prompts, scripted_rollout
-from trl_ext.engines.roll_call import _is_of_a_collective
+from trl_ext.distributed.failures import _is_of_a_collective
 
 STEPS = 4
 TIMEOUT = 60  # of the process group, in seconds: more than a loaded machine needs to notice a closed connection

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from trl_ext.losses import PREFERENCE_LOSSES, LossOptions, Pairs, margin_of, smoothing_term
+from trl_ext.losses.pairs import Pairs
+from trl_ext.losses.preference import PREFERENCE_LOSSES, LossOptions, margin_of, smoothing_term
 
 DOUBLE = torch.float64
 # Two pairs. beta = 0.5 times the differences of log-ratios, 2 ln 3 each, are margins of ln 3: sigmoid 3/4. Twice the

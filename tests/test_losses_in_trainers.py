@@ -14,7 +14,7 @@ import trl_ext
 from preference_runs import Run, rewarded, run, two_tokens
 from tiny import REFERENCE_SEED, Workshop
 from trl_ext.compat.choices import DPO_LOSS_TYPES
-from trl_ext.losses import PREFERENCE_LOSSES
+from trl_ext.losses.preference import PREFERENCE_LOSSES
 
 SLOW = pytest.param(True, marks=pytest.mark.slow)
 

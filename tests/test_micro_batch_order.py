@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_ext.passes.micro_batches import FedTokens, grouped_order, kept_together, slices_of_a_unit
-from trl_ext.passes.rows import ScoredTokens
+from trl_ext.planning.micro_batches import FedTokens, grouped_order, kept_together, slices_of_a_unit
+from trl_ext.planning.rows import ScoredTokens
 
 
 def costs(fed: FedTokens, slices: list[list[int]]) -> list[int]:

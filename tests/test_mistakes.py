@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 import trl_ext
 from short_training import PAIR, PAIRS, PROMPTS, Bench, of_answers, of_completions, tokenizer, with_more_tokens
 from tiny import Workshop, lora_config, preferences, prompts
-from trl_ext.compat import (
+from trl_ext.compat.choices import (
     ADVANTAGE_CHOICES,
     DPO_CHOICES,
     DPO_LOSS_TYPES,

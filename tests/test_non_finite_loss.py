@@ -16,7 +16,7 @@ import trl_ext
 from ranks import Rank, run_on_ranks
 from resumable import build
 from tiny import Workshop, preferences, scripted_rollout
-from trl_ext.passes.non_finite import not_finite_rows, why_not_skipped
+from trl_ext.planning.non_finite import not_finite_rows, why_not_skipped
 
 WORD = {"dpo": 3 + 13, "grpo": 3 + 2}  # of one pair; of one prompt, and of few completions
 

@@ -45,7 +45,7 @@ def run(*command: object, environment: dict[str, str], folder: Path) -> str:
 
 
 def test_dpo_and_grpo_train_and_the_reference_has_the_same_identity(python: Path, environment, tmp_path: Path):
-    from trl_ext.reference import identity_facts, identity_of
+    from trl_ext.reference.weights import identity_facts, identity_of
 
     said = run(python, __file__, environment=environment, folder=tmp_path)
     assert said.splitlines()[-1] == identity_of(identity_facts("weights", {}, {}))
@@ -66,7 +66,7 @@ def test_the_command_line_runs(python: Path, environment, workshop: Workshop, tm
 def _train() -> None:
     import trl_ext
     from short_training import Bench
-    from trl_ext.reference import identity_facts, identity_of
+    from trl_ext.reference.weights import identity_facts, identity_of
 
     with pytest.raises(PackageNotFoundError):
         version("trl_ext")

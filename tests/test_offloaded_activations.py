@@ -12,8 +12,8 @@ import trl_ext
 from device_memory import allocated_by
 from resumable import build, weights
 from tiny import Workshop
-from trl_ext.engines.offloaded_activations import activations_on_host
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.distributed.gradients import activations_on_host
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 CPU = torch.device("cpu")
 

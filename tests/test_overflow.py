@@ -19,14 +19,14 @@ from run_losses import Record, Trainers, build
 from test_unscored_positions import LIVE, OURS, STOCK, WITH_TOOL, built, crafted, is_finite, loss_and_gradients
 from tiny import Workshop
 from trl_ext.compat import dpo as internals
-from trl_ext.passes.overflow import (
+from trl_ext.planning.non_finite import (
     BOUND,
     PairExponential,
     bounded_log_ratios,
     bounded_old_and_reference,
     bounded_pairs,
 )
-from trl_ext.passes.sampler_ratio import RatioRule, SamplerRatio
+from trl_ext.planning.sampler_ratio import RatioRule, SamplerRatio
 
 LEVELS = ["token", pytest.param("sequence", marks=pytest.mark.slow)]
 

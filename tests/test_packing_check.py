@@ -14,7 +14,7 @@ from short_training import Bench
 from test_scoring_forward import batch, build
 from tiny import Workshop
 from trl_ext.packing.first_batch import multiplies_fp32
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 
 def scored(model, checked: bool):

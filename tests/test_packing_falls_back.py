@@ -14,7 +14,7 @@ from packing_batches import EXAMPLES, Batch, dpo_example, grpo, grpo_example, to
 from packing_models import attach, build, fresh
 from packing_runs import Seen, assert_same, see
 from tiny import lora_config
-from trl_ext.scoring import ScoringForward, ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.forward import ScoringForward, ScoringOptions, attach_scoring_forward
 
 SHAPE = {
     "vocab_size": 97,

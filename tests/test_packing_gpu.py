@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from device_memory import allocated_by
-from trl_ext.packing import Layout, picked
 from trl_ext.packing.attention import _varlen, packed_attention
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.packing.layout import Layout, picked
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs a kernel of CUDA's")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]

@@ -24,9 +24,9 @@ from run_losses import Record, Trainers, build
 from same_training import POLICY_BATCHES, tensors_differ
 from test_groups_together import fast_first
 from tiny import Workshop
-from trl_ext.passes.micro_batches import FedTokens
-from trl_ext.passes.parts import Parts
-from trl_ext.passes.rows import ScoredTokens
+from trl_ext.planning.micro_batches import FedTokens
+from trl_ext.planning.parts import Parts
+from trl_ext.planning.rows import ScoredTokens
 
 OURS = Trainers.of(trl_ext)
 STOCK = Trainers.of(trl)

@@ -19,7 +19,7 @@ from drop_in_cases import Case
 from run_losses import Record, Trainers, build
 from tiny import Workshop
 from trl_ext.compat import CORRECTS_TRUNCATED_SAMPLING
-from trl_ext.passes.plan import Plan
+from trl_ext.planning.plan import Plan
 
 OURS = Trainers.of(trl_ext)
 

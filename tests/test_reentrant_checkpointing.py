@@ -19,7 +19,7 @@ from run_losses import Trainers
 from standing_ranks import StandingRanks
 from test_two_ranks import far, trained
 from tiny import MODELS, Workshop, lora_config, preferences, prompts, scripted_rollout
-from trl_ext.engines.reentrant import check_checkpointing
+from trl_ext.distributed.gradients import check_checkpointing
 
 FAILS = "Expected to mark a variable ready only once"
 

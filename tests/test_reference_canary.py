@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from test_reference_sequences import batch, score
-from trl_ext.reference import COARSE, EXACT, Canary, DiskStore, MemoryStore, StoredReference, Variants
+from trl_ext.reference.canary import COARSE, EXACT, Canary
 from trl_ext.reference.sequences import Sequences
+from trl_ext.reference.store import DiskStore, MemoryStore
+from trl_ext.reference.stored import StoredReference, Variants
 
 CPU = torch.device("cpu")
 

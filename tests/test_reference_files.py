@@ -15,9 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 import trl_ext
 from tiny import lora_config, preferences
-from trl_ext.reference import DiskStore, MemoryStore, segments
+from trl_ext.reference import segments
 from trl_ext.reference import store as store_module
 from trl_ext.reference.segments import read_segment, segment_files, write_file, write_segment
+from trl_ext.reference.store import DiskStore, MemoryStore
 
 IDENTITY = "0" * 32
 

@@ -20,8 +20,10 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from test_reference_in_memory import LISTED, forward, norm
 from tiny import MODELS, lora_config
-from trl_ext.reference import ReferenceWeights, code, host_reference, identity_facts, identity_of
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.reference import code
+from trl_ext.reference.hosted import host_reference
+from trl_ext.reference.weights import ReferenceWeights, identity_facts, identity_of
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 
 def identity(model, adapter=None, **computed_with):

@@ -15,7 +15,7 @@ from fp32_products import fewer_digits
 from test_reference_store import trainer
 from tiny import lora_config, preferences
 from tokens import counted
-from trl_ext.reference import COARSE, EXACT, Canary, Tolerance
+from trl_ext.reference.canary import COARSE, EXACT, Canary, Tolerance
 
 WARNS = "Stored reference log-probs are not used, because the reference gives others now"
 NAMES = itertools.count()

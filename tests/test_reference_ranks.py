@@ -20,8 +20,8 @@ from test_reference_store import of_check, trainer
 from test_two_ranks import far, trained
 from tiny import lora_config, preferences
 from tokens import counted
-from trl_ext.reference import ReferenceWeights
 from trl_ext.reference.segments import read_segment
+from trl_ext.reference.weights import ReferenceWeights
 
 
 def dpo(rank: Rank, library, name: str, data=None, factor=None, weights=True, **config):

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 
 from tiny import V_WORDS
-from trl_ext.reference import MemoryStore, StoredReference
 from trl_ext.reference.sequences import Sequences
+from trl_ext.reference.store import MemoryStore
+from trl_ext.reference.stored import StoredReference
 
 WEIGHT = torch.randn(V_WORDS, 2, generator=torch.Generator().manual_seed(0))
 

@@ -21,7 +21,7 @@ from nursery import Nursery
 from resumable import build, made_up, optimizer_steps, weights
 from tiny import Workshop
 from tokens import counted
-from trl_ext.checkpoints import is_complete
+from trl_ext.checkpoints.complete import is_complete
 
 SEED = 20
 

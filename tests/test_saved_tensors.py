@@ -19,21 +19,17 @@ from drop_in_cases import Case
 from run_losses import Trainers, train
 from same_training import assert_same
 from tiny import Workshop
-from trl_ext.engines import gradient_factor, sequence_parallel
-from trl_ext.heads import (
-    Factors,
-    LogitTransform,
-    ReplacedRows,
-    given_product,
-    linear_log_probs,
-    log_probs_of_product,
-    low_rank_term,
-    products,
-    run_head,
-    tiled,
-    trained,
-)
-from trl_ext.packing import gather, picked
+from trl_ext.distributed import gradients as gradient_factor
+from trl_ext.distributed import sequence_parallel
+from trl_ext.heads import dense as given_product
+from trl_ext.heads import products, tiled
+from trl_ext.heads import tiled as trained
+from trl_ext.heads.adapters import Factors, ReplacedRows, low_rank_term
+from trl_ext.heads.dense import log_probs_of_product
+from trl_ext.heads.linear_log_probs import linear_log_probs, run_head
+from trl_ext.heads.logits import LogitTransform
+from trl_ext.packing import layout as gather
+from trl_ext.packing.layout import picked
 
 TRANSFORM = LogitTransform(0.7, 1.3, 20.0)
 V, H = 300, 16

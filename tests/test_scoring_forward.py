@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from definition import floats_apart
 from tiny import MODELS
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 BASE = {
     "vocab_size": 97,

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from test_scoring_forward import batch, build
-from trl_ext.heads import LogitTransform, run_head
-from trl_ext.scoring import ScoringOptions, attach_scoring_forward
+from trl_ext.heads.linear_log_probs import run_head
+from trl_ext.heads.logits import LogitTransform
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 
 def scored(model):

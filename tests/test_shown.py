@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, ProgressCallback, TrainerCallback
 import trl_ext
 from fed_tokens import Feed, count_feeds
 from tiny import REFERENCE_SEED, Workshop, preferences, prompts, scripted_rollout
-from trl_ext.callbacks import ThroughputProgress, with_throughput
 from trl_ext.callbacks.curves import draw
+from trl_ext.callbacks.progress import ThroughputProgress, with_throughput
 
 PNG = b"\x89PNG"
 

@@ -28,9 +28,9 @@ from rewards import id_reward
 from run_losses import WALL_CLOCK
 from tiny import Workshop, lora_config, preferences, prompts
 from tokens import counted
-from trl_ext.compat import names_replaced
-from trl_ext.engines.split_lora import make_adapter
-from trl_ext.engines.tensor_parallel import TensorParallel
+from trl_ext.compat.replaced import names_replaced
+from trl_ext.distributed.lora import make_adapter
+from trl_ext.distributed.tensor_parallel import TensorParallel
 
 COMMON = {
     "max_steps": 4,

@@ -12,7 +12,7 @@ from definition import ALL, defined, floats_apart, log_p_where_certain, relative
 from sharded_problems import Operands, Problem, Scored, operands, problems, scored_on
 from standing_ranks import StandingRanks
 from trl_ext import linear_log_probs
-from trl_ext.heads import exchange
+from trl_ext.heads import parallel as exchange
 
 VALUES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits")
 # Of a gradient's norm. bf16 gradients are rounded once, at the end: `autocast` shows what is rounded

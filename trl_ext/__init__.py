@@ -1,10 +1,17 @@
 """trl_ext: TRL's DPO and GRPO trainers with exact per-token log-probs."""
 
-from .callbacks import CurvesCallback
-from .config import DPOConfig, GRPOConfig
-from .heads import LinearLogProbs, linear_log_probs
-from .trainers import DPOTrainer, GRPOTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .callbacks.curves import CurvesCallback
+    from .config import DPOConfig, GRPOConfig
+    from .heads.linear_log_probs import linear_log_probs
+    from .heads.logits import LinearLogProbs
+    from .trainers.dpo import DPOTrainer
+    from .trainers.grpo import GRPOTrainer
 
 __all__ = [
     "CurvesCallback",
@@ -16,3 +23,25 @@ __all__ = [
     "__version__",
     "linear_log_probs",
 ]
+
+# Imported when first used, as in TRL: torch and transformers take seconds
+_DEFINED_IN = {
+    "CurvesCallback": ".callbacks.curves",
+    "DPOConfig": ".config",
+    "DPOTrainer": ".trainers.dpo",
+    "GRPOConfig": ".config",
+    "GRPOTrainer": ".trainers.grpo",
+    "LinearLogProbs": ".heads.logits",
+    "linear_log_probs": ".heads.linear_log_probs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_DEFINED_IN[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

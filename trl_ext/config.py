@@ -13,10 +13,11 @@ from typing import Any, Self, TypeVar
 import datasets
 import trl
 
-from .compat import sequence_parallelism_hidden
-from .heads import HEADS, KERNELS
-from .losses import CONVENTIONS, PREFERENCE_LOSSES, READ_REWARDS
-from .passes.non_finite import ON_NON_FINITE_LOSS
+from .compat.grpo import sequence_parallelism_hidden
+from .heads.kernels.choice import KERNELS
+from .heads.linear_log_probs import HEADS
+from .losses.preference import CONVENTIONS, PREFERENCE_LOSSES, READ_REWARDS
+from .planning.non_finite import ON_NON_FINITE_LOSS
 
 _STORES = ("disk", "memory", "off")
 _DEVICES = ("cpu",)

@@ -1,9 +1,47 @@
-"""A progress bar that says how many tokens are fed a second, and what was skipped."""
+"""What a run shows on the screen: messages of the main process, and a progress bar with throughput."""
 
+import logging
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 from transformers import ProgressCallback
+
+logger = logging.getLogger("trl_ext")
+
+
+def show(message: str) -> None:
+    """Log `message` at level INFO, to stderr where the program has not set up logging."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    logger.info(message)
+
+
+def section(card: Path, args: Any, changed: dict[str, Any], plan: Any) -> None:
+    settings = {"loss_type": args.loss_type, "loss_weights": getattr(args, "loss_weights", None)}
+    settings |= {"beta": args.beta, **changed}
+    lines = [f"- `{name}`: `{value!r}`" for name, value in settings.items() if value is not None]
+    text = "\n".join(
+        [
+            "## What ran in training",
+            "",
+            "With trl_ext's trainers, and these settings:",
+            "",
+            *lines,
+            "",
+            "```",
+            str(plan),
+            "```",
+            "",
+        ]
+    )
+    unfinished = card.with_suffix(".unfinished")
+    unfinished.write_text(f"{card.read_text(encoding='utf-8').rstrip()}\n\n{text}", encoding="utf-8")
+    os.replace(unfinished, card)
+
 
 _FED = ("tokens_fed/with_gradient", "tokens_fed/without_gradient")
 

@@ -1,6 +1,94 @@
-"""`python -m trl_ext.cli`: the command line in this process, as `accelerate launch -m trl_ext.cli` starts it."""
+"""`trl-ext`: which command runs, and how it ends: status 0, or one line on stderr and status 2."""
 
-from .main import main
+import argparse
+import sys
+import warnings
 
-if __name__ == "__main__":
+from ..version import __version__
+from . import CommandError, TrainingStoppedError, did_you_mean, one_line
+
+COMMANDS = {
+    "dpo": "train with DPO; TRL's arguments and ours",
+    "grpo": "train with GRPO; TRL's arguments and ours",
+    "explain": "`explain dpo|grpo ...`: what training with these arguments would run, and why",
+    "estimate": "`estimate dpo|grpo ...`: memory of a training step, part by part, and the longest sequence that fits",
+    "doctor": "versions, devices, the engine, and a self-test of the head on each device",
+    "completion": "`completion bash|zsh|tcsh`: a script that completes commands and arguments",
+}
+
+
+def main(argv: list[str] | None = None, *, may_launch: bool = True) -> int:
+    """Run one command; the status that the process ends with.
+
+    Args:
+        argv (`list[str]`, *optional*): the arguments; `None`: those of the process.
+        may_launch (`bool`): whether `accelerate launch` may be called, which starts processes that may not.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    shows_traceback = "--traceback" in arguments
+    arguments = [argument for argument in arguments if argument != "--traceback"]
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    try:
+        with warnings.catch_warnings():
+            # TRL's configs call gradient checkpointing by the name that transformers 5.23 has replaced
+            warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
+            return _run(arguments, may_launch, shows_traceback)
+    except TrainingStoppedError:
+        raise
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if shows_traceback:
+            raise
+        hint = "" if isinstance(error, CommandError) else " (`--traceback` shows where)"
+        print(f"{' '.join(filter(None, ['trl-ext', name]))}: error: {one_line(error)}{hint}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: list[str], may_launch: bool, shows_traceback: bool) -> int:
+    command, *rest = arguments or ["--help"]
+    if command in ("-h", "--help"):
+        overview().print_help()
+        return 0
+    if command == "--version":
+        print(__version__)
+        return 0
+    if command in ("dpo", "grpo", "explain"):
+        from . import training
+
+        return training.run(command, rest, may_launch=may_launch, shows_traceback=shows_traceback)
+    if command == "estimate":
+        from . import estimate
+
+        return estimate.run(rest)
+    if command == "doctor":
+        from . import doctor
+
+        return doctor.run(rest)
+    if command == "completion":
+        from . import completion
+
+        return completion.run(rest)
+    raise CommandError(
+        f"`{command}` is not a command. Give one of {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}"
+    )
+
+
+def overview() -> argparse.ArgumentParser:
+    """The parser of `trl-ext --help`: the commands, without the arguments of each."""
+    parser = argparse.ArgumentParser(
+        prog="trl-ext",
+        description="TRL's DPO and GRPO with exact log-probs, and without the passes, rows and tokens that change "
+        "nothing.",
+        epilog="`trl-ext COMMAND --help` lists a command's arguments. `--traceback`, anywhere: errors with where they "
+        "arose, instead of one line.",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+if __name__ == "__main__":  # as `accelerate launch -m trl_ext.cli` starts it
     raise SystemExit(main(may_launch=False))

@@ -1,4 +1,4 @@
-"""The arguments of `dpo` and `grpo`: TRL's own parser over TRL's dataclasses and our configs, and from YAML files."""
+"""The command line's arguments: parsed and checked."""
 
 import os
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from accelerate.commands.launch import launch_command_parser
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..config import DPOConfig, GRPOConfig
-from .errors import CommandError, did_you_mean
+from . import CommandError, did_you_mean
 
 METHODS = ("dpo", "grpo")
 

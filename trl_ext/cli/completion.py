@@ -5,10 +5,10 @@ from typing import Any
 
 import shtab
 
+from . import CommandError
+from .__main__ import COMMANDS
 from .arguments import METHODS, OneLineParser, dataclasses_of
-from .errors import CommandError
 from .estimate import EstimateArguments
-from .main import COMMANDS
 
 _FILES_AND_FOLDERS = {
     *("accelerate_config", "config", "dataset_name", "model_name_or_path", "output_dir", "reward_model_name_or_path"),

@@ -9,11 +9,11 @@ import torch
 from accelerate import Accelerator
 from packaging.requirements import Requirement
 
-from ..engines.running import running
-from ..heads import why_not_triton
-from ..scoring.self_test import self_test
+from ..distributed.detect import running
+from ..heads.kernels.choice import why_not_triton
+from ..scoring.checks import self_test
 from ..version import __version__
-from .errors import CommandError, one_line
+from . import CommandError, one_line
 
 _OPTIONAL = ("triton", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "vllm")
 

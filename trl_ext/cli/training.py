@@ -1,13 +1,181 @@
-"""The commands `dpo`, `grpo` and `explain`: the trainer is built as it is asked for, and trains or shows its plan."""
+"""`trl-ext dpo` and `trl-ext grpo`: build a trainer from arguments, and train in one or several processes."""
 
+import importlib
+import os
 import subprocess
+import sys
 import tempfile
 from typing import Any
 
+import torch
+from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.launch import launch_command, launch_command_parser
+from datasets import load_dataset
+from peft import AutoPeftModelForCausalLM
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from trl import get_dataset, get_peft_config, get_quantization_config
+
+from ..compat.choices import resolve_accelerate_config_argument
+from ..trainers.dpo import DPOTrainer
+from ..trainers.grpo import GRPOTrainer
+from . import CommandError, TrainingStoppedError, did_you_mean
 from .arguments import OneLineParser, Parsed, dataclasses_of, method_of, parse
-from .building import build
-from .errors import TrainingStoppedError
-from .launching import launch, needs_launch
+
+_NAMES = ("accuracy_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward")
+
+
+def rewards_of(script_args: Any) -> list[Any]:
+    """The reward model, if any, and the functions of `--reward_funcs`, in TRL's order.
+
+    Raises:
+        `CommandError`: there is none, or a name or path leads nowhere.
+    """
+    model = script_args.reward_model_name_or_path
+    rewards: list[Any] = [] if model is None else [model]
+    rewards += [_function(path) for path in script_args.reward_funcs or []]
+    if not rewards:
+        raise CommandError(
+            "`--reward_funcs` is not set. Give names in `trl.rewards`, such as `accuracy_reward`, or dotted paths, "
+            "such as `my_rewards.brevity`; or give `--reward_model_name_or_path`."
+        )
+    return rewards
+
+
+def _function(path: str) -> Any:
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        if name not in _NAMES:
+            raise CommandError(
+                f"`--reward_funcs` has `{path}`, which is neither a dotted path such as `my_rewards.{path}` nor one of "
+                f"{', '.join(_NAMES)}.{did_you_mean(path, _NAMES)}"
+            )
+        function = getattr(importlib.import_module("trl.rewards"), name)
+        # TRL's command gives it these values
+        soft = name == "get_soft_overlong_punishment"
+        return function(max_completion_len=1280, soft_punish_cache=256) if soft else function
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and lacks another
+        raise CommandError(
+            f"`--reward_funcs` has `{path}`, but there is no module `{module_name}` in {os.getcwd()} or among the "
+            "installed packages. Start in the folder that holds it, or install it."
+        ) from error
+    if not callable(getattr(module, name, None)):
+        raise CommandError(
+            f"`--reward_funcs` has `{path}`, but the module `{module_name}` has no function `{name}`."
+            f"{did_you_mean(name, vars(module))}"
+        )
+    return getattr(module, name)
+
+
+def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
+    """The trainer, ready to train.
+
+    Args:
+        most_rows (`int`, *optional*): rows that are taken of each data set, where only the plan is asked for.
+
+    Raises:
+        `CommandError`: something that a trainer needs was not given.
+    """
+    script, training, model_args, mixture, *_ = parsed
+    rewards = {"reward_funcs": rewards_of(script)} if method == "grpo" else {}
+    require_model(model_args)
+    train, evaluation = _data_sets(script, training, mixture, most_rows)
+    model, quantization_config = _model(training, model_args)
+    trainer_class = DPOTrainer if method == "dpo" else GRPOTrainer
+    trainer = trainer_class(
+        model=model,
+        args=training,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        quantization_config=quantization_config,
+        peft_config=get_peft_config(model_args),
+        **rewards,
+    )
+    if script.ignore_bias_buffers:
+        # DDP broadcasts buffers, and some backends cannot broadcast booleans
+        trainer.model._ddp_params_and_buffers_to_ignore = [
+            name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool
+        ]
+    return trainer
+
+
+def require_model(model_args: Any) -> None:
+    """Raise `CommandError` where no model was named."""
+    if model_args.model_name_or_path is None:
+        raise CommandError("`--model_name_or_path` is not set. Give a model's name on the Hub or a folder.")
+
+
+def model_init_arguments(training: Any, model_args: Any) -> dict[str, Any]:
+    """What the model is loaded with, as in TRL's scripts."""
+    return {
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
+        "trust_remote_code": training.trust_remote_code,
+        **(training.model_init_kwargs or {}),
+    }
+
+
+def _model(training: Any, model_args: Any) -> tuple[Any, Any]:
+    """The model or its name, and the quantization that the trainer is to load it with."""
+    name, arguments = model_args.model_name_or_path, model_init_arguments(training, model_args)
+    quantization_config = get_quantization_config(model_args)
+    if not os.path.isfile(os.path.join(name, "adapter_config.json")):
+        training.model_init_kwargs = {"revision": model_args.model_revision, **arguments}
+        return name, quantization_config
+    # Given the folder, the trainer would not find a PEFT model in it; PEFT loads adapters for inference unless told
+    training.model_init_kwargs = None
+    model = AutoPeftModelForCausalLM.from_pretrained(
+        name, is_trainable=True, quantization_config=quantization_config, **arguments
+    )
+    return model, None
+
+
+def _data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) -> tuple[Any, Any]:
+    if mixture.datasets:
+        data = get_dataset(mixture)
+    elif script.dataset_name:
+        data = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+    else:
+        raise CommandError(
+            "`--dataset_name` is not set. Give a data set's name on the Hub or a folder of JSONL files; or "
+            "`datasets`, a list, in the file of `--config`."
+        )
+    wanted = {"dataset_train_split": script.dataset_train_split}
+    if training.eval_strategy != "no":
+        wanted["dataset_test_split"] = script.dataset_test_split
+    for argument, split in wanted.items():
+        if split not in data:
+            there = ", ".join(data)
+            raise CommandError(f"`--{argument}` is `{split}`, but the data set has {there}: give one of these.")
+    found = [data[split] for split in wanted.values()]
+    if most_rows is not None:
+        found = [x.select(range(min(most_rows, len(x)))) if hasattr(x, "select") else x for x in found]
+    return found[0], found[1] if len(found) > 1 else None
+
+
+def needs_launch(launch_arguments: list[str]) -> bool:
+    """Whether `accelerate launch` has something to do: it was given arguments, a default file, or several GPUs."""
+    return bool(launch_arguments) or os.path.isfile(default_config_file) or torch.cuda.device_count() > 1
+
+
+def launch(launch_arguments: list[str], arguments: list[str]) -> int:
+    """Run the command line with `arguments` in the processes that accelerate starts; the status of the first to fail.
+
+    Raises:
+        `subprocess.CalledProcessError`: the one process that there was has failed.
+    """
+    options = [*resolve_accelerate_config_argument(launch_arguments), "-m", "trl_ext.cli", *arguments]
+    try:
+        launch_command(launch_command_parser().parse_args(options))
+    except ChildFailedError as error:
+        return int(error.get_first_failure()[1].exitcode)
+    return 0
+
 
 # Rows of the data set that `explain` builds the trainer on: the plan does not depend on how many there are
 _ROWS_TO_EXPLAIN = 64

@@ -1,46 +1,25 @@
-"""Every name of TRL that is not public API, imported in this one folder."""
+"""The one folder that names what is not public in TRL; importing it checks the versions of TRL and transformers."""
 
-# ruff: noqa: I001  # first the versions: an unsupported TRL is told before a name is missed
-from .versions import CORRECTS_TRUNCATED_SAMPLING, SUPPORTED
-from .choices import (
-    ADVANTAGE_CHOICES,
-    DPO_CHOICES,
-    DPO_LOSS_TYPES,
-    GRPO_CHOICES,
-    GRPO_LOSS_TYPES,
-    REPLACEABLE,
-    REWARD_COLUMNS_LEFT_OUT,
-    REWARD_KEYWORDS,
-    TRUNCATION_MODES,
-)
-from .building import built_with
-from .grpo import sequence_parallelism_hidden
-from .outputs import FusedCausalLMOutput
-from .replaced import REPLACED, module_of, names_replaced, replaced, unrecorded_pass
+from importlib.metadata import version
 
-from trl.cli.accelerate_config import resolve_accelerate_config_argument
-from trl.trainer.utils import maybe_gather_lm_head_ctx
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-__all__ = [
-    "ADVANTAGE_CHOICES",
-    "CORRECTS_TRUNCATED_SAMPLING",
-    "DPO_CHOICES",
-    "DPO_LOSS_TYPES",
-    "GRPO_CHOICES",
-    "GRPO_LOSS_TYPES",
-    "REPLACEABLE",
-    "REPLACED",
-    "REWARD_COLUMNS_LEFT_OUT",
-    "REWARD_KEYWORDS",
-    "SUPPORTED",
-    "TRUNCATION_MODES",
-    "FusedCausalLMOutput",
-    "built_with",
-    "maybe_gather_lm_head_ctx",
-    "module_of",
-    "names_replaced",
-    "replaced",
-    "resolve_accelerate_config_argument",
-    "sequence_parallelism_hidden",
-    "unrecorded_pass",
-]
+SUPPORTED = {"trl": SpecifierSet(">=1.15,<2"), "transformers": SpecifierSet(">=5.17,<6")}
+# Later ones are taken if the names that `names.py` lists are what they were
+TESTED = {"trl": SpecifierSet(">=1.15,<1.17"), "transformers": SpecifierSet(">=5.17,<5.24")}
+
+FOUND = {name: version(name) for name in TESTED}
+
+# Whether a truncated sampler's log-probs (`top_p` and the like) are comparable with those of the whole distribution
+CORRECTS_TRUNCATED_SAMPLING = Version(FOUND["trl"]) >= Version("1.17")
+
+for name, versions in SUPPORTED.items():
+    if not versions.contains(FOUND[name], prereleases=True):
+        raise ImportError(
+            f"trl_ext works with {name}{versions}, found {name} {FOUND[name]}. Run `pip install '{name}{versions}'`."
+        )
+if any(FOUND[name] not in TESTED[name] for name in TESTED):
+    from .moved import check_untested
+
+    check_untested(FOUND, TESTED)

@@ -1,4 +1,26 @@
-"""What TRL's trainers compare the texts of their configs with, reward functions' keywords, what users override."""
+"""TRL's lists of choices, the output of its fused head, and two of its functions."""
+
+from dataclasses import dataclass
+
+import torch
+from trl.cli.accelerate_config import resolve_accelerate_config_argument
+from trl.trainer.utils import FusedCausalLMOutput as TRLFusedCausalLMOutput
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+__all__ = ["FusedCausalLMOutput", "maybe_gather_lm_head_ctx", "resolve_accelerate_config_argument"]
+
+
+@dataclass
+class FusedCausalLMOutput(TRLFusedCausalLMOutput):
+    """TRL's output of the scoring forward, and a field that it lacks.
+
+    Args:
+        mean_log_probs (`torch.Tensor`, same shape as `log_probs`):
+            Mean of the log-probs over the vocabulary, of each next-token distribution.
+    """
+
+    mean_log_probs: torch.Tensor | None = None
+
 
 # TRL itself finds a text that it does not know in the first step, and names the argument of none
 DPO_LOSS_TYPES = (

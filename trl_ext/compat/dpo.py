@@ -12,7 +12,7 @@ from datasets import Dataset
 from trl.models import prepare_deepspeed
 from trl.trainer.utils import disable_dropout_in_model
 
-from .outputs import FusedCausalLMOutput
+from .choices import FusedCausalLMOutput
 from .replaced import module_of, replaced
 
 # Columns of a batch with a value for each pair, of which no model is given any

@@ -1,5 +1,7 @@
 """What of TRL's `GRPOTrainer` is not public, as functions of a trainer."""
 
+import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,10 +10,47 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
+from torch import nn
 from transformers.trainer_utils import has_length
+from trl.trainer.utils import is_async_callable
 
 from .replaced import module_of, names_replaced, replaced
-from .rewards import noting_nan
+
+
+def noting_nan(reward: Any, noted: set[int]) -> Any:
+    """The reward function, which puts into `noted` the places of completions that it gives NaN; a model as it is."""
+    if isinstance(reward, nn.Module):
+        return reward
+    if is_async_callable(reward):
+
+        @functools.wraps(reward)
+        async def awaited(*positional: Any, **keywords: Any) -> list[Any]:
+            return _noted(await reward(*positional, **keywords), reward, keywords["completions"], noted)
+
+        return awaited
+
+    @functools.wraps(reward)
+    def called(*positional: Any, **keywords: Any) -> list[Any]:
+        return _noted(reward(*positional, **keywords), reward, keywords["completions"], noted)
+
+    return called
+
+
+def _noted(rewards: Any, reward: Any, completions: list[Any], noted: set[int]) -> list[Any]:
+    try:
+        given = list(rewards)
+        noted.update(place for place, value in enumerate(given) if value is not None and math.isnan(value))
+        fits = len(given) == len(completions)
+    except TypeError:
+        fits = False
+    if not fits:
+        name = getattr(reward, "__name__", type(reward).__name__)
+        raise TypeError(
+            f"`reward_funcs`: `{name}` returned {rewards!r:.80} for {len(completions)} completions. Return a list with "
+            "a number for each of them, or None where the function does not apply."
+        )
+    return given
+
 
 PASS = "_get_per_token_logps_and_entropies"
 _VISION_INPUTS = (

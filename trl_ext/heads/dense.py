@@ -1,8 +1,4 @@
-"""The plain definition of the head: all logits at once, then log_softmax.
-
-It is what the tiled head is checked against at the start of training, and a choice by name where memory does not
-matter. Memory is O(N V).
-"""
+"""Log-probs and statistics of logits that exist whole."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapted import Operands, ReplacedRows
-from .logits import LogitTransform
-from .outputs import LinearLogProbs
-from .products import ExactLinear, exact_arithmetic, statistics_dtype
+from .adapters import Operands, ReplacedRows
+from .gradients import Coefficients, Upstream
+from .logits import LinearLogProbs, LogitTransform
+from .products import ExactLinear, exact_arithmetic, refuse_second_derivative, statistics_dtype
+from .statistics import RunningStatistics
 
 
 def dense_log_probs(
@@ -79,3 +76,68 @@ def log_probs_of(
             if "is_top1" in outputs:
                 results["is_top1"] = (logits_NV.argmax(-1) == targets) & ~log_p.isnan()
         return LinearLogProbs(**results)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def log_probs_of_product(
+    product: Tensor,
+    targets: Tensor,
+    transform: LogitTransform,
+    outputs: tuple[str, ...],
+    *,
+    entropy_requires_grad: bool = False,
+) -> LinearLogProbs:
+    """Per-token results from the product `(n, V)` before scale, softcap and temperature; differentiable.
+
+    In fp32, or float64 where the product is. A nearly certain token keeps its digits, as in the tiled head.
+    """
+    product = product.to(torch.float64 if product.dtype == torch.float64 else torch.float32)
+    entropy_grad = entropy_requires_grad and "entropy" in outputs
+    return LinearLogProbs(*_OfProduct.apply(product, targets, transform, outputs, entropy_grad))
+
+
+class _OfProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        product: Tensor,
+        targets: Tensor,
+        transform: LogitTransform,
+        outputs: tuple[str, ...],
+        entropy_grad: bool,
+    ) -> LinearLogProbs:
+        ctx.set_materialize_grads(False)
+        every = slice(0, len(product))
+        with exact_arithmetic(product.device):
+            logits = transform.apply_(product.clone())
+            scratch = torch.empty_like(logits)
+            statistics = RunningStatistics(targets, product.shape[1], outputs, product.dtype)
+            statistics.take_target_(every, 0, logits, scratch)
+            statistics.fold_(every, logits, scratch)
+            results = statistics.results(outputs)
+        kept = statistics.shift, statistics.sum_exp, statistics.target_logit
+        ctx.save_for_backward(product, targets, *kept, results.entropy if entropy_grad else None)
+        ctx.transform = transform
+        differentiable = {"log_probs", "mean_log_probs", *(["entropy"] if entropy_grad else [])}
+        ctx.mark_non_differentiable(
+            *(x for name, x in results._asdict().items() if x is not None and name not in differentiable)
+        )
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        product, targets, *statistics = ctx.saved_tensors
+        given = LinearLogProbs(*gradients)
+        upstream = Upstream(given.log_probs, given.entropy, given.mean_log_probs)
+        if all(x is None for x in upstream):
+            return None, None, None, None, None
+        every = slice(0, len(product))
+        with exact_arithmetic(product.device):
+            maximum, sum_exp, target_logit, entropy = statistics
+            vocabulary = product.shape[1]
+            coefficients = Coefficients(*(maximum, sum_exp, target_logit, entropy), upstream, ctx.transform, vocabulary)
+            logits = ctx.transform.apply_(product.clone())
+            bracket = coefficients.of_others_(every, targets, logits, torch.empty_like(logits))
+            gradient = coefficients.with_target_(every, targets, bracket).mul_(coefficients.size[:, None])
+        return gradient, None, None, None, None

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .adapted import LowRank, Operands, ReplacedRows
+from .adapters import LowRank, Operands, ReplacedRows
 from .dense import dense_log_probs
-from .kernels import check_kernels
-from .logits import LogitTransform
-from .outputs import OUTPUTS, LinearLogProbs
+from .kernels.choice import check_kernels
+from .logits import OUTPUTS, LinearLogProbs, LogitTransform
+from .parallel import VocabularyShard, check_range, range_of, shard_of_group
 from .scan import Head
 from .tiled import tiled_log_probs
-from .vocabulary import VocabularyShard, check_range, range_of, shard_of_group
 
 HEADS = ("tiled", "dense")
 

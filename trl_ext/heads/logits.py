@@ -1,10 +1,7 @@
-"""How a model family turns the head's product into logits: scale, softcap, temperature.
-
-z = softcap * tanh(logit_scale * x / softcap) / temperature for the product x; without softcap z = logit_scale * x /
-temperature.
-"""
+"""How logits are formed, and what is returned of them."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,3 +45,28 @@ class LogitTransform:
         """dz/dx where the logits are `logits`: a tensor of their shape with a softcap, one number without."""
         bend = self.bend(logits)
         return self.slope if bend is None else bend.mul_(self.slope)
+
+
+class LinearLogProbs(NamedTuple):
+    """Per-token results of a head, each of the targets' shape; None where not asked for.
+
+    Means the same as the fields of the same names in TRL's `FusedCausalLMOutput`, as far as it has them. All are fp32
+    (float64 for float64 operands) but `is_top1`, which is bool. Below, p is the softmax of the logits z over the
+    vocabulary.
+    """
+
+    log_probs: Tensor | None = None
+    """log p of the target; finite wherever the logits are, NaN where one is NaN or +inf, or all are -inf."""
+    entropy: Tensor | None = None
+    """-sum_v p_v log p_v, in nats."""
+    log_sum_sq_probs: Tensor | None = None
+    """log sum_v p_v^2, without gradient."""
+    mean_logits: Tensor | None = None
+    """Mean of z over the vocabulary, without gradient."""
+    is_top1: Tensor | None = None
+    """Whether the target is the first of the largest logits; False where its log-prob is NaN."""
+    mean_log_probs: Tensor | None = None
+    """Mean of log p over the vocabulary: what label smoothing adds to the log-prob of the target."""
+
+
+OUTPUTS = LinearLogProbs._fields

@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adapted import Operands, ReplacedRows
-from .exchange import Part
-from .kernels import TileWork, work_of
-from .logits import LogitTransform
-from .outputs import LinearLogProbs
+from .adapters import Operands, ReplacedRows
+from .kernels.choice import TileWork, work_of
+from .logits import LinearLogProbs, LogitTransform
+from .parallel import Part, VocabularyShard
 from .products import coefficients_dtype, matmul_into, project_into, statistics_dtype
 from .rows import Block, Rows, RowsHere
 from .statistics import RunningStatistics
 from .tiles import Tile, columns_per_tile, rows_per_tile
-from .vocabulary import VocabularyShard
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .outputs import LinearLogProbs
+from .logits import LinearLogProbs
 
 # Stands in the target's column once the target is taken out: finite, so that 0 times it is 0, and far below any logit
 ABSENT = -1e30

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from ..heads import run_head
+from ..heads.linear_log_probs import run_head
 from ..heads.tiles import columns_per_tile, rows_per_tile
-from ..packing import Layout, Packing, picked
-from ..scoring.families import logit_transform
-from ..scoring.head_parts import OtherHead, head_parts
-from ..scoring.head_rows import rows_of_head
-from .ranks import one_rank_of, under_fsdp2
-from .records import AllocationRecords
+from ..packing.layout import Layout, picked
+from ..packing.packing import Packing
+from ..scoring.head import OtherHead, head_parts, logit_transform
+from ..scoring.weight_layout import rows_of_head
+from .records import AllocationRecords, one_rank_of, under_fsdp2
 
 Engine = Literal["one_process", "ddp", "fsdp2"]
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from .gather import picked
-from .layout import Layout
+from .layout import Layout, picked
 
 KEYWORD = "packed_layout"
 _NAME = "trl_ext_packed"

@@ -1,4 +1,4 @@
-"""A PEFT policy as its own reference: which adapter is on in a reference pass, and which tensors have other values."""
+"""The adapter, or the copy of weights, that is the reference of a policy."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +14,54 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .weights import ReferenceWeights, adapter_settings
+
+
+def save_moved(model: Any, folder: Path, writes: bool) -> None:
+    """Write the parameters of `model`, whole, to `folder`. Every rank must call it.
+
+    Args:
+        writes (`bool`): whether this process writes.
+    """
+    tensors = {}
+    for name, param in model.named_parameters():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        if writes:
+            tensors[name] = whole.detach().to("cpu", copy=True).contiguous()
+    if writes:
+        unfinished = folder / f"{FILE}.unfinished"
+        save_file(tensors, unfinished)
+        unfinished.replace(folder / FILE)
+
+
+def load_moved(model: Any, folder: Path) -> bool:
+    """Give `model` the parameters that [`save_moved`] has written; whether there are any. Every rank must call it.
+
+    Raises:
+        `ValueError`: they are those of another model.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return False
+    params = dict(model.named_parameters())
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        unlike = {name for name in shapes.keys() | params if shapes.get(name) != _shape(params.get(name))}
+        if unlike:
+            raise ValueError(
+                f"`{path}` holds the reference of another model: `{min(unlike)}` is in one of the two only, or has "
+                "another shape. Build the trainer with the `ref_model` that the checkpoint was written with."
+            )
+        for name, param in params.items():
+            value = file.get_tensor(name).to(param.device, param.dtype)
+            if isinstance(param, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements)
+            param.copy_(value)
+    return True
+
+
+def _shape(param: Any) -> tuple[int, ...] | None:
+    return None if param is None else tuple(param.shape)
+
 
 Source = Literal["trl", "named", "initial"]
 

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save
 from torch import Tensor
 
-from ..packing import has_experts, multiplies_fp32
+from ..packing.first_batch import multiplies_fp32
+from ..packing.support import has_experts
 from .segments import digest_of, ignored, read_file, write_file
 from .sequences import Sequences
 from .weights import ReferenceWeights

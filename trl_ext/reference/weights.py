@@ -1,9 +1,14 @@
-"""The part of a model that makes reference log-probs: its tensors, whether they are trained, and their hash."""
+"""The identity of a reference: equal in two runs exactly where its log-probs of a sequence are the same."""
 
+import enum
 import hashlib
+import json
+import uuid
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +17,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..dropout import draws_at_random
+from ..packing.support import draws_at_random
+from ..version import __version__
 from .code import code_of, state_of, without_source
-from .identity import identity_of
 
 _WORKERS = 4
 
@@ -249,3 +254,59 @@ def _digest(tensor: Tensor) -> str:
         # As bytes, for dtypes that numpy does not know
         digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+_VERSIONS = ("torch", "transformers", "peft")
+
+
+def identity_facts(
+    weights_hash: str, config: dict[str, Any], in_memory: dict[str, str], **computed_with: Any
+) -> dict[str, Any]:
+    """All that the reference's log-probs follow from, beside the sequence, as far as it can be listed.
+
+    Args:
+        weights_hash (`str`): from `ReferenceWeights.hash`.
+        config (`dict`): from `ReferenceWeights.config`.
+        in_memory (`dict`): from `ReferenceWeights.in_memory`.
+        computed_with (`Any`): head, mixed precision, device type, kernels.
+    """
+    versions = {**{name: version(name) for name in _VERSIONS}, "trl_ext": __version__}
+    return {
+        "weights": weights_hash,
+        "config": config,
+        "in_memory": in_memory,
+        "computed_with": computed_with,
+        "versions": versions,
+    }
+
+
+def identity_of(facts: dict[str, Any]) -> str:
+    """32 hexadecimal digits that name the reference."""
+    return hashlib.blake2b(_as_json(facts).encode(), digest_size=16).hexdigest()
+
+
+def write_about(folder: Path, facts: dict[str, Any]) -> None:
+    """Say in `about.json`, for people, which reference the folder belongs to."""
+    unfinished = folder / f"{uuid.uuid4().hex}.unfinished"
+    try:
+        if not (folder / "about.json").exists():
+            unfinished.write_text(_as_json(facts))
+            unfinished.rename(folder / "about.json")
+    except OSError:
+        pass  # nothing reads it
+
+
+def _as_json(facts: dict[str, Any]) -> str:
+    """The same text for equal facts, in whatever order they were collected."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(value, key=str)
+        return value.value if isinstance(value, enum.Enum) else str(value)
+
+    def with_string_keys(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): with_string_keys(item) for key, item in value.items()}
+        return [with_string_keys(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return json.dumps(with_string_keys(facts), default=plain, sort_keys=True, indent=1)

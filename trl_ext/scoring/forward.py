@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import FusedCausalLMOutput
-from ..dropout import has_dropout
-from ..engines import with_gradient_times
-from ..engines.sequence_parallel import SequenceGroup, Shard
-from ..heads import LinearLogProbs, LogitTransform, run_head
-from ..packing import Layout, Packing, picked
-from .adapter_check import check_adapter
-from .families import logit_transform
-from .head_check import check_head
-from .head_parts import KnownHead, OtherHead, device_of, head_parts
-from .head_rows import HeadRows, rows_of_head
-from .module_head import score_by_module
+from ..compat.choices import FusedCausalLMOutput
+from ..distributed.gradients import with_gradient_times
+from ..distributed.sequence_parallel import SequenceGroup, Shard
+from ..heads.linear_log_probs import run_head
+from ..heads.logits import LinearLogProbs, LogitTransform
+from ..packing.layout import Layout, picked
+from ..packing.packing import Packing
+from ..packing.support import has_dropout
+from .checks import check_adapter, check_head
+from .head import KnownHead, OtherHead, device_of, head_parts, logit_transform, score_by_module
+from .weight_layout import HeadRows, rows_of_head
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..engines.sequence_parallel import why_not_split
-from ..heads import check_kernels, why_not_triton
+from ..distributed.sequence_parallel import why_not_split
+from ..heads.kernels.choice import check_kernels, why_not_triton
 from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
-from .head_rows import WHOLE_HERE
+from .weight_layout import WHOLE_HERE
 
 _HOW = {"tiled": "log-probs in tiles, without the logits", "dense": "from all logits of a batch at once"}
 

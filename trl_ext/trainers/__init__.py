@@ -1,6 +1,1 @@
 """The trainers."""
-
-from .dpo import DPOTrainer
-from .grpo import GRPOTrainer
-
-__all__ = ["DPOTrainer", "GRPOTrainer"]

@@ -19,22 +19,19 @@ from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from transformers import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..callbacks import ThroughputProgress
-from ..callbacks.shown import section, show
-from ..compat import REPLACEABLE, built_with, replaced, unrecorded_pass
+from ..callbacks.progress import ThroughputProgress, section, show
+from ..compat.choices import REPLACEABLE
+from ..compat.replaced import built_with, replaced, unrecorded_pass
 from ..config import AddedFields
-from ..dropout import has_dropout
-from ..engines.asked import asked
-from ..engines.fallback import fallback
-from ..engines.quantized import keep_differentiable
-from ..engines.ranks import Ranks
-from ..engines.roll_call import roll_call
-from ..engines.running import running
-from ..engines.split_lora import make_adapter
-from ..passes import Decision, Fed, PackingFacts, PackingPlan, Plan, Skipped, check_packing_options, plan_packing
-from ..reference import trained_beside
+from ..distributed.detect import asked, fallback, running
+from ..distributed.failures import roll_call
+from ..distributed.lora import keep_differentiable, make_adapter
+from ..distributed.ranks import Ranks
+from ..packing.support import has_dropout
+from ..planning.plan import Decision, Fed, PackingFacts, PackingPlan, Plan, Skipped, check_packing_options, plan_packing
 from ..reference.adapter_choice import AdapterChoice
-from ..scoring import watch_token_ids
+from ..reference.adapters import trained_beside
+from ..scoring.checks import watch_token_ids
 from ..scoring.scorer import Scorer
 from .callbacks import Lifecycle, MovesReference
 from .checked_arguments import check_given, why_padded

@@ -5,8 +5,7 @@ from typing import Any
 import trl
 from transformers import TrainerCallback
 
-from ..engines.partial_gradients import sum_gradients_once
-from ..engines.reentrant import check_checkpointing
+from ..distributed.gradients import check_checkpointing, sum_gradients_once
 
 
 class Lifecycle(TrainerCallback):

@@ -11,7 +11,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from ..compat import (
+from ..compat.choices import (
     ADVANTAGE_CHOICES,
     DPO_CHOICES,
     DPO_LOSS_TYPES,
@@ -19,10 +19,10 @@ from ..compat import (
     GRPO_LOSS_TYPES,
     TRUNCATION_MODES,
 )
-from ..engines.ranks import Ranks
-from ..engines.tensor_parallel import TensorParallel
-from ..losses import PREFERENCE_LOSSES
-from ..scoring import has_position_table
+from ..distributed.ranks import Ranks
+from ..distributed.tensor_parallel import TensorParallel
+from ..losses.preference import PREFERENCE_LOSSES
+from ..scoring.checks import has_position_table
 from .checked_data import check_rows, check_type
 
 logger = logging.getLogger("trl_ext")

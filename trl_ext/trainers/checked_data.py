@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from trl import is_conversational
 
-from ..compat import REWARD_COLUMNS_LEFT_OUT, REWARD_KEYWORDS
+from ..compat.choices import REWARD_COLUMNS_LEFT_OUT, REWARD_KEYWORDS
 
 logger = logging.getLogger("trl_ext")
 

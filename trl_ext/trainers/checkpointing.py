@@ -13,24 +13,19 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..callbacks.shown import show
-from ..checkpoints import (
-    begin,
-    complete_checkpoints,
+from ..callbacks.progress import show
+from ..checkpoints.complete import begin, complete_checkpoints, discard, finish, half_written, is_complete
+from ..checkpoints.engine import (
     deepspeed_format,
-    discard,
-    finish,
     fsdp_format,
-    half_written,
-    is_complete,
     load_weights,
     names_differ,
     read_optimizer,
     save_optimizer,
     why_not_loaded,
 )
-from ..compat import module_of, names_replaced
-from ..engines.running import running
+from ..compat.replaced import module_of, names_replaced
+from ..distributed.detect import running
 
 logger = logging.getLogger("trl_ext")
 

@@ -16,12 +16,13 @@ from torch.utils.data import get_worker_info
 
 from ..compat import dpo as internals
 from ..config import AddedDPOFields, check_loss_types, ignored_smoothing
-from ..engines import parameter_of
-from ..losses import READ_REWARDS, REWARD_COLUMNS, RewardCollator, check_reward, check_reward_columns
-from ..passes import DPOPlan
-from ..passes.non_finite import labelled, not_finite_rows, prompt_of
-from ..reference import CheckedCollator, have_columns
-from ..scoring import check_token_ids, missing_rows
+from ..distributed.shards import parameter_of
+from ..losses.preference import READ_REWARDS
+from ..losses.reward_columns import REWARD_COLUMNS, RewardCollator, check_reward, check_reward_columns
+from ..planning.dpo import DPOPlan
+from ..planning.non_finite import labelled, not_finite_rows, prompt_of
+from ..reference.sequences import CheckedCollator, have_columns
+from ..scoring.checks import check_token_ids, missing_rows
 from .base import ExactTrainer
 from .checked_arguments import check_dpo_arguments
 from .checked_data import check_rows_are_left, checked_pairs

@@ -8,20 +8,11 @@ from typing import Any
 import torch
 
 from ..compat import dpo as internals
-from ..losses import (
-    PREFERENCE_LOSSES,
-    READ_REWARDS,
-    REWARD_COLUMNS,
-    Counts,
-    LossOptions,
-    counts_of,
-    margin_of,
-    of_all_ranks,
-    pairs_of,
-    smoothing_term,
-    weighted,
-)
-from ..passes.overflow import PairExponential, bounded_pairs
+from ..losses.pairs import pairs_of
+from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, margin_of, smoothing_term
+from ..losses.reward_columns import REWARD_COLUMNS
+from ..losses.weighted_metrics import Counts, counts_of, of_all_ranks, weighted
+from ..planning.non_finite import PairExponential, bounded_pairs
 
 
 class DPOLoss:

@@ -13,27 +13,17 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..compat import dpo as internals
-from ..compat import maybe_gather_lm_head_ctx, unrecorded_pass
+from ..compat.choices import maybe_gather_lm_head_ctx
 from ..compat.dpo import Loaded
+from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields
-from ..engines.ranks import Ranks
-from ..passes import DPOFacts, DPOPlan, plan_dpo
-from ..reference import (
-    Canary,
-    DiskStore,
-    MemoryStore,
-    ReferenceWeights,
-    StoredReference,
-    Variants,
-    check_batch,
-    check_column_values,
-    have_columns,
-    identity_facts,
-    identity_of,
-    random_state_kept,
-    tolerance_of,
-    write_about,
-)
+from ..distributed.ranks import Ranks
+from ..planning.dpo import DPOFacts, DPOPlan, plan_dpo
+from ..reference.canary import Canary, tolerance_of
+from ..reference.sequences import check_batch, check_column_values, have_columns
+from ..reference.store import DiskStore, MemoryStore
+from ..reference.stored import StoredReference, Variants, random_state_kept
+from ..reference.weights import ReferenceWeights, identity_facts, identity_of, write_about
 from ..scoring.scorer import Scorer
 from .reference_weights import ReferenceOfPolicy
 

@@ -18,12 +18,11 @@ from transformers.training_args import OptimizerNames
 from ..compat import CORRECTS_TRUNCATED_SAMPLING
 from ..compat import grpo as internals
 from ..config import AddedGRPOFields
-from ..dropout import has_dropout
-from ..engines.offloaded_activations import activations_on_host
-from ..packing import trains_expert_modules
-from ..passes.grpo import GRPOFacts, GRPOPlan, plan_grpo
-from ..passes.sampler_ratio import RatioRule
-from ..passes.visit import prompt_of
+from ..distributed.gradients import activations_on_host
+from ..packing.support import has_dropout, trains_expert_modules
+from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
+from ..planning.loss_inputs import prompt_of
+from ..planning.sampler_ratio import RatioRule
 from .base import ExactTrainer
 from .checked_arguments import check_completion_length, check_groups, check_grpo_arguments
 from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets

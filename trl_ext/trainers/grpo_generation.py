@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from ..checkpoints import SavedGeneration, position_in_data, read_generation, write_generation
+from ..checkpoints.generation import SavedGeneration, position_in_data, read_generation, write_generation
 from ..compat import grpo as internals
-from ..compat import replaced as set_aside
-from ..engines.tensor_parallel import TensorParallel
-from ..passes.dynamic_sampling import FurtherPrompts, dead_groups, replaced
-from ..passes.micro_batches import FedTokens, kept_together, slices_of_a_unit
-from ..passes.non_finite import check_first_rewards
-from ..passes.rows import loss_mask, rows_of_equal_rewards
-from ..passes.visit import with_scored
+from ..compat.replaced import replaced as set_aside
+from ..distributed.tensor_parallel import TensorParallel
+from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, replaced
+from ..planning.loss_inputs import with_scored
+from ..planning.micro_batches import FedTokens, kept_together, slices_of_a_unit
+from ..planning.non_finite import check_first_rewards
+from ..planning.rows import loss_mask, rows_of_equal_rewards
 
 logger = logging.getLogger("trl_ext")
 

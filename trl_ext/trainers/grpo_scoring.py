@@ -11,12 +11,20 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from ..compat import grpo as internals
-from ..compat import replaced, unrecorded_pass
-from ..passes.measured import over_scored_rows, statistics
-from ..passes.parts import Parts, check_all_trained, check_gradients_alike
-from ..passes.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
-from ..passes.sampler_ratio import SamplerRatio, sampler_metrics
-from ..passes.visit import KEPT, SCORED, Visit, kept_log_probs, sampler_log_probs, with_padding
+from ..compat.replaced import replaced, unrecorded_pass
+from ..planning.loss_inputs import (
+    KEPT,
+    SCORED,
+    Visit,
+    kept_log_probs,
+    over_scored_rows,
+    sampler_log_probs,
+    statistics,
+    with_padding,
+)
+from ..planning.parts import Parts, check_all_trained, check_gradients_alike
+from ..planning.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
+from ..planning.sampler_ratio import SamplerRatio, sampler_metrics
 
 
 class GRPOScoring:

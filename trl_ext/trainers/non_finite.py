@@ -8,8 +8,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
-from ..engines.running import running
-from ..passes.non_finite import why_not_skipped
+from ..distributed.detect import running
+from ..planning.non_finite import why_not_skipped
 
 logger = logging.getLogger("trl_ext")
 

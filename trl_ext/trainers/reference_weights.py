@@ -10,9 +10,11 @@ from accelerate.utils import DynamoBackend, broadcast
 from peft import PeftModel
 from torch.distributed.fsdp import FSDPModule
 
-from ..engines.ranks import Ranks
-from ..reference import OwnReference, ReferenceWeights, host_reference, load_moved, save_moved
+from ..distributed.ranks import Ranks
 from ..reference.adapter_choice import AdapterChoice
+from ..reference.adapters import OwnReference, load_moved, save_moved
+from ..reference.hosted import host_reference
+from ..reference.weights import ReferenceWeights
 
 logger = logging.getLogger("trl_ext")
 

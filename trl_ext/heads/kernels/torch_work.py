@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..coefficients import Coefficients
+from ..gradients import Coefficients
 from ..logits import LogitTransform
 from ..statistics import RunningStatistics
 from ..tiles import Tile

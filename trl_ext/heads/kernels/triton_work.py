@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..coefficients import Coefficients
+from ..gradients import Coefficients
 from ..logits import LogitTransform
 from ..statistics import ABSENT, FAR, RunningStatistics
 from ..tiles import Tile

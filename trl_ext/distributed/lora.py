@@ -1,0 +1,159 @@
+"""LoRA on layers that are sharded or quantized."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel, PeftType
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .tensor_parallel import TensorParallel, tensor_parallel_mesh
+
+
+def keep_differentiable(model: nn.Module) -> None:
+    """
+    Let no layer of `model` change into bitsandbytes' format for inference on a CPU.
+
+    A 4-bit layer does so for good in its first forward in evaluation mode (a generation, an evaluation) where the CPU
+    has instructions for bf16, and nothing is differentiated through it from then on.
+    """
+    for module in model.modules():
+        if "support_avx512bf16_for_cpu" in vars(module):
+            vars(module)["support_avx512bf16_for_cpu"] = False
+
+
+# Options that read or copy a layer's whole weight, of which a rank has a part, and what leaves them out
+_OPTIONS = {
+    "use_dora": False,
+    "modules_to_save": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+}
+_DRAWN = (True, False, "gaussian")
+
+
+def check_adapter(config: Any, ranks: TensorParallel) -> None:
+    """Refuse an adapter that cannot be put on a model that `ranks` hold, before PEFT meets it.
+
+    Raises:
+        `ValueError`: it is not LoRA, or an option of it needs whole weights, or FSDP2 has sharded the parts.
+    """
+    if ranks.copies > 1:
+        raise ValueError(
+            f"The model is split over {ranks.size} ranks and sharded by FSDP2 over {ranks.copies} such groups "
+            "(`DistributedConfig`), and PEFT takes the width of an adapter from what one rank holds then. Train the "
+            "adapter with tensor parallelism over all ranks, or with FSDP2 or DDP alone."
+        )
+    if config.peft_type != PeftType.LORA:
+        raise ValueError(
+            f"`peft_config` is a `{type(config).__name__}`, and under tensor parallelism PEFT splits LoRA alone. Use a "
+            "`LoraConfig`, or train without tensor parallelism."
+        )
+    for name, default in _OPTIONS.items():
+        value = getattr(config, name, default)
+        if value != default and value:
+            raise ValueError(
+                f"`LoraConfig({name}={value!r})` under tensor parallelism: PEFT would take the part of a weight that a "
+                f"rank holds for the whole. Set `{name}={default!r}`, or train without tensor parallelism."
+            )
+    if config.init_lora_weights not in _DRAWN:
+        raise ValueError(
+            f"`LoraConfig(init_lora_weights={config.init_lora_weights!r})` under tensor parallelism: PEFT would form "
+            "the adapter from the part of a weight that a rank holds. Set it to `True` or `'gaussian'`, or save the "
+            "adapter from one process and load it."
+        )
+
+
+def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
+    """Make PEFT's LoRA layers on a split model right; a model without any is left as it is.
+
+    PEFT gives a split factor the width of its part, and transformers' row-wise style reads the whole from it.
+
+    Raises:
+        `ValueError`: an adapter is on a layer that PEFT has not split with the model.
+    """
+    if not isinstance(model, PeftModel):
+        return
+    for config in model.peft_config.values():
+        check_adapter(config, ranks)
+    layers = dict(_lora_layers(model))
+    unsplit = {name for name, layer in layers.items() if not _is_split_with_its_base(layer)}
+    if unsplit:
+        kinds, right = ({name.rpartition(".")[2] for name in names} for names in (unsplit, layers.keys() - unsplit))
+        raise ValueError(
+            f"`target_modules` of the LoRA adapter has {sorted(kinds)} in it, and under tensor parallelism PEFT splits "
+            "adapters of linear layers that are split by columns or by rows without more, and no others; there the "
+            f"gradients would be wrong. Leave them out: `target_modules={sorted(right - kinds)}`."
+        )
+    for layer in layers.values():
+        for factor in _factors(layer):
+            factor.out_features, factor.in_features = factor.weight.shape
+
+
+def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, **keywords: Any) -> Any:
+    """`make(model, config, ...)`; under tensor parallelism its adapter begins with the values that one process draws.
+
+    PEFT draws each rank's part of a factor alone. The random state afterwards is one process's too, on every rank.
+
+    Raises:
+        `ValueError`: as [`check_adapter`].
+    """
+    ranks = TensorParallel.of(model)
+    if ranks is None:
+        return make(model, config, *more, **keywords)
+    check_adapter(config, ranks)
+    ranks.share_random_state(next(model.parameters()).device)
+    with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU
+        made = make(model, config, *more, **keywords)
+    for _, layer in _lora_layers(made):
+        for name in layer.r:
+            _draw_whole(layer, name, made.peft_config[name].init_lora_weights)
+    for param in made.parameters():
+        if param.requires_grad and not isinstance(param, DTensor):
+            ranks.share_(param.data)
+    return made
+
+
+def _draw_whole(layer: Any, name: str, init: bool | str) -> None:
+    """Draw the factors of an adapter in PEFT's order, each whole, and keep this rank's part of them."""
+    held = [getattr(layer, kind) for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")]
+    factors = [(by_name, by_name[name]) for by_name in held if name in by_name]
+    for by_name, factor in factors:
+        if isinstance(factor, nn.Linear):
+            rows, columns = factor.weight.shape
+            by_name[name] = nn.Linear(columns, rows, bias=factor.bias is not None)
+        elif isinstance(factor, nn.Parameter):
+            by_name[name] = nn.Parameter(torch.randn(factor.shape))
+    layer.reset_lora_parameters(name, init)
+    weight = layer.get_base_layer().weight
+    for by_name, factor in factors:
+        drawn, by_name[name] = by_name[name], factor
+        for param, whole in zip(_params(factor), _params(drawn), strict=True):
+            value = whole.detach().to(param.device)
+            if weight.is_floating_point():  # PEFT rounds to the base layer's dtype
+                value = value.to(weight.dtype)
+            if isinstance(param, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements)
+            param.data.copy_(value)
+
+
+def _params(factor: nn.Module | nn.Parameter) -> list[nn.Parameter]:
+    return [factor] if isinstance(factor, nn.Parameter) else list(factor.parameters())
+
+
+def _lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def _factors(layer: Any) -> list[nn.Linear]:
+    return [*layer.lora_A.values(), *layer.lora_B.values()]
+
+
+def _is_split_with_its_base(layer: Any) -> bool:
+    base = layer.get_base_layer()
+    if any(tensor_parallel_mesh(param) is not None for param in base.parameters(recurse=False)):
+        factors = _factors(layer)
+        return bool(factors) and sum(isinstance(factor.weight, DTensor) for factor in factors) * 2 == len(factors)
+    return getattr(base, "_hf_tp_plan", None) is None  # PEFT's note of a layer that is whole and still in the plan

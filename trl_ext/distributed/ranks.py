@@ -1,0 +1,131 @@
+"""The processes as a trainer counts them: a group that holds one model, or one sequence, is one."""
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+
+from .lora import complete_adapters
+from .sequence_parallel import SequenceGroup, batches_stay_whole
+from .tensor_parallel import OncePerCopy, TensorParallel
+
+
+class Ranks:
+    """Collectives for the parts of a trainer, and the groups whose ranks must do the same.
+
+    Attributes:
+        accelerator: accelerate's, or the proxy that counts each group once.
+        tensor_parallel (`TensorParallel`, *optional*), sequence (`SequenceGroup`, *optional*): the group of this rank.
+    """
+
+    accelerator: Any = None
+    tensor_parallel: TensorParallel | None = None
+    sequence: SequenceGroup | None = None
+
+    def join(self, accelerator: Any, model: Any) -> Any:
+        """Find this rank's groups; the accelerator to train with."""
+        self.tensor_parallel = TensorParallel.of(model)
+        if self.tensor_parallel is not None:
+            complete_adapters(model, self.tensor_parallel)
+            accelerator = OncePerCopy(accelerator, self.tensor_parallel)
+        self.sequence = SequenceGroup.of(accelerator)
+        if self.sequence is not None:
+            batches_stay_whole(accelerator, self.sequence)
+            accelerator = OncePerCopy(accelerator, self.sequence.ranks)
+        self.accelerator = accelerator
+        return accelerator
+
+    @property
+    def group(self) -> TensorParallel | None:
+        """The ranks with which this one must do the same; None where it is alone, or as long as it is."""
+        if self.tensor_parallel is not None:
+            return self.tensor_parallel
+        if self.sequence is not None and self.sequence.processes is not None:
+            return self.sequence.ranks
+        return None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP or DeepSpeed holds the models."""
+        state = self.accelerator.state
+        return getattr(state, "fsdp_plugin", None) is not None or state.deepspeed_plugin is not None
+
+    @property
+    def sequence_size(self) -> int:
+        return 1 if self.sequence is None else self.sequence.size
+
+    @property
+    def every(self) -> Any:
+        """The accelerator to which each rank is a process of its own."""
+        held = self.accelerator
+        return held.of_every_rank if isinstance(held, OncePerCopy) else held
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    def check_same(self, ids: Tensor) -> None:
+        """Under tensor parallelism, raise where the ranks of one model were given different batches."""
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.check_same(ids)
+
+    def agreed(self, value: Any) -> Any:
+        """The value of the first of the ranks that hold this copy of the model."""
+        tp = self.tensor_parallel
+        return value if tp is None else tp.shared(value, self.device)
+
+    def shared(self, value: Any) -> Any:
+        """The value of the first rank of this rank's group, of either kind."""
+        group = self.group
+        return value if group is None else group.shared(value, self.device)
+
+    def share_random_state(self) -> None:
+        group = self.group
+        if group is not None:
+            group.share_random_state(self.device)
+
+    def gather_counts(self, counts: list[int]) -> list[list[int]]:
+        if self.accelerator.num_processes == 1:
+            return [counts]
+        return self.accelerator.gather(torch.tensor([counts], device=self.device)).tolist()
+
+    def sum_counts(self, counts: list[int]) -> list[int]:
+        return [sum(x) for x in zip(*self.gather_counts(counts), strict=True)]
+
+    def any(self, here: bool) -> bool:
+        return any(x[0] for x in self.gather_counts([int(here)]))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] if self.accelerator.num_processes == 1 else gather_object([value])
+
+    def of_main(self, value: Any) -> Any:
+        """`value()` of the main process, on all; called there alone."""
+        values = [value() if self.accelerator.is_main_process else None]
+        broadcast_object_list(values, from_process=0)
+        return values[0]
+
+    def writes_to(self, folder: Path) -> bool:
+        """Whether this process writes into a folder: the main one, and one on each node that does not see its files."""
+        accelerator = self.accelerator
+        if accelerator.num_processes == 1:
+            return bool(accelerator.is_main_process)
+        sign = folder / self.of_main(lambda: f"{uuid.uuid4().hex}.seen")
+        if accelerator.is_main_process:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                sign.touch()
+            except OSError:
+                pass
+        accelerator.wait_for_everyone()
+        seen = sign.exists()
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            sign.unlink(missing_ok=True)
+            return True
+        return bool(accelerator.is_local_main_process and not seen)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return self.accelerator.reduce(x, reduction="sum")

@@ -1,0 +1,173 @@
+"""Where the rows of the head's weight lie at the moment it is used, read without gathering them."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .gradients import with_gradient_times
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named anew in torch 2.13
+
+
+@dataclass(frozen=True)
+class ShardedWeight:
+    """A weight `(V, H)` whose rows are spread over a group of ranks.
+
+    Args:
+        engine (`str`): what spread them.
+        group (`ProcessGroup`): the ranks, in the order of their rows.
+        ranges (`list[list[tuple[int, int]]]`): of each rank, (first row, rows) of each of its blocks.
+        blocks (`tuple`): (first row, weight `(v, H)`, bias `(v,)` or None) of each block that is here. A weight that is
+            trained is one block, through which the gradient of this rank's rows flows back.
+        trained (`bool`): whether weight or bias gets a gradient.
+    """
+
+    engine: Literal["tensor parallel", "FSDP2", "ZeRO-3"]
+    group: dist.ProcessGroup
+    ranges: list[list[tuple[int, int]]]
+    blocks: tuple[tuple[int, Tensor, Tensor | None], ...]
+    trained: bool
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return sum(count for blocks in self.ranges for _, count in blocks)
+
+
+def parameter_of(module: nn.Module, name: str) -> Any:
+    """`module.name` as it is: reading it as an attribute makes ZeRO-3 gather it, and hold it from then on."""
+    own = module._parameters
+    return dict.__getitem__(own, name) if dict.__contains__(own, name) else getattr(module, name, None)
+
+
+def sharded_weight(lm_head: nn.Module) -> ShardedWeight | None:
+    """How the rows of a head's weight are spread; `None` where they are all here, or can only be had whole."""
+    weight, bias = parameter_of(lm_head, "weight"), parameter_of(lm_head, "bias")
+    if isinstance(weight, DTensor):
+        return _of_dtensor(weight, bias)
+    if hasattr(weight, "ds_tensor"):
+        return _of_zero3(weight, bias)
+    return None
+
+
+def whole_tensor(x: DTensor) -> Tensor:
+    """Gathered, with the mean over the ranks that have tokens of their own for its gradient, as the engine makes it."""
+    names = x.device_mesh.mesh_dim_names or ("",) * x.device_mesh.ndim
+    # The ranks of a tensor parallel group have the same tokens, so each has the whole gradient
+    placements = [Replicate() if name == "tp" else Partial() for name in names]
+    own_tokens = prod(size for name, size in zip(names, x.device_mesh.shape, strict=True) if name != "tp")
+    return with_gradient_times(x.full_tensor(grad_placements=placements), 1 / own_tokens)
+
+
+def is_zero3(parameter: Any) -> bool:
+    """Whether DeepSpeed may have taken this parameter apart."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
+    names = weight.device_mesh.mesh_dim_names or ()
+    if "tp" in names:
+        axis = names.index("tp")
+        if not weight.placements[axis].is_shard(0):
+            return None
+        engine: Literal["tensor parallel", "FSDP2"] = "tensor parallel"
+        # FSDP2 may have spread each rank's rows further: those alone are gathered
+        local = _rows_of_tensor_parallel(weight, axis)
+        local_bias = None if bias is None else _rows_of_tensor_parallel(bias, axis)
+    elif weight.device_mesh.ndim == 1 and weight.placements[0] == Shard(0):
+        axis, engine = 0, "FSDP2"
+        local, local_bias = weight.to_local(), None if bias is None else bias.to_local()
+    else:
+        return None
+    # A DTensor is cut into ceil(V / R) rows a rank, as long as there are any
+    size = -(-weight.shape[0] // weight.device_mesh.size(axis))
+    edges = [min(rank * size, weight.shape[0]) for rank in range(weight.device_mesh.size(axis) + 1)]
+    ranges = [[(first, end - first)] for first, end in pairwise(edges)]
+    first, count = ranges[weight.device_mesh.get_local_rank(axis)][0]
+    if len(local) != count or (local_bias is not None and len(local_bias) != count):
+        return None
+    return ShardedWeight(
+        engine,
+        weight.device_mesh.get_group(axis),
+        ranges,
+        ((first, local, local_bias),),
+        trained=weight.requires_grad or (bias is not None and bias.requires_grad),
+    )
+
+
+def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
+    """This rank's rows of `x`, gathered over the ranks of other dimensions of the mesh; their gradient as these are."""
+    others = [size for number, size in enumerate(x.device_mesh.shape) if number != axis]
+    if not others:
+        return x.to_local()
+    here: list[Any] = [Shard(0) if number == axis else Replicate() for number in range(x.device_mesh.ndim)]
+    gradient = [Shard(0) if number == axis else Partial() for number in range(x.device_mesh.ndim)]
+    local = x.redistribute(placements=here).to_local(grad_placements=gradient)
+    return with_gradient_times(local, 1 / prod(others))
+
+
+def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
+    """ZeRO-3 cuts the flat weight into equal parts, and so may cut a row; that row is made whole where it begins."""
+    part = weight.ds_tensor
+    released = weight.ds_status.name == "NOT_AVAILABLE" and part.status.name == "AVAILABLE"
+    released = released and part.device == weight.device  # not offloaded
+    # The gradient of a trained weight goes through DeepSpeed's own hooks on the whole parameter
+    if weight.requires_grad or bias is not None or not released or hasattr(part, "ds_quant_scale"):
+        return None
+    rows, width = weight.ds_shape
+    group, size = weight.ds_process_group, part.numel()
+    ranks, rank = group.size(), group.rank()
+    if size < width or size * ranks < rows * width:
+        return None
+    ranges = rows_of_parts(rows, width, size, ranks)
+    flat = part.detach().view(-1)
+    heads = _first_elements(flat, width, group) if any(len(of_rank) > 1 for of_rank in ranges) else None
+    blocks = tuple((first, x, None) for first, x in blocks_of_part(flat, rank, ranges[rank], width, heads))
+    return ShardedWeight("ZeRO-3", group, ranges, blocks, trained=False)
+
+
+def rows_of_parts(rows: int, width: int, size: int, ranks: int) -> list[list[tuple[int, int]]]:
+    """Of a flat weight `(rows, width)` in parts of `size` elements, (first row, rows) of each block of each part.
+
+    The row that a part's end cuts is a block of its own, the second. A part may hold padding alone.
+    """
+    ranges = []
+    for start in range(0, ranks * size, size):
+        first, whole = min(-(-start // width), rows), min((start + size) // width, rows)
+        after = min(-(-(start + size) // width), rows)
+        ranges.append([(first, whole - first), *([(whole, 1)] if after > whole else [])])
+    return ranges
+
+
+def blocks_of_part(
+    flat: Tensor, rank: int, ranges: list[tuple[int, int]], width: int, heads: Tensor | None
+) -> list[tuple[int, Tensor]]:
+    """(first row, rows) of each block of a rank's part `flat`, views of it but for the row that its end cuts.
+
+    Args:
+        heads (`Tensor` of shape `(R, width)`, *optional*): the first elements of each part, if any cuts a row.
+    """
+    size, blocks = len(flat), []
+    for first, count in ranges:
+        start = first * width - rank * size
+        stop = start + count * width
+        if stop <= size:
+            # Of a part that holds padding alone no element: the start then lies before it
+            blocks.append((first, flat[max(start, 0) : max(stop, 0)].view(count, width)))
+        else:
+            assert heads is not None
+            blocks.append((first, torch.cat([flat[start:], heads[rank + 1, : stop - size]]).view(1, width)))
+    return blocks
+
+
+def _first_elements(flat: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
+    """The first `width` elements of each rank's part, of shape (R, width)."""
+    heads = flat.new_empty(group.size() * width)
+    all_gather(heads, flat[:width].contiguous(), group=group)
+    return heads.view(-1, width)

@@ -1,0 +1,211 @@
+"""What the loss reads of a micro-batch, and statistics of it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .grpo import GRPOPlan
+from .non_finite import bounded_old_and_reference, not_finite_rows
+from .rows import ScoredTokens, loss_mask
+from .sampler_ratio import SamplerRatio
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What TRL's loss is given for B rows of C completion tokens.
+
+    Args:
+        policy_BC (`Tensor`): log-probs with the graph of the training forward.
+        entropies_BC (`Tensor`): 0 where nothing was scored.
+        old_BC (`Tensor`): log-probs of the old policy, moved where the ratio overflows (see `overflow.py`).
+        reference_BC (`Tensor`, *optional*): log-probs of the reference, likewise.
+        ratio (`Tensor`, *optional*): of the old policy to the sampler, where that is corrected for.
+        formed (`SamplerRatio`, *optional*): how `ratio` was formed, if in this visit.
+        scored (`ScoredTokens`): what was fed and scored.
+        kept (`dict[str, Tensor]`): what later visits of the same micro-batch need.
+    """
+
+    policy_BC: Tensor
+    entropies_BC: Tensor
+    old_BC: Tensor
+    reference_BC: Tensor | None
+    ratio: Tensor | None
+    formed: SamplerRatio | None
+    scored: ScoredTokens
+    kept: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        inputs: dict[str, Any],
+        scored: ScoredTokens,
+        policy_RC: Tensor,
+        entropies_RC: Tensor,
+        plan: GRPOPlan,
+    ) -> "Visit":
+        """From TRL's micro-batch and the policy's pass over its fed rows.
+
+        Raises:
+            `ValueError`: the sampler's log-probs are needed and not there.
+        """
+        remembered_BC = inputs.get("old_per_token_logps")
+        in_loss_BC = scored.tokens_BC & loss_mask(inputs)  # for a subclass's own loss, a tool's tokens are scored too
+        if remembered_BC is None:
+            policy_BC = scored.spread(policy_RC)
+            old_BC = policy_BC.detach()
+            if plan.trust_sampler:
+                sampler_BC = sampler_log_probs(inputs)
+                old_BC = torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
+        else:
+            old_BC = remembered_BC
+            _check_remembered(inputs.get(SCORED, scored.tokens_BC), scored)
+            policy_BC = scored.spread(policy_RC, old_BC)
+        reference_BC = inputs.get("ref_per_token_logps")
+        if reference_BC is not None:
+            reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
+        ratio, formed = inputs.get("importance_sampling_ratio"), None
+        if plan.sampler_ratio is not None and ratio is None:
+            formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), in_loss_BC, plan.sampler_ratio)
+            ratio = formed.ratio
+        scale = inputs["advantages"].abs().max()
+        bounded_old_BC, reference_BC = bounded_old_and_reference(
+            policy_BC,
+            old_BC,
+            reference_BC,
+            in_loss_BC,
+            scale if ratio is None else scale * ratio.max(),
+            of_sequences=plan.of_sequences,
+            bounds_ratio=plan.bounds_ratio,
+            kl_times_ratio=plan.kl_times_ratio,
+        )
+        kept = {"importance_sampling_ratio": ratio} if ratio is not None else {}
+        if remembered_BC is None:
+            kept |= kept_log_probs(old_BC, scored.tokens_BC)
+        entropies_BC = scored.spread(entropies_RC)
+        return cls(policy_BC, entropies_BC, bounded_old_BC, reference_BC, ratio, formed, scored, kept)
+
+    def given_to_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """`inputs` with what this visit found."""
+        given = {**inputs, "old_per_token_logps": self.old_BC, "ref_per_token_logps": self.reference_BC}
+        if self.ratio is not None:
+            given["importance_sampling_ratio"] = self.ratio
+        return given
+
+    def not_finite(self, inputs: dict[str, Any]) -> dict[int, list[str]]:
+        """The rows in which a value is not finite, each with the passes that it is from."""
+        values = {
+            "policy": self.policy_BC,
+            "old policy": self.old_BC,
+            "reference": self.reference_BC,
+            "ratio to the sampler": self.ratio,
+            "reward": inputs["advantages"],
+        }
+        return not_finite_rows(values, self.scored.tokens_BC)
+
+
+# The old policy's log-probs, under TRL's name and 0 where nothing was scored; and where something was
+SCORED = "old_policy_scored"
+KEPT = ("old_per_token_logps", SCORED)
+
+# Entries of TRL's micro-batch with a column for each token of the completion
+_BY_TOKEN = (
+    *("completion_ids", "completion_mask", "tool_mask"),
+    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
+)
+
+
+def with_padding(inputs: dict[str, Any], *scored_BC: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
+    """A micro-batch whose completions have one token, and what was scored of it, with a column of padding.
+
+    TRL takes a tensor of shape (B, 1) for one value a sequence, and would count masked rows in the means of its
+    metrics.
+    """
+    padded = {name: pad(inputs[name], (0, 1)) for name in _BY_TOKEN if inputs.get(name) is not None}
+    return {**inputs, **padded}, [pad(x, (0, 1)) for x in scored_BC]
+
+
+def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> dict[str, Tensor]:
+    """Of an old policy, for later visits."""
+    return dict(zip(KEPT, (torch.where(tokens_BC, log_probs_BC, 0.0), tokens_BC), strict=True))
+
+
+def with_scored(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A micro-batch of a checkpoint. Without the mask, NaN says where nothing was scored, and inf what was NaN."""
+    old_BC = inputs.get("old_per_token_logps")
+    if old_BC is None or SCORED in inputs:
+        return inputs
+    return {**inputs, **kept_log_probs(torch.where(old_BC == torch.inf, torch.nan, old_BC), ~old_BC.isnan())}
+
+
+def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
+    """The token ids of a row's prompt."""
+    ids: list[int] = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
+    return ids
+
+
+def _check_remembered(known_BC: Tensor, scored: ScoredTokens) -> None:
+    if not known_BC[scored.tokens_BC].all():
+        raise RuntimeError(
+            "A token is in the loss whose old-policy log-prob was not kept, because its row could not change the "
+            "gradient when it was first met: its advantage was 0. Something has changed the advantages since. Change "
+            "them where they are made, in a reward function or right after generation, and not between two visits."
+        )
+
+
+def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
+    """The log-probs that came with the completions: `(B, C)`, NaN where the sampler has none."""
+    if "sampling_per_token_logps" not in inputs:
+        raise ValueError(
+            "The completions came without their sampler's log-probs, which the correction to the sampler "
+            "(`vllm_importance_sampling_correction`) or `trust_sampling_log_probs` needs: the `rollout_func` returned "
+            "None as `logprobs`. Return them, or switch the option off."
+        )
+    log_probs: Tensor = inputs["sampling_per_token_logps"]
+    return log_probs
+
+
+def statistics(visit: Visit, tokens: list[int]) -> Tensor:
+    """This rank's part of what `over_scored_rows` takes, to be summed over ranks: `(5 + len(tokens),)`.
+
+    The fifth number, and those after it, are the rows that were skipped, and `tokens`.
+    """
+    scored = visit.scored
+    rows = len(scored.tokens_BC)
+    return torch.stack(
+        [
+            torch.where(scored.tokens_BC, visit.entropies_BC.detach(), 0.0).sum(),
+            scored.tokens_BC.sum().float(),
+            scored.tokens_BC.any(dim=1).sum().float(),
+            *visit.entropies_BC.new_tensor([rows, rows - len(scored.rows_R), *tokens]),
+        ]
+    )
+
+
+def over_scored_rows(metrics: dict[str, list[float]], totals: Tensor) -> None:
+    """Correct the values that TRL has just appended to `metrics` in training; absent where no rank has scored a row.
+
+    Args:
+        totals (`Tensor`): the `statistics` of all ranks, summed.
+    """
+    entropy, tokens, scored_rows, rows = totals[:4].tolist()
+    if scored_rows == rows:
+        return
+    _replace_last(metrics, "entropy", entropy / tokens if tokens else None)
+    phi = metrics.get("vespo/phi_seq_mean")
+    if phi:
+        # A row that was not scored has a ratio of 1, and phi(1) is 1
+        mean = (phi[-1] * rows - (rows - scored_rows)) / scored_rows if scored_rows else None
+        _replace_last(metrics, "vespo/phi_seq_mean", mean)
+
+
+def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:
+    if name not in metrics:  # a loss of a subclass's own
+        return
+    metrics[name].pop()
+    if value is not None:
+        metrics[name].append(value)
+    elif not metrics[name]:
+        del metrics[name]

@@ -1,0 +1,250 @@
+"""Losses that are not finite: bounds that avoid them, and the rows behind them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+ON_NON_FINITE_LOSS = ("stop", "skip")
+
+
+def not_finite_rows(values: dict[str, Tensor | None], tokens_BC: Tensor) -> dict[int, list[str]]:
+    """The rows in which a value is not finite, each with the names of such values, first come first.
+
+    Args:
+        values (`dict[str, Tensor]`): by the name of the pass they are from, of shape `(B,)`, `(B, 1)` or `(B, C)`.
+            A value that a later one takes over where it is not finite itself is named alone.
+        tokens_BC (`Tensor`, bool): the tokens that count.
+    """
+    rows: dict[int, list[str]] = {}
+    named_BC = torch.zeros_like(tokens_BC)
+    for name, value in values.items():
+        if value is None:
+            continue
+        value = value.detach()
+        wide = value.unsqueeze(1) if value.ndim == 1 else value
+        # TRL makes the largest number of an infinite advantage
+        bad_BC = ~wide.isfinite() | (wide.abs() == torch.finfo(wide.dtype).max)
+        bad_BC = bad_BC.expand_as(tokens_BC) & tokens_BC & ~named_BC
+        named_BC = named_BC | bad_BC
+        for row in bad_BC.any(dim=1).nonzero().flatten().tolist():
+            rows.setdefault(row, []).append(name)
+    return rows
+
+
+def labelled(inputs: dict[str, Tensor]) -> Tensor:
+    """The tokens of DPO's loss, at the positions that predict them: `(2B, S - 1)`, bool."""
+    return inputs["completion_mask"][:, 1:].bool()
+
+
+def prompt_of(inputs: dict[str, Tensor], row: int) -> list[int]:
+    """The token ids of the prompt of a row of DPO's batch."""
+    prompt_S = inputs["attention_mask"][row].bool() & ~inputs["completion_mask"][row].bool()
+    ids: list[int] = inputs["input_ids"][row][prompt_S].tolist()
+    return ids
+
+
+def steps_in_backward(optimizer: str) -> bool:
+    """Whether an optimizer, by its name in transformers, steps in every backward."""
+    return optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise")
+
+
+def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str) -> str | None:
+    """Why an optimizer step cannot be left out once its gradients are there.
+
+    Args:
+        engine (`str`, *optional*): that trains several processes together, or shards for one.
+        precision (`str`, *optional*): accelerate's mixed precision.
+        optimizer (`str`): `args.optim`.
+    """
+    if engine is not None and engine.startswith("DeepSpeed"):
+        return f"{engine} takes its step within the backward"
+    if steps_in_backward(optimizer):
+        return f"the optimizer `{optimizer}` takes its step within the backward"
+    if precision == "fp16":
+        return "the gradient scaler of fp16, which leaves out such steps itself, needs their gradients"
+    return None
+
+
+def check_first_rewards(
+    rewards_BF: Tensor, gave_nan_B: Tensor, names: Sequence[str], *, infinite_is_watched: bool
+) -> None:
+    """Raise `ValueError` if a completion of the first generation batch has no reward to learn from, by mistake.
+
+    Args:
+        rewards_BF (`Tensor`): of each reward function; NaN where it gave NaN or None.
+        gave_nan_B (`Tensor`, bool): a reward function gave NaN. One that none of them scores, for which all give None,
+            is no mistake: TRL leaves it out.
+        names (`Sequence[str]`): of the reward functions.
+        infinite_is_watched (`bool`): the user has said what is to happen at a loss that is not finite.
+    """
+    unrewarded_B = rewards_BF.isnan().all(dim=1) & gave_nan_B
+    infinite_B = rewards_BF.isinf().any(dim=1)
+    bad_B = unrewarded_B if infinite_is_watched else unrewarded_B | infinite_B
+    if bad_B.any():
+        row = int(bad_B.nonzero()[0])
+        raise ValueError(
+            f"`reward_funcs`: completion {row} of the first generation batch was given {rewards_BF[row].tolist()} by "
+            f"{list(names)}. Return a finite number for each completion, or None where the function does not apply."
+        )
+
+
+BOUND = 40.0  # exp(40) is 2e17: a sum of squares of such gradients, their norm, is finite too
+
+
+def bounded_log_ratios(log_ratio: Tensor) -> Tensor:
+    """`log_ratio` as it is, or, where the sum of its exponentials overflows, at most `BOUND`."""
+    return torch.where(log_ratio.exp().sum().isfinite(), log_ratio, log_ratio.clamp(max=BOUND))
+
+
+def bounded_old_and_reference(
+    policy_BC: Tensor,
+    old_BC: Tensor,
+    reference_BC: Tensor | None,
+    tokens_BC: Tensor,
+    scale: Tensor,
+    *,
+    of_sequences: bool,
+    bounds_ratio: bool,
+    kl_times_ratio: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`old_BC` and `reference_BC` as they are, or, where GRPO's loss would overflow, moved towards the policy.
+
+    The ratio of policy to old policy, and that of reference to policy in the KL term, are looked at apart, each in sum
+    over the micro-batch.
+
+    Args:
+        policy_BC, old_BC, reference_BC (`Tensor` of shape `(B, C)`): log-probs.
+        tokens_BC (`Tensor`, bool): the tokens of the loss.
+        scale (`Tensor`, scalar): the largest factor of the ratio in the loss.
+        of_sequences (`bool`): whether the mean log-ratio of a row is exponentiated, instead of each token's. Its
+            tokens are moved by one amount.
+        bounds_ratio (`bool`): whether the loss bounds the ratio itself, and reads it without a gradient: it is left as
+            it is, since a mask of far rows reads the same values.
+        kl_times_ratio (`bool`): whether the KL term is multiplied by the ratio.
+    """
+    policy_BC = policy_BC.detach()
+    log_ratio_BC = torch.where(tokens_BC, policy_BC - old_BC, 0.0)
+    seen = log_ratio_BC
+    if of_sequences:
+        seen = log_ratio_BC.sum(dim=1, keepdim=True) / tokens_BC.sum(dim=1, keepdim=True).clamp(min=1)
+    ratio_BC = torch.where(tokens_BC, seen.exp(), 0.0)
+    too_large = ~(ratio_BC.sum() * scale.clamp(min=1.0)).isfinite() & (not bounds_ratio)
+    if reference_BC is not None:
+        log_kl_BC = torch.where(tokens_BC, reference_BC - policy_BC, 0.0)
+        kl_BC = log_kl_BC.exp() * ratio_BC if kl_times_ratio else torch.where(tokens_BC, log_kl_BC.exp(), 0.0)
+        kl_too_large = ~kl_BC.sum().isfinite()
+        reference_BC = torch.where(kl_too_large & (log_kl_BC > BOUND), policy_BC + BOUND, reference_BC)
+        if kl_times_ratio:
+            too_large = too_large | kl_too_large
+    excess = (seen - BOUND).clamp(min=0.0)
+    moved_BC = policy_BC - BOUND
+    if of_sequences:  # by one amount, but where that is infinite
+        moved_BC = torch.where(excess.isfinite(), old_BC + excess, moved_BC)
+    return torch.where(too_large & tokens_BC & (excess > 0), moved_BC, old_BC), reference_BC
+
+
+# Loss types of TRL that read the scores which an f-divergence makes of log-ratios, and the power in which they do
+_DEGREES = {"sigmoid": 1, "sigmoid_norm": 1, "hinge": 1, "exo_pair": 1, "robust": 1, "discopop": 1, "ipo": 2}
+_LARGEST_OF_ALPHA = 80.0  # TRL cuts the exponents of `alpha_divergence` there
+
+
+@dataclass(frozen=True)
+class PairExponential:
+    """What one of DPO's loss types exponentiates of the log-ratios of a pair.
+
+    Args:
+        divergence (`str`): TRL's `f_divergence_type`.
+        power (`float`, *optional*): of a divergence whose scores are (exp(power * log-ratio) - 1) / power.
+        degree (`int`): the power in which the loss reads the scores.
+        of_margin (`bool`): whether the loss has exp(-beta * margin), the margin of chosen over rejected score.
+        weight (`float`): the factor of what is exponentiated in the loss.
+    """
+
+    divergence: str
+    power: float | None
+    degree: int
+    of_margin: bool
+    beta: float
+    weight: float
+
+    @classmethod
+    def of(
+        cls, loss_type: str, divergence: str, *, alpha: float, beta: float, label_smoothing: float, weight: float
+    ) -> "PairExponential | None":
+        """That of a loss type, or `None` where it exponentiates nothing that can overflow."""
+        power = {"forward_kl": -1.0, "alpha_divergence": alpha - 1.0}.get(divergence)
+        if power is not None and abs(power) < 1e-6:  # TRL's limit case
+            divergence, power = "reverse_kl", None
+        degree = _DEGREES.get(loss_type, 0)
+        of_margin = loss_type == "discopop"
+        if not (of_margin or (divergence == "forward_kl" and degree) or (power is not None and degree > 1)):
+            return None
+        if loss_type == "robust":
+            weight = weight / (1 - 2 * label_smoothing)
+        return cls(divergence, power, degree, of_margin, beta, weight)
+
+    def bounded(self, ratio_2B: Tensor) -> Tensor:
+        """`ratio_2B` as it is, or, where this overflows in sum over the micro-batch, nearer to 0 in the pairs at fault.
+
+        The two of a pair are moved by one amount where each is exponentiated, so that their order stays, and with it
+        the direction of the gradient.
+        """
+        weight = max(1.0, abs(self.weight))
+        if self.power is not None:
+            factor = self.degree * weight * max(1.0, self.beta) / min(1.0, abs(self.power))
+            exponent_2B = self.power * ratio_2B
+            size_2B = self._exponents(ratio_2B).exp().pow(self.degree) * factor
+            excess_B = (exponent_2B.amax(0) - BOUND / self.degree).clamp(min=0.0)
+            ratio_2B = torch.where(_at_fault(size_2B.amax(0)), (exponent_2B - excess_B) / self.power, ratio_2B)
+        if not self.of_margin:
+            return ratio_2B
+        margin_B = self._margins(ratio_2B)
+        at_fault_B = _at_fault((-self.beta * margin_B).exp() * weight)
+        return torch.where(at_fault_B, self._with_margin_at_bound(ratio_2B, margin_B), ratio_2B)
+
+    def _exponents(self, ratio_2B: Tensor) -> Tensor:
+        assert self.power is not None
+        exponent_2B = self.power * ratio_2B
+        return exponent_2B.clamp(max=_LARGEST_OF_ALPHA) if self.divergence == "alpha_divergence" else exponent_2B
+
+    def _margins(self, ratio_2B: Tensor) -> Tensor:
+        if self.power is not None:
+            scores_2B = self._exponents(ratio_2B).exp() / self.power
+        else:
+            scores_2B = logsigmoid(ratio_2B) if self.divergence == "js_divergence" else ratio_2B
+        return scores_2B[0] - scores_2B[1]
+
+    def _with_margin_at_bound(self, ratio_2B: Tensor, margin_B: Tensor) -> Tensor:
+        """Log-ratios with a margin of -`BOUND` / beta, of those with a lower one."""
+        wanted = -BOUND / self.beta
+        if self.power is not None:
+            return (self._exponents(ratio_2B) - (margin_B / wanted).log()) / self.power
+        chosen_B, rejected_B = ratio_2B
+        if self.divergence == "js_divergence":
+            score_B = logsigmoid(rejected_B) + wanted
+            chosen_B = score_B - (-score_B.expm1()).log()  # the inverse of logsigmoid
+        else:
+            chosen_B = rejected_B + wanted
+        return torch.stack([chosen_B, rejected_B])
+
+
+def _at_fault(size_B: Tensor) -> Tensor:
+    """Where the sum of `size_B` is not finite: those without which it is."""
+    return ~size_B.sum().isfinite() & ~size_B.mul(len(size_B)).isfinite()
+
+
+def bounded_pairs(policy_2B: Tensor, reference_2B: Tensor, exponential: PairExponential) -> Tensor | None:
+    """`reference_2B` moved towards the policy where DPO's loss would overflow, or `None` where it does not.
+
+    Args:
+        policy_2B, reference_2B (`Tensor` of shape `(2, B)`): log-probs of chosen and rejected completions, without a
+            gradient. A pair with one that is not finite is left as it is.
+    """
+    ratio_2B = policy_2B - reference_2B
+    ratio_2B = torch.where(ratio_2B.isfinite().all(dim=0), ratio_2B, 0.0)
+    bounded_2B = exponential.bounded(ratio_2B)
+    moved_2B = bounded_2B != ratio_2B
+    return torch.where(moved_2B, policy_2B - bounded_2B, reference_2B) if moved_2B.any() else None

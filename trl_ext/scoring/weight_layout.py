@@ -1,0 +1,163 @@
+"""Which rows of the head's weight a rank scores with: its own, all in turn, or all at once, and why."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..compat.choices import maybe_gather_lm_head_ctx
+from ..distributed.gradients import with_gradient_times
+from ..distributed.shards import ShardedWeight, is_zero3, sharded_weight, whole_tensor
+from ..heads.parallel import OwnTokens, SameTokens, VocabularyShard, tokens_of_ranks
+from ..heads.rows import Block, RowsHere, RowsInTurn
+from .head import HeadAdapter, KnownHead
+
+WHOLE_HERE = "the whole weight is on this rank"
+
+
+class HeadRows(NamedTuple):
+    """The head's weight as one pass reads it.
+
+    Args:
+        weight (`Tensor` of shape `(v, H)`), bias (`Tensor` of shape `(v,)`, *optional*): the rows that are here.
+        trained (`tuple[bool, bool]`): whether weight and bias get a gradient.
+        shard (`VocabularyShard`, *optional*): what is where, if rows are on other ranks.
+        sharded (`ShardedWeight`, *optional*): the weight as the engine has spread it, if `shard` is given.
+        readable (`Callable`): makes a context in which weight and bias can be read.
+        reason (`str`): what was chosen, and why.
+        adapter (`HeadAdapter`, *optional*): what is added to the weight.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    trained: tuple[bool, bool]
+    shard: VocabularyShard | None
+    sharded: ShardedWeight | None
+    readable: Callable[[], AbstractContextManager[Any]]
+    reason: str
+    adapter: HeadAdapter | None = None
+
+
+def rows_of_head(
+    head: KnownHead,
+    hidden_NH: Tensor,
+    *,
+    outputs: tuple[str, ...],
+    whole: bool,
+    gradient: bool,
+    entropy_grad: bool,
+    counts: tuple[int, ...] | None = None,
+) -> HeadRows:
+    """The rows for one pass over the hidden states `(N, H)` of this rank.
+
+    All ranks of the weight's group call it together, also one without a token.
+
+    Args:
+        outputs (`tuple[str, ...]`): what the head will compute.
+        whole (`bool`): whether the head at hand needs the whole weight.
+        gradient (`bool`): whether the hidden states get a gradient.
+        entropy_grad (`bool`): whether the entropy's gradient is asked for, which reads the weight once more.
+        counts (`tuple[int, ...]`, *optional*): how many tokens each rank has; `None`: they ask each other.
+    """
+    if head.adapter is not None:
+        rows = _whole(head.linear)
+        return rows._replace(reason=f"{rows.reason}, beside {head.words}", adapter=head.adapter)
+    sharded = None if whole else sharded_weight(head.linear)
+    if sharded is not None and sharded.engine == "tensor parallel":
+        exchange = SameTokens(sharded.group)
+        return _here(sharded, exchange, "each rank scores with its rows of the weight (tensor parallel)")
+    if sharded is not None and sharded.blocks[0][1].device == hidden_NH.device:
+        counts = counts or tokens_of_ranks(len(hidden_NH), sharded.group, hidden_NH.device)
+        moved, sent = bytes_moved(
+            *(sharded, counts, hidden_NH), outputs=outputs, gradient=gradient, entropy_grad=entropy_grad
+        )
+        if moved <= sent:
+            why = f"its tokens cost {_mib(moved)} a pass to move, the weight {_mib(sent)}"
+            where = f"each rank scores the tokens of all with its rows of the weight ({sharded.engine}): {why}"
+            return _here(sharded, OwnTokens(sharded.group, counts), where)
+        if not sharded.trained and sharded.blocks[0][2] is None:
+            why = f"the weight costs {_mib(sent)} a pass to move, the tokens {_mib(moved)}"
+            return _in_turn(sharded, f"the ranks send their rows of the weight in slices ({sharded.engine}): {why}")
+    return _whole(head.linear)
+
+
+def bytes_moved(
+    sharded: ShardedWeight,
+    counts: tuple[int, ...],
+    hidden_NH: Tensor,
+    *,
+    outputs: tuple[str, ...],
+    gradient: bool,
+    entropy_grad: bool,
+) -> tuple[int, int]:
+    """Bytes that reach a rank over a ring if tokens move, and if the weight's rows do: the ranks' mean, alike on all.
+
+    Tokens: hidden states and targets come from every other rank, a few fp32 numbers a token are added up, and the
+    gradients of the hidden states go back in fp32. The weight: every row that is not here comes, and its gradient goes
+    back where it is trained.
+    """
+    ranks, width, item = len(counts), hidden_NH.shape[1], hidden_NH.element_size()
+    accumulated, target = max(4, item), 8
+    mean_grad = "mean_log_probs" in outputs
+    again = gradient and (
+        sharded.trained or entropy_grad or mean_grad
+    )  # the backward reads hidden states or weight once more
+    # A max and two sums, and one number more for each output beside the log-probs; an all-reduce comes and goes
+    statistics = 3 + len({*outputs} - {"log_probs"})
+    of_token = width * item + target + 2 * statistics * accumulated
+    if gradient:
+        of_token += width * accumulated
+    if again:
+        of_token += width * item + target + (4 + 2 * entropy_grad + mean_grad) * accumulated
+    # A trained weight that was gathered is kept for the backward
+    passes = 1 + (gradient if sharded.trained else again)
+    weight = sharded.vocabulary * width * sharded.blocks[0][1].element_size()
+    return (ranks - 1) * max(counts) * of_token, weight * passes * (ranks - 1) // ranks
+
+
+def _here(sharded: ShardedWeight, exchange: SameTokens | OwnTokens, reason: str) -> HeadRows:
+    first, weight, bias = sharded.blocks[0]
+    trained = (weight.requires_grad, bias is not None and bias.requires_grad)
+    if isinstance(exchange, OwnTokens):
+        # The engine's gradient is the mean over its ranks; here that of the sum of their losses comes back
+        mean = 1 / sharded.group.size()
+        weight = with_gradient_times(weight, mean)
+        bias = None if bias is None else with_gradient_times(bias, mean)
+    blocks = tuple(Block(*block) for block in sharded.blocks)
+    shard = VocabularyShard(
+        sharded.vocabulary,
+        first,
+        exchange,
+        # A trained weight is one block, and goes through autograd
+        None if len(blocks) == 1 else lambda targets: RowsHere(blocks, targets, sharded.vocabulary),
+    )
+    return HeadRows(weight, bias, trained, shard, sharded, nullcontext, reason)
+
+
+def _in_turn(sharded: ShardedWeight, reason: str) -> HeadRows:
+    blocks = tuple(Block(*block) for block in sharded.blocks)
+    like = blocks[0].weight.detach()
+    shard = VocabularyShard(
+        sharded.vocabulary, rows_for=lambda targets: RowsInTurn(blocks, sharded.ranges, sharded.group, like, targets)
+    )
+    return HeadRows(like, None, (False, False), shard, sharded, nullcontext, reason)
+
+
+def _whole(linear: nn.Module) -> HeadRows:
+    weight, bias = cast(Any, linear.weight), cast(Any, linear.bias)
+    trained = (weight.requires_grad, bias is not None and bias.requires_grad)
+    reason = WHOLE_HERE
+    if isinstance(weight, DTensor):
+        reason = "the whole weight is gathered for each pass"
+    elif is_zero3(weight):
+        reason = "DeepSpeed gathers the whole weight"
+    weight, bias = (whole_tensor(x) if isinstance(x, DTensor) else x for x in (weight, bias))
+    # Under ZeRO-3 weight and bias are gathered while they are read, here and again in the backward
+    return HeadRows(weight, bias, trained, None, None, partial(maybe_gather_lm_head_ctx, weight, bias), reason)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
