@@ -24,7 +24,7 @@ from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LogitTransform
 from trl_ext.scoring import weight_layout as head_rows
 from trl_ext.scoring.forward import ScoringForward, ScoringOptions, attach_scoring_forward
-from trl_ext.scoring.head import KnownHead
+from trl_ext.scoring.head import LinearHead
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -108,8 +108,8 @@ class HeadOfRank:
         """Score, and go back where there is a gradient."""
         self.hidden.grad = self.head.weight.grad = None
         with torch.set_grad_enabled(self.case.gradient), the_rule_says(self.way) as self.found:
-            rows = head_rows.rows_of_head(
-                KnownHead(self.head),
+            rows = head_rows.weight_layout_of(
+                LinearHead(self.head),
                 self.hidden,
                 whole=self.way == "whole",
                 gradient=self.case.gradient,

@@ -16,7 +16,7 @@ WARNS = ("logger.warning", "warnings.warn", "self._say")
 # Messages that are made in another function than the one that gives them
 MADE_IN = {
     "checkpoints/engine.py": ("why_not_loaded",),
-    "engines/roll_call.py": ("_call",),
+    "engines/rank_failures_reported.py": ("_call",),
     "engines/fallback.py": ("_unrelated", "_other_engine", "_twice", "_other_wrapping", "_split_by_deepspeed"),
     "passes/grpo.py": ("plan_grpo",),
     "passes/packing.py": ("plan_packing",),
@@ -25,7 +25,7 @@ MADE_IN = {
 # Who gives them, with no word of its own
 GIVES_ANOTHERS = {
     "cli/__main__.py",  # the exit status
-    "engines/roll_call.py",
+    "engines/rank_failures_reported.py",
     "packing/packing.py",  # what it was given to say
     "trainers/complete_checkpoints.py",
     "trainers/guarded_engine.py",

@@ -18,8 +18,8 @@ from trl_ext.heads import rows, tiles
 from trl_ext.heads.adapters import Operands as HeadOperands
 from trl_ext.heads.linear_log_probs import operand_dtype
 from trl_ext.heads.logits import LogitTransform
-from trl_ext.heads.parallel import OwnTokens, SameTokens, VocabularyShard
-from trl_ext.heads.rows import Block, RowsHere, RowsInTurn
+from trl_ext.heads.parallel import ReplicatedTokens, ShardedTokens, VocabularyShard
+from trl_ext.heads.rows import Block, BroadcastShards, LocalShards
 from trl_ext.heads.scan import Head
 from trl_ext.heads.tiled import tiled_log_probs
 
@@ -233,11 +233,11 @@ def _shard(group: dist.ProcessGroup, problem: Problem, way: str, own: Block) -> 
         blocks.append(Block(first, own.weight[here], None if own.bias is None else own.bias[here]))
     if way == "in turn":
         return VocabularyShard(
-            problem.vocabulary, rows_for=lambda x: RowsInTurn(tuple(blocks), ranges, group, own.weight.detach(), x)
+            problem.vocabulary, rows_for=lambda x: BroadcastShards(tuple(blocks), ranges, group, own.weight.detach(), x)
         )
-    tokens = OwnTokens(group, problem.tokens) if problem.own else SameTokens(group)
+    tokens = ShardedTokens(group, problem.tokens) if problem.own else ReplicatedTokens(group)
     vocabulary = problem.vocabulary
-    return VocabularyShard(vocabulary, own.first, tokens, lambda x: RowsHere(tuple(blocks), x, vocabulary))
+    return VocabularyShard(vocabulary, own.first, tokens, lambda x: LocalShards(tuple(blocks), x, vocabulary))
 
 
 def _cut(edge: tuple[int, int], blocks: int) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ from trl_ext.heads.adapters import ReplacedRows
 from trl_ext.heads.logits import LogitTransform
 from trl_ext.scoring import head as module_head
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
-from trl_ext.scoring.head import HeadAdapter, OtherHead, score_by_module
+from trl_ext.scoring.head import HeadAdapter, OpaqueHead, score_by_module
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Model (with|has) `tie_word_embeddings=True`", "ignore:`lora_bias=True` was passed", "ignore:.*Unmerge"
@@ -233,10 +233,10 @@ def test_dropout_of_an_adapter_is_drawn_again_as_it_was_in_the_backward(workshop
         assert floats_apart(a, b) < 1e-5
     reasons = []
     for training in (True, False):
-        reasons.append(scoring_forward.head_parts(head.train(training)))
-    assert isinstance(reasons[0], OtherHead)
+        reasons.append(scoring_forward.resolve_head(head.train(training)))
+    assert isinstance(reasons[0], OpaqueHead)
     assert "dropout" in reasons[0].why
-    assert not isinstance(reasons[1], OtherHead)
+    assert not isinstance(reasons[1], OpaqueHead)
 
 
 def test_a_half_precision_base_with_an_adapter_in_fp32_is_not_rounded_in_between(workshop):
@@ -306,7 +306,7 @@ def test_training_is_that_with_the_modules_logits_and_stock_trl_cannot(workshop,
 
     ours = train(run, explained(Trainers.of(trl_ext)), workshop)
     assert way in reasons[0]
-    with patch.object(scoring_forward, "head_parts", lambda lm_head: OtherHead(lm_head, "this is the definition")):
+    with patch.object(scoring_forward, "resolve_head", lambda lm_head: OpaqueHead(lm_head, "this is the definition")):
         dense = replace(run, config={**config, "head": "dense"})
         expected = train(dense, Trainers.of(trl_ext), workshop)
     assert ours.losses == pytest.approx(expected.losses, abs=1e-5)
@@ -366,8 +366,8 @@ def test_an_adapter_that_is_taken_for_another_stops_training(workshop, monkeypat
 
 
 def test_the_check_of_the_first_batch_sees_a_wrong_gradient_of_an_adapter(workshop, monkeypatch):
-    right = trained.Coefficients.with_target_
-    monkeypatch.setattr(trained.Coefficients, "with_target_", lambda self, *args: right(self, *args).mul_(1.5))
+    right = trained.Coefficients.add_target_grad_
+    monkeypatch.setattr(trained.Coefficients, "add_target_grad_", lambda self, *args: right(self, *args).mul_(1.5))
     model = build(CASES["LoRA"], workshop)
     attach_scoring_forward(model.get_base_model(), ScoringOptions())
     inputs, labels = full_batch()

@@ -40,7 +40,7 @@ def dead_on_rank_1(prompts_of_a_rank: int) -> Callable[..., list[float]]:
     return reward
 
 
-class Fed(TrainerCallback):
+class TokenCounts(TrainerCallback):
     """Counts the rows that enter the model at its input embedding in each training forward."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def grpo(
         ),
         train_dataset=prompts(2 * STEPS * accumulation, seed=1),
     )
-    fed = Fed()
+    fed = TokenCounts()
     trainer.add_callback(fed)
     initial = trained(trainer.model)
     trainer.train()

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import launch
 from engine_runs import CONFIGS, trainer_of
 from tiny import Workshop
-from trl_ext.distributed.detect import Running, asked, fallback
+from trl_ext.distributed.detect import DetectedEngine, engine_mismatch, requested_engine
 
 CPU = {"ACCELERATE_USE_CPU": "true"}
 LIKE_GPUS = {"ACCELERATE_TORCH_DEVICE": "cpu"}  # for ranks that pass for GPUs: `launch.ENGINES`
@@ -154,8 +154,8 @@ def config(name: str, *flags: str) -> tuple[str, ...]:
     return ("--config_file", str(CONFIGS / f"{name}.yaml"), *flags)
 
 
-ONE = Running(distributed_type="NO", processes=1, in_group=1, backend=None, device="cuda")
-DDP = Running(distributed_type="MULTI_GPU", processes=4, in_group=4, backend="nccl", device="cuda")
+ONE = DetectedEngine(distributed_type="NO", processes=1, in_group=1, backend=None, device="cuda")
+DDP = DetectedEngine(distributed_type="MULTI_GPU", processes=4, in_group=4, backend="nccl", device="cuda")
 FSDP2 = dataclasses.replace(DDP, distributed_type="FSDP", fsdp_version=2)
 FSDP1 = dataclasses.replace(FSDP2, fsdp_version=1)
 ZERO2 = dataclasses.replace(DDP, distributed_type="DEEPSPEED", zero_stage=2)
@@ -180,8 +180,8 @@ OWN_ZERO2 = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", "tra
         (("--cpu", "--num_processes", "1"), dataclasses.replace(ONE, device="cpu")),
     ],
 )
-def test_what_was_asked_for_is_not_stopped(flags: tuple[str, ...], runs: Running, tmp_path: Path):
-    assert fallback(asked(launched(*flags), arguments(tmp_path)), runs) is None
+def test_what_was_asked_for_is_not_stopped(flags: tuple[str, ...], runs: DetectedEngine, tmp_path: Path):
+    assert engine_mismatch(requested_engine(launched(*flags), arguments(tmp_path)), runs) is None
 
 
 RANKS = {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
@@ -208,11 +208,13 @@ USERS_OWN = {"MASTER_ADDR": "node-1", "MASTER_PORT": "29500"}
         (RANKS, {}, dataclasses.replace(DDP, distributed_type="XLA", wrapping="nothing")),
     ],
 )
-def test_no_right_set_up_is_stopped(environment: dict[str, str], given: dict[str, Any], runs: Running, tmp_path: Path):
+def test_no_right_set_up_is_stopped(
+    environment: dict[str, str], given: dict[str, Any], runs: DetectedEngine, tmp_path: Path
+):
     plugin = {"fsdp_version": 2} if given.pop("fsdp", False) else None
     args = arguments(tmp_path, **given)
     args.fsdp_plugin_args = plugin
-    assert fallback(asked(environment, args), runs) is None
+    assert engine_mismatch(requested_engine(environment, args), runs) is None
 
 
 @pytest.mark.parametrize(
@@ -236,9 +238,9 @@ def test_no_right_set_up_is_stopped(environment: dict[str, str], given: dict[str
     ],
 )  # fmt: skip
 def test_every_other_engine_is_stopped(
-    environment: dict[str, str], given: dict[str, Any], runs: Running, words: str, tmp_path: Path
+    environment: dict[str, str], given: dict[str, Any], runs: DetectedEngine, words: str, tmp_path: Path
 ):
-    reason = fallback(asked(environment, arguments(tmp_path, **given)), runs)
+    reason = engine_mismatch(requested_engine(environment, arguments(tmp_path, **given)), runs)
     assert re.search(words, reason or ""), reason
 
 

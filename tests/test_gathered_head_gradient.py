@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LogitTransform
-from trl_ext.scoring.head import KnownHead
-from trl_ext.scoring.weight_layout import rows_of_head
+from trl_ext.scoring.head import LinearHead
+from trl_ext.scoring.weight_layout import weight_layout_of
 
 V, H, N = 22, 8, 6
 
@@ -39,8 +39,8 @@ def gradients(copies):
     for name, gathered in (("rows here", False), ("gathered", True)):
         head.zero_grad()
         hidden_NH = hidden[own].clone().requires_grad_()
-        rows = rows_of_head(
-            *(KnownHead(head), hidden_NH), outputs=("log_probs",), whole=gathered, gradient=True, entropy_grad=False
+        rows = weight_layout_of(
+            *(LinearHead(head), hidden_NH), outputs=("log_probs",), whole=gathered, gradient=True, entropy_grad=False
         )
         scored = run_head(
             *("tiled", hidden_NH, rows.weight, targets[own]),

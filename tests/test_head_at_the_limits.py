@@ -14,7 +14,7 @@ from definition import ALL, defined, log_p_where_certain
 from trl_ext import linear_log_probs
 from trl_ext.heads import parallel as exchange
 from trl_ext.heads.adapters import Factors, low_rank_term
-from trl_ext.heads.dense import log_probs_of_product
+from trl_ext.heads.dense import log_probs_from_logits
 from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LinearLogProbs, LogitTransform
 
@@ -56,7 +56,7 @@ def scored(way: str, logits: Tensor, target: int, columns: int, cap: float | Non
     hidden, weight = hidden.requires_grad_(), weight.to(logits.dtype)
     targets, transform = torch.tensor([target]), LogitTransform(0.5, 1.0, cap)
     if way == "product":
-        found = log_probs_of_product(hidden @ weight.t() + logits, targets, transform, ALL)
+        found = log_probs_from_logits(hidden @ weight.t() + logits, targets, transform, ALL)
     else:
         kernels = "triton" if way.endswith("Triton") else "torch"
         found = run_head(
@@ -252,7 +252,7 @@ def test_any_upstream_gradients_do(data: Any) -> None:
 def test_log_probs_of_a_product_and_a_head_with_an_adapter_do_too(upstream: str) -> None:
     x = problem([UPSTREAM[upstream]] * 3, torch.float32)
     product = (x.hidden @ x.weight.t()).requires_grad_()
-    found = log_probs_of_product(product, x.targets, LogitTransform(), ALL, entropy_requires_grad=True)
+    found = log_probs_from_logits(product, x.targets, LogitTransform(), ALL, entropy_requires_grad=True)
     exact_product = product.detach().double().requires_grad_()
     eye = torch.eye(37, dtype=torch.float64)
     exact = defined(exact_product, eye, x.targets)

@@ -14,8 +14,8 @@ from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.heads.logits import LogitTransform
 from trl_ext.scoring.checks import check_head
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
-from trl_ext.scoring.head import KnownHead
-from trl_ext.scoring.weight_layout import rows_of_head
+from trl_ext.scoring.head import LinearHead
+from trl_ext.scoring.weight_layout import weight_layout_of
 
 
 def trainer(workshop: Workshop, folder: str, setup: str = "lora", **options) -> DPOTrainer:
@@ -57,13 +57,15 @@ def wrong_rescaling(monkeypatch):
 
 
 def wrong_recomputation(monkeypatch):
-    of_others = trained.Coefficients.of_others_
-    monkeypatch.setattr(trained.Coefficients, "of_others_", lambda self, *args: of_others(self, *args).mul_(1.5))
+    of_others = trained.Coefficients.nontarget_grad_
+    monkeypatch.setattr(trained.Coefficients, "nontarget_grad_", lambda self, *args: of_others(self, *args).mul_(1.5))
 
 
 def wrong_weight_gradient(monkeypatch):
-    with_target = trained.Coefficients.with_target_
-    monkeypatch.setattr(trained.Coefficients, "with_target_", lambda self, *args: with_target(self, *args).mul_(1.5))
+    with_target = trained.Coefficients.add_target_grad_
+    monkeypatch.setattr(
+        trained.Coefficients, "add_target_grad_", lambda self, *args: with_target(self, *args).mul_(1.5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,9 @@ def test_a_right_head_passes_however_confident_the_policy_is(dtype, certainty, t
         for parameter, values, grad in zip((head.weight, head.bias), (weight, bias), trained, strict=True):
             parameter.data = values
             parameter.requires_grad_(grad)
-        rows = rows_of_head(KnownHead(head), hidden, outputs=outputs, whole=False, gradient=True, entropy_grad=entropy)
+        rows = weight_layout_of(
+            LinearHead(head), hidden, outputs=outputs, whole=False, gradient=True, entropy_grad=entropy
+        )
         assert check_head(hidden, rows, targets, transform, outputs, entropy)
 
 

@@ -177,8 +177,8 @@ BREAKS = {
     "values": (scan.RunningStatistics, "results", wrong_values, "log_probs", ("frozen", "trained", "in turn")),
     "sums of all ranks": (scan.RunningStatistics, "take_sums_", not_combined, "log_probs", ("frozen", "trained")),
     "rescaling": (scan.RunningStatistics, "fold_", times_1_5, "hidden states", ("frozen", "in turn")),
-    "recomputation": (trained.Coefficients, "of_others_", times_1_5, "hidden states", ("trained",)),
-    "weight gradient": (trained.Coefficients, "with_target_", times_1_5, "gradient of the weight", ("trained",)),
+    "recomputation": (trained.Coefficients, "nontarget_grad_", times_1_5, "hidden states", ("trained",)),
+    "weight gradient": (trained.Coefficients, "add_target_grad_", times_1_5, "gradient of the weight", ("trained",)),
 }
 BROKEN = {
     "tp, frozen": Case("tp", (3, 3), LOCAL_TP),

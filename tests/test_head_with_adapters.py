@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, relative
 from trl_ext.heads import tiles
 from trl_ext.heads.adapters import Factors, ReplacedRows, low_rank_term
-from trl_ext.heads.dense import log_probs_of_product
+from trl_ext.heads.dense import log_probs_from_logits
 from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LogitTransform
 
@@ -131,7 +131,7 @@ def test_a_given_product_has_the_definitions_log_probs(outputs, options):
     product = torch.randn(40, 301, generator=torch.Generator().manual_seed(0)) * 4
     targets = torch.randint(301, (40,), generator=torch.Generator().manual_seed(1))
     a, b = product.clone().requires_grad_(), product.double().requires_grad_()
-    ours = log_probs_of_product(a, targets, LogitTransform(**options), outputs, entropy_requires_grad=True)
+    ours = log_probs_from_logits(a, targets, LogitTransform(**options), outputs, entropy_requires_grad=True)
     exact = defined(b, torch.eye(301), targets, **options)
     for name in outputs:
         if name != "is_top1":
@@ -144,7 +144,7 @@ def test_a_given_product_has_the_definitions_log_probs(outputs, options):
     # A nearly certain token keeps its digits
     certain = product.scatter_add(1, targets[:, None], torch.linspace(10, 40, 40)[:, None])
     a, b = certain.clone().requires_grad_(), certain.double().requires_grad_()
-    log_p = log_probs_of_product(a, targets, LogitTransform(), ("log_probs",)).log_probs
+    log_p = log_probs_from_logits(a, targets, LogitTransform(), ("log_probs",)).log_probs
     sure = log_p_where_certain(b, targets)
     assert (((log_p - sure) / sure).abs() < 5e-5).all()
     log_p.sum().backward()

@@ -329,7 +329,7 @@ def test_a_device_is_not_tried_inside_of_a_compiled_function(monkeypatch):
     def traced(device):
         return "traced" if torch.compiler.is_compiling() else None
 
-    monkeypatch.setattr("trl_ext.heads.kernels.why_not_triton", traced)
+    monkeypatch.setattr("trl_ext.heads.kernels.choice.why_not_triton", traced)
     torch.compile(lambda name: check_kernels(name, CPU), backend="eager")("triton")
 
 
@@ -375,7 +375,7 @@ HALVES = {"bias_ptr", "coefficients_ptr", "bracket_ptr", "whole_ptr"}
 NUMBERS = {"targets_ptr": "*i64", "start": "i32", "width": "i32"}
 # A flag that is off leaves these pointers out
 OF_FLAGS = {"HAS_BIAS": ["bias"], "SQUARES": ["sum_sq_exp"], "TOP1": ["max_before_target"], "RESCALES": ["sums"],
-    "ENTROPY": ["sum_shifted_exp", "offset", "slope_of_surprise"], "MEAN": ["sum_logits", "scale", "same_for_all"],
+    "ENTROPY": ["sum_shifted_exp", "offset", "entropy_slope"], "MEAN": ["sum_logits", "scale", "uniform_grad"],
     "CAPPED": [], "WHOLE": ["whole"]}
 
 def type_of(name):

@@ -1,4 +1,4 @@
-"""Running DPO trainers with the losses that TRL lacks: their values, their data, and what they refuse."""
+"""DetectedEngine DPO trainers with the losses that TRL lacks: their values, their data, and what they refuse."""
 
 import math
 from pathlib import Path

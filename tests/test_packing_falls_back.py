@@ -189,7 +189,7 @@ def named_positions(config: t.PreTrainedConfig) -> Any:
     return model
 
 
-# Fed without padding, and right, whatever of it may be shared
+# TokenCounts without padding, and right, whatever of it may be shared
 POSITIONED: dict[str, Callable[[], Any]] = {
     "own positions": lambda: own_positions(of(t.LlamaConfig)()),
     "named positions": lambda: named_positions(of(t.LlamaConfig)()),

@@ -17,7 +17,7 @@ from transformers import (
 
 from device_memory import allocated_by
 from trl_ext.packing.attention import _varlen, packed_attention
-from trl_ext.packing.layout import Layout, picked
+from trl_ext.packing.layout import Layout, index_select_fp32_grad
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs a kernel of CUDA's")
@@ -172,7 +172,7 @@ def test_gradients_of_a_shared_token_are_rounded_once(dtype, device):
     x = torch.zeros(3, 50, dtype=dtype, device=device, requires_grad=True)
     index = torch.arange(2, device=device).repeat(64)  # two tokens of 64 rows, and one that nobody picks
     upstream = 1 + torch.rand(128, 50, device=device).to(dtype)
-    (gradient,) = torch.autograd.grad(picked(x, index), x, upstream)
+    (gradient,) = torch.autograd.grad(index_select_fp32_grad(x, index), x, upstream)
     sums = upstream.double().view(64, 2, 50).sum(dim=0)
     assert torch.equal(gradient[:2], sums.to(dtype))
     assert gradient[2].eq(0).all()

@@ -83,7 +83,7 @@ def _tool_at_the_end() -> Batch:
 
 
 @dataclass(frozen=True)
-class Fed:
+class TokenCounts:
     """A batch, and how many of its tokens are fed."""
 
     batch: Callable[[], Batch]
@@ -95,51 +95,53 @@ class Fed:
 
 TABLE = {
     # The prompt once; of each completion all but its last token
-    "a group of eight": Fed(lambda: _one_group(32, [4] * 8), 32 + 8 * 3),
-    "a ragged group": Fed(lambda: _one_group(32, [4, 1, 9, 2]), 32 + 3 + 0 + 8 + 1),
-    "one row": Fed(lambda: _one_group(5, [4]), 5 + 3),
-    "one row of a wide generation batch": Fed(lambda: _one_group(5, [4], more=(20, 30)), 5 + 3),
-    "all rows alike": Fed(lambda: grpo([(_words(7), [_words(5, 1)] * 6)]), 7 + 4),
-    "completions that begin alike": Fed(
+    "a group of eight": TokenCounts(lambda: _one_group(32, [4] * 8), 32 + 8 * 3),
+    "a ragged group": TokenCounts(lambda: _one_group(32, [4, 1, 9, 2]), 32 + 3 + 0 + 8 + 1),
+    "one row": TokenCounts(lambda: _one_group(5, [4]), 5 + 3),
+    "one row of a wide generation batch": TokenCounts(lambda: _one_group(5, [4], more=(20, 30)), 5 + 3),
+    "all rows alike": TokenCounts(lambda: grpo([(_words(7), [_words(5, 1)] * 6)]), 7 + 4),
+    "completions that begin alike": TokenCounts(
         lambda: grpo([(_words(7), [_words(4, 1) + _words(3, 2), _words(4, 1) + _words(3, 3)])]), 7 + 4 + 2 + 2
     ),
-    "a completion that another goes on from": Fed(
+    "a completion that another goes on from": TokenCounts(
         lambda: grpo([(_words(7), [_words(4, 1), _words(4, 1) + _words(3, 2)])]), 7 + 4 + 2
     ),
-    "an empty completion": Fed(lambda: _one_group(7, [0, 3]), 7 + 2),
-    "empty completions alone": Fed(lambda: grpo([(_words(7), [[], []])], more=(0, 2)), 1),
-    "a row masked whole": Fed(_masked_whole, 6 + 4),
-    "no label at all": Fed(_no_label, 1),
-    "a row without a real token": Fed(_nothing_real, 6 + 4),
-    "an environment's tokens at the end": Fed(_tool_at_the_end, 6 + 4 + 7),
-    "prompts that differ in their last token": Fed(
+    "an empty completion": TokenCounts(lambda: _one_group(7, [0, 3]), 7 + 2),
+    "empty completions alone": TokenCounts(lambda: grpo([(_words(7), [[], []])], more=(0, 2)), 1),
+    "a row masked whole": TokenCounts(_masked_whole, 6 + 4),
+    "no label at all": TokenCounts(_no_label, 1),
+    "a row without a real token": TokenCounts(_nothing_real, 6 + 4),
+    "an environment's tokens at the end": TokenCounts(_tool_at_the_end, 6 + 4 + 7),
+    "prompts that differ in their last token": TokenCounts(
         lambda: grpo([(_words(9) + [last], [_words(3, last)]) for last in (5, 6)]), 9 + 2 * 3
     ),
-    "prompts that differ in their first token": Fed(
+    "prompts that differ in their first token": TokenCounts(
         lambda: grpo([([first] + _words(9), [_words(3)]) for first in (5, 6)]), 2 * (10 + 2)
     ),
-    "few-shot prompts of unequal length": Fed(_few_shot, 20 + (2 + 2 + 3) + (7 + 2 + 3) + (5 + 2 + 3)),
-    "a conversation's turns": Fed(_turns, 30 + 3 * 3),
-    "few-shot prompts, learned positions": Fed(_few_shot, 22 + 27 + 25 + 3 * (2 + 3), model="gpt2"),
-    "a group, learned positions": Fed(lambda: _one_group(32, [4] * 8, more=(3, 2)), 32 + 8 * 3, model="gpt2"),
-    "each row its own prompt": Fed(lambda: _one_group(32, [4] * 8), 8 * (32 + 3), share=False),
-    "a router loss": Fed(lambda: _one_group(32, [4, 1, 9, 2]), 32 + 4 + 1 + 9 + 2, model="qwen3_moe", router=True),
-    "a router loss and a row masked whole": Fed(_masked_whole, 6 + 5 + 5, model="mixtral", router=True),
-    "a router loss, no label at all": Fed(_no_label, 6 + 5 + 5, model="mixtral", router=True),
-    "shuffled groups": Fed(grpo_example),
-    "shuffled groups, windows": Fed(grpo_example, model="gemma3"),
-    "shuffled groups, a latent attention": Fed(grpo_example, model="deepseek_v3"),
-    "a pair": Fed(lambda: dpo([(_words(384), _words(16, 1), _words(128, 2))]), 384 + 15 + 127),
-    "a pair that begins alike": Fed(
+    "few-shot prompts of unequal length": TokenCounts(_few_shot, 20 + (2 + 2 + 3) + (7 + 2 + 3) + (5 + 2 + 3)),
+    "a conversation's turns": TokenCounts(_turns, 30 + 3 * 3),
+    "few-shot prompts, learned positions": TokenCounts(_few_shot, 22 + 27 + 25 + 3 * (2 + 3), model="gpt2"),
+    "a group, learned positions": TokenCounts(lambda: _one_group(32, [4] * 8, more=(3, 2)), 32 + 8 * 3, model="gpt2"),
+    "each row its own prompt": TokenCounts(lambda: _one_group(32, [4] * 8), 8 * (32 + 3), share=False),
+    "a router loss": TokenCounts(
+        lambda: _one_group(32, [4, 1, 9, 2]), 32 + 4 + 1 + 9 + 2, model="qwen3_moe", router=True
+    ),
+    "a router loss and a row masked whole": TokenCounts(_masked_whole, 6 + 5 + 5, model="mixtral", router=True),
+    "a router loss, no label at all": TokenCounts(_no_label, 6 + 5 + 5, model="mixtral", router=True),
+    "shuffled groups": TokenCounts(grpo_example),
+    "shuffled groups, windows": TokenCounts(grpo_example, model="gemma3"),
+    "shuffled groups, a latent attention": TokenCounts(grpo_example, model="deepseek_v3"),
+    "a pair": TokenCounts(lambda: dpo([(_words(384), _words(16, 1), _words(128, 2))]), 384 + 15 + 127),
+    "a pair that begins alike": TokenCounts(
         lambda: dpo([(_words(9), _words(3, 1) + _words(4, 2), _words(3, 1) + _words(6, 3))]), 9 + 3 + 3 + 5
     ),
-    "a pair whose rejected is empty": Fed(lambda: dpo([(_words(9), _words(3, 1), [])]), 9 + 2),
-    "two pairs of one prompt": Fed(
+    "a pair whose rejected is empty": TokenCounts(lambda: dpo([(_words(9), _words(3, 1), [])]), 9 + 2),
+    "two pairs of one prompt": TokenCounts(
         lambda: dpo([(_words(9), _words(3, 1), _words(4, 2)), (_words(9), _words(5, 3), _words(6, 4))]), 9 + 14
     ),
-    "pairs": Fed(dpo_example),
-    "pairs, learned positions": Fed(dpo_example, model="gpt2"),
-    "pairs, each row its own prompt": Fed(dpo_example, share=False),
+    "pairs": TokenCounts(dpo_example),
+    "pairs, learned positions": TokenCounts(dpo_example, model="gpt2"),
+    "pairs, each row its own prompt": TokenCounts(dpo_example, share=False),
 }
 
 

@@ -399,10 +399,10 @@ def test_the_code_of_a_model_counts(base, tmp_path, workshop, monkeypatch):
         code._edited.cache_clear()  # another process
         monkeypatch.delitem(sys.modules, "edited", raising=False)
         model = importlib.import_module("edited").Edited.from_pretrained(workshop.model("untied"))
-        assert ReferenceWeights(model).untold() is None
+        assert ReferenceWeights(model).uncacheable() is None
         found |= {identity(model), identity(model)}
     assert len(found) == 3
     typed = {"__name__": "typed_in"}
     exec(_EDITED.format("one"), typed)
     nowhere = typed["Edited"].from_pretrained(workshop.model("untied"))
-    assert "`typed_in.Edited`" in ReferenceWeights(nowhere).untold()
+    assert "`typed_in.Edited`" in ReferenceWeights(nowhere).uncacheable()

@@ -25,11 +25,11 @@ from trl_ext.heads import dense as given_product
 from trl_ext.heads import products, tiled
 from trl_ext.heads import tiled as trained
 from trl_ext.heads.adapters import Factors, ReplacedRows, low_rank_term
-from trl_ext.heads.dense import log_probs_of_product
+from trl_ext.heads.dense import log_probs_from_logits
 from trl_ext.heads.linear_log_probs import linear_log_probs, run_head
 from trl_ext.heads.logits import LogitTransform
 from trl_ext.packing import layout as gather
-from trl_ext.packing.layout import picked
+from trl_ext.packing.layout import index_select_fp32_grad
 
 TRANSFORM = LogitTransform(0.7, 1.3, 20.0)
 V, H = 300, 16
@@ -71,7 +71,7 @@ def head_with_adapter(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def given_logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return log_probs_of_product(hidden @ weight.t() + bias, TARGETS, TRANSFORM, ("log_probs",)).log_probs
+    return log_probs_from_logits(hidden @ weight.t() + bias, TARGETS, TRANSFORM, ("log_probs",)).log_probs
 
 
 HEADS = [frozen_head, trained_head, dense_head, head_with_adapter, given_logits]
@@ -124,12 +124,12 @@ def test_a_checkpointed_head_has_the_same_gradients(head: Callable[..., Tensor],
 
 # Every autograd function of the package, in a call that has it in its graph: from inputs to a tensor
 FUNCTIONS: dict[type, Callable[..., Tensor]] = {
-    tiled.FrozenHead: frozen_head,
-    trained.TrainedHead: trained_head,
-    given_product._OfProduct: given_logits,
+    tiled.TiledLogProbsFrozen: frozen_head,
+    trained.TiledLogProbsRecompute: trained_head,
+    given_product._LogProbsFromLogits: given_logits,
     products.ExactLinear: dense_head,
-    gather._Picked: lambda hidden, *_: picked(hidden.bfloat16(), TARGETS % 3).sum(1),
-    gradient_factor._GradientTimes: lambda hidden, *_: gradient_factor.with_gradient_times(hidden, 0.5).sum(1),
+    gather._IndexSelectFP32Grad: lambda hidden, *_: index_select_fp32_grad(hidden.bfloat16(), TARGETS % 3).sum(1),
+    gradient_factor._ScaleGrad: lambda hidden, *_: gradient_factor.scale_grad(hidden, 0.5).sum(1),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from packaging.requirements import Requirement
 
-from ..distributed.detect import running
+from ..distributed.detect import detect_engine
 from ..heads.kernels.choice import why_not_triton
 from ..scoring.checks import self_test
 from ..version import __version__
@@ -25,7 +25,7 @@ def run(arguments: list[str]) -> int:
     rows = [("trl_ext", f"{__version__}, Python {platform.python_version()}, {platform.platform()}", True)]
     rows += [*_required(), *_optional()]
     accelerator = Accelerator()
-    rows.append(("engine", f"{running(accelerator, torch.nn.Linear(1, 1))}", True))
+    rows.append(("engine", f"{detect_engine(accelerator, torch.nn.Linear(1, 1))}", True))
     rows += [row for device in _devices() for row in _head_on(device)]
     for name, words, fine in rows:
         print(f"{name:<15}{'ok' if fine else 'WRONG':<7}{words}")

@@ -88,7 +88,7 @@ def trl_loss(
         return trl.DPOTrainer._compute_loss(trainer, model, batch, return_outputs)
 
 
-def trl_loss_again(
+def recompute_trl_loss(
     trainer: DPOInternals, outputs: Any, batch: dict[str, Any], but: Collection[str], sums: Any = None
 ) -> Any:
     """The loss from outputs that are there already, with no metric logged; with `sums` in the reference's place."""

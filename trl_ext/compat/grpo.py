@@ -17,7 +17,7 @@ from trl.trainer.utils import is_async_callable
 from .replaced import module_of, names_replaced, replaced
 
 
-def noting_nan(reward: Any, noted: set[int]) -> Any:
+def nan_rewards_noted(reward: Any, noted: set[int]) -> Any:
     """The reward function, which puts into `noted` the places of completions that it gives NaN; a model as it is."""
     if isinstance(reward, nn.Module):
         return reward
@@ -176,7 +176,7 @@ class Generation:
         is_trls = getattr(calculate, "__func__", None) is trl.GRPOTrainer._calculate_rewards
         noted = {}
         if is_trls and mode(trainer) == "train" and trainer.state.global_step == 0:
-            noted["reward_funcs"] = [noting_nan(reward, self.gave_nan_at) for reward in trainer.reward_funcs]
+            noted["reward_funcs"] = [nan_rewards_noted(reward, self.gave_nan_at) for reward in trainer.reward_funcs]
         with replaced(trainer, **noted):
             yield
 
@@ -212,7 +212,7 @@ class Buffer:
             return []
         every = len(buffer) * trainer.num_iterations
         visits = min(every - trainer._step % every, len(buffer) + 1)
-        return [buffer[(trainer._step + visit) % len(buffer)] for visit in range(visits)]
+        return [buffer[(trainer._step + loss_inputs) % len(buffer)] for loss_inputs in range(visits)]
 
     def present(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
         to_come = self.to_come()

@@ -16,7 +16,7 @@ SHARDED_PARAMETERS, TENSOR_PARALLEL = "sharding of parameters", "tensor parallel
 _COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
-class Wish(NamedTuple):
+class RequestedEngine(NamedTuple):
     """An engine that was asked for, and what asks for it."""
 
     engine: str
@@ -24,29 +24,29 @@ class Wish(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class EngineRequest:
     """What the environment and the arguments ask for.
 
     Args:
         processes (`int`, *optional*): how many; `None` where all that is known is that they are several.
         processes_by (`str`, *optional*): what asks for several.
         cpu (`bool`): whether the CPU is to be used.
-        wishes (`tuple[Wish, ...]`): engines.
+        wishes (`tuple[RequestedEngine, ...]`): engines.
     """
 
     processes: int | None
     processes_by: str | None
     cpu: bool
-    wishes: tuple[Wish, ...]
+    wishes: tuple[RequestedEngine, ...]
 
 
-def asked(environment: Mapping[str, str], args: Any) -> Asked:
+def requested_engine(environment: Mapping[str, str], args: Any) -> EngineRequest:
     """What the `environment` and the `args` (`TrainingArguments`) of a trainer ask for.
 
     The environment is that before the trainer's `Accelerator` exists, which writes the arguments into it.
     """
     processes, processes_by = _processes(environment)
-    return Asked(
+    return EngineRequest(
         processes=processes,
         processes_by=processes_by,
         cpu=_is_true(environment, "ACCELERATE_USE_CPU") or args.use_cpu,
@@ -69,18 +69,18 @@ def _processes(environment: Mapping[str, str]) -> tuple[int | None, str | None]:
     return 1, None
 
 
-def _by_launcher(environment: Mapping[str, str]) -> list[Wish]:
+def _by_launcher(environment: Mapping[str, str]) -> list[RequestedEngine]:
     wishes = []
     if _is_true(environment, "ACCELERATE_USE_FSDP"):
         # `FSDP_VERSION=1` is also what a config without a version gets
         version = "2" if environment.get("FSDP_VERSION") == "2" else ""
-        wishes.append(Wish(f"FSDP{version}", "`ACCELERATE_USE_FSDP`" + ", `FSDP_VERSION=2`" * bool(version)))
+        wishes.append(RequestedEngine(f"FSDP{version}", "`ACCELERATE_USE_FSDP`" + ", `FSDP_VERSION=2`" * bool(version)))
     if _is_true(environment, "ACCELERATE_USE_DEEPSPEED"):
         stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
         if stage is None:  # it stands in a file of DeepSpeed's own
-            wishes.append(Wish("DeepSpeed", "`ACCELERATE_USE_DEEPSPEED`"))
+            wishes.append(RequestedEngine("DeepSpeed", "`ACCELERATE_USE_DEEPSPEED`"))
         else:
-            wishes.append(Wish(f"DeepSpeed ZeRO-{stage}", f"`ACCELERATE_DEEPSPEED_ZERO_STAGE={stage}`"))
+            wishes.append(RequestedEngine(f"DeepSpeed ZeRO-{stage}", f"`ACCELERATE_DEEPSPEED_ZERO_STAGE={stage}`"))
     if _is_true(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         wishes += _sizes(
             lambda axis: int(environment.get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", 1)),
@@ -90,12 +90,12 @@ def _by_launcher(environment: Mapping[str, str]) -> list[Wish]:
     return wishes
 
 
-def _by_arguments(args: Any) -> list[Wish]:
+def _by_arguments(args: Any) -> list[RequestedEngine]:
     wishes = []
     if args.fsdp_plugin_args:
-        wishes.append(Wish(f"FSDP{args.fsdp_plugin_args['fsdp_version']}", "the argument `fsdp`"))
+        wishes.append(RequestedEngine(f"FSDP{args.fsdp_plugin_args['fsdp_version']}", "the argument `fsdp`"))
     if args.deepspeed:
-        wishes.append(Wish("DeepSpeed", "the argument `deepspeed`"))
+        wishes.append(RequestedEngine("DeepSpeed", "the argument `deepspeed`"))
     if args.parallelism_config is not None:
         wishes += _sizes(
             lambda axis: getattr(args.parallelism_config, f"{axis}_size"),
@@ -113,8 +113,10 @@ def _by_arguments(args: Any) -> list[Wish]:
     return wishes
 
 
-def _sizes(size_of: Callable[[str], int], by: Callable[[str, int], str], engines: dict[str, str]) -> list[Wish]:
-    return [Wish(engine, by(axis, size)) for axis, engine in engines.items() if (size := size_of(axis)) > 1]
+def _sizes(
+    size_of: Callable[[str], int], by: Callable[[str, int], str], engines: dict[str, str]
+) -> list[RequestedEngine]:
+    return [RequestedEngine(engine, by(axis, size)) for axis, engine in engines.items() if (size := size_of(axis)) > 1]
 
 
 _HELD_BY_ALL = "each holds the whole model, and gradients are averaged"
@@ -127,7 +129,7 @@ _SHARDED_AT_STAGE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class DetectedEngine:
     """What runs, as far as it is known.
 
     Args:
@@ -218,14 +220,14 @@ class Running:
         return [*held, _HELD_BY_ALL] if others > 1 else held
 
 
-def running(accelerator: Any, model: nn.Module, wrapped: nn.Module | None = None) -> Running:
+def detect_engine(accelerator: Any, model: nn.Module, wrapped: nn.Module | None = None) -> DetectedEngine:
     """What runs, by the trainer's `accelerator` and `model`, and by the model `wrapped` as `prepare` returned it."""
     state = accelerator.state
     distributed_type = state.distributed_type.value
     deepspeed = state.deepspeed_plugin if distributed_type == "DEEPSPEED" else None
     parallelism = getattr(accelerator, "parallelism_config", None)  # accelerate 1.10 and later
     axes = () if parallelism is None else ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    return Running(
+    return DetectedEngine(
         distributed_type=distributed_type,
         processes=state.num_processes,  # under tensor parallelism the accelerator may count copies of the model
         in_group=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
@@ -274,7 +276,7 @@ _FIND_GPU = (
 _WRAPPING = {"FSDP2": "DTensor", None: "DTensor"}
 
 
-def fallback(asked: Asked, running: Running) -> str | None:
+def engine_mismatch(asked: EngineRequest, running: DetectedEngine) -> str | None:
     """What was asked for, what runs, and what to do; `None` where the two agree.
 
     Of accelerate's types for TPU and Megatron-LM nothing is known here, and nothing said.
@@ -291,7 +293,7 @@ def fallback(asked: Asked, running: Running) -> str | None:
     )
 
 
-def _unrelated(asked: Asked, running: Running) -> str | None:
+def _unrelated(asked: EngineRequest, running: DetectedEngine) -> str | None:
     """Of processes that should train together, and do not."""
     if asked.processes is None and running.processes == 1:
         return (
@@ -315,7 +317,7 @@ def _unrelated(asked: Asked, running: Running) -> str | None:
     return None
 
 
-def _other_engine(asked: Asked, running: Running) -> str | None:
+def _other_engine(asked: EngineRequest, running: DetectedEngine) -> str | None:
     """Of an engine that was asked for and does not run."""
     for wish in asked.wishes:
         if wish.engine not in running.provides:
@@ -324,7 +326,7 @@ def _other_engine(asked: Asked, running: Running) -> str | None:
     return None
 
 
-def _remedy(wish: Wish, asked: Asked, running: Running) -> str:
+def _remedy(wish: RequestedEngine, asked: EngineRequest, running: DetectedEngine) -> str:
     if "distributed_config" in wish.by:
         return (
             "The model was not loaded with it: TRL leaves `model_init_kwargs` out where it is given a model. Give it "
@@ -354,7 +356,7 @@ def _remedy(wish: Wish, asked: Asked, running: Running) -> str:
     return f"Launch with `accelerate launch` and a config of `{_CONFIGS}`."
 
 
-def _twice(running: Running) -> str | None:
+def _twice(running: DetectedEngine) -> str | None:
     """Of a model that transformers has sharded, and accelerate is to shard again."""
     if running.fsdp_version is not None and running.sharded_at_loading:
         return (
@@ -364,7 +366,7 @@ def _twice(running: Running) -> str | None:
     return None
 
 
-def _split_by_deepspeed(running: Running) -> str | None:
+def _split_by_deepspeed(running: DetectedEngine) -> str | None:
     """Of layers that DeepSpeed splits: its head holds a share of the vocabulary, and nothing on it says so."""
     if running.autotp_size > 1:
         return (
@@ -376,7 +378,7 @@ def _split_by_deepspeed(running: Running) -> str | None:
     return None
 
 
-def _other_wrapping(running: Running) -> str | None:
+def _other_wrapping(running: DetectedEngine) -> str | None:
     """Of a model that is not wrapped as its engine wraps it, once that is known."""
     if running.wrapping is None or running.name == "one process":
         return None

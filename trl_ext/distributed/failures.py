@@ -43,7 +43,7 @@ class RankError(RuntimeError):
 
 
 @contextmanager
-def roll_call() -> Iterator[None]:
+def rank_failures_reported() -> Iterator[None]:
     """Within, a collective that fails on this rank is raised as an error that names the rank that made it fail.
 
     Every rank enters it as often as the others. An error of this rank's own is raised as it is, and the others name it.
@@ -56,14 +56,14 @@ def roll_call() -> Iterator[None]:
         yield
         return
     _calls += 1
-    attendant = _Attendant(PrefixStore(f"trl_ext/roll_call/{_calls}", _get_default_store()))
+    attendant = RankMonitor(PrefixStore(f"trl_ext/rank_failures_reported/{_calls}", _get_default_store()))
     try:
         yield
     except Exception as error:
         if not _is_of_a_collective(error):
             attendant.tell(error)
             raise
-        raise RankError(f"{attendant.verdict()} {_ADVICE}") from error
+        raise RankError(f"{attendant.diagnosis()} {_ADVICE}") from error
     finally:
         attendant.ended.set()
 
@@ -77,7 +77,7 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
     return False
 
 
-class _Attendant:
+class RankMonitor:
     """Answers for this rank, and conducts the roll call if it is the first to fail.
 
     Args:
@@ -121,7 +121,7 @@ class _Attendant:
         words = "".join(traceback.format_exception_only(error)).strip()
         self._in_time(lambda store: self._failed(store, f"failed: {words}"))
 
-    def verdict(self) -> str:
+    def diagnosis(self) -> str:
         """Which rank made a collective fail here, and how, as all ranks report it."""
         found = self._in_time(lambda store: self._failed(store, _WAITED))
         # Who conducted may have taken the store with it
@@ -131,8 +131,8 @@ class _Attendant:
         store.set(f"answer/{self.rank}", answer)
         if store.compare_set(_CALLED, "", str(self.rank)).decode() == str(self.rank):
             own = answer.startswith("failed")
-            verdict = f"{self._name} {answer}" if own else self._call(store)
-            store.set(_VERDICT, verdict)
+            diagnosis = f"{self._name} {answer}" if own else self._call(store)
+            store.set(_VERDICT, diagnosis)
             if self.rank == 0 and not _store_is_the_launchers():
                 self._wait(store, "heard", but=0)
         return store.get(_VERDICT).decode()

@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-def with_gradient_times(x: Tensor, factor: float) -> Tensor:
+def scale_grad(x: Tensor, factor: float) -> Tensor:
     """`x`, or a view of it, whose gradient is multiplied by `factor`."""
     if factor == 1.0 or not x.requires_grad:
         return x
-    return cast(Tensor, _GradientTimes.apply(x, factor))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ScaleGrad.apply(x, factor))  # type: ignore[no-untyped-call]
 
 
-class _GradientTimes(torch.autograd.Function):
+class _ScaleGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .lora import complete_adapters
 from .sequence_parallel import SequenceGroup, batches_stay_whole
-from .tensor_parallel import OncePerCopy, TensorParallel
+from .tensor_parallel import DataParallelAccelerator, TensorParallel
 
 
 class Ranks:
@@ -30,11 +30,11 @@ class Ranks:
         self.tensor_parallel = TensorParallel.of(model)
         if self.tensor_parallel is not None:
             complete_adapters(model, self.tensor_parallel)
-            accelerator = OncePerCopy(accelerator, self.tensor_parallel)
+            accelerator = DataParallelAccelerator(accelerator, self.tensor_parallel)
         self.sequence = SequenceGroup.of(accelerator)
         if self.sequence is not None:
             batches_stay_whole(accelerator, self.sequence)
-            accelerator = OncePerCopy(accelerator, self.sequence.ranks)
+            accelerator = DataParallelAccelerator(accelerator, self.sequence.ranks)
         self.accelerator = accelerator
         return accelerator
 
@@ -61,7 +61,7 @@ class Ranks:
     def every(self) -> Any:
         """The accelerator to which each rank is a process of its own."""
         held = self.accelerator
-        return held.of_every_rank if isinstance(held, OncePerCopy) else held
+        return held.of_every_rank if isinstance(held, DataParallelAccelerator) else held
 
     @property
     def device(self) -> torch.device:

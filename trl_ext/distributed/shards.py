@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .gradients import with_gradient_times
+from .gradients import scale_grad
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named anew in torch 2.13
 
@@ -62,7 +62,7 @@ def whole_tensor(x: DTensor) -> Tensor:
     # The ranks of a tensor parallel group have the same tokens, so each has the whole gradient
     placements = [Replicate() if name == "tp" else Partial() for name in names]
     own_tokens = prod(size for name, size in zip(names, x.device_mesh.shape, strict=True) if name != "tp")
-    return with_gradient_times(x.full_tensor(grad_placements=placements), 1 / own_tokens)
+    return scale_grad(x.full_tensor(grad_placements=placements), 1 / own_tokens)
 
 
 def is_zero3(parameter: Any) -> bool:
@@ -109,7 +109,7 @@ def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
     here: list[Any] = [Shard(0) if number == axis else Replicate() for number in range(x.device_mesh.ndim)]
     gradient = [Shard(0) if number == axis else Partial() for number in range(x.device_mesh.ndim)]
     local = x.redistribute(placements=here).to_local(grad_placements=gradient)
-    return with_gradient_times(local, 1 / prod(others))
+    return scale_grad(local, 1 / prod(others))
 
 
 def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:

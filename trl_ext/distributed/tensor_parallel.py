@@ -117,7 +117,7 @@ def tensor_parallel_mesh(param: Tensor) -> Any:
     return None
 
 
-class OncePerCopy:
+class DataParallelAccelerator:
     """An accelerator for which each copy of the model is one process: what its ranks have in common counts once.
 
     All but the members below is the accelerator's own, which still talks to every rank.

@@ -79,7 +79,7 @@ def log_probs_of(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def log_probs_of_product(
+def log_probs_from_logits(
     product: Tensor,
     targets: Tensor,
     transform: LogitTransform,
@@ -93,10 +93,10 @@ def log_probs_of_product(
     """
     product = product.to(torch.float64 if product.dtype == torch.float64 else torch.float32)
     entropy_grad = entropy_requires_grad and "entropy" in outputs
-    return LinearLogProbs(*_OfProduct.apply(product, targets, transform, outputs, entropy_grad))
+    return LinearLogProbs(*_LogProbsFromLogits.apply(product, targets, transform, outputs, entropy_grad))
 
 
-class _OfProduct(torch.autograd.Function):
+class _LogProbsFromLogits(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -138,6 +138,6 @@ class _OfProduct(torch.autograd.Function):
             vocabulary = product.shape[1]
             coefficients = Coefficients(*(maximum, sum_exp, target_logit, entropy), upstream, ctx.transform, vocabulary)
             logits = ctx.transform.apply_(product.clone())
-            bracket = coefficients.of_others_(every, targets, logits, torch.empty_like(logits))
-            gradient = coefficients.with_target_(every, targets, bracket).mul_(coefficients.size[:, None])
+            nontarget_grad = coefficients.nontarget_grad_(every, targets, logits, torch.empty_like(logits))
+            gradient = coefficients.add_target_grad_(every, targets, nontarget_grad).mul_(coefficients.size[:, None])
         return gradient, None, None, None, None

@@ -56,42 +56,42 @@ class Coefficients:
         target = g * log_q.exp()
         in_proportion = -g if k is None else -g - k  # to p_v
         self.offset: Tensor | None = None
-        self.slope_of_surprise: Tensor | None = None
+        self.entropy_slope: Tensor | None = None
         if e is None or entropy is None:
             row_factor = in_proportion * share
         else:
             at_maximum = in_proportion - e * (log_q - sum_exp.log() + entropy)
             larger = torch.where(at_maximum.abs() >= e.abs(), at_maximum, -e)
-            self.offset, self.slope_of_surprise = at_maximum / _nonzero(larger), -e / _nonzero(larger)
+            self.offset, self.entropy_slope = at_maximum / _nonzero(larger), -e / _nonzero(larger)
             row_factor = larger * share
             target = target - e * log_p.exp() * (log_p + entropy)
         self.scale: Tensor | None = None
-        self.same_for_all: Tensor | None = None
+        self.uniform_grad: Tensor | None = None
         if k is not None:
             of_each = k / vocabulary
             target = target + of_each - k * log_p.exp()
             larger = torch.where(row_factor.abs() >= of_each.abs(), row_factor, of_each)
-            self.scale, self.same_for_all = row_factor / _nonzero(larger), of_each / _nonzero(larger)
+            self.scale, self.uniform_grad = row_factor / _nonzero(larger), of_each / _nonzero(larger)
             row_factor = larger
         self.row_factor = self.whole_factor = row_factor * transform.slope
         self.target = self.whole_target = target * transform.derivative(target_logit)
 
-    def of_others_(self, rows: slice, local: Tensor, logits: Tensor, scratch: Tensor) -> Tensor:
+    def nontarget_grad_(self, rows: slice, local: Tensor, logits: Tensor, scratch: Tensor) -> Tensor:
         """The bracket for this tile, 0 in the target's column; both buffers are overwritten."""
-        bend = self.transform.bend(logits)
+        softcap_derivative = self.transform.softcap_derivative(logits)
         shifted = logits.sub_(self.maximum[rows, None])
-        bracket = torch.exp(shifted, out=scratch)
-        if self.slope_of_surprise is not None and self.offset is not None:
-            bracket.mul_(shifted.mul_(self.slope_of_surprise[rows, None]).add_(self.offset[rows, None]))
-        if self.same_for_all is not None and self.scale is not None:
-            bracket.mul_(self.scale[rows, None]).add_(self.same_for_all[rows, None])
-        if bend is not None:
-            bracket.mul_(bend)
-        return _put(bracket, local, torch.zeros_like(self.maximum[rows]))
+        nontarget_grad = torch.exp(shifted, out=scratch)
+        if self.entropy_slope is not None and self.offset is not None:
+            nontarget_grad.mul_(shifted.mul_(self.entropy_slope[rows, None]).add_(self.offset[rows, None]))
+        if self.uniform_grad is not None and self.scale is not None:
+            nontarget_grad.mul_(self.scale[rows, None]).add_(self.uniform_grad[rows, None])
+        if softcap_derivative is not None:
+            nontarget_grad.mul_(softcap_derivative)
+        return _put(nontarget_grad, local, torch.zeros_like(self.maximum[rows]))
 
-    def with_target_(self, rows: slice, local: Tensor, bracket: Tensor) -> Tensor:
+    def add_target_grad_(self, rows: slice, local: Tensor, nontarget_grad: Tensor) -> Tensor:
         """The whole gradient of this tile's products, in the place of the bracket."""
-        return _put(bracket.mul_(self.whole_factor[rows, None]), local, self.whole_target[rows])
+        return _put(nontarget_grad.mul_(self.whole_factor[rows, None]), local, self.whole_target[rows])
 
     def unit(self) -> Tensor:
         """A power of two near the largest coefficient, so that fp16 does not lose them where the loss is small."""

@@ -34,7 +34,7 @@ class LogitTransform:
         """dz/dx without a softcap, or far from it."""
         return self.logit_scale / self.temperature
 
-    def bend(self, logits: Tensor) -> Tensor | None:
+    def softcap_derivative(self, logits: Tensor) -> Tensor | None:
         """What a softcap multiplies the slope by where the logits are `logits`: 1 - tanh^2, of their shape."""
         if self.softcap is None:
             return None
@@ -43,8 +43,8 @@ class LogitTransform:
 
     def derivative(self, logits: Tensor) -> Tensor | float:
         """dz/dx where the logits are `logits`: a tensor of their shape with a softcap, one number without."""
-        bend = self.bend(logits)
-        return self.slope if bend is None else bend.mul_(self.slope)
+        softcap_derivative = self.softcap_derivative(logits)
+        return self.slope if softcap_derivative is None else softcap_derivative.mul_(self.slope)
 
 
 class LinearLogProbs(NamedTuple):

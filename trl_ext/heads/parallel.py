@@ -56,7 +56,7 @@ class OneProcess:
 
 
 @dataclass(frozen=True)
-class SameTokens:
+class ReplicatedTokens:
     """The rows are spread over a group whose ranks all have the same tokens, as under tensor parallelism."""
 
     group: dist.ProcessGroup
@@ -69,7 +69,7 @@ class SameTokens:
 
 
 @dataclass(frozen=True)
-class OwnTokens:
+class ShardedTokens:
     """The rows are spread over a group whose ranks have tokens of their own, also none: as under FSDP2 and ZeRO-3.
 
     `counts`: how many tokens each rank has.
@@ -90,7 +90,7 @@ class OwnTokens:
         return _combine_(statistics, self.group)
 
 
-Exchange = OneProcess | SameTokens | OwnTokens
+Exchange = OneProcess | ReplicatedTokens | ShardedTokens
 
 
 def tokens_of_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:
@@ -209,7 +209,7 @@ def shard_of_group(
             "`own_tokens=True` if each rank has its own."
         )
     check_range(min(lowest for *_, lowest, _ in numbers), max(highest for *_, highest in numbers), total)
-    return VocabularyShard(total, first, OwnTokens(group, tuple(tokens)) if own_tokens else SameTokens(group))
+    return VocabularyShard(total, first, ShardedTokens(group, tuple(tokens)) if own_tokens else ReplicatedTokens(group))
 
 
 def range_of(targets: Tensor) -> tuple[int, int]:

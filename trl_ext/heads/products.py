@@ -53,7 +53,7 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
 def multiplies_halves(device: torch.device) -> bool:
     """Whether torch has a product of two half-precision operands that leaves fp32 there: seen by making one.
 
-    Warns where a CUDA device has none. Running out of memory raises, and says nothing about the next time.
+    Warns where a CUDA device has none. DetectedEngine out of memory raises, and says nothing about the next time.
     """
     if device.type != "cuda":
         return False

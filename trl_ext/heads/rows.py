@@ -35,7 +35,7 @@ class Rows(Protocol):
         """
 
 
-class RowsHere:
+class LocalShards:
     """Rows that lie on this rank."""
 
     def __init__(self, blocks: tuple[Block, ...], targets: Tensor, vocabulary: int) -> None:
@@ -56,7 +56,7 @@ class RowsHere:
         return found
 
 
-class RowsInTurn:
+class BroadcastShards:
     """Rows spread over a group, each rank's sent to all in turn, while the tiles of the slice before are folded.
 
     Two slices stand on a rank at a time, beside its own rows.

@@ -17,7 +17,7 @@ from .kernels.choice import TileWork, work_of
 from .logits import LinearLogProbs, LogitTransform
 from .parallel import Part, VocabularyShard
 from .products import coefficients_dtype, matmul_into, project_into, statistics_dtype
-from .rows import Block, Rows, RowsHere
+from .rows import Block, LocalShards, Rows
 from .statistics import RunningStatistics
 from .tiles import Tile, columns_per_tile, rows_per_tile
 
@@ -55,7 +55,7 @@ class Head:
             return self.shard.rows_for(targets)
         # An engine may have made the weight's rows readable only now
         vocabulary = self.shard.vocabulary or len(weight)
-        return RowsHere((Block(self.shard.first, weight, bias),), targets, vocabulary)
+        return LocalShards((Block(self.shard.first, weight, bias),), targets, vocabulary)
 
     def tiles(self, x: Operands, rows: Rows) -> Iterator[Tile]:
         """Every tile, classes outermost, so that each slice of the weight is cast once."""

@@ -15,7 +15,7 @@ from .scan import Head, gathered, joined, scan
 from .tiles import Tile
 
 
-class TrainedHead(torch.autograd.Function):
+class TiledLogProbsRecompute(torch.autograd.Function):
     """Log-probs, entropy and mean log-probs with a gradient to every operand.
 
     The backward recomputes the tiles.
@@ -124,11 +124,11 @@ class _Gradients:
             "whole": self.sums["dtype"] if of_classes else operand if self.weight is not None else None,
         }
         for tile in head.tiles(x, rows):
-            bracket, whole = work.gradient(coefficients, tile, targets_M[tile.tokens], **dtypes)
-            if grad_hidden is not None and bracket is not None:
-                matmul_into(grad_hidden[tile.tokens], bracket.to(operand), tile.weight, accumulate=True)
-            if grad_down is not None and bracket is not None and tile.up is not None:
-                matmul_into(grad_down[tile.tokens], bracket, tile.up, accumulate=True)
+            nontarget_grad, whole = work.gradient(coefficients, tile, targets_M[tile.tokens], **dtypes)
+            if grad_hidden is not None and nontarget_grad is not None:
+                matmul_into(grad_hidden[tile.tokens], nontarget_grad.to(operand), tile.weight, accumulate=True)
+            if grad_down is not None and nontarget_grad is not None and tile.up is not None:
+                matmul_into(grad_down[tile.tokens], nontarget_grad, tile.up, accumulate=True)
             if whole is not None:
                 self._add_of_classes_(head, tile, whole, len(x.hidden))
         if grad_hidden is not None:
@@ -137,7 +137,7 @@ class _Gradients:
             self.hidden.append(part.summed(grad_hidden.mul_(coefficients.size[:, None])))
         if grad_down is not None and x.up is not None:
             grad_down.mul_(coefficients.row_factor[:, None])
-            # Clamped as in RowsHere
+            # Clamped as in LocalShards
             of_targets = x.up[targets_M.clamp(0, len(x.up) - 1)].to(head.up_dtype).to(grad_down.dtype)
             grad_down.addcmul_(of_targets, coefficients.target[:, None])
             self.down.append(grad_down.mul_(coefficients.size[:, None]))
@@ -191,7 +191,7 @@ def score(head: Head, x: Operands, targets: Tensor) -> LinearLogProbs:
     return joined(scored)
 
 
-class FrozenHead(torch.autograd.Function):
+class TiledLogProbsFrozen(torch.autograd.Function):
     """Log-probs whose gradient goes to the hidden states alone, formed in the forward.
 
     d log p_t / dh = (1 - p_t) (c_t W_t - sum_{v != t} q_v c_v W_v), with q the softmax over the others and c = dz/dx.
@@ -248,5 +248,5 @@ def tiled_log_probs(head: Head, x: Operands, targets: Tensor, *, entropy_require
     if not torch.is_grad_enabled() or not differentiable or not any(needed):
         return score(head, x, targets)
     if any(needed[1:]) or entropy_grad or mean_grad:
-        return LinearLogProbs(*TrainedHead.apply(head, targets, entropy_grad, *x))
-    return LinearLogProbs(*FrozenHead.apply(head, targets, x, x.hidden))
+        return LinearLogProbs(*TiledLogProbsRecompute.apply(head, targets, entropy_grad, *x))
+    return LinearLogProbs(*TiledLogProbsFrozen.apply(head, targets, x, x.hidden))

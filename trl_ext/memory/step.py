@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from ..heads.linear_log_probs import run_head
 from ..heads.tiles import columns_per_tile, rows_per_tile
-from ..packing.layout import Layout, picked
+from ..packing.layout import Layout, index_select_fp32_grad
 from ..packing.packing import Packing
-from ..scoring.head import OtherHead, head_parts, logit_transform
-from ..scoring.weight_layout import rows_of_head
+from ..scoring.head import OpaqueHead, logit_transform, resolve_head
+from ..scoring.weight_layout import weight_layout_of
 from .records import AllocationRecords, one_rank_of, under_fsdp2
 
 Engine = Literal["one_process", "ddp", "fsdp2"]
@@ -171,14 +171,14 @@ def _scored(step: Step, packing: Packing, inner: Any, layout: Layout) -> Tensor:
         hidden_TH = inner.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
     starts_B = torch.arange(step.rows) * step.tokens + step.tokens - step.scored
     at_N = (starts_B.unsqueeze(1) + torch.arange(step.scored)).flatten()
-    return picked(hidden_TH, at_N)
+    return index_select_fp32_grad(hidden_TH, at_N)
 
 
 def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
-    parts = head_parts(inner.get_output_embeddings())
-    if isinstance(parts, OtherHead) or parts.adapter is not None:
+    parts = resolve_head(inner.get_output_embeddings())
+    if isinstance(parts, OpaqueHead) or parts.adapter is not None:
         raise NotImplementedError("The memory of an adapter on the LM head is not known: leave `lm_head` out of it.")
-    rows = rows_of_head(
+    rows = weight_layout_of(
         parts,
         hidden_NH,
         outputs=step.outputs,

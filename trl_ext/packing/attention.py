@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from .layout import Layout, picked
+from .layout import Layout, index_select_fp32_grad
 
 KEYWORD = "packed_layout"
 _NAME = "trl_ext_packed"
@@ -121,7 +121,10 @@ def _attended(
     """`(1, T, heads, head_size)`, by the fastest kernel that knows all of `options`."""
     key_KHD, value_KHD = key_THD, value_THD
     if layout.shared:
-        key_KHD, value_KHD = picked(key_KHD, layout.keys_K), picked(value_KHD, layout.keys_K)
+        key_KHD, value_KHD = (
+            index_select_fp32_grad(key_KHD, layout.keys_K),
+            index_select_fp32_grad(value_KHD, layout.keys_K),
+        )
     if "flash" in layout.implementation:
         return _users_flash(module, query_THD, key_KHD, value_KHD, layout, options)
     scaling, sliding_window = options["scaling"], options["sliding_window"]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class _Picked(torch.autograd.Function):
+class _IndexSelectFP32Grad(torch.autograd.Function):
     """`x.index_select(dim, index)`. Its own backward would add half-precision copies in half precision: with 64
     completions of a prompt the sum's error is 8 times that of one rounding."""
 
@@ -37,9 +37,9 @@ class _Picked(torch.autograd.Function):
         return total.index_add_(ctx.dim, index, gradient.to(sums)).to(gradient.dtype), None, None
 
 
-def picked(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+def index_select_fp32_grad(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     """`x.index_select(dim, index)`, whose gradient sums repeated places in fp32 (float64 for float64)."""
-    return _Picked.apply(x, index, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _IndexSelectFP32Grad.apply(x, index, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Segment(NamedTuple):
@@ -152,7 +152,7 @@ class Layout:
         self._meetings[0] += 1
 
     @property
-    def meetings(self) -> int:
+    def reads(self) -> int:
         """How often an attention module has read this layout."""
         return self._meetings[0]
 

@@ -103,7 +103,7 @@ class Packing:
         # A mask of four dimensions is handed on as it is. A layer that reads it instead of the layout must not pass
         # for right: it finds NaN there.
         mask = torch.full((1, 1, 1, 1), torch.nan, device=device)
-        before = layout.meetings
+        before = layout.reads
         row = layout.input_ids, layout.position_ids
         input_ids, position_ids = row if layout.shard is None else (layout.shard.columns(x) for x in row)
         outputs = model.base_model(
@@ -113,7 +113,7 @@ class Packing:
             **given,
             **{KEYWORD: layout},
         )
-        if layout.meetings == before:
+        if layout.reads == before:
             raise LayoutNotReadError("its layers do not hand their keyword arguments on to their attention")
         return outputs
 

@@ -26,7 +26,7 @@ class DPOFacts:
         not_storable (`str`, *optional*): why a sequence's token ids do not determine its reference log-probs.
         drifts (`str`, *optional*): why the reference changes as the policy is trained.
         varies (`str`, *optional*): why two passes of the reference over the same sequence differ.
-        untold (`str`, *optional*): why the reference cannot be told from another one of a later run.
+        uncacheable (`str`, *optional*): why the reference cannot be told from another one of a later run.
         own_loss (`str`, *optional*): the `compute_loss` of a subclass, where it does not call ours.
     """
 
@@ -41,7 +41,7 @@ class DPOFacts:
     not_storable: str | None
     drifts: str | None
     varies: str | None
-    untold: str | None
+    uncacheable: str | None
     own_loss: str | None
 
 
@@ -100,14 +100,14 @@ def _without_columns(facts: DPOFacts) -> DPOPlan:
     every = f"{needed}it is {what}, run on every micro-batch, because"
     if facts.storage == "off":
         return plan("run", f'{every} `reference_store="off"`.', source="pass")
-    # Asked for beforehand, the reference is what it is before training: fixed, whatever happens to it later
+    # EngineRequest for beforehand, the reference is what it is before training: fixed, whatever happens to it later
     if facts.not_storable or (not facts.precompute and (facts.drifts or facts.varies)):
         return plan("run", f"{every} {facts.not_storable or facts.drifts or facts.varies}.", source="pass")
     # Values that vary are this run's alone
-    durable = facts.storage == "disk" and not facts.varies and not facts.untold
+    durable = facts.storage == "disk" and not facts.varies and not facts.uncacheable
     place = "and its per-token values are kept in memory"
     if facts.storage == "disk" and not durable:
-        place += f", for this run only, because {facts.varies or facts.untold}"
+        place += f", for this run only, because {facts.varies or facts.uncacheable}"
     if durable:
         place = (
             f"unless an earlier run with the same reference has done so; per-token values are kept in {facts.folder} "

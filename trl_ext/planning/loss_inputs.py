@@ -14,7 +14,7 @@ from .sampler_ratio import SamplerRatio
 
 
 @dataclass(frozen=True)
-class Visit:
+class LossInputs:
     """What TRL's loss is given for B rows of C completion tokens.
 
     Args:
@@ -45,7 +45,7 @@ class Visit:
         policy_RC: Tensor,
         entropies_RC: Tensor,
         plan: GRPOPlan,
-    ) -> "Visit":
+    ) -> "LossInputs":
         """From TRL's micro-batch and the policy's pass over its fed rows.
 
         Raises:
@@ -167,19 +167,19 @@ def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
     return log_probs
 
 
-def statistics(visit: Visit, tokens: list[int]) -> Tensor:
+def statistics(loss_inputs: LossInputs, tokens: list[int]) -> Tensor:
     """This rank's part of what `over_scored_rows` takes, to be summed over ranks: `(5 + len(tokens),)`.
 
     The fifth number, and those after it, are the rows that were skipped, and `tokens`.
     """
-    scored = visit.scored
+    scored = loss_inputs.scored
     rows = len(scored.tokens_BC)
     return torch.stack(
         [
-            torch.where(scored.tokens_BC, visit.entropies_BC.detach(), 0.0).sum(),
+            torch.where(scored.tokens_BC, loss_inputs.entropies_BC.detach(), 0.0).sum(),
             scored.tokens_BC.sum().float(),
             scored.tokens_BC.any(dim=1).sum().float(),
-            *visit.entropies_BC.new_tensor([rows, rows - len(scored.rows_R), *tokens]),
+            *loss_inputs.entropies_BC.new_tensor([rows, rows - len(scored.rows_R), *tokens]),
         ]
     )
 

@@ -76,7 +76,7 @@ class FedTokens:
         return self.prompt_tokens_B[rows[0]] + sum(self.own_tokens_B[row] for row in rows)
 
 
-def slices_of_a_unit(
+def micro_batches_per_step(
     *, steps_per_generation: int, accumulation_steps: int, micro_batches_of_an_epoch: int | None, window_began: int
 ) -> int:
     """The most slices in a unit, if units are cut from the beginning of every generation batch.
@@ -93,9 +93,11 @@ def slices_of_a_unit(
     return math.gcd(steps_per_generation, accumulation_steps, micro_batches_of_an_epoch, window_began)
 
 
-def kept_together(batch: dict[str, Any], fed: FedTokens, *, slices: int, slices_of_a_unit: int) -> dict[str, Any]:
+def kept_together(batch: dict[str, Any], fed: FedTokens, *, slices: int, micro_batches_per_step: int) -> dict[str, Any]:
     """`batch`, shuffled, with its rows in the order of `grouped_order`."""
-    order = grouped_order(fed, rows_of_a_slice=len(fed.prompt_B) // slices, slices_of_a_unit=slices_of_a_unit)
+    order = grouped_order(
+        fed, rows_of_a_slice=len(fed.prompt_B) // slices, micro_batches_per_step=micro_batches_per_step
+    )
 
     def ordered(value: Any) -> Any:
         if is_rowwise(value):
@@ -105,7 +107,7 @@ def kept_together(batch: dict[str, Any], fed: FedTokens, *, slices: int, slices_
     return {name: ordered(value) for name, value in batch.items()}
 
 
-def grouped_order(fed: FedTokens, *, rows_of_a_slice: int, slices_of_a_unit: int) -> list[int]:
+def grouped_order(fed: FedTokens, *, rows_of_a_slice: int, micro_batches_per_step: int) -> list[int]:
     """The rows in an order in which each unit holds the rows it held, and each slice few prompts.
 
     A group's rows in a unit lie in one slice where there is room; slices feed about as many tokens each. Where a unit
@@ -113,7 +115,7 @@ def grouped_order(fed: FedTokens, *, rows_of_a_slice: int, slices_of_a_unit: int
     more, as memory follows it.
     """
     rows = len(fed.prompt_B)
-    size = rows_of_a_slice * slices_of_a_unit
+    size = rows_of_a_slice * micro_batches_per_step
     order: list[int] = []
     for start in range(0, rows - size + 1, size):
         unit = list(range(start, start + size))

@@ -141,7 +141,7 @@ def _packed(reason: str, *, shares: bool, warnings: tuple[str, ...] = ()) -> Pac
     return PackingPlan(decision=decision, padding_free=True, share_in_training=shares, warnings=warnings)
 
 
-class Skipped:
+class SkipCounts:
     """Totals for `"train"` and `"eval"` apart."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class Skipped:
         return {f"skipped/{name}": float(totals[name]) for name in sorted(self._known[mode])}
 
 
-class Fed:
+class TokenCounts:
     """Totals for `"train"` and `"eval"` apart."""
 
     NAMES = ("tokens_fed/with_gradient", "tokens_fed/without_gradient", "head/tokens")

@@ -112,7 +112,7 @@ class OwnReference:
             return tuple(active_adapters(self.policy))
         return () if self.adapter is None else (self.adapter,)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """What the reference is, for the plan."""
         own = " and ".join(f'"{name}"' for name in self.adapters)
         own = f"the adapters {own}" if len(self.adapters) > 1 else f"the adapter {own}"

@@ -83,7 +83,7 @@ class ReferenceWeights:
         theirs = {place for p in policy.parameters() if p.requires_grad or not trained for place in _places(p)}
         return next((name for name, p in self.base.named_parameters() if not theirs.isdisjoint(_places(p))), None)
 
-    def untold(self) -> str | None:
+    def uncacheable(self) -> str | None:
         """Why this reference cannot be told from another one, or None."""
         away = next((name for name, tensor in self._tensors() if tensor.is_meta), None)
         if away:

@@ -19,9 +19,9 @@ from ..heads.logits import LinearLogProbs, LogitTransform
 from ..heads.parallel import (
     Exchange,
     OneProcess,
-    OwnTokens,
     Part,
-    SameTokens,
+    ReplicatedTokens,
+    ShardedTokens,
     VocabularyShard,
     all_gather,
     tokens_of_ranks,
@@ -29,8 +29,8 @@ from ..heads.parallel import (
 from ..heads.products import statistics_dtype
 from ..heads.scan import Head
 from ..heads.tiled import tiled_log_probs
-from .head import HeadAdapter, KnownHead, OtherHead, head_parts
-from .weight_layout import HeadRows, rows_of_head
+from .head import HeadAdapter, LinearHead, OpaqueHead, resolve_head
+from .weight_layout import WeightLayout, weight_layout_of
 
 _SELF_TEST_TOKENS, _HIDDEN, _CLASSES = 64, 128, 1000
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -52,8 +52,8 @@ def self_test(device: torch.device) -> tuple[str, ...]:
             linear = nn.Linear(_HIDDEN, _CLASSES, bias=False, device=device, dtype=dtype)
             linear.weight = nn.Parameter(weight_VH.to(device, dtype), requires_grad=trained)
             hidden = hidden_NH.to(device, dtype)
-            rows = rows_of_head(
-                KnownHead(linear), hidden, outputs=_OUTPUTS, whole=False, gradient=True, entropy_grad=False
+            rows = weight_layout_of(
+                LinearHead(linear), hidden, outputs=_OUTPUTS, whole=False, gradient=True, entropy_grad=False
             )
             check_head(hidden, rows, targets_N, LogitTransform(0.9, 1.0, None), _OUTPUTS, False)
             tried.append(f"{str(dtype).removeprefix('torch.')} with a {'trained' if trained else 'frozen'} weight")
@@ -66,7 +66,7 @@ _ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torc
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: HeadRows) -> None:
+def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> None:
     """Compare the product of a few tokens, and its gradients, with what `module` makes of them.
 
     The tiled head is checked against its definition elsewhere; here the definition is, whose parts were read from
@@ -92,8 +92,8 @@ def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: HeadRows) -> None:
     # The caller's hooks on saved tensors (activation offloading) are for the model's own graph
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         # Anew: what was read for the pass belongs to its graph
-        head = head_parts(module)
-        if isinstance(head, OtherHead) or head.adapter is None:
+        head = resolve_head(module)
+        if isinstance(head, OpaqueHead) or head.adapter is None:
             return
         adapter = head.adapter
         own, other = (hidden_NH[some].detach().requires_grad_() for _ in range(2))
@@ -135,7 +135,7 @@ _NEGLIGIBLE, _NEGLIGIBLE_CAPPED = 1e-10, 1e-5
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_head(
     hidden_NH: Tensor,
-    rows: HeadRows,
+    rows: WeightLayout,
     targets_N: Tensor,
     transform: LogitTransform,
     outputs: tuple[str, ...],
@@ -206,20 +206,20 @@ class _Sample:
     seen_rows: Tensor
 
 
-def _sample(hidden_NH: Tensor, rows: HeadRows, targets_N: Tensor) -> _Sample | None:
+def _sample(hidden_NH: Tensor, rows: WeightLayout, targets_N: Tensor) -> _Sample | None:
     N, spread = len(targets_N), rows.sharded
     exchange: Exchange = OneProcess()
     counts: tuple[int, ...] = (min(N, _TOKENS),)
     if spread is not None and spread.engine == "tensor parallel":
-        exchange = SameTokens(spread.group)
+        exchange = ReplicatedTokens(spread.group)
     elif spread is not None:
         every = tokens_of_ranks(N, spread.group, hidden_NH.device)
         share = max(1, _TOKENS // len(every))
         counts = tuple(min(count, share) if rank < _TOKENS else 0 for rank, count in enumerate(every))
-        exchange = OwnTokens(spread.group, counts)
+        exchange = ShardedTokens(spread.group, counts)
     if not any(counts):
         return None
-    n = counts[spread.group.rank()] if isinstance(exchange, OwnTokens) and spread is not None else counts[0]
+    n = counts[spread.group.rank()] if isinstance(exchange, ShardedTokens) and spread is not None else counts[0]
     some = torch.linspace(0, N - 1, n, device=targets_N.device).long()
     (part,) = exchange.parts(n, hidden_NH.device)
     real_M = part.gathered(torch.ones(n, device=hidden_NH.device))
@@ -233,7 +233,7 @@ def _sample(hidden_NH: Tensor, rows: HeadRows, targets_N: Tensor) -> _Sample | N
     return _Sample(hidden_NH[some].detach(), targets_N[some], exchange, part, upstreams, seen_rows)
 
 
-def _inputs(sample: _Sample, rows: HeadRows, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None, HeadAdapter]:
+def _inputs(sample: _Sample, rows: WeightLayout, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None, HeadAdapter]:
     bias = None if rows.bias is None else rows.bias.detach().requires_grad_(rows.trained[1])
     weight = rows.weight.detach().requires_grad_(rows.trained[0])
     return hidden.detach().requires_grad_(), weight, bias, (rows.adapter or HeadAdapter()).detached()
@@ -262,7 +262,7 @@ def _seen(
 
 def _by_the_tiled_head(
     sample: _Sample,
-    rows: HeadRows,
+    rows: WeightLayout,
     transform: LogitTransform,
     outputs: tuple[str, ...],
     entropy_requires_grad: bool,
@@ -293,7 +293,7 @@ def _by_the_tiled_head(
 
 def _by_definition(
     sample: _Sample,
-    rows: HeadRows,
+    rows: WeightLayout,
     transform: LogitTransform,
     outputs: tuple[str, ...],
     entropy_requires_grad: bool,

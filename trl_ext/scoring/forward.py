@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.choices import FusedCausalLMOutput
-from ..distributed.gradients import with_gradient_times
+from ..distributed.gradients import scale_grad
 from ..distributed.sequence_parallel import SequenceGroup, Shard
 from ..heads.linear_log_probs import run_head
 from ..heads.logits import LinearLogProbs, LogitTransform
-from ..packing.layout import Layout, picked
+from ..packing.layout import Layout, index_select_fp32_grad
 from ..packing.packing import Packing
 from ..packing.support import has_dropout
 from .checks import check_adapter, check_head
-from .head import KnownHead, OtherHead, device_of, head_parts, logit_transform, score_by_module
-from .weight_layout import HeadRows, rows_of_head
+from .head import LinearHead, OpaqueHead, device_of, logit_transform, resolve_head, score_by_module
+from .weight_layout import WeightLayout, weight_layout_of
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ScoringForward:
             backbone_outputs = _backbone(model)(*args, **kwargs)
         else:
             backbone_outputs = self.packing.run(model, layout, kwargs)
-        head = head_parts(model.get_output_embeddings())
+        head = resolve_head(model.get_output_embeddings())
         # A model split over devices (`device_map`) can end its backbone on another device than its head's
         shift_labels = shift_labels.to(device_of(head))
         mask_BS = shift_labels != -100
@@ -136,9 +136,7 @@ class ScoringForward:
             if layout.shared and scored["entropy"] is not None:
                 scored["entropy"] = _of_first_at(scored["entropy"], at_N.to(mask_BS.device), layout.tokens)
         fields = {
-            name: None
-            if x is None
-            else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, with_gradient_times(x, factor))
+            name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, scale_grad(x, factor))
             for name, x in scored.items()
         }
         items = mask_BS.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -153,7 +151,7 @@ class ScoringForward:
                 router_logits = tuple(shard.whole(x.flatten(0, -2)) for x in router_logits)
             aux_loss = _router_loss(router_logits, text_config, attention_mask, layout)
             if factor != 1.0:
-                aux_loss = with_gradient_times(aux_loss, factor).clone()  # FSDP2 warns of views among outputs
+                aux_loss = scale_grad(aux_loss, factor).clone()  # FSDP2 warns of views among outputs
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
 
@@ -191,27 +189,27 @@ class ScoringForward:
         hidden_TH: Tensor,
         at_N: Tensor,
         shard: Shard | None,
-        head: KnownHead | OtherHead,
+        head: LinearHead | OpaqueHead,
         targets_N: Tensor,
         outputs: tuple[str, ...],
     ) -> dict[str, Tensor | None]:
         """The fields of each target, predicted from the place `at_N` of the fed row; `hidden_TH` is its shard's."""
         device = targets_N.device
         if shard is None:
-            return self._score(picked(hidden_TH, at_N).to(device), head, targets_N, outputs)._asdict()
+            return self._score(index_select_fp32_grad(hidden_TH, at_N).to(device), head, targets_N, outputs)._asdict()
         owner_N = shard.owner(at_N)
         own_N = owner_N == shard.rank
-        hidden_NH = picked(hidden_TH, at_N[own_N] - shard.first).to(device)
+        hidden_NH = index_select_fp32_grad(hidden_TH, at_N[own_N] - shard.first).to(device)
         scored = self._score(hidden_NH, head, targets_N[own_N.to(device)], outputs)._asdict()
         owner_N = owner_N.to(device)
         return {name: None if x is None else shard.gathered(x, owner_N) for name, x in scored.items()}
 
     def _score(
-        self, hidden_NH: Tensor, head: KnownHead | OtherHead, targets_N: Tensor, outputs: tuple[str, ...]
+        self, hidden_NH: Tensor, head: LinearHead | OpaqueHead, targets_N: Tensor, outputs: tuple[str, ...]
     ) -> LinearLogProbs:
         options = self.options
         autocast: AbstractContextManager[Any] = nullcontext()
-        if isinstance(head, OtherHead):
+        if isinstance(head, OpaqueHead):
             self.head_rows = f"the head's own forward is called on tiles of tokens, since {head.why}"
             return score_by_module(
                 *(head.module, hidden_NH, targets_N),
@@ -225,7 +223,7 @@ class ScoringForward:
         if options.cast_lm_head_to_fp32:
             hidden_NH = hidden_NH.float()
             autocast = torch.autocast(hidden_NH.device.type, enabled=False)
-        rows = rows_of_head(
+        rows = weight_layout_of(
             head,
             hidden_NH,
             outputs=outputs,
@@ -256,7 +254,7 @@ class ScoringForward:
             )
 
     def _check(
-        self, hidden_NH: Tensor, head: KnownHead, rows: HeadRows, targets_N: Tensor, outputs: tuple[str, ...]
+        self, hidden_NH: Tensor, head: LinearHead, rows: WeightLayout, targets_N: Tensor, outputs: tuple[str, ...]
     ) -> None:
         """Compare the tiled head with its definition, once for each way that it goes."""
         # Apart, where the rows of the weight are spread: then every rank takes part in a check, or none
@@ -280,8 +278,8 @@ def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForwar
         `ValueError`: a head with an adapter is to be cast to fp32.
     """
     if options.cast_lm_head_to_fp32:
-        head = head_parts(model.get_output_embeddings())
-        if isinstance(head, OtherHead) or head.adapter is not None:
+        head = resolve_head(model.get_output_embeddings())
+        if isinstance(head, OpaqueHead) or head.adapter is not None:
             # TRL puts a linear layer's forward in the place of the head's, so completions would be another policy's
             raise ValueError(
                 "`cast_lm_head_to_fp32=True` is not supported with an adapter on the LM head. Leave `lm_head` out of "
@@ -326,7 +324,7 @@ def _router_loss(
     if layout is not None:
         # A token that several rows share counts once for each, as in the padded batch
         real_N = layout.at_BS[layout.at_BS >= 0]
-        router_logits = tuple(picked(x.flatten(0, -2), real_N.to(x.device)) for x in router_logits)
+        router_logits = tuple(index_select_fp32_grad(x.flatten(0, -2), real_N.to(x.device)) for x in router_logits)
         attention_mask = None
     return load_balancing_loss_func(
         router_logits, text_config.num_experts, text_config.num_experts_per_tok, attention_mask

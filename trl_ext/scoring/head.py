@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..distributed.shards import is_zero3, parameter_of, whole_tensor
 from ..heads.adapters import Factors, LowRank, ReplacedRows, low_rank_term
-from ..heads.dense import log_probs_of, log_probs_of_product
+from ..heads.dense import log_probs_from_logits, log_probs_of
 from ..heads.linear_log_probs import operand_dtype
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..heads.products import statistics_dtype
@@ -97,7 +97,7 @@ class HeadAdapter:
 _OF_FACTORS = ("first factor", "second factor", "bias")
 
 
-class KnownHead(NamedTuple):
+class LinearHead(NamedTuple):
     """A linear layer, and what adapters add to it.
 
     Args:
@@ -113,14 +113,14 @@ class KnownHead(NamedTuple):
     module: nn.Module | None = None
 
 
-class OtherHead(NamedTuple):
+class OpaqueHead(NamedTuple):
     """A head of which only its own forward knows what it computes, and why it is one."""
 
     module: nn.Module
     why: str
 
 
-def head_parts(lm_head: nn.Module) -> KnownHead | OtherHead:
+def resolve_head(lm_head: nn.Module) -> LinearHead | OpaqueHead:
     """What `lm_head` computes now: with the adapters that are active, merged or disabled at this moment.
 
     Raises:
@@ -128,7 +128,7 @@ def head_parts(lm_head: nn.Module) -> KnownHead | OtherHead:
             on rows, not on tokens.
     """
     parts = _parts(lm_head)
-    if isinstance(parts, OtherHead):
+    if isinstance(parts, OpaqueHead):
         if any(isinstance(module, FSDPModule) for module in lm_head.modules()):
             _refuse(f"only the module itself can be called, since {parts.why}")
         _refuse_spread(list(lm_head.parameters()), f"only the module itself can be called, since {parts.why}")
@@ -139,15 +139,15 @@ def head_parts(lm_head: nn.Module) -> KnownHead | OtherHead:
     return parts
 
 
-def device_of(head: KnownHead | OtherHead) -> torch.device:
+def device_of(head: LinearHead | OpaqueHead) -> torch.device:
     """Where the head computes."""
-    if isinstance(head, OtherHead):
+    if isinstance(head, OpaqueHead):
         return next(head.module.parameters()).device
     device: torch.device = parameter_of(head.linear, "weight").device
     return device
 
 
-def _parts(lm_head: nn.Module) -> KnownHead | OtherHead:
+def _parts(lm_head: nn.Module) -> LinearHead | OpaqueHead:
     factors: list[Factors] = []
     rows: dict[int, tuple[Tensor, int]] = {}
     module: Any = lm_head
@@ -169,14 +169,14 @@ def _parts(lm_head: nn.Module) -> KnownHead | OtherHead:
         if below is None:
             break
         if isinstance(below, str):
-            return OtherHead(lm_head, below)
+            return OpaqueHead(lm_head, below)
         module = below
     if not factors and not rows:
-        return KnownHead(module)
+        return LinearHead(module)
     classes = tuple(sorted(rows))
     own = _in_order(rows, classes)
     named = ["LoRA's low-rank term"] * bool(factors) + ["the rows of single tokens"] * bool(rows)
-    return KnownHead(module, HeadAdapter(tuple(factors), classes, own), " and ".join(named), lm_head)
+    return LinearHead(module, HeadAdapter(tuple(factors), classes, own), " and ".join(named), lm_head)
 
 
 def _kind(module: nn.Module) -> type[Any]:
@@ -297,7 +297,7 @@ def score_by_module(
         return log_probs_of(logits_NV, targets_N, outputs, entropy_requires_grad=entropy_requires_grad)
 
     def scored(hidden_nH: Tensor, targets_n: Tensor) -> Any:
-        return log_probs_of_product(
+        return log_probs_from_logits(
             lm_head(hidden_nH), targets_n, transform, outputs, entropy_requires_grad=entropy_requires_grad
         )
 

@@ -102,7 +102,7 @@ class Scorer:
             x.packing.left_out, x.fed = 0, [0, 0, 0]
         return [sum(count) for count in zip(*counts, strict=True)]
 
-    def words(self, device: Any, alone: bool) -> str:
+    def describe(self, device: Any, alone: bool) -> str:
         """The row `head` of the plan."""
         rows = self.policy.head_rows or (
             WHOLE_HERE if alone else "where the rows of its weight lie is seen at each pass"

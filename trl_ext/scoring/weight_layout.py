@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..compat.choices import maybe_gather_lm_head_ctx
-from ..distributed.gradients import with_gradient_times
+from ..distributed.gradients import scale_grad
 from ..distributed.shards import ShardedWeight, is_zero3, sharded_weight, whole_tensor
-from ..heads.parallel import OwnTokens, SameTokens, VocabularyShard, tokens_of_ranks
-from ..heads.rows import Block, RowsHere, RowsInTurn
-from .head import HeadAdapter, KnownHead
+from ..heads.parallel import ReplicatedTokens, ShardedTokens, VocabularyShard, tokens_of_ranks
+from ..heads.rows import Block, BroadcastShards, LocalShards
+from .head import HeadAdapter, LinearHead
 
 WHOLE_HERE = "the whole weight is on this rank"
 
 
-class HeadRows(NamedTuple):
+class WeightLayout(NamedTuple):
     """The head's weight as one pass reads it.
 
     Args:
@@ -41,8 +41,8 @@ class HeadRows(NamedTuple):
     adapter: HeadAdapter | None = None
 
 
-def rows_of_head(
-    head: KnownHead,
+def weight_layout_of(
+    head: LinearHead,
     hidden_NH: Tensor,
     *,
     outputs: tuple[str, ...],
@@ -50,7 +50,7 @@ def rows_of_head(
     gradient: bool,
     entropy_grad: bool,
     counts: tuple[int, ...] | None = None,
-) -> HeadRows:
+) -> WeightLayout:
     """The rows for one pass over the hidden states `(N, H)` of this rank.
 
     All ranks of the weight's group call it together, also one without a token.
@@ -67,7 +67,7 @@ def rows_of_head(
         return rows._replace(reason=f"{rows.reason}, beside {head.words}", adapter=head.adapter)
     sharded = None if whole else sharded_weight(head.linear)
     if sharded is not None and sharded.engine == "tensor parallel":
-        exchange = SameTokens(sharded.group)
+        exchange = ReplicatedTokens(sharded.group)
         return _here(sharded, exchange, "each rank scores with its rows of the weight (tensor parallel)")
     if sharded is not None and sharded.blocks[0][1].device == hidden_NH.device:
         counts = counts or tokens_of_ranks(len(hidden_NH), sharded.group, hidden_NH.device)
@@ -77,7 +77,7 @@ def rows_of_head(
         if moved <= sent:
             why = f"its tokens cost {_mib(moved)} a pass to move, the weight {_mib(sent)}"
             where = f"each rank scores the tokens of all with its rows of the weight ({sharded.engine}): {why}"
-            return _here(sharded, OwnTokens(sharded.group, counts), where)
+            return _here(sharded, ShardedTokens(sharded.group, counts), where)
         if not sharded.trained and sharded.blocks[0][2] is None:
             why = f"the weight costs {_mib(sent)} a pass to move, the tokens {_mib(moved)}"
             return _in_turn(sharded, f"the ranks send their rows of the weight in slices ({sharded.engine}): {why}")
@@ -118,35 +118,36 @@ def bytes_moved(
     return (ranks - 1) * max(counts) * of_token, weight * passes * (ranks - 1) // ranks
 
 
-def _here(sharded: ShardedWeight, exchange: SameTokens | OwnTokens, reason: str) -> HeadRows:
+def _here(sharded: ShardedWeight, exchange: ReplicatedTokens | ShardedTokens, reason: str) -> WeightLayout:
     first, weight, bias = sharded.blocks[0]
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
-    if isinstance(exchange, OwnTokens):
+    if isinstance(exchange, ShardedTokens):
         # The engine's gradient is the mean over its ranks; here that of the sum of their losses comes back
         mean = 1 / sharded.group.size()
-        weight = with_gradient_times(weight, mean)
-        bias = None if bias is None else with_gradient_times(bias, mean)
+        weight = scale_grad(weight, mean)
+        bias = None if bias is None else scale_grad(bias, mean)
     blocks = tuple(Block(*block) for block in sharded.blocks)
     shard = VocabularyShard(
         sharded.vocabulary,
         first,
         exchange,
         # A trained weight is one block, and goes through autograd
-        None if len(blocks) == 1 else lambda targets: RowsHere(blocks, targets, sharded.vocabulary),
+        None if len(blocks) == 1 else lambda targets: LocalShards(blocks, targets, sharded.vocabulary),
     )
-    return HeadRows(weight, bias, trained, shard, sharded, nullcontext, reason)
+    return WeightLayout(weight, bias, trained, shard, sharded, nullcontext, reason)
 
 
-def _in_turn(sharded: ShardedWeight, reason: str) -> HeadRows:
+def _in_turn(sharded: ShardedWeight, reason: str) -> WeightLayout:
     blocks = tuple(Block(*block) for block in sharded.blocks)
     like = blocks[0].weight.detach()
     shard = VocabularyShard(
-        sharded.vocabulary, rows_for=lambda targets: RowsInTurn(blocks, sharded.ranges, sharded.group, like, targets)
+        sharded.vocabulary,
+        rows_for=lambda targets: BroadcastShards(blocks, sharded.ranges, sharded.group, like, targets),
     )
-    return HeadRows(like, None, (False, False), shard, sharded, nullcontext, reason)
+    return WeightLayout(like, None, (False, False), shard, sharded, nullcontext, reason)
 
 
-def _whole(linear: nn.Module) -> HeadRows:
+def _whole(linear: nn.Module) -> WeightLayout:
     weight, bias = cast(Any, linear.weight), cast(Any, linear.bias)
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
     reason = WHOLE_HERE
@@ -156,7 +157,7 @@ def _whole(linear: nn.Module) -> HeadRows:
         reason = "DeepSpeed gathers the whole weight"
     weight, bias = (whole_tensor(x) if isinstance(x, DTensor) else x for x in (weight, bias))
     # Under ZeRO-3 weight and bias are gathered while they are read, here and again in the backward
-    return HeadRows(weight, bias, trained, None, None, partial(maybe_gather_lm_head_ctx, weight, bias), reason)
+    return WeightLayout(weight, bias, trained, None, None, partial(maybe_gather_lm_head_ctx, weight, bias), reason)
 
 
 def _mib(count: int) -> str:

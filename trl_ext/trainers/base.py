@@ -23,12 +23,21 @@ from ..callbacks.progress import ThroughputProgress, section, show
 from ..compat.choices import REPLACEABLE
 from ..compat.replaced import built_with, replaced, unrecorded_pass
 from ..config import AddedFields
-from ..distributed.detect import asked, fallback, running
-from ..distributed.failures import roll_call
+from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
+from ..distributed.failures import rank_failures_reported
 from ..distributed.lora import keep_differentiable, make_adapter
 from ..distributed.ranks import Ranks
 from ..packing.support import has_dropout
-from ..planning.plan import Decision, Fed, PackingFacts, PackingPlan, Plan, Skipped, check_packing_options, plan_packing
+from ..planning.plan import (
+    Decision,
+    PackingFacts,
+    PackingPlan,
+    Plan,
+    SkipCounts,
+    TokenCounts,
+    check_packing_options,
+    plan_packing,
+)
 from ..reference.adapter_choice import AdapterChoice
 from ..reference.adapters import trained_beside
 from ..scoring.checks import watch_token_ids
@@ -72,7 +81,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         config = given.get("args")
         check_given(type(self).__name__, given, config, self._config_class)
         self.added = self._added_fields.of(config)
-        self.skipped, self.fed = Skipped(), Fed()
+        self.skipped, self.fed = SkipCounts(), TokenCounts()
         self.ranks = Ranks()
         self.scorer = Scorer(self.added)
         self.non_finite = NonFiniteLoss(self, self.ranks)
@@ -96,7 +105,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def create_accelerator_and_postprocess(self) -> None:
         """Transformers' own, called first of all when the trainer is built."""
-        self._asked = asked(os.environ, self.args)
+        self._asked = requested_engine(os.environ, self.args)
         super().create_accelerator_and_postprocess()
         self.checkpoints.hide_optimizer()
         joined = self.ranks.join(self.accelerator, self.model)
@@ -111,7 +120,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Called once ranks are known."""
 
     def check_engine(self, wrapped: Any = None) -> None:
-        reason = fallback(self._asked, running(self.accelerator, self.model, wrapped))
+        reason = engine_mismatch(self._asked, detect_engine(self.accelerator, self.model, wrapped))
         if reason is not None:
             raise ValueError(reason)
 
@@ -200,9 +209,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if not by and self._asked.processes_by is not None:
             by = [self._asked.processes_by]
         by_words = f", asked for by {' and '.join(by)}" if by else ""
-        engine = Decision("engine", "run", f"{running(self.accelerator, self.model)}{by_words}.")
+        engine = Decision("engine", "run", f"{detect_engine(self.accelerator, self.model)}{by_words}.")
         alone = self.accelerator.state.num_processes == 1
-        head = Decision("head", "run", self.scorer.words(self.accelerator.device, alone))
+        head = Decision("head", "run", self.scorer.describe(self.accelerator.device, alone))
         how = packing.decision, head
         if self._scored_elsewhere is not None:
             how = Decision("packing", "skip", self._scored_elsewhere), Decision("head", "skip", self._scored_elsewhere)
@@ -245,7 +254,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             show(f"{type(self).__name__}: what runs, and why\n{plan}")
             for warning in plan.warnings:
                 logger.warning(warning)
-        with roll_call():
+        with rank_failures_reported():
             return super().train(self.checkpoints.find(resume_from_checkpoint), *positional, **keywords)
 
     def _before_training(self) -> None:
@@ -327,7 +336,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """TRL's own, in a folder that is marked until all of it is there; every rank writes as itself."""
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._as_every_rank(), self.checkpoints.written(folder):
+        with self.world_accelerator(), self.checkpoints.written(folder):
             super()._save_checkpoint(model, trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -338,7 +347,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with self._as_every_rank():
+        with self.world_accelerator():
             if not self.checkpoints.load_weights(Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
         several = isinstance(self.model, PeftModel) and len(self.model.peft_config) > 1
@@ -348,7 +357,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _load_best_model(self) -> None:
         best, folder = self.state.best_model_checkpoint, self._policy_folder()
         inner = best if folder is None else os.path.join(best, folder)
-        with self._as_every_rank(), replaced(self.state, best_model_checkpoint=inner if os.path.isdir(inner) else best):
+        with (
+            self.world_accelerator(),
+            replaced(self.state, best_model_checkpoint=inner if os.path.isdir(inner) else best),
+        ):
             if not self.checkpoints.load_weights(Path(best)):
                 super()._load_best_model()
 
@@ -357,15 +369,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return str(self.model.active_adapter) if named else None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with self._as_every_rank():
+        with self.world_accelerator():
             if not self.checkpoints.load_optimizer(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def save_model(self, *positional: Any, **keywords: Any) -> None:
-        with self._as_every_rank():
+        with self.world_accelerator():
             super().save_model(*positional, **keywords)
 
-    def _as_every_rank(self) -> Any:
+    def world_accelerator(self) -> Any:
         """Within, each rank is a process: accelerate asks the accelerator who writes which file."""
         every = self.ranks.every
         return replaced(self, accelerator=every) if every is not self.accelerator else nullcontext()

@@ -25,7 +25,7 @@ from ..checkpoints.engine import (
     why_not_loaded,
 )
 from ..compat.replaced import module_of, names_replaced
-from ..distributed.detect import running
+from ..distributed.detect import detect_engine
 
 logger = logging.getLogger("trl_ext")
 
@@ -102,7 +102,7 @@ class Checkpoints:
     def _why_not_loaded(self, folder: Path) -> str | None:
         """Why the engine that runs cannot resume from a checkpoint; `None` where it can."""
         accelerator = self.trainer.accelerator
-        runs = running(accelerator, self.trainer.model)
+        runs = detect_engine(accelerator, self.trainer.model)
         if runs.fsdp_version is not None:
             form = fsdp_format(accelerator.state.fsdp_plugin.state_dict_type.name)
         elif runs.zero_stage is not None:

@@ -100,9 +100,9 @@ class DPOLoss:
         overflows = {name: x for name, x in moved.items() if x is not None}
         if not overflows:
             return result
-        loss = internals.trl_loss_again(trainer, scored.outputs, batch, {*but, *overflows})
+        loss = internals.recompute_trl_loss(trainer, scored.outputs, batch, {*but, *overflows})
         for name, sums in overflows.items():
-            loss = loss + internals.trl_loss_again(
+            loss = loss + internals.recompute_trl_loss(
                 trainer, scored.outputs, batch, set(trainer.loss_types) - {name}, sums
             )
         return (loss, result[1]) if return_outputs else loss

@@ -96,7 +96,7 @@ class DPOReference:
             reference = ReferenceWeights(host.ref_model)
             self._drifts = reference.shares_with(host.model)
             self._varies = self._why_it_varies(reference)
-        self._untold = self._why_untold(host.ref_model)
+        self._untold = self._uncacheable_reason(host.ref_model)
         self._adapters = self._policy_adapters()
         if host.args.precompute_ref_log_probs and overrides_ref_log_probs and not all(self.with_columns.values()):
             raise ValueError(
@@ -125,7 +125,7 @@ class DPOReference:
                 'was built, and an adapter named "ref" has come or gone since, which makes another reference. Load or '
                 "delete it before building the trainer, or set `precompute_ref_log_probs=False`."
             )
-        self._untold = None if self.ranks.is_sharded else self._why_untold(None)
+        self._untold = None if self.ranks.is_sharded else self._uncacheable_reason(None)
         self.host.plan_again()
         plan = self.host.plan
         if plan.durable and not self.ranks.is_sharded:
@@ -164,7 +164,7 @@ class DPOReference:
     def _what(self) -> str:
         if self.host.ref_model is not None:
             return "model"
-        return "initial" if self.weights.own is None else self.weights.own.words()
+        return "initial" if self.weights.own is None else self.weights.own.describe()
 
     def _policy_adapters(self) -> dict[str, Any]:
         policy = self.ranks.accelerator.unwrap_model(self.host.model)
@@ -190,8 +190,8 @@ class DPOReference:
         )
         return self.ranks.of_main(lambda: facts)
 
-    def _why_untold(self, ref_model: Any) -> str | None:
-        return self.ranks.of_main(lambda: self._weights(ref_model).untold())
+    def _uncacheable_reason(self, ref_model: Any) -> str | None:
+        return self.ranks.of_main(lambda: self._weights(ref_model).uncacheable())
 
     def _why_it_varies(self, weights: ReferenceWeights) -> str | None:
         args, own = self.host.args, self.kind == "model"
@@ -241,7 +241,7 @@ class DPOReference:
                 not_storable=not_storable,
                 drifts=f"it changes in training, which moves `{name}`, a tensor that it reads" if name else None,
                 varies=varies,
-                untold=self._untold,
+                uncacheable=self._untold,
                 own_loss=self.host.bypassed_by(),
             )
         )

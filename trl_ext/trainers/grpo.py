@@ -117,7 +117,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 steps_per_generation=args.steps_per_generation,
                 num_iterations=self.num_iterations,
                 beta=self.beta,
-                own_reference=None if own is None else own.words(),
+                own_reference=None if own is None else own.describe(),
                 epoch_is_known=hasattr(self.train_dataset, "__len__"),
                 num_generations=self.num_generations,
                 loss_type=self.loss_type,
@@ -210,7 +210,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
         with self._generation.fills_buffer(), internals.shuffled_then(self._shuffled):
             inputs = super()._prepare_inputs(generation_batch)
-        self._scoring.before_visit()
+        self._scoring.before_micro_batch()
         return inputs
 
     def _shuffled(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -226,8 +226,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._loss_is_ours()
         self.ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
-        loss, visit = self._scoring.of_micro_batch(
+        loss, loss_inputs = self._scoring.of_micro_batch(
             model, inputs, num_items_in_batch, lambda given: trl_loss(model, given, return_outputs, num_items_in_batch)
         )
-        self.non_finite.watch(loss, lambda: visit.not_finite(inputs), lambda row: prompt_of(inputs, row))
+        self.non_finite.watch(loss, lambda: loss_inputs.not_finite(inputs), lambda row: prompt_of(inputs, row))
         return loss

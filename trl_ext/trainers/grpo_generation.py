@@ -17,7 +17,7 @@ from ..compat.replaced import replaced as set_aside
 from ..distributed.tensor_parallel import TensorParallel
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, replaced
 from ..planning.loss_inputs import with_scored
-from ..planning.micro_batches import FedTokens, kept_together, slices_of_a_unit
+from ..planning.micro_batches import FedTokens, kept_together, micro_batches_per_step
 from ..planning.non_finite import check_first_rewards
 from ..planning.rows import loss_mask, rows_of_equal_rewards
 
@@ -42,7 +42,7 @@ class GRPOGeneration:
                 watched = trainer.non_finite.action is not None
                 names = trainer.reward_func_names
                 check_first_rewards(self._trl.rewards, self._trl.gave_nan(), names, infinite_is_watched=watched)
-            alike_B = self._rewarded_alike(batch)
+            alike_B = self._dead_groups(batch)
             if plan.max_draws > 1:
                 batch = self._without_dead_groups(batch, alike_B)
         if internals.mode(trainer) == "train" and not self._fills_buffer and not self.buffers_batches:
@@ -100,7 +100,7 @@ class GRPOGeneration:
         with set_aside(model, generate=in_step):
             yield
 
-    def _rewarded_alike(self, batch: dict[str, Any]) -> Tensor:
+    def _dead_groups(self, batch: dict[str, Any]) -> Tensor:
         trainer, rewards = self.trainer, self._trl.rewards
         alike = rows_of_equal_rewards(
             rewards,
@@ -118,7 +118,7 @@ class GRPOGeneration:
         dead_G, draws = dead_groups(batch["advantages"], alike_B, size), 1
         while (left := int(self.ranks.reduce(dead_G.sum()))) and draws < trainer.plan.max_draws:
             draw = self._draw(self._further_inputs(len(batch["advantages"])))
-            dead_in_draw_G = dead_groups(draw["advantages"], self._rewarded_alike(draw), size)
+            dead_in_draw_G = dead_groups(draw["advantages"], self._dead_groups(draw), size)
             batch, dead_G = replaced(batch, dead_G, draw, dead_in_draw_G, size, self.buffer.padding())
             draws += 1
         if draws > 1:
@@ -150,7 +150,7 @@ class GRPOGeneration:
             batch,
             FedTokens.of(batch, self.scoring.policy_tokens(batch)),
             slices=args.steps_per_generation,
-            slices_of_a_unit=slices_of_a_unit(
+            micro_batches_per_step=micro_batches_per_step(
                 steps_per_generation=args.steps_per_generation,
                 accumulation_steps=args.gradient_accumulation_steps,
                 micro_batches_of_an_epoch=self.buffer.micro_batches_of_an_epoch,

@@ -15,7 +15,7 @@ from ..compat.replaced import replaced, unrecorded_pass
 from ..planning.loss_inputs import (
     KEPT,
     SCORED,
-    Visit,
+    LossInputs,
     kept_log_probs,
     over_scored_rows,
     sampler_log_probs,
@@ -52,7 +52,7 @@ class GRPOScoring:
 
     def of_micro_batch(
         self, model: Any, inputs: Any, num_items: Any, trl_loss: Callable[..., Tensor]
-    ) -> tuple[Tensor, Visit]:
+    ) -> tuple[Tensor, LossInputs]:
         trainer, plan = self.trainer, self.trainer.plan
         self._gradients = []
         self._trl_loss = trl_loss
@@ -62,43 +62,43 @@ class GRPOScoring:
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
         if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
-        visit = Visit.of(inputs, scored, policy_RC, entropies_RC, plan)
-        loss = self._loss_of(model, inputs, visit, aux_loss)
+        loss_inputs = LossInputs.of(inputs, scored, policy_RC, entropies_RC, plan)
+        loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
         if internals.mode(trainer) == "train" and plan.trl_scores_old_policy:
             present = self.buffer.present(inputs)
             if present is not None:
-                present.update(visit.kept)
-        self._measure(visit)
+                present.update(loss_inputs.kept)
+        self._measure(loss_inputs)
         if self._gradients:
             self._last_parts_to_come += 1
             loss.register_hook(partial(self._last_part_trained, self._gradients))
-        return loss, visit
+        return loss, loss_inputs
 
     def _last_part_trained(self, of_others: list[Tensor], gradient: Tensor) -> None:
         check_gradients_alike(of_others, gradient)
         self._last_parts_to_come -= 1
 
-    def _loss_of(self, model: Any, inputs: Any, visit: Visit, aux_loss: Any) -> Tensor:
-        given, scored = visit.given_to_loss(inputs), [visit.policy_BC, visit.entropies_BC]
+    def _loss_of(self, model: Any, inputs: Any, loss_inputs: LossInputs, aux_loss: Any) -> Tensor:
+        given, scored = loss_inputs.given_to_loss(inputs), [loss_inputs.policy_BC, loss_inputs.entropies_BC]
         if (
-            visit.policy_BC.size(1) == 1 and not self.trainer.plan.score_tools
+            loss_inputs.policy_BC.size(1) == 1 and not self.trainer.plan.score_tools
         ):  # a user's own loss gets what TRL gives it
             given, scored = with_padding(given, *scored)
         with internals.answered_by(self.trainer, model, given, (*scored, aux_loss)):
             return self._trl_loss(given)
 
-    def _measure(self, visit: Visit) -> None:
+    def _measure(self, loss_inputs: LossInputs) -> None:
         trainer, mode = self.trainer, internals.mode(self.trainer)
         packed_away, *fed = self.scorer.take_counts()
-        totals = self.ranks.reduce(statistics(visit, [self._skipped_tokens + packed_away, *fed]))
+        totals = self.ranks.reduce(statistics(loss_inputs, [self._skipped_tokens + packed_away, *fed]))
         self._skipped_tokens = 0
         rows, tokens, *fed = (int(count) for count in totals[4:].tolist())
         trainer.fed.add(mode, fed)
         trainer.skipped.add(mode, passes=0, rows=rows, tokens=tokens)
         if mode == "train" and not trainer.plan.score_tools:
             over_scored_rows(internals.mode_metrics(trainer), totals)
-        if visit.formed is not None:
-            self._measure_sampler(visit.formed)
+        if loss_inputs.formed is not None:
+            self._measure_sampler(loss_inputs.formed)
 
     def _measure_sampler(self, formed: SamplerRatio) -> None:
         gathered = self.ranks.accelerator.gather(formed.statistics().unsqueeze(0))
@@ -134,8 +134,8 @@ class GRPOScoring:
         def loss_of_part(*_: Any, **__: Any) -> Tensor:
             log_probs_RC, entropies_RC, aux_loss = self._run(model, inputs, part, compute_entropy=True)
             found.extend((log_probs_RC.detach(), entropies_RC.detach()))
-            visit = Visit.of(inputs, part, log_probs_RC, entropies_RC, self.trainer.plan)
-            loss = self._loss_of(model, inputs, visit, aux_loss)
+            loss_inputs = LossInputs.of(inputs, part, log_probs_RC, entropies_RC, self.trainer.plan)
+            loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
             loss.register_hook(self._gradients.append)
             return loss
 
@@ -160,7 +160,7 @@ class GRPOScoring:
         finally:
             accelerator.gradient_state._set_sync_gradients(True)
 
-    def before_visit(self) -> None:
+    def before_micro_batch(self) -> None:
         """Score a new generation batch with the reference, and the slices that will meet other weights with the policy,
         while its weights are still those they were sampled with."""
         trainer = self.trainer

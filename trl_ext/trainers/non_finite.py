@@ -8,7 +8,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
-from ..distributed.detect import running
+from ..distributed.detect import detect_engine
 from ..planning.non_finite import why_not_skipped
 
 logger = logging.getLogger("trl_ext")
@@ -27,7 +27,7 @@ class NonFiniteLoss:
             return
         trainer = self.trainer
         reason = why_not_skipped(
-            engine=running(trainer.accelerator, trainer.model).data_engine,
+            engine=detect_engine(trainer.accelerator, trainer.model).data_engine,
             precision=trainer.accelerator.mixed_precision,
             optimizer=OptimizerNames(trainer.args.optim).value,
         )

@@ -31,7 +31,7 @@ class TileWork(Protocol):
         tile: Tile,
         targets: Tensor,
         *,
-        bracket: torch.dtype | None,
+        nontarget_grad: torch.dtype | None,
         whole: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None]: ...
 
@@ -118,5 +118,5 @@ def _numbers(work: "TorchWork | TritonWork", transform: LogitTransform, device: 
     upstream = Upstream(given[:, 0], given[:, 1])
     coefficients = Coefficients(*numbers, upstream, transform, 2 * width)
     coefficients.use_unit(coefficients.unit())
-    found += [*results, *work.gradient(coefficients, again, targets, bracket=torch.float32, whole=torch.float32)]
+    found += [*results, *work.gradient(coefficients, again, targets, nontarget_grad=torch.float32, whole=torch.float32)]
     return [x.double().cpu() for x in found if x is not None]

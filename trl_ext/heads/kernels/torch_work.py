@@ -33,7 +33,7 @@ class TorchWork:
         """
         logits, scratch = self._logits(tile)
         # Read before the target's column is put out: that column holds no logit
-        bend = self.transform.bend(logits) if coefficients is not None else None
+        softcap_derivative = self.transform.softcap_derivative(logits) if coefficients is not None else None
         statistics.take_target_(tile.tokens, tile.classes.start, logits, scratch)
         rescale = statistics.fold_(tile.tokens, logits, scratch)
         # Elsewhere the look would wait for the device
@@ -41,7 +41,7 @@ class TorchWork:
             sums_nH.mul_(rescale)
         if coefficients is None:
             return None
-        return (scratch if bend is None else scratch.mul_(bend)).to(coefficients)
+        return (scratch if softcap_derivative is None else scratch.mul_(softcap_derivative)).to(coefficients)
 
     def gradient(
         self,
@@ -49,7 +49,7 @@ class TorchWork:
         tile: Tile,
         targets: Tensor,
         *,
-        bracket: torch.dtype | None,
+        nontarget_grad: torch.dtype | None,
         whole: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """The bracket of a tile, and the whole gradient of its products in the coefficients' unit, each in its dtype.
@@ -58,13 +58,13 @@ class TorchWork:
         """
         logits, scratch = self._logits(tile)
         local = targets - tile.classes.start
-        of_others = coefficients.of_others_(tile.tokens, local, logits, scratch)
-        result = of_others.to(bracket) if bracket is not None else None
+        of_others = coefficients.nontarget_grad_(tile.tokens, local, logits, scratch)
+        result = of_others.to(nontarget_grad) if nontarget_grad is not None else None
         if whole is None:
             return result, None
         if result is of_others:
             of_others = logits.copy_(of_others)
-        return result, coefficients.with_target_(tile.tokens, local, of_others).to(whole)
+        return result, coefficients.add_target_grad_(tile.tokens, local, of_others).to(whole)
 
     def _logits(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """The logits in the place of the product, and a buffer of their shape."""

@@ -69,7 +69,7 @@ def fold(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
-    z, bend = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, HAS_BIAS, CAPPED)
+    z, softcap_derivative = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, HAS_BIAS, CAPPED)
     local = tl.load(targets_ptr + row) - start
     is_target = columns == local
     if MEAN:
@@ -101,7 +101,7 @@ def fold(
     tl.store(sum_exp_ptr + row, sum_exp * rescale + tl.sum(exponentials, 0))
     tl.store(shift_ptr + row, shift)
     if COEFFICIENTS:
-        coefficients = (exponentials * bend).to(coefficients_ptr.dtype.element_ty)
+        coefficients = (exponentials * softcap_derivative).to(coefficients_ptr.dtype.element_ty)
         tl.store(coefficients_ptr + row * width + columns, coefficients, mask=inside)
     if RESCALES:  # noqa: SIM102 (the outer one is decided by the compiler)
         if rescale != 1.0:
@@ -141,19 +141,19 @@ def gradient(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
-    z, bend = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, HAS_BIAS, CAPPED)
+    z, softcap_derivative = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, HAS_BIAS, CAPPED)
     is_target = columns == tl.load(targets_ptr + row) - start
     # The target's logit may lie far above the others'
     shifted = tl.where(is_target, 0.0, tl.where(inside, z - tl.load(maximum_ptr + row), 0.0))
-    bracket = tl.exp(shifted)
+    nontarget_grad = tl.exp(shifted)
     if ENTROPY:
-        bracket *= shifted * tl.load(slope_of_surprise_ptr + row) + tl.load(offset_ptr + row)
+        nontarget_grad *= shifted * tl.load(slope_of_surprise_ptr + row) + tl.load(offset_ptr + row)
     if MEAN:
-        bracket = bracket * tl.load(scale_ptr + row) + tl.load(same_for_all_ptr + row)
-    bracket *= bend
+        nontarget_grad = nontarget_grad * tl.load(scale_ptr + row) + tl.load(same_for_all_ptr + row)
+    nontarget_grad *= softcap_derivative
     if BRACKET:
-        others = tl.where(is_target, 0.0, bracket).to(bracket_ptr.dtype.element_ty)
+        others = tl.where(is_target, 0.0, nontarget_grad).to(bracket_ptr.dtype.element_ty)
         tl.store(bracket_ptr + row * width + columns, others, mask=inside)
     if WHOLE:
-        whole = tl.where(is_target, tl.load(whole_target_ptr + row), bracket * tl.load(whole_factor_ptr + row))
+        whole = tl.where(is_target, tl.load(whole_target_ptr + row), nontarget_grad * tl.load(whole_factor_ptr + row))
         tl.store(whole_ptr + row * width + columns, whole.to(whole_ptr.dtype.element_ty), mask=inside)

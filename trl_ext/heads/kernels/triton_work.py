@@ -72,18 +72,18 @@ class TritonWork:
         tile: Tile,
         targets: Tensor,
         *,
-        bracket: torch.dtype | None,
+        nontarget_grad: torch.dtype | None,
         whole: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         n, v = tile.product.shape
-        of_others = None if bracket is None else self._buffer("coefficients", tile.product, bracket)
+        of_others = None if nontarget_grad is None else self._buffer("coefficients", tile.product, nontarget_grad)
         with_target = None if whole is None else self._buffer("whole", tile.product, whole)
         numbers = (
             coefficients.maximum,
             coefficients.offset,
-            coefficients.slope_of_surprise,
+            coefficients.entropy_slope,
             coefficients.scale,
-            coefficients.same_for_all,
+            coefficients.uniform_grad,
             coefficients.whole_factor,
             coefficients.whole_target,
         )
@@ -101,8 +101,8 @@ class TritonWork:
                 self.cap,
                 HAS_BIAS=tile.bias is not None,
                 CAPPED=self.capped,
-                ENTROPY=coefficients.slope_of_surprise is not None,
-                MEAN=coefficients.same_for_all is not None,
+                ENTROPY=coefficients.entropy_slope is not None,
+                MEAN=coefficients.uniform_grad is not None,
                 BRACKET=of_others is not None,
                 WHOLE=with_target is not None,
                 **_of_width(v),
