@@ -91,7 +91,7 @@ def policy(shape: Shape, frozen: bool = False) -> Qwen3ForCausalLM:
     return model.bfloat16() if frozen and torch.cuda.is_available() else model
 
 
-def describe(seed: int, count: int, vocabulary: int) -> list[int]:
+def words(seed: int, count: int, vocabulary: int) -> list[int]:
     """`count` token ids that depend on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocabulary, (count,), generator=generator).tolist()

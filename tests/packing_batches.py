@@ -97,7 +97,7 @@ def dpo(pairs: list[tuple[list[int], list[int], list[int]]], **collator: Any) ->
     return Batch(ids, mask, ids.masked_fill(collated["completion_mask"] == 0, -100))
 
 
-def describe(rng: random.Random, count: int) -> list[int]:
+def words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(FIRST, V) for _ in range(count)]
 
 

@@ -157,7 +157,7 @@ def python(code: str, environment: dict[str, str]) -> "subprocess.CompletedProce
 
 
 def test_a_later_trl_whose_names_have_moved_is_one_error_that_lists_them(tmp_path: Path):
-    done = python("import trl_ext", later_trl(tmp_path, MOVES))
+    done = python("import trl_ext.compat", later_trl(tmp_path, MOVES))
     assert done.returncode == 1
     said = done.stderr[done.stderr.index("ImportError: trl_ext ") :].splitlines()
     assert re.search(r"does not work with trl 1\.17\.0, .*Install trl<1\.17,>=1\.15 and transformers", said[0])
@@ -189,7 +189,7 @@ def test_what_is_beyond_the_range_is_refused(package: str, beyond: str, supporte
     (tmp_path / f"{package}-9.dist-info").mkdir()
     (tmp_path / f"{package}-9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: {beyond}\n")
     code = "import sys, types; sys.modules['trl_ext'] = x = types.ModuleType('trl_ext'); x.__path__ = [sys.argv[1]];"
-    code = code.replace("sys.argv[1]", repr(str(ROOT / "trl_ext"))) + "import trl_ext.compat.versions"
+    code = code.replace("sys.argv[1]", repr(str(ROOT / "trl_ext"))) + "import trl_ext.compat"
     done = python(code, os.environ | {"PYTHONPATH": str(tmp_path)})
     assert f"ImportError: trl_ext works with {package}{supported}, found {package} {beyond}." in done.stderr
 

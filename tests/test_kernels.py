@@ -51,7 +51,7 @@ def problems(draw):
         "outputs": tuple(draw(st.just(OUTPUTS) | st.sets(st.sampled_from(OUTPUTS), min_size=1))),
         "operand": draw(st.sampled_from(HALVES)),
         "upstream": draw(st.sets(st.sampled_from(Upstream._fields), min_size=1)),
-        "asks": draw(st.sampled_from([("bracket",), ("whole",), ("bracket", "whole")])),
+        "asks": draw(st.sampled_from([("nontarget_grad",), ("whole",), ("nontarget_grad", "whole")])),
     }
 
 
@@ -96,7 +96,7 @@ class Problem:
         numbers = (column(statistics.max), statistics.sum_exp.clamp(min=1), statistics.target_logit, entropy)
         coefficients = Coefficients(*numbers, Upstream(**asked), self.transform, self.vocabulary)
         coefficients.use_unit(coefficients.unit())
-        dtypes = {name: self.operand if name in self.asks else None for name in ("bracket", "whole")}
+        dtypes = {name: self.operand if name in self.asks else None for name in ("nontarget_grad", "whole")}
         for tile in self.tiles():
             found = work.gradient(coefficients, tile, self.targets, **dtypes)
             seen.append({name: x.clone() for name, x in zip(dtypes, found, strict=True) if x is not None})

@@ -24,8 +24,8 @@ class Coefficients:
     With g, e and k the gradients of log p, of the entropy E and of the mean log-prob, and c = dz/dx, it is
     c_v (p_v (-g - k - e (log p_v + E)) + k / V) for v != t. With p_v = exp(z_v - max) * share and without k that is
     share * s * [c_v exp(z_v - max) (a + b (z_v - max))]: s is the larger of what stands at the largest logit and of e,
-    so that the bracket is near 1 there, and exactly 1 without an entropy. With k the row factor is the larger of
-    share * s and k / V. Of c the row factor has the slope, and the bracket a softcap's bend. The target's is
+    so that `nontarget_grad` is near 1 there, and exactly 1 without an entropy. With k the row factor is the larger of
+    share * s and k / V. Of c the row factor has the slope, and `nontarget_grad` a softcap's derivative. The target's is
     c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)), of shape (N,), and kept in fp32.
 
     Row factor and target are in units of `size` (N,), a power of two near the largest of g, e and k, so that neither
@@ -77,7 +77,7 @@ class Coefficients:
         self.target = self.whole_target = target * transform.derivative(target_logit)
 
     def nontarget_grad_(self, rows: slice, local: Tensor, logits: Tensor, scratch: Tensor) -> Tensor:
-        """The bracket for this tile, 0 in the target's column; both buffers are overwritten."""
+        """`nontarget_grad` for this tile, 0 in the target's column; both buffers are overwritten."""
         softcap_derivative = self.transform.softcap_derivative(logits)
         shifted = logits.sub_(self.maximum[rows, None])
         nontarget_grad = torch.exp(shifted, out=scratch)
@@ -90,7 +90,7 @@ class Coefficients:
         return _put(nontarget_grad, local, torch.zeros_like(self.maximum[rows]))
 
     def add_target_grad_(self, rows: slice, local: Tensor, nontarget_grad: Tensor) -> Tensor:
-        """The whole gradient of this tile's products, in the place of the bracket."""
+        """The whole gradient of this tile's products, in the place of `nontarget_grad`."""
         return _put(nontarget_grad.mul_(self.whole_factor[rows, None]), local, self.whole_target[rows])
 
     def unit(self) -> Tensor:

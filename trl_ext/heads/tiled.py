@@ -120,7 +120,11 @@ class _Gradients:
         work, operand = head.work(x.hidden.device), coefficients_dtype(head.dtype, x.hidden.device)
         of_classes = any(sums is not None for sums in (self.bias, self.up, self.rows))
         dtypes = {
-            "bracket": self.sums["dtype"] if grad_down is not None else operand if grad_hidden is not None else None,
+            "nontarget_grad": self.sums["dtype"]
+            if grad_down is not None
+            else operand
+            if grad_hidden is not None
+            else None,
             "whole": self.sums["dtype"] if of_classes else operand if self.weight is not None else None,
         }
         for tile in head.tiles(x, rows):

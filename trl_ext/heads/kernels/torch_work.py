@@ -52,7 +52,7 @@ class TorchWork:
         nontarget_grad: torch.dtype | None,
         whole: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The bracket of a tile, and the whole gradient of its products in the coefficients' unit, each in its dtype.
+        """The gradient of a tile's products without the target's term, and the whole one, in the coefficients' unit.
 
         Either of shape (n, v), None where no dtype is given. `targets` (n,) are class ids.
         """

@@ -123,7 +123,7 @@ def gradient(
     same_for_all_ptr,
     whole_factor_ptr,
     whole_target_ptr,
-    bracket_ptr,  # (n, width), out
+    nontarget_grad_ptr,  # (n, width), out
     whole_ptr,  # (n, width), out
     start,
     width,
@@ -137,7 +137,7 @@ def gradient(
     WHOLE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write a row's bracket, and the whole gradient of its products: see `Coefficients`."""
+    """Write a row's `nontarget_grad`, and the whole gradient of its products: see `Coefficients`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
@@ -152,8 +152,8 @@ def gradient(
         nontarget_grad = nontarget_grad * tl.load(scale_ptr + row) + tl.load(same_for_all_ptr + row)
     nontarget_grad *= softcap_derivative
     if BRACKET:
-        others = tl.where(is_target, 0.0, nontarget_grad).to(bracket_ptr.dtype.element_ty)
-        tl.store(bracket_ptr + row * width + columns, others, mask=inside)
+        others = tl.where(is_target, 0.0, nontarget_grad).to(nontarget_grad_ptr.dtype.element_ty)
+        tl.store(nontarget_grad_ptr + row * width + columns, others, mask=inside)
     if WHOLE:
         whole = tl.where(is_target, tl.load(whole_target_ptr + row), nontarget_grad * tl.load(whole_factor_ptr + row))
         tl.store(whole_ptr + row * width + columns, whole.to(whole_ptr.dtype.element_ty), mask=inside)
