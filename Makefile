@@ -49,7 +49,7 @@ test-all: $(VENV) .venv-trl-1.15/installed
 N ?= 400
 FIRST ?= 0
 fuzz: $(VENV)
-	$(PYTHON) tests/fuzz.py --draws $(N) --first $(FIRST)
+	$(PYTHON) tests/support/fuzz.py --draws $(N) --first $(FIRST)
 
 # PART=2/8: the third eighth of what `make test` leaves out
 test-part: $(VENV)
