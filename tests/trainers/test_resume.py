@@ -52,7 +52,7 @@ class Runs:
         output = self.folder / name
         output.mkdir(exist_ok=True)
         pid = self.process_pool.start(
-            "resumable:train_to_the_end",
+            "resumable_runs:train_to_the_end",
             self.folder / f"{name}.log",
             self.trainer,
             self.model,
