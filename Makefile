@@ -6,7 +6,7 @@ TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short test test-all fuzz test-part test-torch-newest test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
+.PHONY: demo demo-check demo-short smoke t test test-all fuzz test-part test-torch-newest test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -37,6 +37,16 @@ demo-check: $(VENV)
 demo-short: $(VENV)
 	$(PYTHON) examples/demo/run.py --short
 
+# Under a minute: the architecture, the head in every dtype, one case of each trainer beside stock TRL's
+EQUALS_STOCK := tests/trainers/test_drop_in.py::test_training_equals_stock_trl
+smoke: $(VENV)
+	$(PYTEST) -q -m 'not slow and not nightly' tests/test_architecture.py tests/test_trainer_shape.py \
+	    tests/heads/test_head_is_exact.py '$(EQUALS_STOCK)[dpo-sigmoid-full]' '$(EQUALS_STOCK)[grpo-grpo-token-full]'
+
+# The tests whose names match K, of every tier: make t K=test_packing_tokens, make t K='equals_stock and dpo-hinge'
+t: $(VENV)
+	$(PYTHON) -m pytest -n 0 -k '$(K)'
+
 # The fast tier
 test: $(VENV)
 	$(PYTEST) -m 'not slow and not nightly'
@@ -49,7 +59,7 @@ test-all: $(VENV) .venv-trl-1.15/installed
 N ?= 400
 FIRST ?= 0
 fuzz: $(VENV)
-	$(PYTHON) tests/fuzz.py --draws $(N) --first $(FIRST)
+	$(PYTHON) tests/support/fuzz.py --draws $(N) --first $(FIRST)
 
 # PART=2/8: the third eighth of what `make test` leaves out
 test-part: $(VENV)

@@ -56,7 +56,7 @@ training)
     run 60 "what packing costs where it saves nothing" "$python" benchmarks/packing.py --budget 15 ${tiny:-} "${options[@]}"
     # Another torch than that of the tests may warn of more: nothing is an error here but a wrong result
     run "$most" "the tests" "$python" -m pytest -q -W default -m 'not slow' \
-        tests/test_hosted_reference_gpu.py tests/test_packing_gpu.py tests/test_kernels.py
+        tests/reference/test_hosted_reference_gpu.py tests/packing/test_packing_gpu.py tests/heads/test_kernels.py
     ;;
 *)
     echo "usage: benchmarks/gpu.sh head|training" >&2

@@ -24,8 +24,8 @@ if not torch.cuda.is_available():
 import datasets
 import pytest
 
-from standing_ranks import StandingRanks
 from tiny import Workshop
+from worker_ranks import WorkerRanks
 
 # Tiny models run faster on one thread, and `pytest -n` then has a core for each worker.
 torch.set_num_threads(int(os.environ.get("TRL_EXT_TEST_THREADS", "1")))
@@ -38,11 +38,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[StandingRanks]:
+def ranks() -> Iterator[WorkerRanks]:
     """The session's processes over gloo, for cases too short to start any for each."""
-    standing = StandingRanks()
-    yield standing
-    standing.stop()
+    workers = WorkerRanks()
+    yield workers
+    workers.stop()
 
 
 def pytest_unconfigure() -> None:

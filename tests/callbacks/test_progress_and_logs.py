@@ -1,0 +1,161 @@
+"""What a user sees of a run: counted tokens in the logs, the progress bar, the model card, plots."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, ProgressCallback, TrainerCallback
+
+import trl_ext
+from tiny import REFERENCE_SEED, Workshop, preferences, prompts, scripted_rollout
+from token_counts import Feed, count_feeds
+from trl_ext.callbacks.curves import draw
+from trl_ext.callbacks.progress import ThroughputProgress, with_throughput
+
+PNG = b"\x89PNG"
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(ids[0] % 7) for ids in completion_ids]
+
+
+def built(kind: str, workshop: Workshop, folder: Path, callbacks: Any = (), **config: Any) -> Any:
+    config = {
+        **{"output_dir": str(folder), "max_steps": 4, "logging_steps": 2, "use_cpu": True, "bf16": False},
+        **{"report_to": "none", "save_strategy": "no", "learning_rate": 1e-3},
+        **config,
+    }
+    common = {"model": workshop.model("tied"), "callbacks": list(callbacks)}
+    if kind == "dpo":
+        config.setdefault("per_device_train_batch_size", 2)
+        args = trl_ext.DPOConfig(**config)
+        data = preferences(8, seed=1)
+        reference = AutoModelForCausalLM.from_pretrained(workshop.model("tied", REFERENCE_SEED))
+        return trl_ext.DPOTrainer(args=args, train_dataset=data, eval_dataset=data, ref_model=reference, **common)
+    args = trl_ext.GRPOConfig(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, **config)
+    given = {"reward_funcs": reward, "rollout_func": scripted_rollout, "train_dataset": prompts(8, seed=1)}
+    return trl_ext.GRPOTrainer(args=args, **given, **common)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("dpo", {"eval_strategy": "steps", "eval_steps": 2}),
+        pytest.param("dpo", {"padding_free": False, "reference_store": "off"}, marks=pytest.mark.slow),
+        ("grpo", {"beta": 0.1, "num_iterations": 2}),
+        pytest.param("grpo", {"max_tokens_per_micro_batch": 24}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_in_the_logs_are_those_at_the_embedding(
+    kind: str, config: dict[str, Any], workshop: Workshop, tmp_path: Path
+) -> None:
+    trainer = built(kind, workshop, tmp_path, **config)
+    feeds: list[Feed] = []
+    count_feeds(trainer, feeds)
+    trainer.train()
+    logs = trainer.state.log_history
+    for mode in ("", "eval_") if kind == "dpo" else ("",):
+        for name, grad in (("with_gradient", True), ("without_gradient", False)):
+            fed = sum(x.tokens for x in feeds if x.grad is grad and x.training is (mode == ""))
+            logged = [x[f"{mode}tokens_fed/{name}"] for x in logs if f"{mode}tokens_fed/{name}" in x]
+            assert sum(logged) == fed
+            assert 0.0 not in logged  # absent, not zero
+    assert all(x["head/tokens"] > 0 for x in logs if "loss" in x)
+
+
+class Bar(TrainerCallback):
+    """What stands behind the bar after each log."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.said: list[str] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        bar = next(x for x in self.trainer.callback_handler.callbacks if isinstance(x, ProgressCallback))
+        self.said.append(getattr(bar.training_bar, "postfix", None) or "")
+
+
+def test_the_bar_says_tokens_a_second_and_what_was_skipped(workshop: Workshop, tmp_path: Path) -> None:
+    seen = Bar()
+    seen.trainer = trainer = built("dpo", workshop, tmp_path, disable_tqdm=False, num_train_epochs=2)
+    trainer.add_callback(seen)
+    assert [type(x) for x in trainer.callback_handler.callbacks if isinstance(x, ProgressCallback)] == [
+        ThroughputProgress
+    ]
+    trainer.train()
+    assert "tokens/s" in seen.said[0]
+    assert "% of TRL's tokens skipped" in seen.said[0]
+
+
+def test_what_the_bar_says() -> None:
+    logs = {"tokens_fed/with_gradient": 900.0, "tokens_fed/without_gradient": 100.0, "skipped/rows": 0.0}
+    assert with_throughput(logs, 0.5) == "2,000 tokens/s"
+    logs |= {"skipped/tokens": 3000.0, "skipped/rows": 5.0, "skipped/passes": 2.0}
+    assert with_throughput(logs, 2.0) == "500 tokens/s, 75% of TRL's tokens skipped (5 rows, 2 passes)"
+    logs["skipped/passes"] = 1.0
+    assert with_throughput(logs, 2.0).endswith("(5 rows, 1 pass)")
+
+
+def test_a_bar_of_the_users_own_is_left_alone(workshop: Workshop, tmp_path: Path) -> None:
+    own = ProgressCallback(max_str_len=7)
+    trainer = built("dpo", workshop, tmp_path, callbacks=[own], disable_tqdm=False)
+    bars = [x for x in trainer.callback_handler.callbacks if isinstance(x, ProgressCallback)]
+    assert bars[0] is own
+    assert [type(x) for x in bars[1:]] == [ThroughputProgress]
+
+
+def test_no_bar_is_made_where_there_is_none(workshop: Workshop, tmp_path: Path) -> None:
+    trainer = built("grpo", workshop, tmp_path, disable_tqdm=True)
+    assert not [x for x in trainer.callback_handler.callbacks if isinstance(x, ProgressCallback)]
+
+
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_the_card_names_reference_losses_and_settings(kind: str, workshop: Workshop, tmp_path: Path) -> None:
+    losses = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.25]} if kind == "dpo" else {"beta": 0.0}
+    trainer = built(kind, workshop, tmp_path, share_prompts=False, **losses)
+    trainer.create_model_card(model_name="tiny")
+    trainer.create_model_card(model_name="tiny")
+    card = (tmp_path / "README.md").read_text()
+    assert card.count("## What ran in training") == 1
+    assert "`share_prompts`: `False`" in card
+    assert "padding_free`:" not in card  # a default
+    assert str(trainer.explain()) in card
+    if kind == "dpo":
+        assert "`loss_type`: `['sigmoid', 'sft']`" in card
+        assert "`loss_weights`: `[1.0, 0.25]`" in card
+        assert "reference      reuse  it is a separate model" in card
+    else:
+        assert "`loss_type`: `'dapo'`" in card
+        assert "reference      skip   beta is 0: no KL term." in card
+
+
+@pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.slow), "grpo"])
+def test_curves_are_drawn_for_what_was_logged(kind: str, workshop: Workshop, tmp_path: Path) -> None:
+    built(kind, workshop, tmp_path, callbacks=[trl_ext.CurvesCallback(str(tmp_path / "plots"))]).train()
+    drawn = {x.name for x in (tmp_path / "plots").iterdir() if x.read_bytes().startswith(PNG)}
+    of_completions = {"completion_lengths.png", "importance_ratios.png"} if kind == "grpo" else set()
+    assert drawn == {"learning_curves.png"} | of_completions
+
+
+def test_several_reward_functions_have_a_plot_of_their_own(tmp_path: Path) -> None:
+    def height(*functions: str) -> int:
+        logs = [{"step": step, "reward": 1.0, **{f"rewards/{x}/mean": 0.5 for x in functions}} for step in (1, 2)]
+        return int.from_bytes(draw(logs, tmp_path)[0].read_bytes()[20:24], "big")
+
+    assert height("right", "says_so") > height("right") == height()
+
+
+def test_a_plot_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [path] = draw([{"step": 1, "loss": 1.0}], tmp_path)
+    before = path.read_bytes()
+    monkeypatch.setattr("os.replace", lambda *_: 1 / 0)  # killed just before
+    with pytest.raises(ZeroDivisionError):
+        draw([{"step": step, "loss": 1.0} for step in (1, 2)], tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"`CurvesCallback` draws with matplotlib.*`pip install matplotlib`"):
+        trl_ext.CurvesCallback()

@@ -1,0 +1,204 @@
+"""What trl_ext uses of TRL's internals is listed; a later release is taken if it has them all, and else refused."""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import distribution, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+
+import trl_ext
+from compat_names import used
+from trl_ext.compat import TESTED
+from trl_ext.compat.moved import check_untested, moved
+from trl_ext.compat.names import NAMES
+
+LATER = {"trl": "1.17.0", "transformers": version("transformers")}
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_internal_that_is_used_is_listed():
+    found, nowhere = used()
+    assert nowhere == []
+    assert sum(map(len, found.values())) > 150
+    # Else: python tests/support/compat_names.py
+    assert {owner: list(names) for owner, names in found.items()} == {owner: list(x) for owner, x in NAMES.items()}
+    for owner, names in found.items():
+        for name, parameters in names.items():
+            accepted = NAMES[owner][name]
+            assert parameters in accepted if parameters else accepted == (), f"{owner} {name}"
+    assert moved() == []
+
+
+class UsesMore(trl_ext.GRPOTrainer):
+    def _set_signature_columns_if_needed(self):
+        self._epoch_of_rewards = 0  # ours
+        super()._set_signature_columns_if_needed()
+        self.add_callback(self.vllm_generation)
+        return self._tokenise
+
+
+def test_a_new_use_of_an_internal_is_noticed():
+    found, nowhere = used([UsesMore])
+    of_grpo = found["trl.trainer.grpo_trainer:GRPOTrainer"]
+    new = {name: of_grpo[name] for name in of_grpo.keys() - NAMES["trl.trainer.grpo_trainer:GRPOTrainer"].keys()}
+    assert new == {"_set_signature_columns_if_needed": "(self)", "vllm_generation": ""}
+    assert nowhere == ["trl.trainer.grpo_trainer:GRPOTrainer has no `_tokenise`"]
+
+
+def test_everything_that_has_moved_is_listed(monkeypatch):
+    monkeypatch.delattr("trl.trainer.dpo_trainer.create_model_from_path")
+    monkeypatch.delattr("trl.DPOTrainer.compute_ref_log_probs")
+    monkeypatch.delattr("trl.trainer.utils.FusedCausalLMOutput")
+    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda seq_dict, seed=0: seq_dict)
+    monkeypatch.setitem(sys.modules, "trl.cli.accelerate_config", None)
+    assert moved() == [
+        "`trl.cli.accelerate_config` is gone, with `resolve_accelerate_config_argument`",
+        "`trl.trainer.dpo_trainer` has no `create_model_from_path`",
+        "`trl.trainer.dpo_trainer.DPOTrainer` has no `compute_ref_log_probs`",
+        "`trl.trainer.grpo_trainer.shuffle_sequence_dict` takes `(seq_dict, seed=...)`, and took `(seq_dict)`",
+        "`trl.trainer.utils` has no `FusedCausalLMOutput`",
+    ]
+
+
+def test_that_nothing_has_moved_is_kept(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match=r"is not tested with trl 1\.17\.0, but with trl<1\.17,>=1\.15 and") as warned:
+        check_untested(LATER, TESTED)
+    assert len(warned) == 1
+    assert len(list((tmp_path / "trl_ext").iterdir())) == 1
+    begun = time.process_time()
+    monkeypatch.setattr("trl_ext.compat.moved.moved", lambda: ["`trl.x` has no `y`"])
+    with pytest.warns(UserWarning, match="is not tested"):
+        check_untested(LATER, TESTED)
+    assert time.process_time() - begun < 0.05
+    with pytest.raises(ImportError, match=r"does not work with trl 1\.17\.1, .*\n- `trl\.x` has no `y`$"):
+        check_untested({**LATER, "trl": "1.17.1"}, TESTED)
+    assert len(list((tmp_path / "trl_ext").iterdir())) == 1  # what has moved is looked for again
+
+
+def test_a_dependency_that_does_not_load_is_its_own_error(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def broken(name: str) -> Any:
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib, "import_module", broken)
+        with pytest.raises(ImportError, match=r"^libcudart\.so\.12"):
+            check_untested(LATER, TESTED)
+    with pytest.warns(UserWarning, match="is not tested"):  # once it is repaired
+        check_untested(LATER, TESTED)
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="is not tested"):
+        check_untested(LATER, TESTED)
+
+
+def test_a_later_transformers_is_looked_at_too_and_ranks_beyond_the_first_do_not_warn(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match=r"is not tested with transformers 5\.99\.0, but with"):
+        check_untested({"trl": "1.16.0", "transformers": "5.99.0"}, TESTED)
+    monkeypatch.setenv("RANK", "1")
+    check_untested(LATER, TESTED)
+
+
+# Of TRL's files: what is replaced by what. The release itself still works
+MOVES = [
+    ("trainer/dpo_trainer.py", r"\bcreate_model_from_path,", "create_model_from_path as create_policy,"),
+    ("trainer/dpo_trainer.py", r"\bcreate_model_from_path\(", "create_policy("),
+    ("trainer/grpo_trainer.py", r"\b_buffered_inputs\b", "_buffer"),
+    (
+        "trainer/grpo_trainer.py",
+        r"def _compute_loss\(self, model, inputs\)",
+        "def _compute_loss(self, model, inputs, scale=1)",
+    ),
+    (
+        "trainer/grpo_trainer.py",
+        r"(?s)(def _calculate_rewards\(self, inputs.*?, )completion_ids_list\b",
+        r"\1completion_ids",
+    ),
+]
+
+
+def later_trl(folder: Path, moves: list[tuple[str, str, str]]) -> dict[str, str]:
+    """An environment in which the installed TRL, with these moves, is TRL 1.17."""
+    of_package, metadata = Path(trl.__file__).parent, Path(str(distribution("trl")._path))  # type: ignore[attr-defined]
+    shutil.copytree(of_package, folder / "trl")
+    shutil.copytree(metadata, folder / "trl-1.17.0.dist-info")
+    text = (metadata / "METADATA").read_text()
+    (folder / "trl-1.17.0.dist-info" / "METADATA").write_text(
+        text.replace(f"Version: {version('trl')}", "Version: 1.17.0")
+    )
+    for file, old, new in moves:
+        path = folder / "trl" / file
+        source, count = re.subn(old, new, path.read_text())
+        assert count, f"{file} has no {old}"
+        path.write_text(source)
+    # Warnings are shown again: those of the libraries, which pyproject.toml names, would be errors
+    paths = [str(folder), str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).parent)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def python(code: str, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-W", "default", "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_later_trl_whose_names_have_moved_is_one_error_that_lists_them(tmp_path: Path):
+    done = python("import trl_ext.compat", later_trl(tmp_path, MOVES))
+    assert done.returncode == 1
+    said = done.stderr[done.stderr.index("ImportError: trl_ext ") :].splitlines()
+    assert re.search(r"does not work with trl 1\.17\.0, .*Install trl<1\.17,>=1\.15 and transformers", said[0])
+    assert said[1:] == [
+        "- `trl.trainer.dpo_trainer` has no `create_model_from_path`",
+        "- `trl.trainer.grpo_trainer.GRPOTrainer` has no `_buffered_inputs`",
+        "- `trl.trainer.grpo_trainer.GRPOTrainer._calculate_rewards` takes "
+        "`(self, inputs, prompts, completions, completion_ids)`, and took "
+        "`(self, inputs, prompts, completions, completion_ids_list)`",
+        "- `trl.trainer.grpo_trainer.GRPOTrainer._compute_loss` takes `(self, model, inputs, scale=...)`, "
+        "and took `(self, model, inputs)`",
+    ]
+
+
+@pytest.mark.slow
+def test_a_later_trl_with_the_same_names_trains_with_one_warning(tmp_path: Path):
+    environment = later_trl(tmp_path, [])
+    done = python("import test_compat_names; test_compat_names._train()", environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stderr.count("is not tested with trl 1.17.0") == 1
+    assert len(list((tmp_path / "cache" / "trl_ext").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "beyond", "supported"),
+    [("trl", "2.0.0", "<2,>=1.15"), ("trl", "1.14.2", "<2,>=1.15"), ("transformers", "5.16.1", "<6,>=5.17")],
+)
+def test_what_is_beyond_the_range_is_refused(package: str, beyond: str, supported: str, tmp_path: Path):
+    (tmp_path / f"{package}-9.dist-info").mkdir()
+    (tmp_path / f"{package}-9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: {beyond}\n")
+    code = "import sys, types; sys.modules['trl_ext'] = x = types.ModuleType('trl_ext'); x.__path__ = [sys.argv[1]];"
+    code = code.replace("sys.argv[1]", repr(str(ROOT / "trl_ext"))) + "import trl_ext.compat"
+    done = python(code, os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert f"ImportError: trl_ext works with {package}{supported}, found {package} {beyond}." in done.stderr
+
+
+def _train() -> None:
+    from short_training import Bench
+    from tiny import Workshop
+
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Workshop(Path(folder)), Path(folder) / "runs")
+        bench.dpo()
+        bench.grpo()

@@ -1,0 +1,70 @@
+"""GRPO's activation offloading: the same gradients bit for bit, from activations that were on the host meanwhile."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import trl_ext
+from device_memory import allocated_by
+from resumable_runs import build, weights
+from tiny import Workshop
+from trl_ext.distributed.gradients import activations_on_host
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
+
+CPU = torch.device("cpu")
+
+
+def gradients(model: Any, offloaded: bool) -> dict[str, torch.Tensor]:
+    """On the CPU the copies are from host to host."""
+    tokens = torch.arange(3, 3 + 4 * 16).view(4, 16)
+    model.zero_grad()
+    with activations_on_host(model, CPU) if offloaded else nullcontext():
+        model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs.exp().sum().backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["tied", "untied", "experts"])
+def test_gradients_are_the_same_bit_for_bit(name: str, workshop: Workshop) -> None:
+    model = AutoModelForCausalLM.from_pretrained(workshop.model(name))
+    attach_scoring_forward(model, ScoringOptions())
+    want, got = gradients(model, False), gradients(model, True)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_large_activations_are_copied_and_weights_are_not() -> None:
+    layer = torch.nn.Linear(64, 64, bias=False)
+    inputs = torch.randn(32, 64, requires_grad=True)
+    with activations_on_host(layer, CPU):
+        out = layer(inputs)
+    saved = out.grad_fn
+    held = [saved._saved_self, saved._saved_mat2]  # a matrix product's: unpacked when they are read
+    assert held[0].data_ptr() != inputs.data_ptr()
+    assert torch.equal(held[0], inputs)
+    assert held[1].untyped_storage().data_ptr() == layer.weight.data_ptr()
+
+
+def test_without_an_accelerator_it_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="`activation_offloading=True` keeps activations in host memory"):
+        build("grpo", trl_ext, workshop.model("untied"), tmp_path, activation_offloading=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="measures CUDA")
+def test_on_cuda_a_run_ends_with_the_same_weights_and_needs_less_memory(workshop: Workshop, tmp_path: Path) -> None:
+    ended: dict[bool, dict[str, torch.Tensor]] = {}
+
+    def train(offloads: bool) -> None:
+        changes = {"use_cpu": False, "save_strategy": "no", "activation_offloading": offloads}
+        trainer = build("grpo", trl_ext, workshop.model("untied"), tmp_path / str(offloads), **changes)
+        trainer.train()
+        ended[offloads] = weights(trainer)
+
+    peaks = {offloads: allocated_by(lambda x=offloads: train(x)) for offloads in (False, True)}
+    assert all(torch.equal(ended[True][name], ended[False][name]) for name in ended[False])
+    assert peaks[True] <= peaks[False]

@@ -1,0 +1,257 @@
+"""A rank that ends in the middle of a step is named by the others, and training resumes to the same weights."""
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trl_ext
+from launch import launch
+from ranks import End, Rank, ends_of_ranks, run_on_ranks
+from rewards import id_reward
+from tiny import Workshop, preferences, prompts, scripted_rollout
+from trained_weights import far, trained
+from trl_ext.distributed.failures import _is_of_a_collective
+
+STEPS = 4
+TIMEOUT = 60  # of the process group, in seconds: more than a loaded machine needs to notice a closed connection
+HANGS = 20  # the same, where nothing closes a connection: a rank must reach its collective within it
+
+
+class Ends:
+    """Does something once, after the forward of a training step and before its backward."""
+
+    def __init__(self, at_step: int, does: Any):
+        self.at_step, self.does, self.trainer = at_step, does, None
+
+    def hang_on(self, trainer: Any) -> None:
+        def after(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+            if torch.is_grad_enabled() and module.training and trainer.state.global_step == self.at_step:
+                self.does()
+
+        trainer.model.register_forward_hook(after)
+
+
+def raises(*_: Any) -> None:
+    raise ValueError("this rank's reward is out of order")
+
+
+def send_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def sleeps() -> None:
+    time.sleep(600)
+
+
+ENDS = {
+    "killed": partial(send_self, signal.SIGKILL),
+    "stopped": partial(send_self, signal.SIGSTOP),
+    "raises": raises,
+    "sleeps": sleeps,
+}
+
+
+def train(
+    rank: Rank,
+    trainer_name: str,
+    ends: str | None = None,
+    ending_rank: int = 1,
+    resumes: bool = False,
+    timeout: int = TIMEOUT,
+    **config: Any,
+) -> dict[str, torch.Tensor]:
+    """Four steps, saved after each; the change of the weights. With `ends` the rank ends in the third."""
+    if not torch.distributed.is_initialized():
+        # Transformers leaves `ddp_timeout` out where ACCELERATE_USE_CPU is set
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    torch.manual_seed(0)
+    common = {
+        "output_dir": str(rank.folder / trainer_name),
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "optim": "adamw_torch",
+        "lr_scheduler_type": "linear",
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "steps" if ends else "no",
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "ddp_timeout": timeout,
+        **config,
+    }
+    if trainer_name == "dpo":
+        trainer = trl_ext.DPOTrainer(
+            model=os.environ["TINY_MODEL"],
+            args=trl_ext.DPOConfig(per_device_train_batch_size=2, gradient_accumulation_steps=2, **common),
+            train_dataset=preferences(24, seed=1),
+        )
+    else:
+        trainer = trl_ext.GRPOTrainer(
+            model=os.environ["TINY_MODEL"],
+            reward_funcs=id_reward,
+            rollout_func=scripted_rollout,
+            args=trl_ext.GRPOConfig(
+                per_device_train_batch_size=4,
+                num_generations=4,
+                max_completion_length=8,
+                beta=0.1,
+                steps_per_generation=2,
+                num_iterations=2,  # one generation for all steps: training resumes in mid-cycle
+                **common,
+            ),
+            train_dataset=prompts(2 * STEPS, seed=1),
+        )
+    initial = trained(trainer.model)
+    if ends and rank.index == ending_rank:
+        Ends(2, ENDS[ends]).hang_on(trainer)
+    trainer.train(resume_from_checkpoint=resumes)
+    rank.check(trainer)
+    return {name: weight - initial[name] for name, weight in trained(trainer.model).items()}
+
+
+CASES = {
+    f"{trainer}-{name}": partial(train, trainer_name=trainer, **options)
+    for trainer in ("dpo", "grpo")
+    for name, options in {
+        "whole": {},
+        "resumed": {"resumes": True},
+        "killed": {"ends": "killed"},
+        "0-killed": {"ends": "killed", "ending_rank": 0},
+        "raises": {"ends": "raises"},
+        "stopped": {"ends": "stopped", "timeout": HANGS},
+        "0-stopped": {"ends": "stopped", "ending_rank": 0, "timeout": HANGS},
+        "sleeps": {"ends": "sleeps", "timeout": HANGS},
+    }.items()
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "trainers"),
+    [
+        pytest.param("ddp", ["dpo"], id="ddp"),
+        pytest.param("ddp", ["grpo"], id="ddp-grpo"),
+        pytest.param("fsdp2", ["dpo", "grpo"], id="fsdp2"),
+    ],
+)
+def test_a_killed_rank_is_named_and_training_resumes_to_the_same_weights(
+    engine: str, trainers: list[str], workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
+    for trainer in trainers:
+        survivor, killed = ends_of_ranks(__file__, f"{trainer}-killed", engine, tmp_path)
+        assert killed.status == -signal.SIGKILL
+        named(survivor, r'Rank 1 \(\S+, pid \d+\) does not answer: it was killed.*resume_from_checkpoint="auto"')
+        assert sorted(path.name for path in (tmp_path / trainer).glob("checkpoint-*")) == ["checkpoint-2"]
+    results = run_on_ranks(
+        __file__, [f"{trainer}-{what}" for trainer in trainers for what in ("resumed", "whole")], engine, tmp_path
+    )
+    for trainer in trainers:
+        resumed, whole = results[f"{trainer}-resumed"], results[f"{trainer}-whole"]
+        print(engine, trainer, far(resumed[0], whole[0]), far(resumed[1], whole[1]))
+        assert far(resumed[0], whole[0]) <= 1e-6
+
+
+# Rank 0 notices nothing of rank 1's end where rank 2 stands between them in gloo's ring, but by its attendant
+@pytest.mark.slow
+@pytest.mark.parametrize("launchers_store", [True, False], ids=["store-of-the-launcher", "store-in-rank-0"])
+@pytest.mark.parametrize("ending_rank", [0, 1])
+def test_every_survivor_names_the_killed_rank(
+    launchers_store: bool, ending_rank: int, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
+    case = "grpo-killed" if ending_rank else "grpo-0-killed"
+    ends = ends_of_ranks(__file__, case, "ddp", tmp_path, processes=3, launchers_store=launchers_store)
+    assert ends.pop(ending_rank).status == -signal.SIGKILL
+    for end in ends:
+        named(end, rf"Rank {ending_rank} \([^)]+\) does not answer.*it was killed")
+
+
+@pytest.mark.slow
+def test_accelerate_launch_ends_and_names_the_killed_rank(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its agent ends the others as soon as it notices, so what is read may be its report or theirs."""
+    monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match=r"(?s)rank +: 1 \(local_rank: 1\)\s+exitcode +: -9") as ended:
+        launch(__file__, ["dpo-killed"], "ddp", tmp_path)
+    assert "The ranks hang" not in str(ended.value)
+    assert time.monotonic() - began < 290
+
+
+@pytest.mark.slow
+def test_an_error_of_a_rank_is_its_own_and_named_to_the_others(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
+    words = "ValueError: this rank's reward is out of order"
+    for launchers_store in (True, False):
+        folder = tmp_path / str(launchers_store)
+        folder.mkdir()
+        other, failed = ends_of_ranks(__file__, "grpo-raises", "ddp", folder, launchers_store=launchers_store)
+        assert failed.failure.rstrip().endswith(words)
+        assert "RankError" not in failed.failure
+        named(other, rf"Rank 1 \(\S+, pid \d+\) failed: {words}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "launchers_store", "words"),
+    [
+        ("stopped", True, r"Rank 1 \(\S+, pid \d+\) does not answer: it was killed.* or hangs"),
+        ("0-stopped", False, r"Rank 0 \(\S+\) does not answer, nor does the rendezvous store, which lies in it"),
+        (
+            "sleeps",
+            True,
+            r"A collective failed, and every rank answers\. Rank 1 \(\S+, pid \d+\) is in `sleeps` \(.*:\d+\)\.",
+        ),
+    ],
+)
+def test_a_rank_that_hangs_is_named_after_the_timeout(
+    case: str, launchers_store: bool, words: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
+    hanging = 0 if case.startswith("0") else 1
+    (other,) = ends_of_ranks(__file__, f"dpo-{case}", "ddp", tmp_path, launchers_store=launchers_store, stopped=hanging)
+    named(other, words)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:80"), True),
+        (
+            RuntimeError("[enforce fail at /p/gloo/gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes."),
+            True,
+        ),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 0."), True),
+        (RuntimeError("could not read /data/gloomy/train.parquet"), False),
+        (RuntimeError("Expected all tensors of the gloo batch to be on the same device"), False),
+        (ValueError("[/p/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), False),
+    ],
+)
+def test_an_error_is_a_collectives_by_its_type_or_by_gloos_mark_alone(error: Exception, is_one: bool):
+    assert _is_of_a_collective(error) is is_one
+    above = KeyError("of what follows")
+    above.__context__ = error
+    assert _is_of_a_collective(above) is is_one
+
+
+def named(end: End, words: str) -> None:
+    assert end.status == 1
+    assert end.seconds < TIMEOUT
+    assert re.search(rf"(?s)gloo.*RankError: {words}", end.failure), end.failure

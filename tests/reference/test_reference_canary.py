@@ -1,0 +1,238 @@
+"""The canary of a store: which sequences it is, what it takes for another reference, which folders are looked at."""
+
+import os
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from reference_batches import batch, score
+from trl_ext.reference.canary import COARSE, EXACT, Canary
+from trl_ext.reference.sequences import Sequences
+from trl_ext.reference.store import DiskStore, MemoryStore
+from trl_ext.reference.stored import StoredReference, Variants
+
+CPU = torch.device("cpu")
+
+
+def rows(*lengths, start=1):
+    return batch([([5 + i] * length, start) for i, length in enumerate(lengths)])
+
+
+def canary_of(data, without=()):
+    sequences, values = Sequences(data, ""), score(data)
+    entries = {row: sequences.values_of(row, values[row]) for row in range(len(values)) if row not in without}
+    return Canary.of("reference", sequences, entries)
+
+
+def first_tokens(canary):
+    return [row[0] - 5 for row in canary.arrays["input_ids"].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chosen"),
+    [
+        ((3, 9, 4, 8, 5, 7), [4, 5, 3, 1]),  # the longest
+        ((600, 512, 30, 513), [2, 1]),  # of at most 512 tokens
+        ((700, 600, 800), [1]),  # or the shortest
+        ((3,), [0]),
+    ],
+)
+def test_it_is_a_few_sequences_that_are_long_but_not_too_long(lengths, chosen):
+    canary = canary_of(rows(*lengths))
+    assert first_tokens(canary) == chosen
+    assert canary.arrays["input_ids"].shape[1] == max(lengths[row] for row in chosen)
+    assert canary.tokens == canary.arrays["input_ids"].size
+    assert canary.why_another(score(canary.batch(CPU)), EXACT) is None
+
+
+def test_rows_without_values_or_labels_are_left_out():
+    data = rows(3, 4, 5)
+    data["completion_mask"][2] = 0
+    data["completion_mask"][1, 1:] = torch.tensor([0, 0, 1, 0])
+    assert first_tokens(canary_of(data, without=(0,))) == [1]
+    assert canary_of(data, without=(0, 1)) is None
+    overflowed = score(rows(3, 4))
+    overflowed[1, -1] = -torch.inf
+    sequences = Sequences(rows(3, 4), "")
+    found = Canary.of("", sequences, {row: sequences.values_of(row, overflowed[row]) for row in range(2)})
+    assert first_tokens(found) == [0]
+
+
+def test_padding_on_the_left_stays_and_on_the_right_goes():
+    data = batch([([5, 6, 7], 1), ([8, 9], 1)], left=2)
+    canary = canary_of({name: torch.nn.functional.pad(x, (0, 5)) for name, x in data.items()})
+    assert canary.arrays["attention_mask"].tolist() == [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert canary.why_another(score(canary.batch(CPU)), EXACT) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "tolerance", "another"),
+    [
+        (lambda x: x + 5e-4, EXACT, False),
+        (lambda x: x + 5e-3, EXACT, True),
+        (lambda x: 100 * x, EXACT, True),
+        (lambda x: x + 5e-3 * (x == x.min()), EXACT, True),  # a single token
+        (lambda x: x + 0.05, COARSE, False),
+        (lambda x: x + 0.2, COARSE, True),
+        (lambda x: x + 3.0 * (x == x.min()), COARSE, False),
+        (lambda x: x * torch.nan, COARSE, True),
+        (lambda x: x * torch.nan, EXACT, True),
+    ],
+)
+def test_it_tells_another_reference_as_far_as_the_arithmetic_can(change, tolerance, another):
+    canary = canary_of(batch([(list(range(1, 13)), 1), ([8, 9], 1)]))
+    why = canary.why_another(change(score(canary.batch(CPU))), tolerance)
+    assert (why is not None) == another
+    assert not another or " differ, by up to " in why
+
+
+@pytest.mark.parametrize(("tokens", "may_be_off"), [(1, 0), (2, 1), (11, 1), (12, 2)])
+def test_in_few_digits_a_tenth_of_the_tokens_may_be_far_off_but_never_all(tokens, may_be_off):
+    canary = canary_of(rows(tokens + 1))
+    for count in (may_be_off, may_be_off + 1):
+        values = score(canary.batch(CPU))
+        values[0, :count] += 3.0
+        assert (canary.why_another(values, COARSE) is None) == (count == may_be_off)
+
+
+def test_a_log_prob_far_from_zero_may_be_further_off():
+    canary = canary_of(rows(5))
+    canary.arrays["values"][:] = -20.0
+    assert canary.why_another(torch.full((1, 4), -20.01), EXACT) is None
+    assert canary.why_another(torch.full((1, 4), -20.1), EXACT) == "4 of 4 differ, by up to 0.1"
+
+
+def test_it_comes_back_from_a_folder_unless_a_bit_of_it_is_wrong(tmp_path, caplog):
+    canary = canary_of(rows(3, 4))
+    canary.write(tmp_path)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    assert Canary.read(tmp_path, "reference").digest == canary.digest
+    assert Canary.read(tmp_path, "another") is None
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        found = Canary.read(tmp_path, "reference")
+        assert found is None or found.digest == canary.digest
+    assert f"Ignored {path}" in caplog.text
+    path.write_bytes(content)
+    canary_of(rows(5)).write(tmp_path)  # the first one stays
+    assert Canary.read(tmp_path, "reference").digest == canary.digest
+
+
+class Reference:
+    """Gives log-probs that are `factor` times as large, and counts the passes over it."""
+
+    def __init__(self, root, factor=1.0, is_main=True):
+        self.root, self.factor, self.is_main, self.passes = root, factor, is_main, []
+
+    def stored(self):
+        variants = Variants(self.root, "a" * 32, self.open, EXACT, nullcontext, self.is_main)
+        return StoredReference(MemoryStore(), "a" * 32, lambda x: [x], lambda x: [x], variants=variants)
+
+    def open(self, name, canary):
+        return DiskStore(self.root / name, name, canary=canary)
+
+    def __call__(self, fed):
+        self.passes.append(tuple(fed["input_ids"].shape))
+        return self.factor * score(fed)
+
+    def run(self, *batches):
+        stored = self.stored()
+        for data in batches:
+            torch.testing.assert_close(stored(data, self).log_probs, self.factor * score(data))
+        stored.store.flush()
+        return stored
+
+
+def folders(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_run_takes_the_folder_that_is_its_own_among_several(tmp_path, caplog):
+    data = rows(3, 4, 5)
+    for factor in (1.0, 2.0, 3.0):
+        Reference(tmp_path, factor).run(data)
+    assert len(folders(tmp_path)) == 3
+    assert caplog.text.count("Stored reference log-probs are not used") == 2
+    caplog.clear()
+    for factor, checks in ((3.0, 1), (2.0, 2), (1.0, 3)):  # the newest is looked at first
+        reference = Reference(tmp_path, factor)
+        reference.run(data)
+        assert reference.passes == [(3, 5)] * checks
+    assert len(folders(tmp_path)) == 3
+    assert not caplog.text
+
+
+def test_of_many_folders_the_newest_are_looked_at(tmp_path):
+    for factor in range(1, 11):
+        Reference(tmp_path, factor).run(rows(3, 4))
+    reference = Reference(tmp_path, 20.0)
+    reference.run(rows(3, 4))
+    assert len(reference.passes) == 8 + 1
+
+
+def test_a_rank_that_is_not_the_main_one_looks_for_no_folder(tmp_path):
+    Reference(tmp_path).run(rows(3, 4))
+    assert Reference(tmp_path, is_main=False).stored()._variants.known() == []
+
+
+def test_nothing_is_checked_for_a_batch_that_nobody_wants_or_that_cannot_be_stored(tmp_path):
+    Reference(tmp_path).run(rows(3, 4))
+    reference = Reference(tmp_path)
+    stored = reference.stored()
+    stored(rows(3, 4), reference, wanted=False)
+    assert reference.passes == []
+    stored({**rows(3, 4), "pixel_values": torch.zeros(2)}, reference)
+    assert reference.passes == [(2, 4)]
+    answer = stored(rows(3, 4), reference)
+    assert reference.passes == [(2, 4)] * 2
+    assert (answer.passes, answer.tokens) == (1, 8)
+
+
+def test_what_is_scored_before_there_is_a_canary_is_stored_with_it(tmp_path):
+    empty = rows(3, 4)
+    empty["completion_mask"][:] = 0
+    reference = Reference(tmp_path)
+    stored = reference.run(empty, rows(5))
+    assert stored.canary.arrays["input_ids"].shape == (1, 5)
+    assert stored.holds(empty)
+    again = Reference(tmp_path).run(empty, rows(5))
+    assert again.holds(empty)
+    assert again.holds(rows(5))
+
+
+def test_a_folder_whose_canary_is_damaged_or_gone_is_not_used(tmp_path, caplog):
+    for change in (lambda path: path.write_bytes(b"what"), os.remove):
+        Reference(tmp_path, 2.0).run(rows(3, 4))
+        (folder,) = tmp_path.iterdir()
+        change(folder / "canary")
+        reference = Reference(tmp_path)
+        reference.run(rows(3, 4))
+        assert len(reference.passes) == 1
+        for name in folders(tmp_path):
+            for path in (tmp_path / name).iterdir():
+                path.unlink()
+            (tmp_path / name).rmdir()
+    assert "canary in the store of reference log-probs" in caplog.text
+
+
+def test_a_folder_of_another_reference_or_from_before_there_were_canaries_is_not_looked_at(tmp_path):
+    for name in ("a" * 32, "b" * 32 + "-0"):
+        (tmp_path / name).mkdir()
+        canary_of(rows(3, 4)).write(tmp_path / name)
+    reference = Reference(tmp_path)
+    reference.run(rows(3, 4))
+    assert reference.passes == [(2, 4)]
+    assert len(folders(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("name", ["file", "x" * 300], ids=["file", "name-too-long"])
+def test_a_folder_that_cannot_be_written_costs_no_value(name, tmp_path, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    reference = Reference(tmp_path / name)
+    stored = reference.run(rows(3, 4), rows(5), rows(3, 4))
+    assert len(reference.passes) == 2
+    assert np.array_equal(stored.store.get(Sequences(rows(5), "a" * 32).keys[0]), score(rows(5))[0])
+    assert "cannot be written" in caplog.text

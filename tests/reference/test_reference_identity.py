@@ -1,0 +1,408 @@
+"""The identity of DPO's reference: the same for the same log-probs, another for any that may differ."""
+
+import copy
+import importlib
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from functools import partial
+from types import MethodType
+
+import pytest
+import torch
+from accelerate import Accelerator, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.state import AcceleratorState
+from peft import PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+
+from reference_changes import LISTED, forward, norm
+from tiny import MODELS, lora_config
+from trl_ext.reference import code
+from trl_ext.reference.hosted import host_reference
+from trl_ext.reference.weights import ReferenceWeights, identity_facts, identity_of
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
+
+
+def identity(model, adapter=None, **computed_with):
+    weights = ReferenceWeights(model, () if adapter is None else (adapter,))
+    return identity_of(
+        identity_facts(
+            weights.hash(lambda _: nullcontext()),
+            weights.config,
+            weights.in_memory(lambda _: nullcontext()),
+            **computed_with,
+        )
+    )
+
+
+@pytest.fixture
+def base(workshop):
+    return lambda name="untied", **kwargs: AutoModelForCausalLM.from_pretrained(workshop.model(name), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        lora_config(),
+        lora_config(use_dora=True, r=2),
+        lora_config(modules_to_save=["lm_head"]),
+        lora_config(trainable_token_indices={"embed_tokens": [3, 4]}),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    ],
+    ids=["lora", "dora", "modules_to_save", "trainable_tokens", "prompt_tuning"],
+)
+def test_a_base_model_is_the_same_under_any_adapter_and_whatever_that_learns(adapter, base):
+    alone = identity(base())
+    policy = get_peft_model(base(), copy.deepcopy(adapter))
+    assert identity(policy) == alone
+    with torch.no_grad():
+        for param in policy.parameters():
+            if param.requires_grad:
+                param.add_(1.0)
+    assert identity(policy) == alone
+    assert ReferenceWeights(policy).trained() is None
+
+
+def test_the_smallest_change_of_a_weight_is_another_reference(base):
+    alone = identity(base())
+    assert identity(base()) == alone
+    for name, _ in base().named_parameters():
+        model = base()
+        flat = model.get_parameter(name).data.view(-1)
+        flat[-1] = torch.nextafter(flat[-1], torch.tensor(10.0))
+        assert identity(model) != alone, name
+    buffered = base()
+    buffered.model.register_buffer("scale", torch.ones(2))
+    other = copy.deepcopy(buffered)
+    other.model.scale[1] = 2
+    assert len({alone, identity(buffered), identity(other)}) == 3
+
+
+def test_two_weights_that_change_places_are_another_reference(base):
+    model = base()
+    first, second = model.model.layers
+    first.mlp, second.mlp = second.mlp, first.mlp
+    assert identity(model) != identity(base())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype_is_another_reference(dtype, base):
+    assert identity(base(dtype=dtype)) != identity(base())
+
+
+def test_bytes_and_scalars_and_tied_weights_have_a_hash(base):
+    model = base("tied")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    packed = torch.nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+    model.model.layers[0].packed = packed
+    model.model.layers[0].register_buffer("exponent", torch.tensor(3))
+    before = identity(model)
+    packed[7] = 0
+    assert identity(model) != before != identity(base("tied"))
+    # The same bytes as numbers of another kind, or in another shape
+    found = set()
+    for zeros in (torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 2), torch.zeros(8).half()):
+        model.model.layers[0].register_buffer("exponent", zeros)
+        found.add(identity(model))
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("untied", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+        ("untied", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
+        ("untied", {"rms_norm_eps": 1e-3}),
+        ("untied", {"hidden_act": "gelu"}),
+        ("softcap", {"final_logit_softcapping": 3.0}),
+        ("softcap", {"attn_logit_softcapping": 5.0}),
+        ("softcap", {"sliding_window": 4}),
+        ("logits_scaling", {"logits_scaling": 2.0}),
+        ("logit_scale", {"logit_scale": 0.5}),
+        ("experts", {"num_experts_per_tok": 1}),
+        ("untied", {"attn_implementation": "eager"}),
+    ],
+    ids=str,
+)
+def test_every_part_of_the_configuration_counts(name, change, base):
+    assert identity(base(name, **change)) != identity(base(name))
+
+
+def test_where_a_model_lies_and_what_generation_reads_do_not_count(base, tmp_path):
+    model = base()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again.config.use_cache = False
+    assert identity(again) == identity(model)
+
+
+def test_what_it_is_computed_with_counts(base):
+    found = {identity(base(), head=head, mixed_precision=p) for head in ("tiled", "dense") for p in ("no", "bf16")}
+    assert len(found) == 4
+
+
+def with_ref_adapter(base, workshop):
+    policy = PeftModel.from_pretrained(base(), workshop.adapter("untied"), is_trainable=True)
+    policy.add_adapter("ref", policy.peft_config["default"])
+    return policy
+
+
+def test_a_reference_adapter_is_the_base_with_that_adapter_alone(base, workshop):
+    policy = with_ref_adapter(base, workshop)
+    before = identity(policy, "ref")
+    assert before != identity(policy) == identity(base())
+
+    def add_to(words):
+        with torch.no_grad():
+            for name, param in policy.named_parameters():
+                if words in name:
+                    param.add_(0.5)
+
+    add_to(".default.")
+    assert identity(policy, "ref") == before
+    add_to("layers.0.self_attn.q_proj.lora_B.ref.")
+    assert identity(policy, "ref") != before
+    assert ReferenceWeights(policy, ("ref",)).trained() is None
+
+
+def test_an_adapters_scaling_counts(base, workshop):
+    policy, scaled = (with_ref_adapter(base, workshop) for _ in range(2))
+    scaled.peft_config["ref"].lora_alpha = 8
+    weights = ReferenceWeights(policy, ("ref",)), ReferenceWeights(scaled, ("ref",))
+    assert weights[0].config != weights[1].config
+    before = identity(policy, "ref")
+    policy.get_base_model().model.layers[0].self_attn.q_proj.set_scale("ref", 3.0)
+    assert identity(policy, "ref") != before
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_a_bias_that_is_trained_with_the_adapter_is_seen(bias, base):
+    policy = get_peft_model(base("head_bias"), lora_config(bias=bias, target_modules=["q_proj"]))
+    assert ReferenceWeights(policy).trained().endswith("bias")
+
+
+def test_weights_that_are_not_there_are_an_error(base):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MODELS["untied"]())
+    with pytest.raises(
+        ValueError, match='Load the model before building the trainer, or set `reference_store="memory"`'
+    ):
+        identity(model)
+
+
+def test_the_virtual_tokens_of_a_reference_adapter_count(base):
+    found = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        policy = get_peft_model(base(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        policy.add_adapter("ref", policy.peft_config["default"])
+        found |= {identity(policy, "ref"), identity(policy)}
+    assert len(found) == 3
+
+
+def with_adapter_of_transformers(base, seed=0, **config):
+    """A plain model, into which transformers has put an adapter."""
+    torch.manual_seed(seed)
+    model = base()
+    model.add_adapter(lora_config(init_lora_weights=False, **config))
+    return model
+
+
+def test_an_adapter_of_transformers_own_is_a_part_of_the_model(base):
+    model = with_adapter_of_transformers(base)
+    assert identity(model) == identity(with_adapter_of_transformers(base)) != identity(base())
+    assert identity(model) != identity(with_adapter_of_transformers(base, seed=1))
+    assert ReferenceWeights(model).config != ReferenceWeights(with_adapter_of_transformers(base, lora_alpha=3)).config
+    assert "lora" in ReferenceWeights(model).trained()
+    before = identity(model)
+    model.disable_adapters()
+    assert identity(model) != before
+
+
+def test_weights_in_the_memory_of_the_policy_are_shared(base):
+    policy, reference = base(), base()
+    assert ReferenceWeights(reference).shares_with(policy) is None
+    reference.load_state_dict(policy.state_dict(), assign=True)
+    assert reference.lm_head.weight is not policy.lm_head.weight
+    assert ReferenceWeights(reference).shares_with(policy) == "model.embed_tokens.weight"
+    policy.requires_grad_(False)
+    assert ReferenceWeights(reference).shares_with(policy) is None
+    assert ReferenceWeights(reference).shares_with(policy, trained=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("rope", "kind"),
+    [
+        ({"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}, "longrope"),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "dynamic"),
+        ({"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}, "dynamic"),
+        ({"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0}, None),
+    ],
+    ids=["longrope", "dynamic", "by_layer_type", "llama3"],
+)
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_positions_that_follow_the_longest_row_are_seen(name, rope, kind, base):
+    model = base()
+    assert ReferenceWeights(model).rope_of_batch() is None
+    model.config.__dict__.pop("rope_parameters")
+    model.config.__dict__[name] = rope
+    assert ReferenceWeights(model).rope_of_batch() == kind
+
+
+def tuple_of_a_norm(model):
+    model.model.norm.shape = (32, (1, 2.5))
+
+
+def default_of_a_patch(model):
+    model.model.norm.forward = MethodType(lambda self, x, factor=0.5: factor * x, model.model.norm)
+
+
+def other_default(model):
+    model.model.norm.forward = MethodType(lambda self, x, factor=0.7: factor * x, model.model.norm)
+
+
+def partial_patch(factor):
+    def scaled(own, factor, x):
+        return factor * own(x)
+
+    def change(model):
+        model.model.norm.forward = partial(scaled, model.model.norm.forward, factor)
+
+    return change
+
+
+IN_MEMORY = {
+    **LISTED,
+    **{x.__name__: x for x in (tuple_of_a_norm, default_of_a_patch, other_default)},
+    "partial": partial_patch(0.5),
+    "other partial": partial_patch(0.6),
+    "buffer of another dtype": lambda model: model.model.rotary_emb.half(),
+    "places exchanged": lambda model: exchanged(model, "variance_epsilon", 0.1, 0.2),
+    "places exchanged again": lambda model: exchanged(model, "variance_epsilon", 0.2, 0.1),
+}
+
+
+def exchanged(model, name, *values):
+    for layer, value in zip(model.model.layers, values, strict=True):
+        setattr(layer.input_layernorm, name, value)
+
+
+def changed(model, change):
+    change(model)
+    return model
+
+
+def test_what_is_changed_in_memory_is_another_reference_each_time_the_same(base):
+    found = {name: identity(changed(base(), change)) for name, change in IN_MEMORY.items()}
+    assert found == {name: identity(changed(base(), change)) for name, change in IN_MEMORY.items()}
+    assert len({identity(base()), *found.values()}) == len(found) + 1
+    for change in (norm, forward, partial_patch(0.5)):
+        adapted = get_peft_model(changed(base(), change), lora_config())
+        assert identity(adapted) == identity(changed(base(), change))
+
+
+def computed(model):
+    ids = torch.arange(6).reshape(2, 3)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def stock_trainer(model):
+    add_fused_lm_head(model)
+
+
+def ours_on_stocks(model):
+    add_fused_lm_head(model)
+    attach_scoring_forward(model, ScoringOptions())
+    attach_scoring_forward(model, ScoringOptions())
+
+
+def in_mixed_precision(model):
+    AcceleratorState._reset_state()  # of the trainers before it
+    Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    AcceleratorState._reset_state()
+
+
+def forward_of_all(model):
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+
+
+LIBRARIES = {
+    "training": lambda model: model.train(),
+    "evaluation": lambda model: model.eval(),
+    "checkpointing": lambda model: model.gradient_checkpointing_enable(),
+    "inputs with gradients": lambda model: model.enable_input_require_grads(),
+    "computed": computed,
+    "dropout off": disable_dropout_in_model,
+    "stock trainer": stock_trainer,
+    "ours on stock's": ours_on_stocks,
+    "mixed precision": in_mixed_precision,
+    "hooked": lambda model: add_hook_to_module(model.model.layers[0].mlp, AlignDevicesHook("cpu")),
+    "dispatched": lambda model: dispatch_model(model, {"": "cpu"}, force_hooks=True),
+    "on the host": lambda model: host_reference(model, torch.device("cpu")),
+    "path": lambda model: setattr(model, "name_or_path", "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_what_libraries_put_on_a_model_makes_no_other_reference(name, base):
+    for change in (lambda model: None, forward, forward_of_all):
+        model = changed(base(), change)
+        LIBRARIES[name](model)
+        assert identity(model) == identity(changed(base(), change))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_that_is_loaded_again_is_the_same_reference(name, base):
+    model, linear = base(name), lora_config(target_modules=["q_proj", "v_proj"])
+    computed(model)
+    assert identity(model) == identity(base(name)) == identity(get_peft_model(base(name), linear))
+    assert identity(copy.deepcopy(model)) == identity(model)
+
+
+_IN_A_PROCESS = """
+from contextlib import nullcontext
+from transformers import AutoModelForCausalLM
+from trl_ext.reference import ReferenceWeights
+model = AutoModelForCausalLM.from_pretrained({path!r})
+norm, own = model.model.norm, model.model.norm.forward
+norm.forward = lambda x: own(x) if x.device.type in {{"cpu", "cuda", "mps", "xpu"}} else x
+print(ReferenceWeights(model).in_memory(lambda _: nullcontext()))
+"""
+
+
+@pytest.mark.slow
+def test_processes_agree(workshop):
+    script = _IN_A_PROCESS.format(path=workshop.model("untied"))
+    found = set()
+    for seed in "1234":  # the order of a set
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        ran = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        found.add(ran.stdout.splitlines()[-1])
+    assert len(found) == 1
+    assert "modules" in found.pop()
+
+
+_EDITED = "from transformers import LlamaForCausalLM\nclass Edited(LlamaForCausalLM):\n    '''{}'''\n"
+
+
+def test_the_code_of_a_model_counts(base, tmp_path, workshop, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {identity(base())}
+    for text in ("one", "another"):
+        (tmp_path / "edited.py").write_text(_EDITED.format(text))
+        code._edited.cache_clear()  # another process
+        monkeypatch.delitem(sys.modules, "edited", raising=False)
+        model = importlib.import_module("edited").Edited.from_pretrained(workshop.model("untied"))
+        assert ReferenceWeights(model).uncacheable() is None
+        found |= {identity(model), identity(model)}
+    assert len(found) == 3
+    typed = {"__name__": "typed_in"}
+    exec(_EDITED.format("one"), typed)
+    nowhere = typed["Edited"].from_pretrained(workshop.model("untied"))
+    assert "`typed_in.Edited`" in ReferenceWeights(nowhere).uncacheable()

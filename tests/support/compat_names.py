@@ -1,0 +1,213 @@
+"""What trl_ext uses of TRL's and transformers' internals, read from its source.
+
+    python tests/support/compat_names.py   # writes trl_ext/compat/names.py
+
+A name is one of: what a file imports from a module of theirs; what is put in the place of a name of a trainer's module
+(`REPLACED`); a method that `super()` is asked for or that ours override; an attribute of `self` that theirs have; an
+entry of a batch. Parameters count where ours override or replace, and of what is private. What another release takes,
+such as the oldest supported one, its own interpreter adds by the same command.
+"""
+
+import ast
+import contextlib
+import importlib
+import inspect
+import subprocess
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+import trl
+
+import trl_ext
+from trl_ext.compat.choices import REPLACEABLE
+from trl_ext.compat.grpo import PASS
+from trl_ext.compat.moved import parameters_of
+from trl_ext.compat.names import NAMES
+from trl_ext.compat.replaced import REPLACED
+
+PACKAGE = Path(trl_ext.__file__).parent
+THEIRS = ("trl", "transformers")
+BOTH = (trl.DPOTrainer, trl.GRPOTrainer)
+
+BATCH_ENTRIES: dict[type, tuple[str, ...]] = {
+    trl.GRPOTrainer: ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "pixel_values"),
+    trl.DPOTrainer: ("input_ids", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"),
+}
+
+Names = dict[str, dict[str, str]]
+
+
+def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
+    """Owner -> name -> parameters, where they count, of what is used; and what is used although nobody has it.
+
+    Args:
+        classes (`Iterable[type]`): looked at beside those of the package.
+    """
+    found: Names = defaultdict(dict)
+    nowhere: list[str] = []
+
+    def add(owner: Any, name: str, parameters_count: bool, is_needed: bool = True) -> None:
+        parameters = parameters_of(owner, name)
+        if parameters is not None:
+            found[place_of(owner)][name] = parameters if parameters_count else found[place_of(owner)].get(name, "")
+        elif is_needed:
+            nowhere.append(f"{place_of(owner)} has no `{name}`")
+
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for owner, name in _imported(tree):
+            add(owner, name, True)
+        for owner, name in _trls(tree):
+            add(owner, name, True)
+        for name in _of_trainer(tree):
+            for owner in BOTH:
+                add(owner, name, name.startswith("_"), is_needed=False)  # it may be ours, or the other trainer's
+    for owner, names in REPLACED.items():
+        module = sys.modules[owner.__module__]
+        for name in names:
+            add(module, name, getattr(module, name, add).__module__.split(".")[0] in THEIRS)
+    for cls in (*_classes(), *classes):
+        for owner, name, is_super, is_needed in _of_class(cls):
+            override = _override(cls, name)
+            counts = name.startswith("_") or is_super if override is None else not _hands_on(override)
+            add(owner, name, counts, is_needed)
+    for name in sorted({name for methods in REPLACEABLE.values() for name in methods}):
+        add(trl.GRPOTrainer, name, name == PASS)
+    for trainer, entries in BATCH_ENTRIES.items():
+        for entry in entries:
+            add(trainer, f'"{entry}"', False)
+    return {owner: dict(sorted(found[owner].items())) for owner in sorted(found)}, sorted(set(nowhere))
+
+
+def place_of(owner: Any) -> str:
+    return f"{owner.__module__}:{owner.__qualname__}" if inspect.isclass(owner) else owner.__name__
+
+
+def _imported(tree: ast.Module) -> Iterator[tuple[Any, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            package, _, rest = (node.module or "").partition(".")
+            if package in THEIRS and rest:
+                module = importlib.import_module(str(node.module))
+                yield from ((module, alias.name) for alias in node.names)
+
+
+def _trls(tree: ast.Module) -> Iterator[tuple[Any, str]]:
+    """Methods that are called on a class of theirs, such as `trl.DPOTrainer.compute_loss(trainer, ...)`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            package = {"trl": trl, "transformers": transformers}.get(getattr(node.value.value, "id", ""))
+            owner = getattr(package, node.value.attr, None)
+            if inspect.isclass(owner) and not node.attr.startswith("__"):
+                yield owner, node.attr
+
+
+def _of_trainer(tree: ast.Module) -> Iterator[str]:
+    """What is read or set of a `trainer`, but for what `hasattr` asks for."""
+    names = {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute) and _is_trainer(x.value)}
+    yield from sorted(names - _asked_for(tree))
+
+
+def _asked_for(tree: ast.AST) -> set[str]:
+    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and _is(x.func, "hasattr")]
+    return {str(call.args[1].value) for call in calls if isinstance(call.args[1], ast.Constant)}
+
+
+def _classes() -> Iterator[type]:
+    """Every class of ours that is made of theirs."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        with contextlib.suppress(ImportError):  # Triton's, where that is not installed
+            for cls in vars(importlib.import_module(name)).values() if path.stem != "__main__" else ():
+                if inspect.isclass(cls) and cls.__module__ == name and _theirs(cls) is not None:
+                    yield cls
+
+
+def _theirs(cls: type) -> type | None:
+    return next((x for x in cls.__mro__ if x.__module__.split(".")[0] in THEIRS), None)
+
+
+def _ours(cls: type) -> list[type]:
+    return [x for x in cls.__mro__ if x is cls or x.__module__.split(".")[0] == "trl_ext"]
+
+
+def _of_class(cls: type) -> Iterator[tuple[type, str, bool, bool]]:
+    """Whose name, which, whether `super()` is asked for it, and whether they must have it, since ours do not."""
+    owner = _theirs(cls)
+    assert owner is not None
+    own = {name for x in _ours(cls) for name in (*vars(x), *inspect.get_annotations(x))}
+    of_self, of_super, optional = set(own), set(), set()
+    for tree in (ast.parse(textwrap.dedent(inspect.getsource(x))) for x in _ours(cls)):
+        optional |= _asked_for(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _is_super(node.value):
+                of_super.add(node.attr)
+            elif isinstance(node, ast.Attribute) and _is(node.value, "self"):
+                of_self.add(node.attr)
+                own |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
+    names = {name for name in of_self - optional if not name.startswith("__")} | of_super
+    yield from ((owner, name, name in of_super, name not in own) for name in sorted(names))
+
+
+def _is_trainer(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return _is(node.value, "self") and node.attr in ("trainer", "host", "trl")
+    return _is(node, "trainer") or _is(node, "host")
+
+
+def _is(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_super(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _is(node.func, "super")
+
+
+def _override(cls: type, name: str) -> Any:
+    """The function of ours that stands for theirs."""
+    found = next((vars(x)[name] for x in _ours(cls) if name in vars(x)), None)
+    return found if inspect.isfunction(found) else None
+
+
+def _hands_on(method: Any) -> bool:
+    """Whether a method takes whatever it is given, so that the parameters of theirs do not matter."""
+    kinds = {x.kind for x in inspect.signature(method, follow_wrapped=False).parameters.values()}
+    return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+
+
+def _written(found: Names) -> str:
+    """The source of names.py: of a name that was there before, what it took is kept."""
+    lines = [
+        '"""The internals of TRL and transformers that trl_ext uses, and the parameters that each function takes.',
+        "",
+        "Written by `python tests/support/compat_names.py`. Without parameters the name is enough.",
+        '"""',
+        "",
+        "NAMES: dict[str, dict[str, tuple[str, ...]]] = {",
+    ]
+    for owner, names in found.items():
+        lines.append(f"    {owner!r}: {{")
+        for name, parameters in names.items():
+            before = NAMES.get(owner, {}).get(name, ())
+            accepted = dict.fromkeys((*before, parameters)) if parameters else ()
+            lines.append(f"        {name!r}: ({''.join(f'{_wrapped(x)},' for x in accepted)}),")
+        lines.append("    },")
+    return "\n".join([*lines, "}", ""])
+
+
+def _wrapped(parameters: str) -> str:
+    lines = textwrap.wrap(parameters, 95, drop_whitespace=False)
+    return repr(parameters) if len(lines) == 1 else f"({' '.join(map(repr, lines))})"
+
+
+if __name__ == "__main__":
+    names, nowhere = used()
+    assert not nowhere, nowhere
+    target = PACKAGE / "compat" / "names.py"
+    target.write_text(_written(names))
+    subprocess.run([sys.executable, "-m", "ruff", "format", str(target)], check=True)

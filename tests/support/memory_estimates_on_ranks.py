@@ -1,0 +1,67 @@
+"""Training steps on two ranks whose memory is measured, each rank's by its own allocator; see `memory_estimates.py`."""
+
+import os
+import time
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from allocations import peak_bytes
+from torch.profiler import record_function
+from transformers import TrainerCallback
+
+from launch import LaunchedRank
+from memory_estimates import CASES as ALL
+from memory_estimates import parsed
+from trl_ext.cli.training import build
+
+
+class _Steady(TrainerCallback):
+    """Marks the last step: those before it have made the optimizer's states and the engine's buffers."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == state.max_steps - 1:
+            with record_function("steady"):
+                pass
+
+
+def measured(case: str, rank: LaunchedRank) -> int:
+    """Bytes that this rank holds at the peak of a step.
+
+    From before the models are loaded on: each engine puts what it keeps of them into memory of its own, and lets go of
+    the files that they were read from.
+    """
+    trainers: list[Any] = []
+
+    def run() -> None:
+        trainers.append(build(ALL[case][0], parsed(case, rank.folder, ("--max_steps", "3", *arguments))))
+        trainers[0].add_callback(_Steady())
+        trainers[0].train()
+
+    arguments = [x for name, value in rank.training_arguments().items() for x in (f"--{name}", value)]
+    if "bf16" in case:  # the argument wants a GPU or `--use_cpu`, which the launch of an engine for GPUs has not
+        arguments += ["--bf16", "false"]
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    _free_on_this_thread()
+    peak = peak_bytes(run, since="steady")
+    rank.check(trainers[0])
+    return peak
+
+
+def _free_on_this_thread() -> None:
+    """Have gloo's threads let go of what they sent before this one does: the profiler sees what this one frees."""
+    wait = dist.Work.wait
+
+    def waited(work: dist.Work, *args: Any) -> Any:
+        result = wait(work, *args)
+        time.sleep(0.001)
+        return result
+
+    dist.Work.wait = waited
+    # DDP sends all weights once, and waits for that in C++. Both ranks have read the same file
+    torch.nn.parallel.distributed._sync_module_states = lambda *args, **kwargs: None
+
+
+ON_RANKS = ("dpo-full", "dpo-lora", "dpo-lora-checkpointing", "dpo-full-accumulation", "grpo-full", "dpo-lora-bf16")
+CASES = {name: partial(measured, name) for name in ON_RANKS}

@@ -1,0 +1,106 @@
+"""Reads the table of docs/skipped-passes.md: which logged metrics may differ from stock TRL's, and when."""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from drop_in_cases import Case
+from rewards import NOISY_REWARDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "skipped-passes.md"
+HEADER = "| metric | when it differs | what it is then |"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known of one log entry beside the case's arguments."""
+
+    evaluation: bool
+    rows_not_scored: bool  # since the entry before, some row could not change the gradient
+    first: bool = False
+
+
+def _corrects(case: Case) -> bool:
+    return case.vllm and case.config.get("vllm_importance_sampling_correction", True)
+
+
+def skips_zero_advantages(case: Case) -> bool:
+    """Whether nothing but the policy's loss sends a gradient through a row of `case`."""
+    config = case.config
+    has_bonus = config.get("entropy_coef", 0.0) != 0.0 or config.get("use_adaptive_entropy", False)
+    has_kl = config.get("beta", 0.0) != 0.0 or case.setup == "ref_model"
+    return not (has_kl or has_bonus or config.get("top_entropy_quantile", 1.0) < 1.0 or case.model == "experts")
+
+
+def _zeroes_noise(case: Case) -> bool:
+    return case.trainer == "grpo" and skips_zero_advantages(case) and not NOISY_REWARDS.isdisjoint(case.rewards)
+
+
+def _masks_whole_completions(case: Case) -> bool:
+    return "masked" in case.rollout or case.config.get("mask_truncated_completions", False)
+
+
+def _only_sft(case: Case) -> bool:
+    loss_type = case.config.get("loss_type", "sigmoid")
+    return case.trainer == "dpo" and (loss_type if isinstance(loss_type, list) else [loss_type]) == ["sft"]
+
+
+# What the page says in its second column -> whether it holds
+CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
+    "always": lambda case, situation: True,
+    "always, with GRPO": lambda case, situation: case.trainer == "grpo",
+    "in training, where rows are not scored": lambda case, situation: (
+        case.trainer == "grpo" and not situation.evaluation and situation.rows_not_scored
+    ),
+    "with the vLLM correction": lambda case, situation: _corrects(case),
+    "in training, with the vLLM correction": lambda case, situation: _corrects(case) and not situation.evaluation,
+    "in evaluation, with the vLLM correction, where completions are masked whole": lambda case, situation: (
+        _corrects(case) and situation.evaluation and _masks_whole_completions(case)
+    ),
+    "where completions have one token and some are masked": lambda case, situation: (
+        case.config.get("max_completion_length") == 1 and _masks_whole_completions(case)
+    ),
+    "in training, where TRL makes advantages of equal rewards": lambda case, situation: (
+        _zeroes_noise(case) and not situation.evaluation
+    ),
+    "in training, where groups are kept together": lambda case, situation: (
+        case.trainer == "grpo" and case.ours.get("keep_groups_together") is not False and not situation.evaluation
+    ),
+    "with DPO, while the policy equals its reference, and that was scored in another batch": (
+        lambda case, situation: case.accuracy_is_noise_at_first and situation.first
+    ),
+    "with `dynamic_sampling`": lambda case, situation: case.config.get("dynamic_sampling", False),
+    "with DPO, where the only loss is `sft`": lambda case, situation: _only_sft(case),
+}
+
+
+@functools.cache
+def rows() -> tuple[tuple[str, str], ...]:
+    """(metric or pattern, condition) of every metric that the page names."""
+    lines = iter(PAGE.read_text().splitlines())
+    next(line for line in lines if line == HEADER)
+    next(lines)  # the rule below the header
+    table = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        metrics, when, then = (cell.strip() for cell in line.strip("|").split("|"))
+        assert when in CONDITIONS, f"{PAGE.name} names a condition that no test knows: {when!r}"
+        assert then, line
+        table += [(metric, when) for metric in re.findall(r"`([^`]+)`", metrics)]
+    assert table
+    return tuple(table)
+
+
+def counts_work(key: str) -> bool:
+    """Whether a metric counts what was fed, scored or skipped, which depends on how a batch is cut."""
+    return key.removeprefix("eval_").startswith(("skipped/", "tokens_fed/", "head/"))
+
+
+def may_differ(key: str, case: Case, situation: Situation) -> bool:
+    """Whether the logged metric `key` of `case` may be another than stock's, be added, or be absent."""
+    key = key.removeprefix("eval_")
+    return any(fnmatchcase(key, metric) and CONDITIONS[when](case, situation) for metric, when in rows())

@@ -1,0 +1,300 @@
+"""Trains one case of the table with one pair of trainers, and writes down everything a user could see.
+
+Run as a script it trains the named cases with `trl_ext` and writes JSON, so that two environments can be compared:
+`python run_losses.py --checkpoints DIR --out FILE CASE [CASE ...]`.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import datasets
+import torch
+from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from drop_in_cases import CASES, Case
+from rewards import REWARDS
+from tiny import REFERENCE_SEED, ROLLOUTS, Workshop, add, lora_config, preferences, prompts
+from token_counts import Feed, count_feeds
+
+PROMPT_LEARNING = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTuningConfig}
+
+# Wall-clock figures, the only keys not compared: they differ between two runs of the same code.
+WALL_CLOCK = (
+    "step_time",
+    "runtime",
+    "samples_per_second",
+    "steps_per_second",
+    "model_preparation_time",
+)
+
+
+@dataclass(frozen=True)
+class Trainers:
+    """The classes of one library, stock or ours."""
+
+    dpo_trainer: type
+    dpo_config: type
+    grpo_trainer: type
+    grpo_config: type
+
+    @classmethod
+    def of(cls, library: Any) -> "Trainers":
+        return cls(library.DPOTrainer, library.DPOConfig, library.GRPOTrainer, library.GRPOConfig)
+
+    def only_ours(self, case: Case) -> dict[str, Any]:
+        """The arguments that `case` has for our GRPOConfig alone, where this is ours."""
+        config = getattr(self.grpo_config, "func", self.grpo_config)  # a test may have bound some of its arguments
+        known = {field.name for field in dataclasses.fields(config)}
+        return {name: value for name, value in case.ours.items() if name in known}
+
+    def padded(self) -> "Trainers":
+        """Our trainers, fed as TRL feeds: then the rows and the padding of each forward can be counted."""
+        configs = {name: partial(getattr(self, name), padding_free=False) for name in ("dpo_config", "grpo_config")}
+        return replace(self, **configs)
+
+    def with_loss_times(self, factor: float) -> "Trainers":
+        """The same trainers with a wrong loss, which a comparison worth its name must notice."""
+
+        def wrong(trainer: type) -> type:
+            def compute_loss(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+                return factor * super(subclass, self).compute_loss(*args, **kwargs)
+
+            subclass = type(trainer.__name__, (trainer,), {"compute_loss": compute_loss})
+            return subclass
+
+        return replace(self, dpo_trainer=wrong(self.dpo_trainer), grpo_trainer=wrong(self.grpo_trainer))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What GRPO's loss was given in training."""
+
+    advantages: torch.Tensor  # one a row
+    tokens: torch.Tensor  # of each row that are in the loss
+    log: int  # how many log entries there were before it
+
+
+@dataclass
+class Record:
+    """What one training run showed a user, and the scales to judge it by."""
+
+    losses: list[float] = field(default_factory=list)  # of each micro-batch, as `training_step` returns them
+    batches: list[MicroBatch] = field(default_factory=list)  # GRPO's
+    logs: list[dict[str, float]] = field(default_factory=list)
+    logit_size: float = 0.0  # mean |logit| of a DPO batch, from the model's own forward
+    gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)  # before each optimizer step
+    updates: dict[str, torch.Tensor] = field(default_factory=dict)  # final minus initial weights
+    packed: bool = False  # whether a forward is one row, in which the rows of the batch cannot be counted
+    feeds: list[Feed] = field(default_factory=list)  # every forward of policy and reference model, with its tokens
+
+    def fed(self, what: str = "tokens", **where: Any) -> int:
+        """Sum of `what` ("tokens", "rows" or "forwards") over the forwards whose fields are as `where` says."""
+        return sum(
+            getattr(feed, what) for feed in self.feeds if all(getattr(feed, key) == x for key, x in where.items())
+        )
+
+    @property
+    def advantage(self) -> float:
+        """Mean |advantage|, the scale of a GRPO loss; 0 for DPO."""
+        return sum(batch.advantages.abs().mean().item() for batch in self.batches) / max(len(self.batches), 1)
+
+
+class _Recorder(TrainerCallback):
+    def __init__(self, record: Record):
+        self.record = record
+        self.initial: dict[str, torch.Tensor] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: torch.nn.Module, **kwargs: Any) -> None:
+        self.initial = {name: param.detach().clone() for name, param in _trained(model)}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: torch.nn.Module, **kwargs: Any) -> None:
+        self.record.gradients.append(
+            {name: None if param.grad is None else param.grad.detach().clone() for name, param in _trained(model)}
+        )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        self.record.logs.append({key: value for key, value in logs.items() if not key.endswith(WALL_CLOCK)})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: torch.nn.Module, **kwargs: Any) -> None:
+        self.record.updates = {name: param.detach() - self.initial[name] for name, param in _trained(model)}
+
+
+def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, param) for name, param in model.named_parameters() if param.requires_grad)
+
+
+def _recording(trainer: type, record: Record) -> type:
+    class Recording(trainer):
+        # TRL loads the weights into vLLM where this is not the global step; a case without a vLLM is always in step
+        _last_loaded_step = property(lambda self: self.state.global_step, lambda self, step: None)
+
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+            if "advantages" in inputs and self.model.training:
+                mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+                record.batches.append(MicroBatch(inputs["advantages"], mask.sum(1), len(record.logs)))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().training_step(*args, **kwargs)
+            record.losses.append(loss.item())
+            return loss
+
+    Recording.__name__ = trainer.__name__  # some log lines and the model card name the class
+    return Recording
+
+
+def train(case: Case, trainers: Trainers, workshop: Workshop, rounds: int = 1) -> Record:
+    """Train `case` from freshly loaded checkpoints and return what was seen; `rounds` calls `train()` so many times."""
+    record = Record()
+    # A cache of its own: a reference log-prob from another case's batch differs in its last bit
+    with (
+        tempfile.TemporaryDirectory() as output_dir,
+        patch.object(datasets.config, "HF_DATASETS_CACHE", Path(output_dir) / "datasets"),
+    ):
+        trainer = build(case, trainers, workshop, output_dir, record)
+        for _ in range(rounds):
+            trainer.train()
+        if case.trainer == "dpo":
+            batch = next(iter(trainer.get_train_dataloader()))
+            with torch.no_grad():
+                logits = trainer.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            record.logit_size = logits.abs().mean().item()
+    return record
+
+
+def build(case: Case, trainers: Trainers, workshop: Workshop, output_dir: str, record: Record) -> Any:
+    """The trainer of `case`, which writes down in `record` what can be seen of it."""
+    config = {
+        "output_dir": output_dir,
+        "seed": 7,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "optim": "sgd",  # Adam's first step is a sign: it would turn rounding into a full update
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,  # TRL clips to 1.0, which hides a factor on the loss
+        "gradient_checkpointing": False,  # TRL's default is True
+        "max_steps": case.steps,
+        "learning_rate": case.learning_rate,
+        **case.config,
+    }
+    trainer = (_dpo if case.trainer == "dpo" else _grpo)(case, config, trainers, workshop, record)
+    trainer.add_callback(_Recorder(record))
+    record.packed = hasattr(trainer, "explain") and trainer.explain()["packing"].action == "run"
+    count_feeds(trainer, record.feeds, log=lambda: len(record.logs))
+    return trainer
+
+
+def _policy(case: Case, workshop: Workshop) -> dict[str, Any]:
+    path = workshop.model(case.model)
+    if case.setup == "ref_adapter":
+        base = AutoModelForCausalLM.from_pretrained(path)
+        return {"model": PeftModel.from_pretrained(base, workshop.adapter(case.model), is_trainable=True)}
+    if case.setup in PROMPT_LEARNING:
+        peft_config = PROMPT_LEARNING[case.setup](task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return {"model": path, "peft_config": peft_config}
+    if case.setup.startswith("lora"):
+        return {"model": path, "peft_config": lora_config(**case.lora)}
+    return {"model": path}
+
+
+def _dpo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
+    conversational = case.model == "chat"
+    train_dataset = preferences(12, seed=1, conversational=conversational)
+    if case.streaming:
+        train_dataset = train_dataset.to_iterable_dataset()
+    ref_model = None
+    if case.setup.endswith("ref_model"):
+        ref_model = AutoModelForCausalLM.from_pretrained(workshop.model(case.model, seed=REFERENCE_SEED))
+    return _recording(trainers.dpo_trainer, record)(
+        ref_model=ref_model,
+        args=trainers.dpo_config(**{"per_device_train_batch_size": 4, **config}),
+        train_dataset=train_dataset,
+        eval_dataset=preferences(5, seed=2, conversational=conversational) if _evaluates(config) else None,
+        **_policy(case, workshop),
+    )
+
+
+def _grpo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
+    conversational = case.model == "chat"
+    train_dataset = prompts(case.prompts, seed=1, conversational=conversational)
+    if case.streaming:
+        train_dataset = train_dataset.to_iterable_dataset()
+    if case.setup == "ref_model":
+        # TRL takes no reference model in GRPO: it loads one from the policy's own checkpoint wherever beta > 0.
+        config = {"beta": 0.1, **config}
+    base = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "temperature": 0.9}
+    trainer = _recording(trainers.grpo_trainer, record)(
+        reward_funcs=[REWARDS[name] for name in case.rewards],
+        args=trainers.grpo_config(**{**base, **config, **trainers.only_ours(case)}),
+        train_dataset=train_dataset,
+        eval_dataset=prompts(3, seed=2, conversational=conversational) if _evaluates(config) else None,
+        rollout_func=None if case.rollout == "generate" else ROLLOUTS[case.rollout],
+        tools=[add] if case.rollout == "tool_call" else None,
+        **_policy(case, workshop),
+    )
+    trainer.use_vllm = case.vllm
+    return trainer
+
+
+def _evaluates(config: dict[str, Any]) -> bool:
+    return config.get("eval_strategy", "no") != "no"
+
+
+def _digest(tensors: dict[str, torch.Tensor | None]) -> dict[str, list[float] | None]:
+    """Norm of each tensor and its projections on three fixed random directions: JSON enough to tell two apart."""
+    digest: dict[str, list[float] | None] = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            digest[name] = None
+            continue
+        directions = torch.randn(3, tensor.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        flat = tensor.double().flatten()
+        digest[name] = [flat.norm().item(), *(directions @ flat).tolist()]
+    return digest
+
+
+def summary(record: Record) -> dict[str, Any]:
+    """`record` as JSON values: losses and metrics as they are, gradients and updates as digests."""
+    return {
+        "losses": record.losses,
+        "advantage": record.advantage,
+        "logit_size": record.logit_size,
+        "logs": record.logs,
+        "gradients": [_digest(gradients) for gradients in record.gradients],
+        "updates": _digest(record.updates),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoints", type=Path, required=True, help="folder of the tiny models, shared by the runs")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("cases", nargs="+", help="names of the table's cases")
+    arguments = parser.parse_args()
+    import trl_ext
+
+    torch.set_num_threads(1)
+    workshop = Workshop(arguments.checkpoints)
+    trainers = Trainers.of(trl_ext)
+    cases = {name: summary(train(CASES[name], trainers, workshop)) for name in arguments.cases}
+    versions = {package: version(package) for package in ("trl", "transformers", "torch")}
+    arguments.out.write_text(json.dumps({"versions": versions, "cases": cases}))
+
+
+if __name__ == "__main__":
+    main()
