@@ -324,7 +324,7 @@ def test_another_version_of_trl_is_one_line(tmp_path: Path, monkeypatch: pytest.
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 2.0.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    file = Path(trl_ext.__file__).parent / "compat" / "moved.py"
+    file = Path(trl_ext.__file__).parent / "compat" / "__init__.py"
     spec = importlib.util.spec_from_file_location("versions_again", file)
     assert spec is not None
     assert spec.loader is not None
