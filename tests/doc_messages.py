@@ -15,13 +15,13 @@ QUOTED = re.compile(r"^\| (`{2,3}) ?(.+?) ?\1 \|", re.MULTILINE)
 WARNS = ("logger.warning", "warnings.warn", "self._say")
 # Functions that return, or collect, messages that another function gives
 MADE_BY = {
-    *("why_not_loaded", "_call", "plan_grpo", "plan_packing", "ignored_smoothing", "_unsaved"),
+    *("why_not_loaded", "_call", "plan_grpo", "plan_packing", "_unsaved"),
     *("_unrelated", "_other_engine", "_twice", "_other_wrapping", "_split_by_deepspeed"),
 }
 # Files that give such a message, with no words of their own; `cli/__main__.py` gives the exit status
 PASSES_ON = {
     *("cli/__main__.py", "packing/packing.py"),
-    *("trainers/base.py", "trainers/checkpointing.py", "trainers/dpo.py"),
+    *("trainers/base.py", "trainers/checkpointing.py"),
 }
 
 

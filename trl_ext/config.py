@@ -6,9 +6,9 @@ docstrings of the two configs are made from it. A test compares docs/arguments.m
 
 import ast
 import inspect
+import logging
 import math
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -24,13 +24,11 @@ from .heads.linear_log_probs import HEADS
 from .losses.preference import CONVENTIONS, PREFERENCE_LOSSES, READ_REWARDS
 from .planning.non_finite import ON_NON_FINITE_LOSS
 
+logger = logging.getLogger("trl_ext")
+
 # The loss types, TRL's and ours, that read `label_smoothing`, and those that it makes no sense for
 _READ_SMOOTHING = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "cdpo"})
 _REFUSE_SMOOTHING = frozenset({"hinge", "ipo", "ipo_sum"})
-
-
-def _one_of(choices: Iterable[str]) -> dict[str, list[str]]:
-    return {"choices": list(choices)}
 
 
 def _described(cls: Any) -> Any:
@@ -52,14 +50,14 @@ def _described(cls: Any) -> Any:
 class AddedFields:
     """The fields that trl_ext adds to both configs."""
 
-    head: str = field(default="tiled", metadata=_one_of(HEADS))
+    head: str = field(default="tiled", metadata={"choices": list(HEADS)})
     """How log-probs are computed from hidden states. `"tiled"` never builds the logits. `"dense"` is the plain
     definition, which holds all logits of a batch in memory."""
 
     head_chunk_size: int | None = None
     """Tokens in a tile of the head. It changes memory and speed, not results. `None`: chosen automatically."""
 
-    head_kernels: str | None = field(default=None, metadata=_one_of(KERNELS))
+    head_kernels: str | None = field(default=None, metadata={"choices": list(KERNELS)})
     """What computes a tile of the head between the matrix products. `"triton"` and `"torch"` differ by fp32 rounding.
     `None`: Triton on devices that it compiles for, torch elsewhere."""
 
@@ -71,7 +69,7 @@ class AddedFields:
     """Whether to process leading tokens that several rows share only once. `None`: where training stays the same,
     which it does not while dropout is active. `True`: an error before training where it does not."""
 
-    reference_device: str | None = field(default=None, metadata=_one_of(["cpu"]))
+    reference_device: str | None = field(default=None, metadata={"choices": ["cpu"]})
     """Where to keep the weights of a separate reference model. `"cpu"`: in pinned host memory, copied to the device
     layer by layer in each reference pass. `None`: on the device, as in TRL."""
 
@@ -83,7 +81,7 @@ class AddedFields:
     """The adapter that is the frozen reference, of a `PeftModel` with several. `None`: as in TRL, the base model for a
     fresh adapter, and a copy of the adapter before training for a `PeftModel`."""
 
-    on_non_finite_loss: str | None = field(default=None, metadata=_one_of(ON_NON_FINITE_LOSS))
+    on_non_finite_loss: str | None = field(default=None, metadata={"choices": list(ON_NON_FINITE_LOSS)})
     """What to do when a training loss is NaN or infinite on any rank. `"stop"`: an error on all ranks that names the
     rows and the pass. `"skip"`: a warning that names them, and no rank takes this optimizer step. Both exchange one
     number between the ranks for each micro-batch. `None`: as in TRL, the gradients reach the weights."""
@@ -127,7 +125,7 @@ class AddedFields:
 class AddedDPOFields(AddedFields):
     """The fields that trl_ext adds to TRL's `DPOConfig`, beside those of [`AddedFields`]."""
 
-    reference_store: str = field(default="disk", metadata=_one_of(["disk", "memory", "off"]))
+    reference_store: str = field(default="disk", metadata={"choices": ["disk", "memory", "off"]})
     """Where to keep per-token reference log-probs, so that each sequence is scored once. `"disk"`: later runs with the
     same reference use them too. `"memory"`: in this process. `"off"`: the reference runs on every micro-batch, as in
     TRL."""
@@ -147,7 +145,7 @@ class AddedDPOFields(AddedFields):
     """Label smoothing over the vocabulary in the loss type `"sft"`, in [0, 1). TRL's `label_smoothing` is about which
     completion was chosen."""
 
-    sft_label_smoothing_convention: str = field(default="pytorch", metadata=_one_of(CONVENTIONS))
+    sft_label_smoothing_convention: str = field(default="pytorch", metadata={"choices": list(CONVENTIONS)})
     """What a smoothing of a means with K tokens in the vocabulary. `"pytorch"`: a / K for every token and 1 - a more
     for the target. `"megatron"`: 1 - a for the target and a / (K - 1) for every other."""
 
@@ -256,8 +254,7 @@ def _arguments_of(added: Any) -> str:
         shown = f'"{x.default}"' if isinstance(x.default, str) else x.default
         default = "" if x.default is None else f", defaults to `{shown}`"
         lines.append(f"        {x.name} (`{kind}`, *optional*{default}):")
-        text = textwrap.wrap(x.metadata["help"], 107, break_on_hyphens=False)
-        lines += [f"            {line}" for line in text]
+        lines.append(textwrap.indent(textwrap.fill(x.metadata["help"], 107, break_on_hyphens=False), " " * 12))
     return "\n".join([*lines, "    "])
 
 
@@ -337,12 +334,12 @@ def check_loss_types(config: Any) -> None:
         )
 
 
-def ignored_smoothing(config: Any) -> str | None:
-    """A warning if TRL's loss types ignore the `label_smoothing` that is set."""
+def warn_of_ignored_smoothing(config: Any) -> None:
+    """Warn if TRL's loss types ignore the `label_smoothing` that is set."""
     ignoring = [x for x in config.loss_type if x not in _READ_SMOOTHING and x not in READ_REWARDS and x != "sft"]
-    if not config.label_smoothing or not ignoring:
-        return None
-    return (
-        f"`label_smoothing={config.label_smoothing}` is ignored by the loss type {' and '.join(map(repr, ignoring))}, "
-        "as in TRL. The loss type 'cdpo' is 'sigmoid' with label smoothing (conservative DPO)."
-    )
+    if config.label_smoothing and ignoring:
+        logger.warning(
+            f"`label_smoothing={config.label_smoothing}` is ignored by the loss type "
+            f"{' and '.join(map(repr, ignoring))}, as in TRL. The loss type 'cdpo' is 'sigmoid' with label smoothing "
+            "(conservative DPO)."
+        )

@@ -58,8 +58,8 @@ def pairs_of(
     """
     chosen, rejected = log_probs.sum(1).chunk(2)
     chosen_tokens, rejected_tokens = completion_mask[:, 1:].sum(1).chunk(2)
-    ratios = chosen - reference[0], rejected - reference[1]
-    return Pairs(*ratios, chosen_tokens, rejected_tokens, *(rewards or (None, None)))
+    chosen, rejected = chosen - reference[0], rejected - reference[1]
+    return Pairs(chosen, rejected, chosen_tokens, rejected_tokens, *(rewards or (None, None)))
 
 
 @dataclass(frozen=True)

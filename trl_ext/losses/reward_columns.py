@@ -1,7 +1,7 @@
 """The rewards that RPO reads: the data set's columns `chosen_reward` and `rejected_reward`, checked and collated."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,10 +9,9 @@ import torch
 REWARD_COLUMNS = ("chosen_reward", "rejected_reward")
 
 
-def check_reward_columns(names: Iterable[str], where: str) -> None:
+def check_reward_columns(names: Collection[str], where: str) -> None:
     """Raise `ValueError` unless both columns are among the `names` of the data set that messages call `where`."""
-    there = set(names)
-    missing = [f"`{column}`" for column in REWARD_COLUMNS if column not in there]
+    missing = [f"`{column}`" for column in REWARD_COLUMNS if column not in names]
     if missing:
         raise ValueError(
             f"{where} has no column {' and no column '.join(missing)}, which the RPO loss types read: the reward of "

@@ -22,7 +22,7 @@ from ..compat.choices import (
 from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES
 from ..scoring.checks import has_position_table
-from .checked_data import check_rows, check_type
+from .checked_data import check_dataset
 
 logger = logging.getLogger("trl_ext")
 
@@ -106,10 +106,8 @@ def check_completion_length(config: Any, model: Any) -> None:
             "tokens (`max_position_embeddings`). Lower it, or use a model for longer sequences."
         )
     logger.warning(
-        "`max_completion_length=%d` is not less than the %d tokens that the model was made for "
-        "(`max_position_embeddings`).",
-        asked,
-        positions,
+        f"`max_completion_length={asked}` is not less than the {positions} tokens that the model was made for "
+        "(`max_position_embeddings`)."
     )
 
 
@@ -159,8 +157,7 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
             '`processing_class.pad_token = "..."`.'
         )
     if given.get("train_dataset") is not None:
-        check_type(given["train_dataset"], "train_dataset")
-        check_rows(given["train_dataset"], "train_dataset")
+        check_dataset(given["train_dataset"], "train_dataset")
 
 
 def padding_reason(trainer: Any) -> str | None:

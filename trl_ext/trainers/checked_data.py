@@ -31,18 +31,13 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> Iterable[tuple[str,
         yield "eval_dataset", eval_dataset
 
 
-def check_type(dataset: Any, name: str) -> None:
-    """Raise `TypeError` unless TRL can read the data set."""
-    if isinstance(dataset, Dataset | IterableDataset):
-        return
-    hint = "Pass `datasets.Dataset.from_list(rows)`, or one split that `datasets.load_dataset` returns."
-    if isinstance(dataset, dict) and dataset:
-        hint = f"Pass one of its splits, such as `dataset[{next(iter(dataset))!r}]`."
-    raise TypeError(f"`{name}` must be a `Dataset` or an `IterableDataset`, got `{type(dataset).__name__}`. {hint}")
-
-
-def check_rows(dataset: Any, name: str) -> None:
-    """Raise `ValueError` if a data set has no row."""
+def check_dataset(dataset: Any, name: str) -> None:
+    """Raise `TypeError` unless TRL can read the data set, and `ValueError` if it has no row."""
+    if not isinstance(dataset, Dataset | IterableDataset):
+        hint = "Pass `datasets.Dataset.from_list(rows)`, or one split that `datasets.load_dataset` returns."
+        if isinstance(dataset, dict) and dataset:
+            hint = f"Pass one of its splits, such as `dataset[{next(iter(dataset))!r}]`."
+        raise TypeError(f"`{name}` must be a `Dataset` or an `IterableDataset`, got `{type(dataset).__name__}`. {hint}")
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError(f"`{name}` has no rows. Look at the filter or the split that made it.")
 
@@ -71,7 +66,7 @@ def checked_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool)
     check_row = partial(_check_pair, name=name, has_template=has_template, has_end=has_end)
     if not isinstance(dataset, Dataset):
         return dataset.map(_FirstRow(check_row))
-    check_rows(dataset, name)
+    check_dataset(dataset, name)
     for column in _PAIR:
         _check_filled(dataset, column, name)
     check_row(dataset[0])
@@ -132,17 +127,13 @@ def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
         )
     if not shared:
         logger.warning(
-            "`%s` has no `prompt`, and `chosen` and `rejected` of its first row do not start with the same text: such "
-            "rows train without a prompt.",
-            name,
+            f"`{name}` has no `prompt`, and `chosen` and `rejected` of its first row do not start with the same text: "
+            "such rows train without a prompt."
         )
 
 
 def check_prompts(dataset: Any, name: str, *, has_template: bool) -> None:
-    """Raise `ValueError` unless a data set has prompts, which `has_template` says can be rendered if they are messages.
-
-    This does not read a stream.
-    """
+    """Raise `ValueError` unless a data set has prompts, and a template if they are messages. Streams are not read."""
     columns = _columns(dataset)
     if columns is not None and "prompt" not in columns:
         raise ValueError(
