@@ -16,8 +16,7 @@ import torch
 from report_plots import STYLE, WIDTH, save
 from scaling_formulas import HeadCase, head_received
 
-from trl_ext.losses.pairs import Pairs
-from trl_ext.losses.preference import PREFERENCE_LOSSES, LossOptions
+from trl_ext.losses.preference import PREFERENCE_LOSSES, LossOptions, Pairs
 from trl_ext.packing.layout import Layout
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

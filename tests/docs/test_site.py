@@ -1,11 +1,13 @@
-"""The documentation site: every page is in its navigation, and every file that the docs link to is there."""
+"""The documentation site: every page is in its navigation, and what the docs link to or name exists."""
 
+import pydoc
 import re
 from pathlib import Path
 
 from doc_blocks import ROOT, pages
 
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
+NAMED = re.compile(r"`([\w.-]+/[\w./-]*(?:\.py|/))`")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
@@ -22,6 +24,24 @@ def test_every_link_leads_to_a_file():
             if not (page.parent / target).resolve().exists():
                 gone.append(f"{page.relative_to(ROOT)}: {target}")
     assert gone == []
+
+
+def test_every_file_that_the_pages_name_is_there():
+    roots = (ROOT, ROOT / "trl_ext")
+    named, gone = set(), []
+    for page in pages():
+        # Rooms in the picture of the architecture, and what the user makes, are no files here
+        if page.name != "architecture.md":
+            named |= (found := {x for x in NAMED.findall(page.read_text()) if x.endswith(".py") or "trl_ext/" in x})
+            gone += [f"{page.name}: {x}" for x in sorted(found) if not any((root / x).exists() for root in roots)]
+    assert len(named) > 20
+    assert gone == []
+
+
+def test_the_reference_names_what_exists():
+    named = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert len(named) > 5
+    assert [x for x in named if pydoc.locate(x) is None] == []
 
 
 def test_the_images_of_the_pages_are_there_and_all_of_them_are_shown():

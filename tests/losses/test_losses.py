@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from trl_ext.losses.pairs import Pairs
-from trl_ext.losses.preference import PREFERENCE_LOSSES, LossOptions, margin_of, smoothing_term
+from trl_ext.losses.preference import PREFERENCE_LOSSES, LossOptions, Pairs, rpo_margins, smoothing_term
 
 DOUBLE = torch.float64
 # Two pairs. beta = 0.5 times the differences of log-ratios, 2 ln 3 each, are margins of ln 3: sigmoid 3/4. Twice the
@@ -74,7 +73,7 @@ def test_its_gradient_is_the_formulas_also_far_out(name: str, size: float):
     loss = PREFERENCE_LOSSES[name](pairs, OPTIONS)
     assert loss.isfinite().all()
     up, down = torch.autograd.grad(loss.sum(), (chosen, rejected))
-    margin, target = margin_of(pairs, OPTIONS)
+    margin, target = rpo_margins(pairs, OPTIONS)
     want = SLOPES[name](margin.detach(), target)
     torch.testing.assert_close(up, want, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(down, -want, rtol=1e-8, atol=1e-10)

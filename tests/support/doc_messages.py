@@ -1,49 +1,32 @@
-"""The messages that the package can give, read from its source, and those that the documentation quotes."""
+"""The messages that the package can give, read from its source, and those that docs/troubleshooting.md quotes."""
 
 import ast
 import functools
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trl_ext"
-ANYTHING = "\0"  # stands where a message has what depends on the run
+ANYTHING = "\0"  # stands for what depends on the run
 QUOTED = re.compile(r"^\| (`{2,3}) ?(.+?) ?\1 \|", re.MULTILINE)
-# The calls by which a warning is given; the last one is packing's own, which gives each message once
+# The calls that give a warning; packing's own gives each one once
 WARNS = ("logger.warning", "warnings.warn", "self._say")
-# Messages that are made in another function than the one that gives them
-MADE_IN = {
-    "checkpoints/engine.py": ("why_not_loaded",),
-    "engines/rank_failures_reported.py": ("_call",),
-    "engines/fallback.py": ("_unrelated", "_other_engine", "_twice", "_other_wrapping", "_split_by_deepspeed"),
-    "passes/grpo.py": ("plan_grpo",),
-    "passes/packing.py": ("plan_packing",),
-    "trainers/loss_arguments.py": ("ignored_smoothing",),
+# Functions that return, or collect, messages that another function gives
+MADE_BY = {
+    *("why_not_loaded", "_call", "plan_grpo", "plan_packing", "_unsaved"),
+    *("_unrelated", "_other_engine", "_twice", "_other_wrapping", "_split_by_deepspeed"),
 }
-# Who gives them, with no word of its own
-GIVES_ANOTHERS = {
-    "cli/__main__.py",  # the exit status
-    "engines/rank_failures_reported.py",
-    "packing/packing.py",  # what it was given to say
-    "trainers/complete_checkpoints.py",
-    "trainers/guarded_engine.py",
-    "trainers/loss_terms.py",
-    "trainers/planned.py",
+# Files that give such a message, with no words of their own; `cli/__main__.py` gives the exit status
+PASSES_ON = {
+    *("cli/__main__.py", "packing/packing.py"),
+    *("trainers/base.py", "trainers/checkpointing.py"),
 }
 
 
-@dataclass(frozen=True)
-class Given:
-    """A message that the package raises or warns with.
-
-    Args:
-        file (`str`): from the package.
-        line (`int`): where it is given.
-        kind (`str`): the exception, or the call that warns.
-        text (`str`): with `ANYTHING` for what depends on the run.
-    """
+class Given(NamedTuple):
+    """A message, with `ANYTHING` for what depends on the run; `kind` is the exception, or the call that warns."""
 
     file: str
     line: int
@@ -56,37 +39,49 @@ class Given:
 
 @functools.cache
 def given() -> tuple[Given, ...]:
-    """Every error and warning of the package, where it is written."""
-    return tuple(_given())
+    """Every error and warning of the package."""
+    return tuple(x for path in sorted(PACKAGE.rglob("*.py")) for x in _given_in(path))
 
 
-def _given() -> Iterator[Given]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        file, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
-        names = _named_strings(tree)
-        for node in ast.walk(tree):
-            call = node.exc if isinstance(node, ast.Raise) else node
-            if not isinstance(call, ast.Call) or not call.args:
-                continue
+def _given_in(path: Path) -> Iterator[Given]:
+    file, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+    named = {
+        target.id: _text(node.value, {})
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.JoinedStr)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if isinstance(call, ast.Call) and call.args:
             kind = ast.unparse(call.func)
-            if isinstance(node, ast.Raise) or kind in WARNS:
-                yield Given(file, node.lineno, kind, _text(call.args[0], names))
-        for function in ast.walk(tree) if file in MADE_IN else ():
-            if isinstance(function, ast.FunctionDef) and function.name in MADE_IN[file]:
-                yield from (Given(file, x.lineno, "made", _text(x, names)) for x in _sentences(function))
+            # An unknown attribute of the package is Python's own error
+            if kind in WARNS or (isinstance(node, ast.Raise) and kind != "AttributeError"):
+                yield Given(file, call.lineno, kind, _text(call.args[0], named))
+        if isinstance(node, ast.FunctionDef) and node.name in MADE_BY:
+            made = (x for part in ast.walk(node) if _gives_back(part) for x in ast.walk(part))
+            yield from (Given(file, x.lineno, node.name, _text(x, named)) for x in made if isinstance(x, ast.JoinedStr))
 
 
-@functools.cache
-def messages() -> tuple[str, ...]:
-    """Every string of the package that is long enough to be a sentence."""
-    found: list[str] = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp):
-                text = _text(node)
-                if len(text) > 12:
-                    found.append(text)
-    return tuple(found)
+def _gives_back(node: ast.AST) -> bool:
+    """Whether a part of a function returns or collects messages. A plan that it returns names them `warnings`."""
+    if isinstance(node, ast.Return):
+        return not (isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name))
+    collects = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".append")
+    return collects or (isinstance(node, ast.keyword) and node.arg == "warnings")
+
+
+def _text(node: ast.AST, named: dict[str, str]) -> str:
+    """The text of an expression, with strings that have a name in its file."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value.replace("%s", ANYTHING)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part, named) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left, named) + _text(node.right, named)
+    name = node.value if isinstance(node, ast.FormattedValue) else node
+    return named.get(name.id, ANYTHING) if isinstance(name, ast.Name) else ANYTHING
 
 
 def quoted(page: str) -> list[str]:
@@ -98,40 +93,3 @@ def is_one_of(quote: str, known: Iterable[str]) -> bool:
     """Whether a message has the parts of `quote` between its ellipses, in their order."""
     wanted = re.compile(".*".join(re.escape(part) for part in quote.split("…")), re.DOTALL)
     return any(wanted.search(message) for message in known)
-
-
-def _sentences(function: ast.FunctionDef) -> Iterator[ast.expr]:
-    """What it returns, appends, or names `warnings`, as far as that is written there."""
-    for node in ast.walk(function):
-        parts: list[ast.expr | None] = []
-        if isinstance(node, ast.Return):
-            parts = list(node.value.elts) if isinstance(node.value, ast.Tuple) else [node.value]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".append"):
-            parts = list(node.args)
-        elif isinstance(node, ast.keyword) and node.arg == "warnings" and isinstance(node.value, ast.Tuple):
-            parts = list(node.value.elts)
-        yield from (x for x in parts if isinstance(x, ast.JoinedStr))
-
-
-def _named_strings(tree: ast.Module) -> dict[str, str]:
-    """The strings that have a name of their own in a file."""
-    return {
-        target.id: _text(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant | ast.JoinedStr)
-    }
-
-
-def _text(node: ast.AST, names: dict[str, str] | None = None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value.replace("%s", ANYTHING)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(_text(part, names) for part in node.values)
-    if isinstance(node, ast.FormattedValue) or (isinstance(node, ast.Name) and names is not None):
-        name = node.value if isinstance(node, ast.FormattedValue) else node
-        return (names or {}).get(name.id, ANYTHING) if isinstance(name, ast.Name) else ANYTHING
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left, names) + _text(node.right, names)
-    return ANYTHING

@@ -162,7 +162,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     "no model": (lambda b: b.dpo(model=None), ("`model`", "None", "Pass a model")),
     "a folder that there is not": (
         lambda b: b.dpo(model="examples/demo/modell"),
-        ("`model`", "'examples/demo/modell'", "Mend the path"),
+        ("`model='examples/demo/modell'`", "neither a local folder nor", "Correct the path"),
     ),
     "a tokenizer by its old name": (
         lambda b: b.dpo(tokenizer=None),
@@ -324,7 +324,7 @@ def test_another_version_of_trl_is_one_line(tmp_path: Path, monkeypatch: pytest.
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 2.0.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    file = Path(trl_ext.__file__).parent / "compat" / "versions.py"
+    file = Path(trl_ext.__file__).parent / "compat" / "__init__.py"
     spec = importlib.util.spec_from_file_location("versions_again", file)
     assert spec is not None
     assert spec.loader is not None

@@ -1,1 +1,1 @@
-"""Callbacks that show a run: what its progress bar says, and plots of its logs."""
+"""What a run shows: its progress bar, its model card, and plots of its logs."""

@@ -1,4 +1,4 @@
-"""Draws what a run has logged to PNG files: learning curves, completion lengths, importance ratios."""
+"""Plots of what a run logs, as PNG files: learning curves, completion lengths, importance ratios."""
 
 import os
 import re
@@ -7,20 +7,22 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-_OF_A_FUNCTION = re.compile(r"rewards/(.+)/mean")
+Series = list[tuple[str, str]]  # of a plot: (name in the logs, label in the legend)
 
-# File -> the plots on it, each with what is drawn: (name in the logs, what the legend says)
-FIGURES: dict[str, dict[str, list[tuple[str, str]]]] = {
+
+def _both(name: str) -> Series:
+    return [(name, "training"), (f"eval_{name}", "evaluation")]
+
+
+# File -> its plots, by title
+FIGURES: dict[str, dict[str, Series]] = {
     "learning_curves.png": {
-        "loss": [("loss", "training"), ("eval_loss", "evaluation")],
-        "reward": [("reward", "training"), ("eval_reward", "evaluation")],
-        "reward margin": [("rewards/margins", "training"), ("eval_rewards/margins", "evaluation")],
-        "pairs whose chosen is preferred (share)": [
-            ("rewards/accuracies", "training"),
-            ("eval_rewards/accuracies", "evaluation"),
-        ],
-        "KL to the reference (nats a token)": [("kl", "training"), ("eval_kl", "evaluation")],
-        "entropy (nats a token)": [("entropy", "training"), ("eval_entropy", "evaluation")],
+        "loss": _both("loss"),
+        "reward": _both("reward"),
+        "reward margin": _both("rewards/margins"),
+        "pairs whose chosen is preferred (share)": _both("rewards/accuracies"),
+        "KL to the reference (nats a token)": _both("kl"),
+        "entropy (nats a token)": _both("entropy"),
         "norm of the gradient": [("grad_norm", "training")],
     },
     "completion_lengths.png": {
@@ -47,13 +49,13 @@ FIGURES: dict[str, dict[str, list[tuple[str, str]]]] = {
 
 
 class CurvesCallback(TrainerCallback):
-    """Draws the logs at each save and at the end of training, for those without a dashboard.
+    """Plots the logs at each save and at the end of training, for runs without a dashboard.
 
     The first process writes `learning_curves.png`, and with GRPO `completion_lengths.png` and `importance_ratios.png`.
-    A resumed run draws the logs of the whole run. It needs matplotlib.
+    A resumed run plots the logs of the whole run. It needs matplotlib.
 
     Args:
-        folder (`str`, *optional*): where they are written; `None` is `output_dir`.
+        folder (`str`, *optional*): where to write them; `None` is `output_dir`.
 
     Raises:
         `ImportError`: matplotlib is not installed.
@@ -77,11 +79,11 @@ class CurvesCallback(TrainerCallback):
 
 
 def draw(logs: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write the figures for which `logs` have something; the paths of those."""
+    """Write the figures that `logs` have data for; the paths of those."""
     written = []
     for file, plots in FIGURES.items():
         if "reward" in plots:
-            plots = {"loss": plots["loss"], "reward": plots["reward"], **_of_functions(logs), **plots}
+            plots = {"loss": plots["loss"], "reward": plots["reward"], **_reward_functions(logs), **plots}
         lines = {title: _lines(logs, series) for title, series in plots.items()}
         lines = {title: drawn for title, drawn in lines.items() if drawn}
         if lines:
@@ -90,30 +92,29 @@ def draw(logs: list[dict[str, Any]], folder: Path) -> list[Path]:
     return written
 
 
-def _of_functions(logs: list[dict[str, Any]]) -> dict[str, list[tuple[str, str]]]:
-    """The plot of GRPO's reward functions, where there are several."""
-    found = (_OF_A_FUNCTION.fullmatch(name) for entry in logs for name in entry)
+def _reward_functions(logs: list[dict[str, Any]]) -> dict[str, Series]:
+    """The plot of GRPO's reward functions, if there are several."""
+    found = (re.fullmatch(r"rewards/(.+)/mean", name) for entry in logs for name in entry)
     series = {match[0]: match[1] for match in found if match}
     return {"reward of each function": list(series.items())} if len(series) > 1 else {}
 
 
-def _lines(logs: list[dict[str, Any]], series: list[tuple[str, str]]) -> dict[str, list[tuple[int, float]]]:
-    """By what the legend says, the points of each of `series` that was logged: step and value."""
-    points = {said: [(x["step"], x[name]) for x in logs if x.get(name) is not None] for name, said in series}
-    return {said: drawn for said, drawn in points.items() if drawn}
+def _lines(logs: list[dict[str, Any]], series: Series) -> dict[str, list[tuple[int, float]]]:
+    """Label -> its points (step, value), for each of `series` that is in the logs."""
+    points = {label: [(x["step"], x[name]) for x in logs if x.get(name) is not None] for name, label in series}
+    return {label: drawn for label, drawn in points.items() if drawn}
 
 
 def _figure(plots: dict[str, dict[str, list[tuple[int, float]]]], path: Path) -> Path:
     from matplotlib.figure import Figure  # not pyplot, which would choose a window system
     from matplotlib.ticker import MaxNLocator
 
-    # Read on a phone too, at half of its width in pixels
+    # Narrow enough to read on a phone
     figure = Figure(figsize=(5, 0.5 + 1.9 * len(plots)), layout="constrained")
-    for axes, (title, lines) in zip(
-        figure.subplots(len(plots), sharex=True, squeeze=False)[:, 0], plots.items(), strict=True
-    ):
-        for said, points in lines.items():
-            axes.plot(*zip(*points, strict=True), label=said, marker="." if len(points) < 30 else None)
+    every = figure.subplots(len(plots), sharex=True, squeeze=False)[:, 0]
+    for axes, (title, lines) in zip(every, plots.items(), strict=True):
+        for label, points in lines.items():
+            axes.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 30 else None)
         axes.set_title(title, loc="left", fontsize="medium")
         axes.grid(alpha=0.3)
         if "(share)" in title:

@@ -1,6 +1,6 @@
 """The internals of TRL and transformers that trl_ext uses, and the parameters that each function takes.
 
-Written by `python tests/compat_names.py`. Without parameters the name is enough.
+Written by `python tests/support/compat_names.py`. Without parameters the name is enough.
 """
 
 NAMES: dict[str, dict[str, tuple[str, ...]]] = {

@@ -1,4 +1,4 @@
-"""Preference losses that TRL does not have, and label smoothing per token."""
+"""Preference losses over pairs that TRL does not have, and label smoothing per token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,60 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .pairs import Pairs
+
+@dataclass(frozen=True)
+class Pairs:
+    """What a loss over pairs reads of a batch; every tensor is `(B,)`.
+
+    Args:
+        chosen, rejected (`Tensor`): log-ratios of policy to reference, summed over the tokens of a completion.
+        chosen_tokens, rejected_tokens (`Tensor`): how many tokens the sums are over.
+        chosen_reward, rejected_reward (`Tensor`, *optional*): the data set's rewards of the completions.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    chosen_reward: Tensor | None = None
+    rejected_reward: Tensor | None = None
+
+    @property
+    def difference(self) -> Tensor:
+        """Chosen minus rejected log-ratio, summed over tokens."""
+        return self.chosen - self.rejected
+
+    @property
+    def average_difference(self) -> Tensor:
+        """Chosen minus rejected log-ratio, averaged over tokens."""
+        return self.chosen / self.chosen_tokens.clamp(min=1) - self.rejected / self.rejected_tokens.clamp(min=1)
+
+    @property
+    def reward_difference(self) -> Tensor:
+        """Chosen minus rejected reward of the data set."""
+        if self.chosen_reward is None or self.rejected_reward is None:
+            raise ValueError("A batch has no rewards of the data set.")
+        return self.chosen_reward - self.rejected_reward
+
+
+def pairs_of(
+    log_probs: Tensor,
+    completion_mask: Tensor,
+    reference: tuple[Tensor, Tensor],
+    rewards: tuple[Tensor, Tensor] | None,
+) -> Pairs:
+    """The pairs of a batch whose first half is chosen and whose second half is rejected.
+
+    Args:
+        log_probs (`Tensor` of shape `(2B, S - 1)`): the policy's, 0 at positions that are not scored.
+        completion_mask (`Tensor` of shape `(2B, S)`): 1 where a token belongs to the completion.
+        reference (`tuple[Tensor, Tensor]`): `(B,)`, the reference's log-probs, summed over the same positions.
+        rewards (`tuple[Tensor, Tensor]`, *optional*): `(B,)`, the data set's.
+    """
+    chosen, rejected = log_probs.sum(1).chunk(2)
+    chosen_tokens, rejected_tokens = completion_mask[:, 1:].sum(1).chunk(2)
+    chosen, rejected = chosen - reference[0], rejected - reference[1]
+    return Pairs(chosen, rejected, chosen_tokens, rejected_tokens, *(rewards or (None, None)))
 
 
 @dataclass(frozen=True)
@@ -14,10 +67,10 @@ class LossOptions:
     """The arguments that a loss over pairs reads.
 
     Args:
-        beta (`float`): TRL's; the paper's beta, and tau of IPO.
-        label_smoothing (`float`): TRL's; cDPO's probability that a label is flipped.
-        reward_scale (`float`): RPO's eta, by which the data set's rewards are multiplied.
-        rpo_average_log_probs (`bool`): whether RPO reads means over tokens, in the place of sums.
+        beta (`float`): TRL's; the beta of the papers, and tau in IPO.
+        label_smoothing (`float`): TRL's; in cDPO the probability that a label is flipped.
+        reward_scale (`float`): RPO's eta, which multiplies the data set's rewards.
+        rpo_average_log_probs (`bool`): whether RPO averages log-ratios over tokens. Otherwise it sums them.
     """
 
     beta: float = 0.1
@@ -26,7 +79,7 @@ class LossOptions:
     rpo_average_log_probs: bool = False
 
 
-def margin_of(pairs: Pairs, options: LossOptions) -> tuple[Tensor, Tensor]:
+def rpo_margins(pairs: Pairs, options: LossOptions) -> tuple[Tensor, Tensor]:
     """RPO's two margins, each `(B,)`: beta times the difference of log-ratios, and eta times that of the rewards."""
     difference = pairs.average_difference if options.rpo_average_log_probs else pairs.difference
     return options.beta * difference, options.reward_scale * pairs.reward_difference
@@ -39,18 +92,18 @@ def _bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _rpo_forward_kl(pairs: Pairs, options: LossOptions) -> Tensor:
-    policy, target = margin_of(pairs, options)
+    policy, target = rpo_margins(pairs, options)
     return _bernoulli_kl(policy, target)
 
 
 def _rpo_backward_kl(pairs: Pairs, options: LossOptions) -> Tensor:
     # Section 3.3.2 of the Nemotron-4 340B report, https://huggingface.co/papers/2406.11704
-    policy, target = margin_of(pairs, options)
+    policy, target = rpo_margins(pairs, options)
     return _bernoulli_kl(target, policy)
 
 
 def _rpo_squared(pairs: Pairs, options: LossOptions) -> Tensor:
-    policy, target = margin_of(pairs, options)
+    policy, target = rpo_margins(pairs, options)
     return (policy - target) ** 2
 
 
@@ -60,7 +113,7 @@ def _ipo_sum(pairs: Pairs, options: LossOptions) -> Tensor:
 
 
 def _cdpo(pairs: Pairs, options: LossOptions) -> Tensor:
-    # https://ericmitchell.ai/cdpo.pdf: the cross-entropy of labels of which this share is flipped
+    # https://ericmitchell.ai/cdpo.pdf: the cross-entropy with labels of which this share is flipped
     margin, flipped = options.beta * pairs.difference, options.label_smoothing
     return -(1 - flipped) * logsigmoid(margin) - flipped * logsigmoid(-margin)
 
@@ -77,7 +130,6 @@ PREFERENCE_LOSSES: dict[str, Callable[[Pairs, LossOptions], Tensor]] = {
 READ_REWARDS = frozenset({"rpo_forward_kl", "rpo_backward_kl", "rpo_squared"})
 """The loss types that need the data set's rewards."""
 
-
 CONVENTIONS = ("pytorch", "megatron")
 
 
@@ -92,11 +144,11 @@ def smoothing_term(
 
     Args:
         log_probs (`Tensor`): of the targets.
-        mean_log_probs (`Tensor`): of the same shape, the mean over the whole vocabulary.
-        mask (`Tensor`): of the same shape, nonzero where a token counts.
+        mean_log_probs (`Tensor`): same shape, the mean over the whole vocabulary.
+        mask (`Tensor`): same shape, nonzero where a token counts.
         smoothing (`float`): a, in [0, 1).
         convention (`str`): `"pytorch"` or `"megatron"`.
-        vocabulary (`int`): K, also where a rank holds a part of the classes.
+        vocabulary (`int`): K, also where a rank holds only some of the classes.
     """
     if convention == "megatron":
         smoothing *= vocabulary / (vocabulary - 1)

@@ -1,7 +1,7 @@
 """The rewards that RPO reads: the data set's columns `chosen_reward` and `rejected_reward`, checked and collated."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,15 +9,9 @@ import torch
 REWARD_COLUMNS = ("chosen_reward", "rejected_reward")
 
 
-def check_reward_columns(names: Iterable[str], where: str) -> None:
-    """Raise `ValueError` if a data set has not both columns.
-
-    Args:
-        names (`Iterable[str]`): its columns.
-        where (`str`): what it is called in the message.
-    """
-    there = set(names)
-    missing = [f"`{column}`" for column in REWARD_COLUMNS if column not in there]
+def check_reward_columns(names: Collection[str], where: str) -> None:
+    """Raise `ValueError` unless both columns are among the `names` of the data set that messages call `where`."""
+    missing = [f"`{column}`" for column in REWARD_COLUMNS if column not in names]
     if missing:
         raise ValueError(
             f"{where} has no column {' and no column '.join(missing)}, which the RPO loss types read: the reward of "
@@ -26,16 +20,7 @@ def check_reward_columns(names: Iterable[str], where: str) -> None:
 
 
 def check_reward(value: Any, column: str, where: str) -> float:
-    """The reward as a number.
-
-    Args:
-        value (`Any`): as the data set has it.
-        column (`str`): where it stands.
-        where (`str`): which row that is, in the message.
-
-    Raises:
-        `ValueError`: it is not a finite number.
-    """
+    """The reward as a number; `ValueError` if it is not finite. `where` is its row, as messages call it."""
     try:
         finite = math.isfinite(value)
     except (TypeError, OverflowError):
@@ -49,24 +34,19 @@ def check_reward(value: Any, column: str, where: str) -> float:
 
 
 class RewardCollator:
-    """A data collator, to whose batches the rewards of their rows are added.
-
-    Args:
-        collator (`Any`): the trainer's own; where its batches hold the rewards already, they are taken as they are.
-    """
+    """A data collator that adds the rewards of the rows to the batches of `collator`, unless they have them already."""
 
     def __init__(self, collator: Any) -> None:
         self.collator = collator
 
     def __call__(self, examples: list[dict[str, Any]]) -> Any:
-        # A collator may take a column away from the examples
+        # A collator may remove a column from the examples
         given = {column: [example.get(column) for example in examples] for column in REWARD_COLUMNS}
         batch = self.collator(examples)
         for column, values in given.items():
-            if column in batch:
-                continue
-            places = (f"row {place} of a batch of {len(values)}" for place in range(len(values)))
-            batch[column] = torch.tensor(
-                [check_reward(x, column, where) for x, where in zip(values, places, strict=True)]
-            )
+            if column not in batch:
+                where = f"of a batch of {len(values)}"
+                batch[column] = torch.tensor(
+                    [check_reward(x, column, f"row {row} {where}") for row, x in enumerate(values)]
+                )
         return batch

@@ -1,4 +1,4 @@
-"""Metrics of several ranks as one process would have them: means, each weighted by what it is a mean over."""
+"""Metrics of several ranks as one process would log them: means over all pairs or tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,18 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Counts:
-    """How much of a batch there is: `pairs`, and the scored tokens of `chosen` and `rejected` completions."""
+    """The number of `pairs` in a batch, and of scored tokens in `chosen` and `rejected` completions."""
 
     pairs: int = 0
     chosen: int = 0
     rejected: int = 0
 
-    def under(self, metric: str) -> int:
-        """How many pairs or tokens the metric of this name is a mean over."""
-        return _MEANS_OVER_TOKENS.get(metric, lambda counts: counts.pairs)(self)
 
-
-# Of TRL's DPO trainer. All others are means over pairs.
+# Metrics of TRL's DPO trainer that are means over tokens. All others are means over pairs
 _MEANS_OVER_TOKENS: dict[str, Any] = {
     "entropy": lambda counts: counts.chosen + counts.rejected,
     "logits/chosen": lambda counts: counts.chosen,
@@ -31,7 +27,7 @@ _MEANS_OVER_TOKENS: dict[str, Any] = {
 
 
 def counts_of(completion_mask: Tensor) -> Counts:
-    """Of a batch `(2B, S)` whose first half is chosen. The first token of a row is not scored."""
+    """The counts of a batch `(2B, S)` whose first half is chosen. The first token of a row is not scored."""
     chosen, rejected = completion_mask[:, 1:].sum(1).chunk(2)
     return Counts(len(chosen), int(chosen.sum()), int(rejected.sum()))
 
@@ -40,18 +36,18 @@ def weighted(metrics: Mapping[str, float], counts: Counts) -> list[float]:
     """Two numbers for each metric, in the order of the names: what it is a mean over, and that times the metric."""
     numbers: list[float] = []
     for name in sorted(metrics):
-        count = counts.under(name)
-        # What is not a number must stay so, but for a rank that has nothing to say
+        count = _MEANS_OVER_TOKENS[name](counts) if name in _MEANS_OVER_TOKENS else counts.pairs
+        # NaN stays NaN, except on a rank whose mean is over nothing
         numbers += [count, count * metrics[name] if count else 0.0]
     return numbers
 
 
 def of_all_ranks(names: list[str], numbers: Tensor) -> dict[str, float]:
-    """The means over all ranks; 0, as TRL has it, where a mean is over nothing.
+    """The means over all ranks; 0, as in TRL, where a mean is over nothing.
 
     Args:
         names (`list[str]`): sorted.
-        numbers (`Tensor` of shape `(ranks, 2 * len(names))`): float64, what [`weighted`] gave on each rank.
+        numbers (`Tensor` of shape `(ranks, 2 * len(names))`): float64, what [`weighted`] returns on each rank.
     """
     counts, sums = numbers.sum(0).view(-1, 2).T
     means = torch.where(counts > 0, sums / counts.clamp(min=1), 0.0)

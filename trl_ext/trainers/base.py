@@ -19,7 +19,7 @@ from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from transformers import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..callbacks.progress import ThroughputProgress, section, show
+from ..callbacks.progress import ThroughputProgress, add_to_model_card, show
 from ..compat.choices import REPLACEABLE
 from ..compat.replaced import built_with, replaced, unrecorded_pass
 from ..config import AddedFields
@@ -43,7 +43,7 @@ from ..reference.adapters import trained_beside
 from ..scoring.checks import watch_token_ids
 from ..scoring.scorer import Scorer
 from .callbacks import Lifecycle, MovesReference
-from .checked_arguments import check_given, why_padded
+from .checked_arguments import check_given, padding_reason
 from .checkpointing import Checkpoints
 from .non_finite import NonFiniteLoss
 from .reference_weights import ReferenceOfPolicy
@@ -145,7 +145,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _ready(self, callbacks: Any) -> None:
         """After TRL's `__init__`: what can be checked now, and the callbacks."""
-        self.scorer.check(self.accelerator.device, why_padded(self))
+        self.scorer.check(self.accelerator.device, padding_reason(self))
         check_packing_options(self._packing_facts())
         self.padding_free = self._packing_plan().padding_free
         self.scorer.split_over(self.ranks, self.accelerator.unwrap_model(self.model).config.get_text_config())
@@ -386,7 +386,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         super().create_model_card(*positional, **keywords)
         if self.is_world_process_zero():
             card, changed = Path(self.args.output_dir) / "README.md", self._added_fields.changed(self.args)
-            section(card, self.args, changed, self.explain())
+            add_to_model_card(card, self.args, changed, self.explain())
 
     # 5. Where the ranks of a sequence group get whole batches, transformers must not split them
 

@@ -1,4 +1,4 @@
-"""Data sets whose columns or first rows cannot be trained on: each is one error before TRL reads them."""
+"""Data sets and rewards that cannot train: each is one error before TRL reads them."""
 
 import inspect
 import logging
@@ -17,12 +17,12 @@ logger = logging.getLogger("trl_ext")
 
 _PAIR = ("prompt", "chosen", "rejected")
 
-# What data sets call the column that DPO reads as `prompt`
+# Other names that data sets give to the column `prompt`
 _NAMES_OF_PROMPTS = ("prompts", "question", "query", "instruction", "input", "problem", "context")
 
 
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> Iterable[tuple[str, Any]]:
-    """Each data set that was given, and what it is called in messages."""
+    """The data sets, each after its name in messages."""
     if train_dataset is not None:
         yield "train_dataset", train_dataset
     if isinstance(eval_dataset, dict):
@@ -31,24 +31,19 @@ def named_datasets(train_dataset: Any, eval_dataset: Any) -> Iterable[tuple[str,
         yield "eval_dataset", eval_dataset
 
 
-def check_type(dataset: Any, name: str) -> None:
-    """Raise `TypeError` unless it is one that TRL reads."""
-    if isinstance(dataset, Dataset | IterableDataset):
-        return
-    hint = "Pass `datasets.Dataset.from_list(rows)`, or what `datasets.load_dataset` gives for one split."
-    if isinstance(dataset, dict) and dataset:
-        hint = f"Pass one of its splits, such as `dataset[{next(iter(dataset))!r}]`."
-    raise TypeError(f"`{name}` must be a `Dataset` or an `IterableDataset`, got `{type(dataset).__name__}`. {hint}")
-
-
-def check_rows(dataset: Any, name: str) -> None:
-    """Raise `ValueError` if a data set has no row."""
+def check_dataset(dataset: Any, name: str) -> None:
+    """Raise `TypeError` unless TRL can read the data set, and `ValueError` if it has no row."""
+    if not isinstance(dataset, Dataset | IterableDataset):
+        hint = "Pass `datasets.Dataset.from_list(rows)`, or one split that `datasets.load_dataset` returns."
+        if isinstance(dataset, dict) and dataset:
+            hint = f"Pass one of its splits, such as `dataset[{next(iter(dataset))!r}]`."
+        raise TypeError(f"`{name}` must be a `Dataset` or an `IterableDataset`, got `{type(dataset).__name__}`. {hint}")
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError(f"`{name}` has no rows. Look at the filter or the split that made it.")
 
 
 def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
-    """Raise `ValueError` if TRL has dropped every row of DPO's training data, the prompts being too long."""
+    """Raise `ValueError` if every prompt is too long for DPO, so that TRL has dropped all rows."""
     if len(dataset) == 0:
         raise ValueError(
             f"`max_length={max_length}` leaves no row of `train_dataset`: every prompt alone fills it. Raise it, "
@@ -57,21 +52,21 @@ def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
 
 
 def checked_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool) -> Any:
-    """The data set, once it is known to have what DPO reads: a prompt, a chosen and a rejected completion.
+    """The data set, checked for what DPO reads: a prompt, a chosen and a rejected completion.
 
-    A stream is not read here: its first row is looked at when TRL meets it.
+    This does not read a stream. Its first row is checked when TRL reads it.
 
     Args:
         has_template (`bool`): whether messages can be rendered.
         has_end (`bool`): whether the tokenizer has a token that ends a text.
 
     Raises:
-        `ValueError`: it has not.
+        `ValueError`: something is missing.
     """
     check_row = partial(_check_pair, name=name, has_template=has_template, has_end=has_end)
     if not isinstance(dataset, Dataset):
         return dataset.map(_FirstRow(check_row))
-    check_rows(dataset, name)
+    check_dataset(dataset, name)
     for column in _PAIR:
         _check_filled(dataset, column, name)
     check_row(dataset[0])
@@ -79,7 +74,7 @@ def checked_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool)
 
 
 class _FirstRow:
-    """Checks the first row that is met of a stream, which TRL meets as it prepares it; no worker's or epoch's first."""
+    """Checks the first row of a stream, which TRL reads as it prepares it, and not that of each worker or epoch."""
 
     def __init__(self, check_row: Callable[[dict[str, Any]], None]) -> None:
         self._check_row: Callable[[dict[str, Any]], None] | None = check_row
@@ -96,19 +91,19 @@ def _check_pair(row: dict[str, Any], *, name: str, has_template: bool, has_end: 
         if column not in row:
             raise ValueError(
                 f"`{name}` has the columns {sorted(row)}, and DPO reads `prompt`, `chosen` and `rejected`: "
-                f'`{column}` is missing. Rename the one that holds it: `dataset.rename_column("...", "{column}")`.'
+                f'`{column}` is missing. Rename the column that holds it: `dataset.rename_column("...", "{column}")`.'
             )
-    there = [x for x in _PAIR if x in row]
-    for column in there:
-        if row[column] is None:
+    given = {column: row[column] for column in _PAIR if column in row}
+    for column, value in given.items():
+        if value is None:
             _refuse_none(column, 0, name)
     if "prompt" not in row:
-        _check_that_no_prompt_is_meant(row, name)
-    kinds = {x: "text" if isinstance(row[x], str) else "messages" for x in there}
+        _check_shared_prompt(row, name)
+    kinds = {column: "text" if isinstance(value, str) else "messages" for column, value in given.items()}
     if len(set(kinds.values())) > 1:
         raise ValueError(
-            f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {y}' for x, y in kinds.items())} in its first "
-            "row. Give all of them as text, or all as lists of messages."
+            f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {kind}' for x, kind in kinds.items())} in its "
+            "first row. Give all of them as text, or all as lists of messages."
         )
     _check_template(row, name, has_template)
     if not has_end and not is_conversational(row):
@@ -118,47 +113,40 @@ def _check_pair(row: dict[str, Any], *, name: str, has_template: bool, has_end: 
         )
 
 
-def _check_that_no_prompt_is_meant(row: dict[str, Any], name: str) -> None:
-    """TRL takes what chosen and rejected have in common for the prompt, which may be nothing, or a part of a word."""
+def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
+    """TRL takes the shared start of chosen and rejected for the prompt, which may be empty, or a part of a word."""
     chosen, rejected = row["chosen"], row["rejected"]
     is_text = isinstance(chosen, str) and isinstance(rejected, str)
-    begin_alike = [
-        one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
-    ]
+    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))]
     likely = next((x for x in _NAMES_OF_PROMPTS if row.get(x) is not None), None)
-    has_none = not begin_alike or (is_text and not any(map(str.isspace, begin_alike)))
-    if likely is not None and has_none and not (is_text and str(row[likely]) in "".join(begin_alike)):
+    has_none = not shared or (is_text and not any(map(str.isspace, shared)))
+    if likely is not None and has_none and not (is_text and str(row[likely]) in "".join(shared)):
         raise ValueError(
             f"`{name}` has the columns {sorted(row)} and no `prompt`, and `chosen` and `rejected` of its first row do "
-            f'not begin alike with one. Rename the column that holds it: `dataset.rename_column("{likely}", "prompt")`.'
+            f'not start with the same one. Rename the column: `dataset.rename_column("{likely}", "prompt")`.'
         )
-    if not begin_alike:
+    if not shared:
         logger.warning(
-            "`%s` has no `prompt`, and `chosen` and `rejected` of its first row do not begin alike: such rows are "
-            "trained without a prompt.",
-            name,
+            f"`{name}` has no `prompt`, and `chosen` and `rejected` of its first row do not start with the same text: "
+            "such rows train without a prompt."
         )
 
 
 def check_prompts(dataset: Any, name: str, *, has_template: bool) -> None:
-    """Raise `ValueError` unless a data set has what GRPO reads: prompts. Of a stream no row is read.
-
-    Args:
-        has_template (`bool`): whether messages can be rendered, or need not be.
-    """
+    """Raise `ValueError` unless a data set has prompts, and a template if they are messages. Streams are not read."""
     columns = _columns(dataset)
     if columns is not None and "prompt" not in columns:
         raise ValueError(
-            f"`{name}` has the columns {sorted(columns)}, and GRPO reads `prompt`. Rename the one that holds it: "
+            f"`{name}` has the columns {sorted(columns)}, and GRPO reads `prompt`. Rename the column that holds it: "
             '`dataset.rename_column("...", "prompt")`.'
         )
-    if columns is not None and isinstance(dataset, Dataset) and len(dataset):  # a transform may draw random numbers
+    if columns is not None and isinstance(dataset, Dataset) and len(dataset):  # `_columns` is None with a transform
         _check_filled(dataset, "prompt", name)
         _check_template({"prompt": dataset[0].get("prompt")}, name, has_template)
 
 
 def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generations: int) -> None:
-    """Raise `ValueError` if TRL's sampler, which leaves out what does not fill a generation batch, would give none."""
+    """Raise `ValueError` if the prompts do not fill a generation batch, so that TRL's sampler drops them all."""
     needed = generation_batch_size // num_generations
     if isinstance(dataset, Dataset) and len(dataset) < needed:
         raise ValueError(
@@ -170,20 +158,19 @@ def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generatio
 
 
 def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool, columns_are_added: bool) -> None:
-    """Raise `TypeError` unless each reward can be called as TRL calls it: with keywords, of which some are columns.
+    """Raise `TypeError` unless TRL can call each reward: it passes keywords, some of them columns.
 
     Args:
         has_environments (`bool`): whether each completion has an environment.
-        columns_are_added (`bool`): whether a rollout function gives further ones.
+        columns_are_added (`bool`): whether a rollout function adds columns.
     """
     columns = _columns(dataset)
-    rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-    for reward in rewards:
+    for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if reward is None or isinstance(reward, str | nn.Module):
             continue
         if not callable(reward):
             raise TypeError(
-                f"`reward_funcs` has {reward!r}, which is no reward. Give a function, a model, or the name of one."
+                f"`reward_funcs` has {reward!r}, which is no reward. Give a function, a model, or a model's name."
             )
         if columns is not None:
             given = [*REWARD_KEYWORDS, *(x for x in columns if x not in REWARD_COLUMNS_LEFT_OUT)]
@@ -194,27 +181,28 @@ def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool, co
 def _check_keywords(reward: Callable[..., Any], given: list[str], *, are_all: bool) -> None:
     try:
         parameters = inspect.signature(reward, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):  # a builtin may have none
+    except (TypeError, ValueError):  # builtins may have no signature
         return
     name = getattr(reward, "__name__", type(reward).__name__)
     named = [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
     missing = [x.name for x in parameters if x.name in named and x.default is x.empty and x.name not in given]
     if missing and are_all:
         raise TypeError(
-            f"`reward_funcs`: `{name}` reads `{missing[0]}`, which no reward function is given; columns of "
-            f"`train_dataset` and others are: {given}. Add or rename the column, or give the parameter a default."
+            f"`reward_funcs`: `{name}` reads `{missing[0]}`, which TRL does not pass. It passes columns of "
+            f"`train_dataset` and others: {given}. Add or rename the column, or give the parameter a default."
         )
-    if not any(x.kind is x.VAR_KEYWORD for x in parameters) and set(given) - set(named):
+    unnamed = [x for x in given if x not in named]
+    if unnamed and not any(x.kind is x.VAR_KEYWORD for x in parameters):
         raise TypeError(
-            f"`reward_funcs`: `{name}` does not take `{next(x for x in given if x not in named)}`, one of the keywords "
-            "that every reward function is given. Add `**kwargs` to its parameters."
+            f"`reward_funcs`: `{name}` does not take `{unnamed[0]}`, one of the keywords that TRL passes to every "
+            "reward function. Add `**kwargs` to its parameters."
         )
 
 
 def _columns(dataset: Any) -> list[str] | None:
-    """Of the rows, as far as they are known without reading one."""
+    """The columns of the rows, if they are known without reading one."""
     if isinstance(dataset, Dataset):
-        if dataset.format["type"] == "custom":  # a transform may make others
+        if dataset.format["type"] == "custom":  # a transform may make other columns, or draw random numbers
             return None
         if not dataset.format["output_all_columns"]:
             return list(dataset.format["columns"])
@@ -223,7 +211,7 @@ def _columns(dataset: Any) -> list[str] | None:
 
 
 def _check_filled(dataset: Dataset, column: str, name: str) -> None:
-    """The column itself is not read: which of its values are None stands beside them."""
+    """Raise `ValueError` if a row has no value, from Arrow's null counts: the column itself is not read."""
     if column not in (_columns(dataset) or ()) or not dataset.data.column(column).null_count:
         return
     is_none = dataset.data.column(column).is_null().to_numpy()
@@ -238,9 +226,9 @@ def _refuse_none(column: str, row: int, name: str) -> NoReturn:
 
 
 def _check_template(row: dict[str, Any], name: str, has_template: bool) -> None:
-    of_row = "chat_template" in (row.get("chat_template_kwargs") or {})
-    if is_conversational(row) and not has_template and not of_row:
+    row_has_template = "chat_template" in (row.get("chat_template_kwargs") or {})
+    if is_conversational(row) and not has_template and not row_has_template:
         raise ValueError(
-            f"`{name}` holds messages, and `processing_class` has no chat template to render them with. Use an "
+            f"`{name}` holds messages, and `processing_class` has no chat template to render them. Use an "
             "instruct model's tokenizer, set `processing_class.chat_template`, or give the rows as text."
         )

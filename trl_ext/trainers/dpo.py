@@ -4,7 +4,6 @@ Each method of TRL's that differs is here, once, or in `base.py` where GRPO's di
 """
 
 import functools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import get_worker_info
 
 from ..compat import dpo as internals
-from ..config import AddedDPOFields, check_loss_types, ignored_smoothing
+from ..config import AddedDPOFields, check_loss_types, warn_of_ignored_smoothing
 from ..distributed.shards import parameter_of
 from ..losses.preference import READ_REWARDS
 from ..losses.reward_columns import REWARD_COLUMNS, RewardCollator, check_reward, check_reward_columns
@@ -28,8 +27,6 @@ from .checked_arguments import check_dpo_arguments
 from .checked_data import check_rows_are_left, checked_pairs
 from .dpo_loss import DPOLoss
 from .dpo_reference import DPOReference
-
-logger = logging.getLogger("trl_ext")
 
 _ROWS_READ = 1000  # of the training data, where a tokenizer has more tokens than the model
 
@@ -67,9 +64,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             check_loss_types(config)
             if not READ_REWARDS.isdisjoint(config.loss_type):
                 self._loss.columns = REWARD_COLUMNS
-            ignored = ignored_smoothing(config)
-            if ignored is not None:
-                logger.warning(ignored)
+            warn_of_ignored_smoothing(config)
         self.scorer.smoothed = bool(self.added.sft_label_smoothing)
         self.checkpoints.parts.append(lambda _: self.flush())  # what was scored before a checkpoint is on disk with it
         loaded = self._reference.loaded

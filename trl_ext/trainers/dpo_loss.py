@@ -8,8 +8,14 @@ from typing import Any
 import torch
 
 from ..compat import dpo as internals
-from ..losses.pairs import pairs_of
-from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, margin_of, smoothing_term
+from ..losses.preference import (
+    PREFERENCE_LOSSES,
+    READ_REWARDS,
+    LossOptions,
+    pairs_of,
+    rpo_margins,
+    smoothing_term,
+)
 from ..losses.reward_columns import REWARD_COLUMNS
 from ..losses.weighted_metrics import Counts, counts_of, of_all_ranks, weighted
 from ..planning.non_finite import PairExponential, bounded_pairs
@@ -124,7 +130,7 @@ class DPOLoss:
         )
         if not READ_REWARDS.isdisjoint(name for name, _ in own):
             with torch.no_grad():
-                margin, target = margin_of(pairs, options)
+                margin, target = rpo_margins(pairs, options)
                 means = {"target_margins": target.mean(), "margin_errors": (margin - target).abs().mean()}
                 internals.log_metrics(self.trainer, {f"rewards/{name}": x.item() for name, x in means.items()})
         return torch.stack([weight * PREFERENCE_LOSSES[name](pairs, options).mean() for name, weight in own]).sum()

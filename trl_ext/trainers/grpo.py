@@ -24,7 +24,12 @@ from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import prompt_of
 from ..planning.sampler_ratio import RatioRule
 from .base import ExactTrainer
-from .checked_arguments import check_completion_length, check_groups, check_grpo_arguments
+from .checked_arguments import (
+    check_completion_length,
+    check_groups,
+    check_grpo_arguments,
+    check_offloading_device,
+)
 from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets
 from .grpo_generation import GRPOGeneration, truncated_sampling
 from .grpo_scoring import GRPOScoring
@@ -65,11 +70,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self.checkpoints.parts.append(self._generation.save)
         with self._built(config):
             super().__init__(*positional, **keywords)
-        if self._offloads and self.accelerator.device.type == "cpu":
-            raise ValueError(
-                "`activation_offloading=True` keeps activations in host memory, and here the model is there: there is "
-                "no accelerator. Leave it off."
-            )
+        if self._offloads:
+            check_offloading_device(self.accelerator.device)
         self._ready(keywords.get("callbacks"))
         self._make_plan()  # a wrong argument is an error here, not at the first step
         if self.ranks.tensor_parallel is not None:
