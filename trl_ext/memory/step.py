@@ -176,7 +176,7 @@ def _scored(step: Step, packing: Packing, inner: Any, layout: Layout) -> Tensor:
 
 def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     parts = resolve_head(inner.get_output_embeddings())
-    if isinstance(parts, OpaqueHead) or parts.adapter is not None:
+    if isinstance(parts, OpaqueHead) or parts.module is not None:
         raise NotImplementedError("The memory of an adapter on the LM head is not known: leave `lm_head` out of it.")
     rows = weight_layout_of(
         parts,

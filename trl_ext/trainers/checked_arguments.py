@@ -186,7 +186,7 @@ def check_groups(args: Any, ranks: Ranks) -> None:
         if name is not None:
             kind = ranks.sequence.kind
             raise ValueError(
-                f"`{kind}_size={ranks.sequence.size}` cannot be had here: the ranks of a group would be given "
+                f"`{kind}_size={ranks.sequence.size}` is not supported here: the ranks of a group would be given "
                 f"other completions. Set `{name}=False`."
             )
         count_generation_batch(args, ranks.sequence.ranks, f"`{ranks.sequence.kind}_size={ranks.sequence.size}`")
