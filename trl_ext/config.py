@@ -30,7 +30,7 @@ Fields = TypeVar("Fields", bound="AddedFields")
 _ENTRY = re.compile(r"^ {8}(\w+) \(.*\):\n((?: {12}.*\n)+)", re.MULTILINE)
 
 
-def _with_help(cls: Any) -> Any:
+def with_help(cls: Any) -> Any:
     """Give each field of a dataclass its words in the docstring as `help`."""
     words = {name: " ".join(text.split()) for name, text in _ENTRY.findall(cls.__doc__ or "")}
     for of_class in fields(cls):
@@ -39,7 +39,7 @@ def _with_help(cls: Any) -> Any:
     return cls
 
 
-@_with_help
+@with_help
 @dataclass
 class AddedFields:
     """The fields that trl_ext adds to both configs.
@@ -131,7 +131,7 @@ class AddedFields:
         return {name: value for name, value in values.items() if value != added[name]}
 
 
-@_with_help
+@with_help
 @dataclass
 class AddedDPOFields(AddedFields):
     """The fields that trl_ext adds to TRL's `DPOConfig`, beside those of [`AddedFields`].
@@ -205,7 +205,7 @@ class AddedDPOFields(AddedFields):
         return Path(datasets.config.HF_DATASETS_CACHE) / "trl_ext_reference_log_probs"
 
 
-@_with_help
+@with_help
 @dataclass
 class AddedGRPOFields(AddedFields):
     """The fields that trl_ext adds to TRL's `GRPOConfig`, beside those of [`AddedFields`].
