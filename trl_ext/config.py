@@ -31,7 +31,7 @@ _READ_SMOOTHING = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "cdpo"
 _REFUSE_SMOOTHING = frozenset({"hinge", "ipo", "ipo_sum"})
 
 
-def _described(cls: Any) -> Any:
+def with_help(cls: Any) -> Any:
     """Make the string below each field of a dataclass its `help` on the command line."""
     by_name = {x.name: x for x in fields(cls)}
     try:
@@ -48,7 +48,7 @@ def _described(cls: Any) -> Any:
     return cls
 
 
-@_described
+@with_help
 @dataclass
 class AddedFields:
     """The fields that trl_ext adds to both configs."""
@@ -123,7 +123,7 @@ class AddedFields:
         return {name: value for name, (value, default) in values.items() if value != default}
 
 
-@_described
+@with_help
 @dataclass
 class AddedDPOFields(AddedFields):
     """The fields that trl_ext adds to TRL's `DPOConfig`, beside those of [`AddedFields`]."""
@@ -183,7 +183,7 @@ class AddedDPOFields(AddedFields):
         return Path(datasets.config.HF_DATASETS_CACHE) / "trl_ext_reference_log_probs"
 
 
-@_described
+@with_help
 @dataclass
 class AddedGRPOFields(AddedFields):
     """The fields that trl_ext adds to TRL's `GRPOConfig`, beside those of [`AddedFields`]."""

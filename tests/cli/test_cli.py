@@ -8,9 +8,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import trl
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rewards
@@ -21,6 +23,7 @@ from tiny import Workshop, preferences, prompts
 from trl_ext.cli import TrainingStoppedError
 from trl_ext.cli.__main__ import COMMANDS, main
 from trl_ext.cli.estimate import longest_that_fits
+from trl_ext.config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig
 from trl_ext.scoring import checks as head_check
 
 ROOT = Path(__file__).parents[2]
@@ -373,6 +376,48 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="0"):
         main(["grpo", "--help"])
     assert "--keep_groups_together" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "added", "stocks"),
+    [
+        (["dpo"], (AddedDPOFields, DPOConfig), trl.DPOConfig),
+        (["grpo"], (AddedGRPOFields, GRPOConfig), trl.GRPOConfig),
+        (["estimate", "dpo"], (AddedDPOFields, DPOConfig), trl.DPOConfig),
+    ],
+)
+def test_the_added_fields_have_a_group_of_their_own_in_help(
+    command: list[str], added: tuple[type, type], stocks: type, capsys: pytest.CaptureFixture
+):
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, "--help"])
+    _, group = capsys.readouterr().out.split("\ntrl_ext options:\n")
+    shown = set(re.findall(r"^  --(\w+)", group, re.MULTILINE))
+    names = {x.name for x in fields(added[0])}
+    assert shown - {f"no_{name}" for name in names} == names
+    assert names >= {x.name for x in fields(added[1])} - {x.name for x in fields(stocks)}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import trl_ext",
+        "from trl_ext.cli.__main__ import main; main(['--version'])",
+        "from trl_ext.cli.__main__ import main; main(['--help'])",
+    ],
+)
+def test_what_needs_no_model_imports_no_library(statement: str):
+    code = (
+        f"import sys; {statement}; print('imported', *{{'torch', 'transformers', 'trl', 'numpy'}} & {{*sys.modules}})"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.splitlines()[-1] == "imported"
 
 
 BLOCK = re.compile(r"```bash\n((?:trl-ext .*\n(?: .*\n)*)+)```\n(?:\n```\n((?:.*\n)*?)```)?")

@@ -235,7 +235,7 @@ def test_dropout_of_an_adapter_is_drawn_again_as_it_was_in_the_backward(workshop
     for training in (True, False):
         reasons.append(scoring_forward.resolve_head(head.train(training)))
     assert isinstance(reasons[0], OpaqueHead)
-    assert "dropout" in reasons[0].why
+    assert "dropout" in reasons[0].reason
     assert not isinstance(reasons[1], OpaqueHead)
 
 

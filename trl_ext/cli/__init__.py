@@ -1,18 +1,18 @@
-"""The command line `trl-ext`, and how its errors read: one line each."""
+"""The command line `trl-ext`, and its errors of one line."""
 
 import difflib
 from collections.abc import Iterable
 
-# Their messages are written for users; of other errors the type says something too
+# Their messages suffice; other errors need their type too
 _SAYS_ENOUGH = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 
 
 class CommandError(ValueError):
-    """What was given cannot be; the message names it and says what to do."""
+    """Bad input; the message names it and says what to do."""
 
 
 class TrainingStoppedError(Exception):
-    """An error after the first step: no fault of an argument, so its traceback is shown."""
+    """An error after the first step: not about an argument, so its traceback is shown."""
 
 
 def one_line(error: BaseException) -> str:
@@ -24,6 +24,6 @@ def one_line(error: BaseException) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """` Did you mean ...?` where something known is close to what was given, else nothing."""
+    """` Did you mean ...?` where a known name is close to the one given, else nothing."""
     close = difflib.get_close_matches(given, list(known), n=1)
     return f" Did you mean `{close[0]}`?" if close else ""

@@ -1,42 +1,34 @@
-"""The command line's arguments: parsed and checked."""
+"""The command line's arguments, parsed and checked."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from accelerate.commands.launch import launch_command_parser
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
-from ..config import DPOConfig, GRPOConfig
+from ..config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig, with_help
 from . import CommandError, did_you_mean
 
 METHODS = ("dpo", "grpo")
 
 
+@with_help
 @dataclass
 class GRPOScriptArguments(ScriptArguments):
-    """TRL's data set arguments, and the rewards.
+    """TRL's arguments about data sets, and the rewards."""
 
-    Args:
-        reward_funcs (`list[str]`, *optional*, defaults to `[]`):
-            Reward functions: names in `trl.rewards`, such as `accuracy_reward`, or dotted paths, such as
-            `my_rewards.brevity`, looked for in the current folder too.
-        reward_model_name_or_path (`str`, *optional*):
-            Reward model: a name on the Hub or a folder.
-    """
+    reward_funcs: list[str] = field(default_factory=list)
+    """Reward functions: names in `trl.rewards`, such as `accuracy_reward`, or dotted paths, such as
+    `my_rewards.brevity`, which may be in the current folder."""
 
-    reward_funcs: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Reward functions: names in `trl.rewards`, or dotted paths such as `my_rewards.brevity`."},
-    )
-    reward_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Reward model: a name on the Hub or a folder."}
-    )
+    reward_model_name_or_path: str | None = None
+    """Reward model: a name on the Hub or a folder."""
 
 
 class Parsed(NamedTuple):
-    """What one command line says: four dataclasses, and what is left for `accelerate launch`, from file and line."""
+    """Four dataclasses, and the arguments for `accelerate launch` of the file and of the command line."""
 
     script: Any
     training: Any
@@ -47,21 +39,35 @@ class Parsed(NamedTuple):
 
 
 class OneLineParser(TrlParser):
-    """TRL's parser, whose errors are one line.
+    """TRL's parser with errors of one line, and a group in `--help` for the fields that trl_ext adds to a config.
 
     Attributes:
-        set_environment (`bool`): `env` in the file of `--config` has changed the environment.
+        set_environment (`bool`): whether `env` in the file of `--config` has changed the environment.
     """
 
     set_environment = False
 
+    def __init__(self, dataclass_types: Any = None, **keywords: Any) -> None:
+        added = [x for x in (AddedDPOFields, AddedGRPOFields) for of in dataclass_types or () if issubclass(of, x)]
+        self._added = {x.name for fields_of in added for x in fields(fields_of)}
+        self._group: Any = None
+        super().__init__(dataclass_types, **keywords)
+
+    def add_argument(self, *flags: Any, **keywords: Any) -> Any:
+        """Add it to the group, if it is one of the added fields."""
+        if keywords.get("dest", flags[0].lstrip("-")) not in self._added:
+            return super().add_argument(*flags, **keywords)
+        if self._group is None:
+            self._group = self.add_argument_group("trl_ext options")
+        return self._group.add_argument(*flags, **keywords)
+
     def parse_args_and_config(self, *positional: Any, **keywords: Any) -> Any:
-        """TRL's own."""
+        """TRL's."""
         self._environment = dict(os.environ)
         return super().parse_args_and_config(*positional, **keywords)
 
     def set_defaults_with_config(self, **config: Any) -> Any:
-        """TRL's own, which it calls once it has set the variables."""
+        """TRL's, called after it has set the variables."""
         self.set_environment = dict(os.environ) != self._environment
         return super().set_defaults_with_config(**config)
 
@@ -71,13 +77,13 @@ class OneLineParser(TrlParser):
 
 
 def dataclasses_of(method: str) -> tuple[type, ...]:
-    """The four dataclasses of `method`, one of `METHODS`, in the order of `Parsed`."""
+    """The four dataclasses of a method, in the order of `Parsed`."""
     script, training = (ScriptArguments, DPOConfig) if method == "dpo" else (GRPOScriptArguments, GRPOConfig)
     return script, training, ModelConfig, DatasetMixtureConfig
 
 
 def method_of(arguments: list[str], command: str) -> tuple[str, list[str]]:
-    """The method that `explain` and `estimate` are asked about, and the other arguments."""
+    """The method that follows `explain` or `estimate`, and the other arguments."""
     method, *rest = arguments or [""]
     if method not in METHODS:
         given = f"got `{method}`" if method else "got nothing"
@@ -86,23 +92,22 @@ def method_of(arguments: list[str], command: str) -> tuple[str, list[str]]:
 
 
 def parse(parser: Any, arguments: list[str], *, may_launch: bool) -> tuple[Any, ...]:
-    """The parser's dataclasses, from the command line and `--config`; then what is left for `accelerate launch`.
-
-    What is left of the file comes first, then that of the command line.
+    """The parser's dataclasses, then the arguments for `accelerate launch` of the file of `--config` and of the line.
 
     Raises:
         `CommandError`: an argument that neither knows, or a file that cannot be read.
     """
-    arguments = [part for argument in arguments for part in _config_in_two(argument)]
+    arguments = [part for x in arguments for part in (x.split("=", 1) if x.startswith("--config=") else [x])]
+    without_config = arguments
     if "--config" in arguments:
         at = arguments.index("--config") + 1
         if at == len(arguments) or not Path(arguments[at]).is_file():
             given = "nothing" if at == len(arguments) else f"`{arguments[at]}`, which is not a file"
             raise CommandError(f"`--config` must be followed by a YAML file, got {given}.")
-    options = launch_command_parser()._option_string_actions
-    known = {*options, "--accelerate_config"}
-    # Before the dataclasses are made, which complain of the machine
-    unknown = [x for x in _unknown(parser, arguments) if x.startswith("-")]
+        without_config = arguments[: at - 1] + arguments[at + 1 :]
+    known = {*launch_command_parser()._option_string_actions, "--accelerate_config"}
+    # Before the dataclasses are made, which complain about the machine
+    unknown = [x for x in parser.parse_known_args(without_config)[1] if x.startswith("-")]
     _refuse_unknown(unknown, known if may_launch else set(), parser)
     try:
         *parsed, from_file, left = parser.parse_args_and_config(
@@ -117,16 +122,6 @@ def parse(parser: Any, arguments: list[str], *, may_launch: bool) -> tuple[Any, 
         ) from error
     _refuse_unknown(from_file[::2], known, parser)
     return *parsed, from_file, left
-
-
-def _unknown(parser: Any, arguments: list[str]) -> list[str]:
-    at = arguments.index("--config") if "--config" in arguments else len(arguments)
-    left: list[str] = parser.parse_known_args([*arguments[:at], *arguments[at + 2 :]])[1]
-    return left
-
-
-def _config_in_two(argument: str) -> list[str]:
-    return argument.split("=", 1) if argument.startswith("--config=") else [argument]
 
 
 def _refuse_unknown(given: list[str], known: set[str], parser: Any) -> None:

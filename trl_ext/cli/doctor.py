@@ -19,21 +19,23 @@ _OPTIONAL = ("triton", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "vl
 
 
 def run(arguments: list[str]) -> int:
-    """Print what is there; 1 where something will not do, which the row says."""
+    """Print a row for each check; return 1 if one fails."""
     if arguments:
         raise CommandError(f"`doctor` takes no arguments, got `{arguments[0]}`.")
     rows = [("trl_ext", f"{__version__}, Python {platform.python_version()}, {platform.platform()}", True)]
-    rows += [*_required(), *_optional()]
+    optional = {name: _version(name) for name in _OPTIONAL}
+    rows += [*_required(), *((name, f"{found} (optional)", True) for name, found in optional.items() if found)]
     accelerator = Accelerator()
     rows.append(("engine", f"{detect_engine(accelerator, torch.nn.Linear(1, 1))}", True))
-    rows += [row for device in _devices() for row in _head_on(device)]
+    for device in (torch.device("cpu"), *(torch.device("cuda", x) for x in range(torch.cuda.device_count()))):
+        rows += _head_on(device)
     for name, words, fine in rows:
         print(f"{name:<15}{'ok' if fine else 'WRONG':<7}{words}")
     return 0 if all(fine for _, _, fine in rows) else 1
 
 
 def _required() -> list[tuple[str, str, bool]]:
-    """The packages that this one needs."""
+    """The required packages."""
     requirements = _requirements()
     if requirements is None:
         return [("packages", "there is neither metadata nor a pyproject.toml of trl_ext: `pip install .`", False)]
@@ -43,8 +45,8 @@ def _required() -> list[tuple[str, str, bool]]:
             continue
         found = _version(one.name)
         fine = found is not None and one.specifier.contains(found, prereleases=True)
-        wanted = f"{one.name}{one.specifier}"
-        rows.append((one.name, f"{found}" if fine else f"found {found}: `pip install '{wanted}'`", fine))
+        words = f"{found}" if fine else f"found {found}: `pip install '{one.name}{one.specifier}'`"
+        rows.append((one.name, words, fine))
     return rows
 
 
@@ -57,11 +59,6 @@ def _requirements() -> list[str] | None:
         return tomllib.loads(project.read_text())["project"]["dependencies"] if project.exists() else None
 
 
-def _optional() -> list[tuple[str, str, bool]]:
-    found = {name: _version(name) for name in _OPTIONAL}
-    return [(name, f"{found} (optional)", True) for name, found in found.items() if found is not None]
-
-
 def _version(name: str) -> str | None:
     try:
         return version(name)
@@ -69,17 +66,13 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _devices() -> list[torch.device]:
-    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
-
-
 def _head_on(device: torch.device) -> list[tuple[str, str, bool]]:
-    """What the device is, whether the head is right there, and what works between its products."""
+    """The device, whether the head is exact on it, and what runs between the head's products."""
     what = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        what = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, capability {properties.major}."
-        what += str(properties.minor)
+        capability = f"{properties.major}.{properties.minor}"
+        what = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, capability {capability}"
     rows = [(str(device), what, True)]
     reason = why_not_triton(device)
     between = "Triton's kernels" if reason is None else f"torch between the products ({reason})"

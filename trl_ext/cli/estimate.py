@@ -10,107 +10,101 @@ from peft import PeftConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import get_peft_config
 
+from ..config import with_help
 from ..memory.step import Engine, Step, StepMemory, memory_of_step
 from . import CommandError
 from .arguments import OneLineParser, Parsed, dataclasses_of, method_of, parse
 from .training import model_init_arguments, require_model
 
-# So many counts say whether memory is a straight line; where it is none, the rest is halved
+# Lengths at which memory is taken for a straight line before the rest is halved
 _STRAIGHT = 8
 
 
 def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, most: int, step: int = 64) -> int:
-    """The largest multiple of `step`, up to `most`, of which `bytes_of` is at most `limit`; 0 where there is none.
+    """The largest multiple of `step`, up to `most`, of which `bytes_of` is at most `limit`; 0 if none is.
 
-    Memory is nearly a straight line in the length, so the line through what is known is followed, and halved where it
-    leads nowhere new.
+    Each call takes seconds, and memory is nearly a straight line in the length, so the search follows the line through
+    the two lengths nearest to `limit`, and bisects where that does not converge.
 
     Args:
         bytes_of (`Callable`): grows with its argument, a length.
         first (`int`): where to begin.
     """
     fits, exceeds = 0, most // step + 1
-    counts: dict[int, int] = {}
+    known: dict[int, int] = {}
     count = max(1, min(first, most) // step)
     while exceeds - fits > 1:
-        counts[count] = bytes_of(count * step)
-        if counts[count] <= limit:
+        known[count] = bytes_of(count * step)
+        if known[count] <= limit:
             fits = count
         else:
             exceeds = count
-        count = _next(fits, exceeds, counts, limit)
+        if len(known) < 2:
+            count = fits * 2 if fits else exceeds // 2
+        elif len(known) > _STRAIGHT:
+            count = (fits + exceeds) // 2
+        else:
+            (x0, y0), (x1, y1) = sorted(sorted(known.items(), key=lambda item: abs(item[1] - limit))[:2])
+            count = int(x0 + (limit - y0) * (x1 - x0) / max(1, y1 - y0))
+        count = min(max(count, fits + 1), exceeds - 1)
     return fits * step
 
 
-def _next(fits: int, exceeds: int, counts: dict[int, int], limit: int) -> int:
-    """The count that the line through the two nearest known ones says, strictly between what fits and what does not."""
-    if len(counts) < 2:
-        guess = fits * 2 if fits else exceeds // 2
-    elif len(counts) > _STRAIGHT:
-        guess = (fits + exceeds) // 2
-    else:
-        (x0, y0), (x1, y1) = sorted(sorted(counts.items(), key=lambda known: abs(known[1] - limit))[:2])
-        guess = int(x0 + (limit - y0) * (x1 - x0) / max(1, y1 - y0))
-    return min(max(guess, fits + 1), exceeds - 1)
-
-
-# Those whose estimates were compared with measurements, and their names
+# Their estimates have been compared with measurements
 _ENGINES = {"one_process": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
-# Numbers that an optimizer keeps for each trained one; others also take memory while they step
+# Numbers that an optimizer keeps for each trained one; other optimizers also take memory while they step
 _STATES = {"adamw_torch_fused": 2, "sgd": 0}
 _GIB = 2**30
-# Of `model_init_kwargs`: what is read, or changes no memory
+# The `model_init_kwargs` that are read, or change no memory
 _OF_MODEL = {"dtype", "attn_implementation", "trust_remote_code", "use_cache"}
 _NOT_COVERED = (
     "Not covered: what an operator allocates for itself, the device's own context, fragments, and under GRPO the "
-    "generation (its key-value cache, vLLM). Rows are taken to be as long as they may be and to share nothing, which "
-    "is the most that a batch feeds."
+    "generation (its key-value cache, vLLM). Rows are as long as they may be and share nothing: no batch takes more."
 )
 
 
+@with_help
 @dataclass
 class EstimateArguments:
-    """What only `estimate` asks.
+    """The arguments of `estimate` alone."""
 
-    Args:
-        device_memory (`float`, *optional*):
-            GiB of a device, for the longest sequence that fits. `None`: the GPU's, where there is one.
-        device (`str`, *optional*, defaults to `"cuda"`):
-            Where the run will be, `"cuda"` or `"cpu"`, also if it is not there now.
-        prompt_length (`int`, *optional*, defaults to `0`):
-            Tokens of a prompt: of DPO's `max_length` they are not scored; GRPO's completions come after them.
-        engine (`str`, *optional*, defaults to `"one_process"`):
-            What the run will be launched with: `"one_process"`, `"ddp"`, or `"fsdp2"` as in
-            `examples/accelerate_configs/fsdp2.yaml`.
-        num_devices (`int`, *optional*, defaults to `1`):
-            On how many devices, one process on each. What is printed is of one of them.
-    """
+    device_memory: float | None = None
+    """GiB of a device, for the longest sequence that fits. `None`: those of the GPU, if any."""
 
-    device_memory: float | None = field(
-        default=None, metadata={"help": "GiB of a device, for the longest sequence that fits; unset: those of the GPU."}
-    )
-    device: str = field(default="cuda", metadata={"help": "Where the run will be.", "choices": ["cuda", "cpu"]})
-    prompt_length: int = field(default=0, metadata={"help": "Tokens of a prompt."})
-    engine: str = field(
-        default="one_process", metadata={"help": f"What the run will be launched with: {', '.join(_ENGINES)}."}
-    )
-    num_devices: int = field(default=1, metadata={"help": "On how many devices; what is printed is of one of them."})
+    device: str = field(default="cuda", metadata={"choices": ["cuda", "cpu"]})
+    """Where training will run, `"cuda"` or `"cpu"`; the device need not be present."""
+
+    prompt_length: int = 0
+    """Tokens of a prompt: part of DPO's `max_length`, and before GRPO's completions."""
+
+    engine: str = "one_process"
+    """How training will run: `"one_process"`, `"ddp"`, or `"fsdp2"` as in
+    `examples/accelerate_configs/fsdp2.yaml`."""
+
+    num_devices: int = 1
+    """On how many devices, with one process each. The output is for one of them."""
 
 
 def run(arguments: list[str]) -> int:
-    """Print the parts, the peak and the longest sequence that fits."""
+    """Print the parts of the memory, the peak and the longest sequence that fits."""
     method, rest = method_of(arguments, "estimate")
     parser = OneLineParser((*dataclasses_of(method), EstimateArguments), prog=f"trl-ext estimate {method}")
     parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
     script, training, model_args, mixture, asked, launch_of_file, _ = parse(parser, rest, may_launch=False)
-    _refuse_launch(launch_of_file)
+    if launch_of_file:
+        raise CommandError(
+            f"`{launch_of_file[0]}` in the file of `--config` is not covered by `estimate`, but read by `accelerate "
+            "launch`: leave it out, and give `--engine` and `--num_devices`."
+        )
     _refuse_what_is_not_covered(training, model_args)
     _check_devices(method, asked)
     parsed = Parsed(script, training, model_args, mixture, [], [])
     step = step_of(method, parsed, asked)
     memory = memory_of_step(step)
     print(_table(step, memory))
-    limit = _device_memory(asked)
+    limit = None if asked.device_memory is None else int(asked.device_memory * _GIB)
+    if limit is None and asked.device == "cuda" and torch.cuda.is_available():
+        limit = torch.cuda.get_device_properties(0).total_memory
     if limit is not None:
         print(f"longest      {_longest(step, limit)}")
     print(f"\n{_NOT_COVERED}")
@@ -118,10 +112,10 @@ def run(arguments: list[str]) -> int:
 
 
 def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
-    """The training step that these arguments ask for, at its longest rows, on one device.
+    """The training step with these arguments, on one device, with the longest rows.
 
     Raises:
-        `CommandError`: no length is known.
+        `CommandError`: the length of a row is unknown, or no model was named.
     """
     training, dpo = parsed.training, method == "dpo"
     if dpo and training.max_length is None:
@@ -156,7 +150,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _policy(method: str, parsed: Parsed) -> Callable[[], Any]:
-    """Makes the policy as the trainer does, from its config alone."""
+    """A function that makes the policy as the trainer does, from its config alone."""
     _, training, model_args, *_ = parsed
     require_model(model_args)
     name, adapter = model_args.model_name_or_path, get_peft_config(model_args)
@@ -215,14 +209,6 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
             raise CommandError(f"`--{name} {value}` is not covered by `estimate`: set it to {allowed} to see the rest.")
 
 
-def _refuse_launch(launch_of_file: list[str]) -> None:
-    if launch_of_file:
-        raise CommandError(
-            f"`{launch_of_file[0]}` in the file of `--config` is not covered by `estimate`, but read by `accelerate "
-            "launch`: leave it out, and give `--engine` and `--num_devices`."
-        )
-
-
 def _check_devices(method: str, asked: EstimateArguments) -> None:
     if asked.engine not in _ENGINES:
         raise CommandError(
@@ -240,13 +226,6 @@ def _check_devices(method: str, asked: EstimateArguments) -> None:
         raise CommandError(
             f"`--num_devices` is {asked.num_devices} with `--engine {asked.engine}`: set `--num_devices` to {wanted}."
         )
-
-
-def _device_memory(asked: EstimateArguments) -> int | None:
-    if asked.device_memory is not None:
-        return int(asked.device_memory * _GIB)
-    there = asked.device == "cuda" and torch.cuda.is_available()
-    return torch.cuda.get_device_properties(0).total_memory if there else None
 
 
 def _longest(step: Step, limit: int) -> str:
@@ -280,8 +259,8 @@ def _table(step: Step, memory: StepMemory) -> str:
     ]
     shown = [line for line in lines if line[0] != "buckets" or step.engine == "ddp"]
     title = f"{step.rows} rows of {step.tokens + 1:,} tokens a micro-batch, {where}, on {step.device.type}\n\n"
-    return title + "\n".join(f"{name:<13}{_words(size):>12}   {remark}" for name, size, remark in shown)
+    return title + "\n".join(f"{name:<13}{_readable(size):>12}   {remark}" for name, size, remark in shown)
 
 
-def _words(size: int) -> str:
+def _readable(size: int) -> str:
     return f"{size / _GIB:.3f} GiB" if size >= _GIB else f"{size / 2**20:.1f} MiB"

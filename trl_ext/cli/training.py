@@ -28,7 +28,7 @@ def rewards_of(script_args: Any) -> list[Any]:
     """The reward model, if any, and the functions of `--reward_funcs`, in TRL's order.
 
     Raises:
-        `CommandError`: there is none, or a name or path leads nowhere.
+        `CommandError`: no reward is given, or a name or path does not exist.
     """
     model = script_args.reward_model_name_or_path
     rewards: list[Any] = [] if model is None else [model]
@@ -50,7 +50,7 @@ def _function(path: str) -> Any:
                 f"{', '.join(_NAMES)}.{did_you_mean(path, _NAMES)}"
             )
         function = getattr(importlib.import_module("trl.rewards"), name)
-        # TRL's command gives it these values
+        # The values of TRL's command
         soft = name == "get_soft_overlong_punishment"
         return function(max_completion_len=1280, soft_punish_cache=256) if soft else function
     if os.getcwd() not in sys.path:
@@ -59,7 +59,7 @@ def _function(path: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks another
+            raise  # the module exists, and imports another that does not
         raise CommandError(
             f"`--reward_funcs` has `{path}`, but there is no module `{module_name}` in {os.getcwd()} or among the "
             "installed packages. Start in the folder that holds it, or install it."
@@ -76,10 +76,10 @@ def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
     """The trainer, ready to train.
 
     Args:
-        most_rows (`int`, *optional*): rows that are taken of each data set, where only the plan is asked for.
+        most_rows (`int`, *optional*): rows to take of each data set, to show the plan alone.
 
     Raises:
-        `CommandError`: something that a trainer needs was not given.
+        `CommandError`: an argument that a trainer needs is missing.
     """
     script, training, model_args, mixture, *_ = parsed
     rewards = {"reward_funcs": rewards_of(script)} if method == "grpo" else {}
@@ -111,7 +111,7 @@ def require_model(model_args: Any) -> None:
 
 
 def model_init_arguments(training: Any, model_args: Any) -> dict[str, Any]:
-    """What the model is loaded with, as in TRL's scripts."""
+    """The arguments that load the model, as in TRL's scripts."""
     return {
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,
@@ -121,13 +121,13 @@ def model_init_arguments(training: Any, model_args: Any) -> dict[str, Any]:
 
 
 def _model(training: Any, model_args: Any) -> tuple[Any, Any]:
-    """The model or its name, and the quantization that the trainer is to load it with."""
+    """The model or its name, and the quantization with which the trainer loads it."""
     name, arguments = model_args.model_name_or_path, model_init_arguments(training, model_args)
     quantization_config = get_quantization_config(model_args)
     if not os.path.isfile(os.path.join(name, "adapter_config.json")):
         training.model_init_kwargs = {"revision": model_args.model_revision, **arguments}
         return name, quantization_config
-    # Given the folder, the trainer would not find a PEFT model in it; PEFT loads adapters for inference unless told
+    # The trainer loads no adapter from a folder; PEFT loads adapters for inference by default
     training.model_init_kwargs = None
     model = AutoPeftModelForCausalLM.from_pretrained(
         name, is_trainable=True, quantization_config=quantization_config, **arguments
@@ -159,7 +159,7 @@ def _data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) 
 
 
 def needs_launch(launch_arguments: list[str]) -> bool:
-    """Whether `accelerate launch` has something to do: it was given arguments, a default file, or several GPUs."""
+    """Whether `accelerate launch` has arguments, a default file, or several GPUs."""
     return bool(launch_arguments) or os.path.isfile(default_config_file) or torch.cuda.device_count() > 1
 
 
@@ -167,7 +167,7 @@ def launch(launch_arguments: list[str], arguments: list[str]) -> int:
     """Run the command line with `arguments` in the processes that accelerate starts; the status of the first to fail.
 
     Raises:
-        `subprocess.CalledProcessError`: the one process that there was has failed.
+        `subprocess.CalledProcessError`: a single process has failed.
     """
     options = [*resolve_accelerate_config_argument(launch_arguments), "-m", "trl_ext.cli", *arguments]
     try:
@@ -177,34 +177,33 @@ def launch(launch_arguments: list[str], arguments: list[str]) -> int:
     return 0
 
 
-# Rows of the data set that `explain` builds the trainer on: the plan does not depend on how many there are
+# Rows of the data set with which `explain` builds the trainer: the plan does not depend on their number
 _ROWS_TO_EXPLAIN = 64
 
 
 def run(command: str, arguments: list[str], *, may_launch: bool, shows_traceback: bool) -> int:
-    """`dpo`, `grpo` or `explain` with its arguments, in this process or in those that `accelerate launch` starts."""
+    """Run `dpo`, `grpo` or `explain`, in this process or in those that `accelerate launch` starts."""
     method, rest = method_of(arguments, command) if command == "explain" else (command, arguments)
-    words = [command, method] if command == "explain" else [command]
-    parser = OneLineParser(dataclasses_of(method), prog=f"trl-ext {' '.join(words)}")
+    commands = [command, method] if command == "explain" else [command]
+    parser = OneLineParser(dataclasses_of(method), prog=f"trl-ext {' '.join(commands)}")
     parsed = Parsed(*parse(parser, rest, may_launch=may_launch))
     launch_arguments = [*parsed.launch_of_file, *parsed.launch]
-    # Libraries read the environment when they are imported: what a file has set is read in a new process
+    # Libraries read the environment when they are imported, so variables that a file sets need a new process
     if may_launch and (needs_launch(launch_arguments) or parser.set_environment):
         flags = ["--traceback"] if shows_traceback else []
         try:
-            return launch(launch_arguments, [*words, *_without(rest, parsed.launch), *flags])
+            return launch(launch_arguments, [*commands, *_without(rest, parsed.launch), *flags])
         except subprocess.CalledProcessError as error:
-            return error.returncode  # it has said why
-    if command == "explain":
-        _explain(method, parsed)
-    else:
-        _train(method, parsed)
+            return error.returncode  # the process has printed its error
+    trainer = _explain(method, parsed) if command == "explain" else _train(method, parsed)
+    if hasattr(trainer, "end"):  # transformers 5.18 and later: closes the trackers and the process group
+        trainer.end()
     return 0
 
 
-def _explain(method: str, parsed: Parsed) -> None:
+def _explain(method: str, parsed: Parsed) -> Any:
     training = parsed.training
-    training.push_to_hub = training.log_completions = False  # TRL makes a repository of completions as it is built
+    training.push_to_hub = training.log_completions = False  # TRL's `__init__` creates a repository of completions
     with tempfile.TemporaryDirectory() as folder:
         training.output_dir = folder
         trainer = build(method, parsed, most_rows=_ROWS_TO_EXPLAIN)
@@ -213,10 +212,10 @@ def _explain(method: str, parsed: Parsed) -> None:
         print(plan)
         for warning in plan.warnings:
             print(f"warning: {warning}")
-    _end(trainer)
+    return trainer
 
 
-def _train(method: str, parsed: Parsed) -> None:
+def _train(method: str, parsed: Parsed) -> Any:
     trainer = build(method, parsed)
     training = parsed.training
     try:
@@ -232,16 +231,11 @@ def _train(method: str, parsed: Parsed) -> None:
     trainer.accelerator.print(f"Model saved to {training.output_dir}.")
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=parsed.script.dataset_name)
-    _end(trainer)
-
-
-def _end(trainer: Any) -> None:
-    if hasattr(trainer, "end"):  # transformers 5.18 and later: closes the trackers and the process group
-        trainer.end()
+    return trainer
 
 
 def _without(arguments: list[str], launch_arguments: list[str]) -> list[str]:
-    """`arguments` without those of the launch, which stand among them in the same order."""
+    """`arguments` without those of the launch, which are among them in the same order."""
     left, kept = list(launch_arguments), []
     for argument in arguments:
         if left and argument == left[0]:

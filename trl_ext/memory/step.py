@@ -1,22 +1,31 @@
 """The memory of one training step, part by part: the model's own code runs on tensors that hold no numbers.
 
 Backbone, adapters, checkpointing, packing and head are the ones that train, so no formula of theirs is repeated here.
-What the optimizer adds is counted from its parameters. Operators are the CPU's: sdpa keeps what flash
-attention keeps; the head upcasts tiles that a GPU multiplies as they are.
+The optimizer's states are counted from its parameters. Operators are the CPU's: sdpa keeps what flash attention keeps;
+the head upcasts tiles that a GPU multiplies as they are.
 
-Dimensions: B rows, S tokens of a row, N tokens that are scored, H hidden size.
+Dimensions: B rows, S tokens of a row, N tokens that are scored, T tokens of the packed row, H hidden size.
 """
 
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..heads.linear_log_probs import run_head
 from ..heads.tiles import columns_per_tile, rows_per_tile
@@ -24,9 +33,9 @@ from ..packing.layout import Layout, index_select_fp32_grad
 from ..packing.packing import Packing
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
-from .records import AllocationRecords, one_rank_of, under_fsdp2
 
 Engine = Literal["one_process", "ddp", "fsdp2"]
+_AXIS = "dp_shard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +43,19 @@ class Step:
     """What is trained, and on how much.
 
     Args:
-        model (`Callable`): makes the policy, with its adapters, as it is trained; called on the device "meta".
-        rows (`int`): of a micro-batch, as they are fed: two for each pair.
-        tokens (`int`): of each row, as it is fed.
-        scored (`int`): of each row, from its end.
-        outputs (`tuple[str, ...]`): what the head gives.
+        model (`Callable`): makes the policy with its adapters, in training mode; called on the device "meta".
+        rows (`int`): of a micro-batch; two for each pair.
+        tokens (`int`): that the model processes of each row.
+        scored (`int`): of these, counted from the end of the row.
+        outputs (`tuple[str, ...]`): what the head computes.
         device (`torch.device`): for which the head's tiles are chosen.
         head, chunk_size (`str`, `int`): the config's `head` and `head_chunk_size`.
         autocast (`torch.dtype`, *optional*): of mixed precision.
-        accumulates (`bool`): whether gradients of an earlier micro-batch are there already.
+        accumulates (`bool`): whether gradients of an earlier micro-batch are held.
         states (`int`): numbers that the optimizer keeps for each trained one.
         reference_model (`bool`): whether a model of the policy's size is held beside it.
         engine (`str`): `"one_process"`, `"ddp"` or `"fsdp2"`.
-        devices (`int`): on how many it runs; all else is of one of them.
+        devices (`int`): on how many it runs; everything else is of one of them.
     """
 
     model: Callable[[], Any]
@@ -67,11 +76,11 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Bytes of one device. `activations` are those held when the backbone has run, with the weights that are gathered
-    then; `head` what the head takes beside them; `buckets` DDP's, in which gradients are summed over the processes.
+    """Bytes of one device. `activations` are held when the backbone has run, with the weights gathered then; `head` is
+    what the head takes beside them; `buckets` are DDP's, which sum gradients over the processes.
 
-    Weights, reference, optimizer and buckets are held all the time; gradients come while activations go, so `peak` is
-    below the sum.
+    Weights, reference, optimizer and buckets are held all the time. Activations are freed while gradients are made, so
+    `peak` is below the sum.
     """
 
     weights: int
@@ -85,25 +94,26 @@ class StepMemory:
 
 
 def memory_of_step(step: Step) -> StepMemory:
-    """The parts and the peak of a step after the first, which finds the optimizer's states there."""
+    """The parts and the peak of a step after the first, when the optimizer's states exist."""
     with torch.device("meta"):
         model = step.model()
     layout = _layout(step, model.config.get_text_config()._attn_implementation)
-    ranks: AbstractContextManager[Any] = one_rank_of(step.devices) if step.engine == "fsdp2" else nullcontext()
+    ranks: AbstractContextManager[Any] = _one_rank_of(step.devices) if step.engine == "fsdp2" else nullcontext()
     with ranks as mesh, FakeTensorMode() as fake:
         _move_from_meta(model)
         if mesh is not None:
-            model = under_fsdp2(model, mesh, step.autocast)
-        records = AllocationRecords()
-        with records:
+            model = _under_fsdp2(model, mesh, step.autocast)
+        with AllocationRecords() as records:
             for tensor in (*model.parameters(), *model.buffers()):
                 records.count(tensor.data)
             weights = records.held
-            gradients = sum(_bytes_here(x) for x in model.parameters() if x.requires_grad)
-            optimizer = step.states * gradients
-            reference = sum(_bytes_here(x) for x in model.parameters()) if step.reference_model else 0
-            activations, head, micro_batch = _micro_batches(step, model, _without_numbers(layout, fake), records)
-    buckets = gradients if step.engine == "ddp" else 0
+            gradients = sum(_here(x).nbytes for x in model.parameters() if x.requires_grad)
+            reference = sum(_here(x).nbytes for x in model.parameters()) if step.reference_model else 0
+            for name, value in vars(layout).items():
+                if isinstance(value, Tensor):
+                    setattr(layout, name, fake.from_tensor(value))
+            activations, head, highest = _micro_batches(step, model, layout, records)
+    optimizer, buckets = step.states * gradients, gradients if step.engine == "ddp" else 0
     held = weights + reference + optimizer + buckets
     return StepMemory(
         weights=weights,
@@ -113,16 +123,16 @@ def memory_of_step(step: Step) -> StepMemory:
         buckets=buckets,
         activations=activations,
         head=head,
-        peak=held + max(micro_batch - weights, gradients),
+        peak=held + max(highest - weights, gradients),
     )
 
 
-def _bytes_here(tensor: Tensor) -> int:
-    return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
+def _here(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _micro_batches(step: Step, model: Any, layout: Layout, records: AllocationRecords) -> tuple[int, int, int]:
-    """Activations, what the head takes beside them, and the most that was held, where gradients are accumulated."""
+def _micro_batches(step: Step, model: Any, layout: Layout, records: "AllocationRecords") -> tuple[int, int, int]:
+    """Activations, what the head takes beside them, and the highest total, where gradients accumulate."""
     if step.accumulates and step.engine == "fsdp2":
         # Until the last micro-batch, accelerate has FSDP2 keep whole gradients on each rank
         model.set_requires_gradient_sync(False)
@@ -137,16 +147,16 @@ def _micro_batches(step: Step, model: Any, layout: Layout, records: AllocationRe
     return _micro_batch(step, model, layout, records)
 
 
-def _micro_batch(step: Step, model: Any, layout: Layout, records: AllocationRecords) -> tuple[int, int, int]:
-    """Activations, what the head takes beside them, and the most that was held in forward and backward."""
+def _micro_batch(step: Step, model: Any, layout: Layout, records: "AllocationRecords") -> tuple[int, int, int]:
+    """Activations, what the head takes beside them, and the highest total of forward and backward."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     packing = Packing(inner, padding_free=True, share_prompts=False)
     before, highest, activations = records.held, records.held, 0
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """In the place of the model's own, as in training: inside what wraps it."""
+        """Replaces the model's forward, as in training: inside its wrappers."""
         nonlocal highest, activations
-        hidden_NH = _scored(step, packing, inner, layout)
+        hidden_NH = _hidden_states(step, packing, inner, layout)
         activations, highest = records.held - before, max(highest, records.peak)
         records.mark()
         return _log_probs(step, inner, hidden_NH).clone()  # FSDP2 warns of a view
@@ -162,8 +172,8 @@ def _micro_batch(step: Step, model: Any, layout: Layout, records: AllocationReco
     return activations, head, max(highest, records.peak)
 
 
-def _scored(step: Step, packing: Packing, inner: Any, layout: Layout) -> Tensor:
-    """`(N, H)`: hidden states of the scored tokens."""
+def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> Tensor:
+    """`(N, H)`: of the scored tokens."""
     if packing.why_padded is None:
         hidden_TH = packing.run(inner, layout, {"use_cache": False}).last_hidden_state.squeeze(0)
     else:
@@ -175,22 +185,23 @@ def _scored(step: Step, packing: Packing, inner: Any, layout: Layout) -> Tensor:
 
 
 def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
-    parts = resolve_head(inner.get_output_embeddings())
-    if isinstance(parts, OpaqueHead) or parts.adapter is not None:
+    head = resolve_head(inner.get_output_embeddings())
+    if isinstance(head, OpaqueHead) or head.module is not None:
         raise NotImplementedError("The memory of an adapter on the LM head is not known: leave `lm_head` out of it.")
+    N = len(hidden_NH)
     rows = weight_layout_of(
-        parts,
+        head,
         hidden_NH,
         outputs=step.outputs,
         whole=step.head == "dense",
         gradient=True,
         entropy_grad=False,
-        counts=(len(hidden_NH),) * step.devices,
+        counts=(N,) * step.devices,
     )
-    chunk = rows_per_tile(len(hidden_NH), step.device, step.chunk_size)
+    chunk = rows_per_tile(N, step.device, step.chunk_size)
     with rows.readable():
-        found = run_head(
-            *(step.head, hidden_NH, rows.weight, torch.zeros(len(hidden_NH), dtype=torch.long)),
+        scored = run_head(
+            *(step.head, hidden_NH, rows.weight, torch.zeros(N, dtype=torch.long)),
             bias=rows.bias,
             transform=logit_transform(inner.config, 1.0),
             outputs=step.outputs,
@@ -199,12 +210,12 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
             readable=rows.readable,
             shard=rows.shard,
         )
-    assert found.log_probs is not None
-    return found.log_probs
+    assert scored.log_probs is not None
+    return scored.log_probs
 
 
 def _move_from_meta(model: torch.nn.Module) -> None:
-    """Put parameters and buffers on the CPU, under a `FakeTensorMode`; those that are tied stay one."""
+    """Put parameters and buffers on the CPU, under a `FakeTensorMode`; tied ones stay tied."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -219,14 +230,106 @@ def _move_from_meta(model: torch.nn.Module) -> None:
 
 
 def _layout(step: Step, implementation: str) -> Layout:
-    """Of rows that share nothing and have no padding: the most that a batch of this shape feeds."""
+    """Of rows without padding or shared tokens: no batch of this shape has more tokens."""
     ids_BS = torch.zeros(step.rows, step.tokens, dtype=torch.long)
     lengths_B, first_B = torch.full((step.rows,), step.tokens), torch.zeros(step.rows, dtype=torch.long)
     return Layout(ids_BS, lengths_B, first_B, share=False, rebase=False, implementation=implementation)
 
 
-def _without_numbers(layout: Layout, fake: FakeTensorMode) -> Layout:
-    for name, value in vars(layout).items():
-        if isinstance(value, Tensor):
-            setattr(layout, name, fake.from_tensor(value))
-    return layout
+class AllocationRecords(TorchDispatchMode):
+    """Within, every storage that an operator makes counts from then until it is freed or resized.
+
+    What an operator allocates for itself while it runs is not counted.
+
+    Attributes:
+        held (`int`): bytes of the storages that are alive.
+        peak (`int`): the highest `held` since the last `mark()`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: dict[int, int] = {}  # bytes of each storage
+
+    def count(self, tensor: Tensor) -> None:
+        """Count the storage of `tensor`, if it is new; of a sharded tensor, this rank's part."""
+        storage = _here(tensor).untyped_storage()
+        name, size = storage._cdata, storage.nbytes()
+        if name in self._known or size == 0:
+            return
+        self._known[name] = 0
+        weakref.finalize(storage, self._freed, name)
+        self._resized(name, size)
+
+    def mark(self) -> None:
+        """Look for the peak from here on."""
+        self.peak = self.held
+
+    def _resized(self, name: int, size: int) -> None:
+        self.held += size - self._known[name]
+        self._known[name] = size
+        self.peak = max(self.peak, self.held)
+
+    def _freed(self, name: int) -> None:
+        self.held -= self._known.pop(name)
+
+    def __enter__(self) -> Any:
+        """FSDP2 resizes the storages of gathered weights, which no operator does, so `resize_` is watched too."""
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._known:
+                self._resized(storage._cdata, size)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, and count what it returns. `bool()` of a tensor without numbers is True."""
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.count(tensor)
+        return result
+
+
+@contextmanager
+def _one_rank_of(devices: int) -> Iterator[DeviceMesh]:
+    """Within, this process is the first rank of a mesh of `devices`, whose collectives move nothing."""
+    dist.init_process_group("fake", rank=0, world_size=devices, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (devices,), mesh_dim_names=(_AXIS,))
+    finally:
+        dist.destroy_process_group()
+
+
+def _under_fsdp2(model: Any, mesh: DeviceMesh, mixed_precision: torch.dtype | None) -> Any:
+    """`model` as accelerate prepares it for FSDP2, with the settings in `examples/accelerate_configs`."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+        activation_checkpointing=False,
+    )
+    mixed = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[mixed_precision]
+    if mixed_precision is not None:
+        plugin.set_mixed_precision(mixed)
+    # What accelerate reads of its `Accelerator`, which would look for the processes
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=(_AXIS,)),
+        mixed_precision=mixed,
+        is_main_process=False,
+        device=torch.device("cpu"),
+    )
+    return fsdp2_prepare_model(accelerator, model)

@@ -1,8 +1,9 @@
-"""Checks on the model before the first step: the head, its adapters, token ids."""
+"""Checks of a model before its first step: the head, the head's adapters, and the token ids."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from math import sqrt
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from math import inf, sqrt
 from typing import Any
 
 import torch
@@ -14,12 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from ..heads.adapters import Operands
 from ..heads.dense import dense_logits, log_probs_of
-from ..heads.linear_log_probs import operand_dtype
+from ..heads.linear_log_probs import operand_dtype, run_head
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..heads.parallel import (
     Exchange,
     OneProcess,
-    Part,
     ReplicatedTokens,
     ShardedTokens,
     VocabularyShard,
@@ -27,109 +27,46 @@ from ..heads.parallel import (
     tokens_of_ranks,
 )
 from ..heads.products import statistics_dtype
-from ..heads.scan import Head
-from ..heads.tiled import tiled_log_probs
-from .head import HeadAdapter, LinearHead, OpaqueHead, resolve_head
-from .weight_layout import WeightLayout, weight_layout_of
+from .head import OpaqueHead, resolve_head
+from .weight_layout import WHOLE_HERE, WeightLayout
 
 _SELF_TEST_TOKENS, _HIDDEN, _CLASSES = 64, 128, 1000
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
+# Tokens that are compared
+_TOKENS = 8
+# Tolerance of values, in units of max(1, largest logit / 32); the head is exact to 1e-5 of that
+_VALUES = 1e-3
+# Tolerance of a gradient, relative to its norm; half-precision products are good to 2e-3
+_GRADIENT = 2e-2
+# Relative to the gradient at p = 0: where every 1 - p is below this, float64's own 1 - p has lost its digits. A
+# softcap's slope 1 - tanh^2 is good to 1e-7 in fp32, however small it is where the cap saturates.
+_NEGLIGIBLE, _NEGLIGIBLE_CAPPED = 1e-10, 1e-5
+# Tolerance of an adapter, relative to a norm: PEFT's module rounds its logits and gradients to its compute dtype
+_ADAPTER = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+
 
 def self_test(device: torch.device) -> tuple[str, ...]:
-    """What was tried on `device`, in words; all of it agrees with the dense definition.
+    """Compare the tiled head with its definition on made-up numbers on `device`.
+
+    Returns:
+        `tuple[str, ...]`: descriptions of the cases, which all agree.
 
     Raises:
-        `RuntimeError`: something does not; what the device itself raises is passed on.
+        `RuntimeError`: a case disagrees. Errors of the device itself are passed on.
     """
-    tried = []
+    described = []
     generator = torch.Generator("cpu").manual_seed(0)
     hidden_NH = torch.randn(_SELF_TEST_TOKENS, _HIDDEN, generator=generator)
     weight_VH = torch.randn(_CLASSES, _HIDDEN, generator=generator) / 4
     targets_N = torch.randint(_CLASSES, (_SELF_TEST_TOKENS,), generator=generator).to(device)
     for dtype in (torch.bfloat16, torch.float32):
         for trained in (False, True):
-            linear = nn.Linear(_HIDDEN, _CLASSES, bias=False, device=device, dtype=dtype)
-            linear.weight = nn.Parameter(weight_VH.to(device, dtype), requires_grad=trained)
-            hidden = hidden_NH.to(device, dtype)
-            rows = weight_layout_of(
-                LinearHead(linear), hidden, outputs=_OUTPUTS, whole=False, gradient=True, entropy_grad=False
-            )
-            check_head(hidden, rows, targets_N, LogitTransform(0.9, 1.0, None), _OUTPUTS, False)
-            tried.append(f"{str(dtype).removeprefix('torch.')} with a {'trained' if trained else 'frozen'} weight")
-    return tuple(tried)
-
-
-_ADAPTER_TOKENS = 8
-# Of a norm. The module rounds its logits and its gradients to the dtype that it computes in.
-_ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> None:
-    """Compare the product of a few tokens, and its gradients, with what `module` makes of them.
-
-    The tiled head is checked against its definition elsewhere; here the definition is, whose parts were read from
-    PEFT's layers. Not where an engine has spread the module, whose call it would have to know of.
-
-    Raises:
-        `RuntimeError`: they differ by more than rounding.
-    """
-    if any(isinstance(x, FSDPModule) for x in module.modules()):
-        return
-    if any(isinstance(x, DTensor) for x in module.parameters()):
-        return
-    some = torch.linspace(0, len(hidden_NH) - 1, min(len(hidden_NH), _ADAPTER_TOKENS), device=hidden_NH.device).long()
-    trained = {name: x for name, x in module.named_parameters() if x.requires_grad}
-
-    def with_gradients(product: Tensor, hidden: Tensor) -> dict[str, Tensor | None]:
-        upstream = torch.linspace(-1, 1, product.numel(), device=product.device, dtype=product.dtype).cos_()
-        inputs = [hidden, *trained.values()]
-        gradients = torch.autograd.grad((product * upstream.view_as(product)).sum(), inputs, allow_unused=True)
-        named = dict(zip(("gradient of the hidden states", *trained), gradients, strict=True))
-        return {"product": product.detach(), **named}
-
-    # The caller's hooks on saved tensors (activation offloading) are for the model's own graph
-    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
-        # Anew: what was read for the pass belongs to its graph
-        head = resolve_head(module)
-        if isinstance(head, OpaqueHead) or head.adapter is None:
-            return
-        adapter = head.adapter
-        own, other = (hidden_NH[some].detach().requires_grad_() for _ in range(2))
-        expected = with_gradients(module(own), own)
-        dtype = operand_dtype(other, rows.weight)
-        term, accumulate = adapter.low_rank(other, rows.weight), statistics_dtype(dtype)
-        product = dense_logits(
-            *(Operands.of(other, rows.weight, rows.bias, term, adapter.rows), LogitTransform(), dtype, accumulate),
-            up_dtype=dtype if term is None else term.dtype,
-            replaced=adapter.replaced(),
-        )
-        found = with_gradients(product, other)
-    allowed = max(_ALLOWED[dtype], *(_ALLOWED.get(x.dtype, 0.0) for x in expected.values() if x is not None))
-    for name, want in expected.items():
-        got = found[name]
-        difference = _norm(want if got is None else got if want is None else got.double() - want.double())
-        if _norm(want) < float("inf") and not difference <= allowed * _norm(want) + 1e-6:
-            raise RuntimeError(
-                f"The LM head's adapter is not what it was taken for, {rows.reason}: PEFT's module gives another "
-                f"{name}, by {difference:.3g} of {_norm(want):.3g}. Training would be wrong. Leave `lm_head` out of "
-                "the adapter, and report this with its configuration and the version of PEFT."
-            )
-
-
-def _norm(x: Tensor | None) -> float:
-    return 0.0 if x is None else float(x.double().norm())
-
-
-_TOKENS = 8
-# Of the values, in units of max(1, largest logit / 32); the head is exact to 1e-5 of that
-_VALUES = 1e-3
-# Of a gradient's norm; half-precision products are good to 2e-3
-_GRADIENT = 2e-2
-# Of what the gradient would be at p = 0: where every 1 - p is below this, float64's own 1 - p has lost its digits. A
-# softcap's slope 1 - tanh^2 is good to 1e-7 in fp32, however small it is where the cap saturates.
-_NEGLIGIBLE, _NEGLIGIBLE_CAPPED = 1e-10, 1e-5
+            weight = weight_VH.to(device, dtype)
+            rows = WeightLayout(weight, None, (trained, False), None, None, nullcontext, WHOLE_HERE)
+            check_head(hidden_NH.to(device, dtype), rows, targets_N, LogitTransform(0.9, 1.0, None), _OUTPUTS, False)
+            described.append(f"{str(dtype).removeprefix('torch.')} with a {'trained' if trained else 'frozen'} weight")
+    return tuple(described)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -142,200 +79,192 @@ def check_head(
     entropy_requires_grad: bool,
     kernels: str | None = None,
 ) -> bool:
-    """Whether there was a token to check; raises `RuntimeError` if the tiled head disagrees with the definition.
+    """Compare the tiled head, values and gradients, with its definition in float64 on at most 8 tokens of the batch.
 
-    At most 8 tokens are looked at, spread over the batch, in up to three tiles each way; 8 of all ranks together where
-    the weight's rows are spread, and then every rank calls this, also one without a token. Values and gradients are
-    compared, in the path that training takes: weight and bias get a gradient here where they do there.
+    The tokens are spread over the batch, and the head takes them in up to three tiles each way. Weight and bias get a
+    gradient here where they do in training. Where the weight is sharded, the 8 tokens are those of all ranks, and
+    every rank calls this, also one without a token.
+
+    Returns:
+        `bool`: whether there was a token to check.
+
+    Raises:
+        `RuntimeError`: the two disagree.
     """
     if hidden_NH.device.type == "mps":
         return True  # it has no float64 to define the head in
-    sample = _sample(hidden_NH, rows, targets_N)
-    if sample is None:
+    comparison = _Comparison(rows, transform, outputs, entropy_requires_grad)
+    if not comparison.sample(hidden_NH, targets_N):
         return False
-    # The caller's hooks on saved tensors (activation offloading) are for the model's own graph
-    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
-        found = _by_the_tiled_head(sample, rows, transform, outputs, entropy_requires_grad, kernels)
-        expected, largest_logit = _by_definition(sample, rows, transform, outputs, entropy_requires_grad)
-    slope = abs(transform.logit_scale) / transform.temperature
-    sizes = {
-        "gradient of the hidden states": rows.weight.detach()[sample.seen_rows].double().norm() * slope,
-        "gradient of the weight": sample.hidden_nH.double().norm() * slope,
-        "gradient of the bias": torch.tensor(slope * sqrt(_TOKENS)),
-    }
-    sizes |= _sizes_of_adapter(rows.adapter, sample.hidden_nH, slope)
+    with _own_graph():
+        found = comparison.tiled(kernels)
+        expected, largest_logit = comparison.dense()
+    sizes = comparison.gradient_sizes()
     for name, value in expected.items():
-        difference = (found[name].double() - value.double()).abs()
         if not value.numel():
             continue
+        difference = (found[name].double() - value.double()).abs()
         if name in sizes:
-            # What fp16 cannot hold at all is lost to every head
+            # fp16 cannot represent smaller gradients, whatever the head
             finest = torch.finfo(found[name].dtype)
             lost = finest.smallest_normal * finest.eps * sqrt(value.numel())
             negligible = _NEGLIGIBLE if transform.softcap is None else _NEGLIGIBLE_CAPPED
-            allowed = _GRADIENT * value.double().norm() + negligible * sizes[name] + lost
-            _raise_if_off(name, value, difference, difference.norm() / allowed)
+            off = difference.norm() / (_GRADIENT * value.double().norm() + negligible * sizes[name] + lost)
         else:
-            allowed = _VALUES * (largest_logit / 32).clamp(min=1)
-            _raise_if_off(name, value, difference, difference.amax() / allowed)
+            off = difference.amax() / (_VALUES * (largest_logit / 32).clamp(min=1))
+        # Where the model itself gives NaN, the head is not at fault
+        if value.isfinite().all() and not off <= 1:
+            raise RuntimeError(
+                f"The tiled head disagrees with the dense definition on the first batch: {name}, largest difference "
+                f"{difference.max():.3g}, {off:.3g} times what is allowed. Training would be wrong. "
+                'Set `head="dense"` in the config to go on without the tiled head, and report this with the model\'s '
+                "name and the output of `trl env`."
+            )
     return True
 
 
-def _sizes_of_adapter(adapter: HeadAdapter | None, hidden_nH: Tensor, slope: float) -> dict[str, Tensor]:
-    """Of each gradient, what it would be at p = 0, at most."""
-    if adapter is None:
-        return {}
-    size = hidden_nH.double().norm() * slope
-    scale = max([1.0, *(abs(x.scaling) * float(y.detach().double().norm()) for x in adapter.factors for y in x[:2])])
-    return {f"gradient of the {name}": size * scale for name in adapter.trained()}
+@contextmanager
+def _own_graph() -> Iterator[None]:
+    """Record gradients, without the caller's hooks on saved tensors: activation offloading is for the model's graph."""
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """The tokens that are looked at: n of this rank, M of all whose tokens are scored together.
+class _Comparison:
+    """The tiled head and its definition on n tokens of this rank, of M tokens that all ranks score together."""
 
-    `upstream_M`: the gradients of log-probs, entropy and mean log-probs.
-    `seen_rows`: a few of this rank's rows of the weight, whose gradient stands for all: the targets' and others.
-    """
+    def __init__(
+        self, rows: WeightLayout, transform: LogitTransform, outputs: tuple[str, ...], entropy_requires_grad: bool
+    ) -> None:
+        self.rows, self.transform, self.outputs = rows, transform, outputs
+        self.entropy_requires_grad = entropy_requires_grad
 
-    hidden_nH: Tensor
-    targets_n: Tensor
-    exchange: Exchange
-    part: Part
-    upstream_M: tuple[Tensor, Tensor, Tensor]
-    seen_rows: Tensor
+    def sample(self, hidden_NH: Tensor, targets_N: Tensor) -> bool:
+        """Choose the tokens; whether any rank has one."""
+        N, sharded = len(targets_N), self.rows.sharded
+        self.exchange: Exchange = OneProcess()
+        n = tokens = min(N, _TOKENS)
+        if sharded is not None and sharded.engine == "tensor parallel":
+            self.exchange = ReplicatedTokens(sharded.group)
+        elif sharded is not None:
+            every = tokens_of_ranks(N, sharded.group, hidden_NH.device)
+            share = max(1, _TOKENS // len(every))
+            counts = tuple(min(count, share) if rank < _TOKENS else 0 for rank, count in enumerate(every))
+            self.exchange = ShardedTokens(sharded.group, counts)
+            n, tokens = counts[sharded.group.rank()], sum(counts)
+        if not tokens:
+            return False
+        some = torch.linspace(0, N - 1, n, device=targets_N.device).long()
+        self.hidden_nH, self.targets_n = hidden_NH[some].detach(), targets_N[some]
+        (self.part,) = self.exchange.parts(n, hidden_NH.device)
+        real_M = self.part.gathered(torch.ones(n, device=hidden_NH.device))
+        upstream_M = torch.linspace(1, 2, len(real_M), device=real_M.device)
+        # Of log-probs, entropy and mean log-probs
+        self.upstreams_M = upstream_M * real_M, upstream_M.flip(0) * real_M, -upstream_M * real_M
+        # Rows of this rank's weight whose gradients are compared: the targets' and a few others
+        local = self.part.gathered(self.targets_n) - (0 if sharded is None else sharded.blocks[0][0])
+        count = len(self.rows.weight)
+        others = torch.linspace(0, max(count - 1, 0), min(32, count), device=local.device).long()
+        self.seen_rows = torch.cat([local[(local >= 0) & (local < count)], others])
+        return True
+
+    def tiled(self, kernels: str | None) -> dict[str, Tensor]:
+        """Values and gradients by the head that trains."""
+        hidden, rows, trained = self._leaves(self.hidden_nH)
+        shard = rows.shard or VocabularyShard()
+        scored = run_head(
+            *("tiled", hidden, rows.weight, self.targets_n),
+            bias=rows.bias,
+            transform=self.transform,
+            outputs=self.outputs,
+            entropy_requires_grad=self.entropy_requires_grad,
+            chunk_size=-(-len(self.upstreams_M[0]) // 3),
+            tile_columns=max(1, -(-len(rows.weight) // 3)),
+            kernels=kernels,
+            shard=replace(shard, exchange=self.exchange) if shard.partial else shard,
+            **rows.adapter.operands(hidden, rows.weight),
+        )
+        loss = self._loss(scored, [self.part.own(upstream) for upstream in self.upstreams_M])
+        return self._compared(scored, _gradients(loss, trained))
+
+    def dense(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Values and gradients in float64 from the logits over the whole vocabulary, and the largest logit."""
+        part, sharded = self.part, self.rows.sharded
+        hidden, rows, trained = self._leaves(part.gathered(self.hidden_nH))
+        blocks = [rows.weight]
+        if sharded is not None and len(sharded.blocks) > 1:
+            blocks = [block[1] for block in sharded.blocks]
+        logits_Mv = torch.cat([_logits(hidden, rows, self.transform, torch.float64, x) for x in blocks], 1)
+        logits_MV, first = logits_Mv.detach(), 0
+        if sharded is not None:
+            counts = [sum(count for _, count in of_rank) for of_rank in sharded.ranges]
+            logits_MV, first = _columns_of_all(logits_MV, counts, sharded.group), sharded.blocks[0][0]
+        logits_MV.requires_grad_()
+        scored = log_probs_of(
+            *(logits_MV, part.gathered(self.targets_n), self.outputs),
+            entropy_requires_grad=self.entropy_requires_grad,
+        )
+        grad_MV = _gradients(self._loss(scored, self.upstreams_M), {"logits": logits_MV})["logits"]
+        gradients = _gradients(logits_Mv, trained, grad_MV[:, first : first + logits_Mv.shape[1]])
+        gradients["hidden states"] = part.summed(gradients["hidden states"].double())
+        return self._compared(part.own_results(scored), gradients), logits_MV.detach().abs().max()
+
+    def gradient_sizes(self) -> dict[str, Tensor]:
+        """The most that each gradient would be at p = 0."""
+        slope = abs(self.transform.logit_scale) / self.transform.temperature
+        hidden_size = self.hidden_nH.double().norm() * slope
+        sizes = {
+            "hidden states": self.rows.weight.detach()[self.seen_rows].double().norm() * slope,
+            "weight": hidden_size,
+            "bias": torch.tensor(slope * sqrt(_TOKENS)),
+        }
+        adapter = self.rows.adapter
+        factors = [abs(x.scaling) * float(y.detach().double().norm()) for x in adapter.factors for y in x[:2]]
+        sizes |= dict.fromkeys(adapter.tensors(), hidden_size * max([1.0, *factors]))
+        return {f"gradient of the {name}": size for name, size in sizes.items()}
+
+    def _leaves(self, hidden: Tensor) -> tuple[Tensor, WeightLayout, dict[str, Tensor]]:
+        """Hidden states and weights as leaves of a graph, and by their names those that get a gradient."""
+        rows, hidden = self.rows, hidden.detach().requires_grad_()
+        weight = rows.weight.detach().requires_grad_(rows.trained[0])
+        bias = None if rows.bias is None else rows.bias.detach().requires_grad_(rows.trained[1])
+        rows = rows._replace(weight=weight, bias=bias, adapter=rows.adapter.detached())
+        named = {"hidden states": hidden, "weight": weight, "bias": bias} | rows.adapter.tensors()
+        return hidden, rows, {name: x for name, x in named.items() if x is not None and x.requires_grad}
+
+    def _loss(self, scored: LinearLogProbs, upstreams: Iterable[Tensor]) -> Tensor:
+        entropy = scored.entropy if self.entropy_requires_grad else None
+        differentiable = zip((scored.log_probs, entropy, scored.mean_log_probs), upstreams, strict=True)
+        return torch.stack([(x * upstream).sum() for x, upstream in differentiable if x is not None]).sum()
+
+    def _compared(self, scored: LinearLogProbs, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Not `is_top1`: which of several equal logits comes first may depend on the last bit."""
+        values = {name: x.detach() for name, x in scored._asdict().items() if x is not None and name != "is_top1"}
+        rows = self.seen_rows
+        return values | {
+            f"gradient of the {name}": x[rows] if name in ("weight", "bias") else x for name, x in gradients.items()
+        }
 
 
-def _sample(hidden_NH: Tensor, rows: WeightLayout, targets_N: Tensor) -> _Sample | None:
-    N, spread = len(targets_N), rows.sharded
-    exchange: Exchange = OneProcess()
-    counts: tuple[int, ...] = (min(N, _TOKENS),)
-    if spread is not None and spread.engine == "tensor parallel":
-        exchange = ReplicatedTokens(spread.group)
-    elif spread is not None:
-        every = tokens_of_ranks(N, spread.group, hidden_NH.device)
-        share = max(1, _TOKENS // len(every))
-        counts = tuple(min(count, share) if rank < _TOKENS else 0 for rank, count in enumerate(every))
-        exchange = ShardedTokens(spread.group, counts)
-    if not any(counts):
-        return None
-    n = counts[spread.group.rank()] if isinstance(exchange, ShardedTokens) and spread is not None else counts[0]
-    some = torch.linspace(0, N - 1, n, device=targets_N.device).long()
-    (part,) = exchange.parts(n, hidden_NH.device)
-    real_M = part.gathered(torch.ones(n, device=hidden_NH.device))
-    first = 0 if spread is None else spread.blocks[0][0]
-    local = part.gathered(targets_N[some]) - first
-    count = len(rows.weight)
-    others = torch.linspace(0, max(count - 1, 0), min(32, count), device=local.device).long()
-    seen_rows = torch.cat([local[(local >= 0) & (local < count)], others])
-    upstream_M = torch.linspace(1, 2, len(real_M), device=real_M.device)
-    upstreams = upstream_M * real_M, upstream_M.flip(0) * real_M, -upstream_M * real_M
-    return _Sample(hidden_NH[some].detach(), targets_N[some], exchange, part, upstreams, seen_rows)
-
-
-def _inputs(sample: _Sample, rows: WeightLayout, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None, HeadAdapter]:
-    bias = None if rows.bias is None else rows.bias.detach().requires_grad_(rows.trained[1])
-    weight = rows.weight.detach().requires_grad_(rows.trained[0])
-    return hidden.detach().requires_grad_(), weight, bias, (rows.adapter or HeadAdapter()).detached()
-
-
-def _trained(hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter: HeadAdapter) -> dict[str, Tensor]:
-    named = {"hidden states": hidden, "weight": weight, "bias": bias} | adapter.trained()
-    return {name: x for name, x in named.items() if x is not None and x.requires_grad}
-
-
-def _loss(scored: LinearLogProbs, upstream: tuple[Tensor, Tensor, Tensor], entropy_requires_grad: bool) -> Tensor:
-    entropy = scored.entropy if entropy_requires_grad else None
-    differentiable = zip((scored.log_probs, entropy, scored.mean_log_probs), upstream, strict=True)
-    return torch.stack([(x * grad).sum() for x, grad in differentiable if x is not None]).sum()
-
-
-def _seen(
-    scored: LinearLogProbs, gradients: dict[str, Tensor], own: Callable[[Tensor], Tensor], rows: Tensor
-) -> dict[str, Tensor]:
-    # Which of several equal logits is the first may turn on the last bit
-    seen = {k: own(v.detach()) for k, v in scored._asdict().items() if v is not None and k != "is_top1"}
-    for name, gradient in gradients.items():
-        seen[f"gradient of the {name}"] = gradient[rows] if name in ("weight", "bias") else gradient
-    return seen
-
-
-def _by_the_tiled_head(
-    sample: _Sample,
-    rows: WeightLayout,
-    transform: LogitTransform,
-    outputs: tuple[str, ...],
-    entropy_requires_grad: bool,
-    kernels: str | None,
-) -> dict[str, Tensor]:
-    h, w, b, adapter = _inputs(sample, rows, sample.hidden_nH)
-    term, replaced = adapter.low_rank(h, w), adapter.replaced()
-    shard = rows.shard or VocabularyShard()
-    if shard.partial:
-        shard = replace(shard, exchange=sample.exchange)
-    head = Head(
-        *(operand_dtype(h, w), transform, outputs, shard),
-        chunk_size=-(-len(sample.upstream_M[0]) // 3),
-        columns=max(1, -(-len(w) // 3)),
-        kernels=kernels,
-        up_dtype=w.dtype if term is None else term.dtype,
-        replaced=replaced,
+def _logits(
+    hidden: Tensor, rows: WeightLayout, transform: LogitTransform, accumulate: torch.dtype, weight: Tensor
+) -> Tensor:
+    """By definition, for the rows `weight` of the layout, from operands as the head multiplies them."""
+    dtype, term = operand_dtype(hidden, weight), rows.adapter.low_rank(hidden, weight, accumulate)
+    return dense_logits(
+        Operands.of(hidden, weight, rows.bias, term, rows.adapter.rows),
+        *(transform, dtype, accumulate),
+        up_dtype=term.dtype if term else dtype,
+        replaced=rows.adapter.replaced(),
     )
-    x = Operands.of(h, w, b, term, adapter.rows)
-    scored = tiled_log_probs(head, x, sample.targets_n, entropy_requires_grad=entropy_requires_grad)
-    log_probs, entropy, mean_log_probs = (sample.part.own(x) for x in sample.upstream_M)
-    trained = _trained(h, w, b, adapter)
-    loss = _loss(scored, (log_probs, entropy, mean_log_probs), entropy_requires_grad)
-    gradients = torch.autograd.grad(loss, list(trained.values()))
-    named = dict(zip(trained, gradients, strict=True))
-    return _seen(scored, named, lambda x: x, sample.seen_rows)
 
 
-def _by_definition(
-    sample: _Sample,
-    rows: WeightLayout,
-    transform: LogitTransform,
-    outputs: tuple[str, ...],
-    entropy_requires_grad: bool,
-) -> tuple[dict[str, Tensor], Tensor]:
-    """The same in float64, and the largest logit: from the logits of these few tokens over the whole vocabulary."""
-    part, spread = sample.part, rows.sharded
-    h, w, b, adapter = _inputs(sample, rows, part.gathered(sample.hidden_nH))
-    dtype, replaced = operand_dtype(h, w), adapter.replaced()
-    term = adapter.low_rank(h, w, torch.float64)
-    x = Operands.of(h, w, b, term, adapter.rows)
-    up_dtype = dtype if term is None else term.dtype
-    weights = [w] if spread is None or len(spread.blocks) == 1 else [block[1] for block in spread.blocks]
-    logits_Mv = torch.cat(
-        [
-            dense_logits(
-                *(x._replace(weight=some), transform, dtype, torch.float64), up_dtype=up_dtype, replaced=replaced
-            )
-            for some in weights
-        ],
-        1,
-    )
-    logits_MV = logits_Mv.detach()
-    if spread is not None:
-        counts = [sum(count for _, count in blocks) for blocks in spread.ranges]
-        logits_MV = _columns_of_all(logits_MV, counts, spread.group)
-    logits_MV.requires_grad_()
-    scored = log_probs_of(
-        logits_MV, part.gathered(sample.targets_n), outputs, entropy_requires_grad=entropy_requires_grad
-    )
-    loss = _loss(scored, sample.upstream_M, entropy_requires_grad)
-    (gradient_MV,) = torch.autograd.grad(loss, logits_MV)
-    first = 0 if spread is None else spread.blocks[0][0]
-    trained = _trained(h, w, b, adapter)
-    upstream = gradient_MV[:, first : first + logits_Mv.shape[1]]
-    gradients = torch.autograd.grad(logits_Mv, list(trained.values()), upstream)
-    named = dict(zip(trained, gradients, strict=True))
-    named["hidden states"] = part.summed(named["hidden states"].double())
-    return _seen(scored, named, part.own, sample.seen_rows), logits_MV.detach().abs().max()
+def _gradients(of: Tensor, inputs: dict[str, Tensor], upstream: Tensor | None = None, **options: Any) -> dict[str, Any]:
+    return dict(zip(inputs, torch.autograd.grad(of, list(inputs.values()), upstream, **options), strict=True))
 
 
 def _columns_of_all(logits_Mv: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
-    """The columns of every rank beside each other: `(M, V)` from `(M, v)`, each rank's as many as `counts` says."""
+    """`(M, V)`: the columns of all ranks side by side, of which each rank has as many as `counts` says."""
     own = logits_Mv.new_zeros(len(logits_Mv), max(counts))
     own[:, : logits_Mv.shape[1]] = logits_Mv
     every = own.new_empty(len(counts) * own.shape[0], own.shape[1])
@@ -343,34 +272,62 @@ def _columns_of_all(logits_Mv: Tensor, counts: list[int], group: ProcessGroup) -
     return torch.cat([x[:, :count] for x, count in zip(every.chunk(len(counts)), counts, strict=True)], 1)
 
 
-def _raise_if_off(name: str, expected: Tensor, difference: Tensor, off: Tensor) -> None:
-    # A model that has itself gone to NaN is not the head's doing
-    if expected.isfinite().all() and not off <= 1:
-        raise RuntimeError(
-            f"The tiled head disagrees with the dense definition on the first batch: {name}, largest difference "
-            f"{difference.max():.3g}, {off:.3g} times what is allowed. Training would be wrong. "
-            'Set `head="dense"` in the config to go on without the tiled head, and report this with the model\'s name '
-            "and the output of `trl env`."
-        )
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> None:
+    """Compare the product of a few tokens, and its gradients, with PEFT's own `module`.
+
+    [`check_head`] compares the tiled head with its definition; this checks that definition, which is read from PEFT's
+    layers. Skipped where an engine shards the module: calling it needs the engine's hooks.
+
+    Raises:
+        `RuntimeError`: they differ by more than rounding.
+    """
+    if any(isinstance(x, FSDPModule) for x in module.modules()):
+        return
+    if any(isinstance(x, DTensor) for x in module.parameters()):
+        return
+    some = torch.linspace(0, len(hidden_NH) - 1, min(len(hidden_NH), _TOKENS), device=hidden_NH.device).long()
+    trained = {name: x for name, x in module.named_parameters() if x.requires_grad}
+
+    def with_gradients(product: Tensor, hidden: Tensor) -> dict[str, Tensor | None]:
+        upstream = torch.linspace(-1, 1, product.numel(), device=product.device, dtype=product.dtype).cos_()
+        inputs = {"gradient of the hidden states": hidden, **trained}
+        return {"product": product.detach()} | _gradients(product, inputs, upstream.view_as(product), allow_unused=True)
+
+    with _own_graph():
+        head = resolve_head(module)  # again: the tensors read for the pass belong to its graph
+        if isinstance(head, OpaqueHead) or head.module is None:
+            return
+        own, other = (hidden_NH[some].detach().requires_grad_() for _ in range(2))
+        expected = with_gradients(module(own), own)
+        dtype = operand_dtype(other, rows.weight)
+        layout = rows._replace(adapter=head.adapter)
+        found = with_gradients(_logits(other, layout, LogitTransform(), statistics_dtype(dtype), rows.weight), other)
+    allowed = max(_ADAPTER[dtype], *(_ADAPTER.get(x.dtype, 0.0) for x in expected.values() if x is not None))
+    for name, want in expected.items():
+        got = found[name]
+        size = _norm(want)
+        difference = _norm(want if got is None else got if want is None else got.double() - want.double())
+        if size < inf and not difference <= allowed * size + 1e-6:
+            raise RuntimeError(
+                f"The LM head's adapter is not what it was taken for, {rows.reason}: PEFT's module gives another "
+                f"{name}, by {difference:.3g} of {size:.3g}. Training would be wrong. Leave `lm_head` out of the "
+                "adapter, and report this with its configuration and the version of PEFT."
+            )
+
+
+def _norm(x: Tensor | None) -> float:
+    return 0.0 if x is None else float(x.double().norm())
 
 
 def missing_rows(model: Any, tokens: int) -> int | None:
-    """How many tokens a model's embedding has, where a tokenizer has more; else `None`, and no id has to be looked at.
-
-    Args:
-        tokens (`int`): of the tokenizer.
-    """
+    """The rows of a model's token embedding where its tokenizer has more `tokens`, else `None`: every id is valid."""
     rows: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
     return rows if rows is not None and rows < tokens else None
 
 
 def check_token_ids(largest: Iterable[int | None], rows: int, tokens: int) -> None:
-    """Raise `ValueError` if one of the ids is that of a token that the model has not.
-
-    Args:
-        rows (`int`): how many tokens the model has.
-        tokens (`int`): how many the tokenizer has.
-    """
+    """Raise `ValueError` if an id is not below `rows`, the tokens of the model; the tokenizer has `tokens`."""
     for token in largest:
         if token is not None and token >= rows:
             raise ValueError(
@@ -380,24 +337,24 @@ def check_token_ids(largest: Iterable[int | None], rows: int, tokens: int) -> No
 
 
 def watch_token_ids(model: Any, tokens: int) -> None:
-    """Let a model, whose tokenizer has more tokens than it has, look at each batch before its embedding fails at it.
+    """Check the token ids of each batch, if the tokenizer has more tokens than the model.
 
-    On a GPU that failure is an assertion of the device, after which nothing runs. Tokens that no text has, such as one
-    for padding that is never fed, do no harm.
+    On a GPU an invalid id is a device-side assertion, after which nothing runs. Only ids in a batch count: a tokenizer
+    may have more, such as one for padding that no forward reads.
     """
     rows = missing_rows(model, tokens)
     if rows is None:
         return
 
-    def look(module: Any, inputs: tuple[Tensor, ...]) -> None:
+    def check(module: Any, inputs: tuple[Tensor, ...]) -> None:
         if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].numel():
             check_token_ids([int(inputs[0].max())], rows, tokens)
 
-    model.get_input_embeddings().register_forward_pre_hook(look)
+    model.get_input_embeddings().register_forward_pre_hook(check)
 
 
 def has_position_table(model: Any, positions: int) -> bool:
-    """Whether a model looks its positions up in a table of so many rows, as GPT-2 does, and has none for others."""
+    """Whether a model reads its positions from a table of `positions` rows, as GPT-2 does, and can read no others."""
     tokens = model.get_input_embeddings()
     return any(
         isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - positions <= 2

@@ -1,7 +1,7 @@
 """The model's scoring forward: a padded batch in, per-token log-probs out, inside whatever wraps the model.
 
-It stands where TRL's own fused head does: `model(**inputs, labels=labels, fused_lm_head=True)` returns a
-`FusedCausalLMOutput`. A call without `fused_lm_head` is the model's own forward, so generation is untouched.
+It takes the place of TRL's fused head: `model(**inputs, labels=labels, fused_lm_head=True)` returns a
+`FusedCausalLMOutput`. A call without `fused_lm_head` is the model's own forward, so generation does not change.
 """
 
 import functools
@@ -31,15 +31,15 @@ class ScoringOptions:
     """How a model's tokens are scored.
 
     Args:
-        temperature (`float`): what the logits are divided by.
-        cast_lm_head_to_fp32 (`bool`): whether the head's product runs on fp32 operands, outside autocast.
+        temperature (`float`): the divisor of the logits.
+        cast_lm_head_to_fp32 (`bool`): whether the head multiplies fp32 operands, outside autocast.
         outputs (`tuple[str, ...]`): per-token fields of `FusedCausalLMOutput` to compute.
         head (`str`): a name in `trl_ext.heads.HEADS`.
         chunk_size (`int`, *optional*): tokens in a tile of the head.
         kernels (`str`, *optional*): a name in `trl_ext.heads.KERNELS`; `None` chooses by the device.
         entropy_requires_grad (`bool`): whether a loss term needs the entropy's gradient.
-        padding_free (`bool`): whether rows are fed without their padding, where the model can.
-        share_prompts (`bool`): whether leading tokens that several rows have in common are fed once, where that changes
+        padding_free (`bool`): whether padding is left out, where the model can do without.
+        share_prompts (`bool`): whether leading tokens that rows have in common are processed once, where that changes
             nothing.
     """
 
@@ -58,10 +58,10 @@ class ScoringForward:
     """The scoring forward of one model.
 
     Attributes:
-        used (`bool`): set on every call, for a caller to reset and look at.
-        packing (`Packing`): feeds the batch as one row, where the model can.
-        fed (`list[int]`): so far, the tokens fed with a gradient, those fed without, and those scored by the head.
-        head_rows (`str`, *optional*): with which rows of the head's weight the last pass was scored, and why.
+        used (`bool`): set by every call, for a caller to reset and read.
+        packing (`Packing`): makes one row of the batch, where the model can process that.
+        fed (`list[int]`): tokens so far: processed with a gradient, processed without, and scored by the head.
+        head_rows (`str`, *optional*): which rows of the head's weight scored the last pass, and why.
         sequence_group (`SequenceGroup`, *optional*): the ranks over which the tokens of a row are split.
     """
 
@@ -96,7 +96,7 @@ class ScoringForward:
             shift_labels (`Tensor` of shape `(B, S)`): shifted by the caller, as under context parallelism; fields are
                 `(B, S)`.
             head_outputs (`tuple[str, ...]`, *optional*): per-token fields to compute in this pass, `log_probs` among
-                them; `None` stands for the options' own.
+                them; `None`: those of the options.
         """
         self.used = True
         kwargs["use_cache"] = False
@@ -104,7 +104,7 @@ class ScoringForward:
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         layout = None
-        shifted = 0 if shift_labels is not None else 1
+        width = slice(None) if shift_labels is not None else slice(-1)  # the last token predicts no label
         if shift_labels is None:
             if labels is None:
                 raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`, got neither.")
@@ -118,48 +118,45 @@ class ScoringForward:
         else:
             backbone_outputs = self.packing.run(model, layout, kwargs)
         head = resolve_head(model.get_output_embeddings())
-        # A model split over devices (`device_map`) can end its backbone on another device than its head's
+        hidden = backbone_outputs.last_hidden_state
+        # With `device_map` the backbone can end on another device than the head's
         shift_labels = shift_labels.to(device_of(head))
         mask_BS = shift_labels != -100
-        # A batch without labels stays in the graph this way: a zero that can be backpropagated
-        outputs = self.options.outputs if head_outputs is None else head_outputs
-        hidden = backbone_outputs.last_hidden_state
+        targets_N, outputs = shift_labels[mask_BS], self.options.outputs if head_outputs is None else head_outputs
         self.fed[0 if torch.is_grad_enabled() else 1] += hidden.shape[:2].numel() if layout is None else layout.tokens
+        self.fed[2] += len(targets_N)
         if layout is None:
-            hidden_NH = hidden[:, : hidden.shape[1] - shifted].to(mask_BS.device)[mask_BS]
-            self.fed[2] += len(hidden_NH)
-            scored = self._score(hidden_NH, head, shift_labels[mask_BS], outputs)._asdict()
+            hidden_NH = hidden[:, width].to(mask_BS.device)[mask_BS]
+            scored = self._score(hidden_NH, head, targets_N, outputs)
         else:
             at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)].to(hidden.device)
-            self.fed[2] += len(at_N)
-            scored = self._score_row(hidden.squeeze(0), at_N, shard, head, shift_labels[mask_BS], outputs)
-            if layout.shared and scored["entropy"] is not None:
-                scored["entropy"] = _of_first_at(scored["entropy"], at_N.to(mask_BS.device), layout.tokens)
+            scored = self._score_row(hidden.squeeze(0), at_N, shard, head, targets_N, outputs)
+            if layout.shared and scored.entropy is not None:
+                scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N.to(mask_BS.device), layout.tokens))
+        # A batch without labels gives a zero that stays in the graph, so that it can be backpropagated
         fields = {
             name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, scale_grad(x, factor))
-            for name, x in scored.items()
+            for name, x in scored._asdict().items()
         }
-        items = mask_BS.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         log_probs = fields["log_probs"]
         assert log_probs is not None
-        loss = -log_probs.sum() / items
+        loss = -log_probs.sum() / (mask_BS.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
         aux_loss = None
         if kwargs.get("output_router_logits"):
-            attention_mask = kwargs.get("attention_mask")
             router_logits = backbone_outputs.router_logits
             if shard is not None:
                 router_logits = tuple(shard.whole(x.flatten(0, -2)) for x in router_logits)
-            aux_loss = _router_loss(router_logits, text_config, attention_mask, layout)
+            aux_loss = _router_loss(router_logits, text_config, kwargs.get("attention_mask"), layout)
             if factor != 1.0:
                 aux_loss = scale_grad(aux_loss, factor).clone()  # FSDP2 warns of views among outputs
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
 
     def _split(self, layout: Layout | None, *batch: Tensor | None) -> tuple[Shard | None, float]:
-        """This rank's shard of the row, and what the gradient is multiplied by.
+        """This rank's shard of the row, and the factor of the gradient.
 
         Raises:
-            `RuntimeError`: a forward with gradients is fed another batch on another rank of the group.
+            `RuntimeError`: the ranks of the group run a forward with gradients on different batches.
         """
         group = self.sequence_group
         if group is None or group.processes is None:
@@ -179,7 +176,7 @@ class ScoringForward:
         return shard, group.gradient_factor
 
     def _may_share(self, model: Any) -> bool:
-        """Whether two rows that start alike are alike there: not where each has a dropout mask of its own."""
+        """Whether equal leading tokens give equal hidden states: not where dropout masks differ."""
         if self._dropout is None and model.training:
             self._dropout = has_dropout(model)
         return not (model.training and self._dropout)
@@ -192,34 +189,34 @@ class ScoringForward:
         head: LinearHead | OpaqueHead,
         targets_N: Tensor,
         outputs: tuple[str, ...],
-    ) -> dict[str, Tensor | None]:
-        """The fields of each target, predicted from the place `at_N` of the fed row; `hidden_TH` is its shard's."""
+    ) -> LinearLogProbs:
+        """Score each target from the place `at_N` of the packed row; `hidden_TH` is this rank's shard of it."""
         device = targets_N.device
         if shard is None:
-            return self._score(index_select_fp32_grad(hidden_TH, at_N).to(device), head, targets_N, outputs)._asdict()
+            return self._score(index_select_fp32_grad(hidden_TH, at_N).to(device), head, targets_N, outputs)
         owner_N = shard.owner(at_N)
         own_N = owner_N == shard.rank
         hidden_NH = index_select_fp32_grad(hidden_TH, at_N[own_N] - shard.first).to(device)
-        scored = self._score(hidden_NH, head, targets_N[own_N.to(device)], outputs)._asdict()
+        scored = self._score(hidden_NH, head, targets_N[own_N.to(device)], outputs)
         owner_N = owner_N.to(device)
-        return {name: None if x is None else shard.gathered(x, owner_N) for name, x in scored.items()}
+        return LinearLogProbs(*(None if x is None else shard.gathered(x, owner_N) for x in scored))
 
     def _score(
         self, hidden_NH: Tensor, head: LinearHead | OpaqueHead, targets_N: Tensor, outputs: tuple[str, ...]
     ) -> LinearLogProbs:
         options = self.options
-        autocast: AbstractContextManager[Any] = nullcontext()
+        common: dict[str, Any] = {
+            "transform": self.transform,
+            "outputs": outputs,
+            "entropy_requires_grad": options.entropy_requires_grad,
+            "chunk_size": options.chunk_size,
+        }
         if isinstance(head, OpaqueHead):
-            self.head_rows = f"the head's own forward is called on tiles of tokens, since {head.why}"
+            self.head_rows = f"the head's own forward is called on tiles of tokens, since {head.reason}"
             return score_by_module(
-                *(head.module, hidden_NH, targets_N),
-                transform=self.transform,
-                outputs=outputs,
-                vocabulary=self.vocabulary,
-                head=options.head,
-                entropy_requires_grad=options.entropy_requires_grad,
-                chunk_size=options.chunk_size,
+                *(head.module, hidden_NH, targets_N), vocabulary=self.vocabulary, head=options.head, **common
             )
+        autocast: AbstractContextManager[Any] = nullcontext()
         if options.cast_lm_head_to_fp32:
             hidden_NH = hidden_NH.float()
             autocast = torch.autocast(hidden_NH.device.type, enabled=False)
@@ -234,31 +231,25 @@ class ScoringForward:
         self.head_rows = rows.reason
         # Entered once by every rank, also one without a token to check
         with autocast, rows.readable():
-            # In inference mode no gradient can be checked: the first batch outside it will be
+            # Inference mode records no gradient to check: the first batch outside it is checked
             if options.head != "dense" and not torch.is_inference_mode_enabled():
                 self._check(hidden_NH, head, rows, targets_N, outputs)
-            adapter = rows.adapter
             return run_head(
                 *(options.head, hidden_NH, rows.weight, targets_N),
                 bias=rows.bias,
-                transform=self.transform,
-                outputs=outputs,
-                entropy_requires_grad=options.entropy_requires_grad,
-                chunk_size=options.chunk_size,
                 kernels=options.kernels,
                 readable=rows.readable,
                 shard=rows.shard,
-                low_rank=None if adapter is None else adapter.low_rank(hidden_NH, rows.weight),
-                replaced=None if adapter is None else adapter.replaced(),
-                rows=None if adapter is None else adapter.rows,
+                **common,
+                **rows.adapter.operands(hidden_NH, rows.weight),
             )
 
     def _check(
         self, hidden_NH: Tensor, head: LinearHead, rows: WeightLayout, targets_N: Tensor, outputs: tuple[str, ...]
     ) -> None:
-        """Compare the tiled head with its definition, once for each way that it goes."""
-        # Apart, where the rows of the weight are spread: then every rank takes part in a check, or none
-        way = rows.sharded is not None, "mean_log_probs" in outputs, head.words
+        """Compare the tiled head with its definition, once for each path through it."""
+        # A sharded weight is a path of its own: every rank takes part in its check, or none
+        way = rows.sharded is not None, "mean_log_probs" in outputs, head.description
         if way not in self._checked and check_head(
             *(hidden_NH, rows, targets_N),
             transform=self.transform,
@@ -272,24 +263,24 @@ class ScoringForward:
 
 
 def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForward:
-    """Make `model(..., fused_lm_head=True)` our scoring forward, on the model inside what wraps it.
+    """Make `model(..., fused_lm_head=True)` our scoring forward, on the model inside its wrappers.
 
     Raises:
-        `ValueError`: a head with an adapter is to be cast to fp32.
+        `ValueError`: `cast_lm_head_to_fp32` and an adapter on the head.
     """
     if options.cast_lm_head_to_fp32:
         head = resolve_head(model.get_output_embeddings())
-        if isinstance(head, OpaqueHead) or head.adapter is not None:
-            # TRL puts a linear layer's forward in the place of the head's, so completions would be another policy's
+        if isinstance(head, OpaqueHead) or head.module is not None:
+            # TRL replaces the head's forward by a linear layer's, so another policy would generate the completions
             raise ValueError(
                 "`cast_lm_head_to_fp32=True` is not supported with an adapter on the LM head. Leave `lm_head` out of "
                 "the adapter, put it into `modules_to_save`, or set `cast_lm_head_to_fp32=False`."
             )
     scoring = ScoringForward(model, options)
-    # None where it is the class's: then a deep copy of the model calls it on itself
+    # None where it is the class's: then a deep copy of the model calls its own
     own_forward = model.__dict__.get("forward")
 
-    # The signature stays the model's own: `generate` validates its arguments against it
+    # The signature stays the model's: `generate` validates its arguments against it
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head:
@@ -300,10 +291,10 @@ def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForwar
     return scoring
 
 
-def _of_first_at(entropy_N: Tensor, at_N: Tensor, tokens: int) -> Tensor:
-    """Each token's entropy as that of the first one that is predicted from the same place of the row.
+def _first_entropy(entropy_N: Tensor, at_N: Tensor, tokens: int) -> Tensor:
+    """Each token's entropy, replaced by that of the first token predicted from the same place of the row.
 
-    They are equal but for rounding, as the target is summed up apart. TRL compares them (`top_entropy_quantile`).
+    The two differ by rounding, as the target is summed apart, and TRL compares them (`top_entropy_quantile`).
     """
     numbers_N = torch.arange(len(at_N), device=at_N.device)
     first_T = at_N.new_full((tokens,), len(at_N)).scatter_reduce_(0, at_N, numbers_N, "amin")
@@ -311,7 +302,7 @@ def _of_first_at(entropy_N: Tensor, at_N: Tensor, tokens: int) -> Tensor:
 
 
 def _backbone(model: Any) -> Any:
-    """The model below the head. Llama 4's text model names a `base_model` that it has not, and gets itself."""
+    """The model below the head. Llama 4's text model names a `base_model` that it lacks, and gets itself."""
     return model.model if model.base_model is model else model.base_model
 
 
@@ -322,7 +313,7 @@ def _router_loss(
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     if layout is not None:
-        # A token that several rows share counts once for each, as in the padded batch
+        # A token that rows share counts once for each row, as in the padded batch
         real_N = layout.at_BS[layout.at_BS >= 0]
         router_logits = tuple(index_select_fp32_grad(x.flatten(0, -2), real_N.to(x.device)) for x in router_logits)
         attention_mask = None

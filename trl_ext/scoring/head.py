@@ -1,8 +1,8 @@
-"""The model's head: its rows, its adapters, and what it does to the logits."""
+"""The LM head of a model: its linear layer, its adapters, and what it does to the logits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -29,11 +29,9 @@ _MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)
 
 
 def logit_transform(config: Any, temperature: float) -> LogitTransform:
-    """The transform of a causal or vision-language model's logits, from its config.
-
-    A multiplier of None means none (MPT); 0.0 is a multiplier.
-    """
+    """What a causal or vision-language model does to its logits, from its config."""
     text = config.get_text_config()
+    # None is no multiplier (MPT), 0.0 is one
     scale = next((x for x in (getattr(text, name, None) for name in _MULTIPLIERS) if x is not None), None)
     scaling = getattr(text, "logits_scaling", None)
     if scale is None and scaling is not None:
@@ -43,12 +41,12 @@ def logit_transform(config: Any, temperature: float) -> LogitTransform:
 
 @dataclass(frozen=True)
 class HeadAdapter:
-    """What adapters add to a linear head.
+    """What the active adapters add to a linear head.
 
     Args:
         factors (`tuple[Factors, ...]`): low-rank terms.
-        classes (`tuple[int, ...]`): token ids with rows of their own, in ascending order.
-        rows (`Tensor` of shape `(K, H)`, *optional*): their rows.
+        classes (`tuple[int, ...]`): token ids whose rows of the weight are replaced, in ascending order.
+        rows (`Tensor` of shape `(K, H)`, *optional*): the rows of `classes`.
     """
 
     factors: tuple[Factors, ...] = ()
@@ -56,87 +54,95 @@ class HeadAdapter:
     rows: Tensor | None = None
 
     def low_rank(self, hidden: Tensor, weight: Tensor, accumulate: torch.dtype | None = None) -> LowRank | None:
-        """The term for hidden states `(N, H)`; differentiable. `accumulate` is by default what the head sums in."""
+        """The low-rank term for hidden states `(N, H)`; differentiable. `accumulate` is by default the head's."""
         if not self.factors:
             return None
         accumulate = accumulate or statistics_dtype(operand_dtype(hidden, weight))
         return low_rank_term(hidden, self.factors, operand_dtype(hidden, self.factors[0].first), accumulate)
 
     def replaced(self) -> ReplacedRows | None:
-        """The classes whose rows are other ones than the weight's."""
+        """The classes with replaced rows."""
         return None if self.rows is None else ReplacedRows.of(self.classes, self.rows.device)
 
-    def detached(self) -> "HeadAdapter":
-        """The same numbers in tensors of their own, that get a gradient where these do."""
+    def operands(self, hidden: Tensor, weight: Tensor) -> dict[str, Any]:
+        """The arguments of [`run_head`] for the adapter."""
+        return {"low_rank": self.low_rank(hidden, weight), "replaced": self.replaced(), "rows": self.rows}
 
-        return self._mapped(lambda x: x.detach().requires_grad_(x.requires_grad))
-
-    def whole(self) -> "HeadAdapter":
-        """With what FSDP2 has spread gathered."""
-        return self._mapped(lambda x: whole_tensor(x) if isinstance(x, DTensor) else x)
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor of it."""
-        found = [self.rows, *(x for factors in self.factors for x in factors[:3])]
-        return [x for x in found if x is not None]
-
-    def _mapped(self, to: Callable[[Tensor], Tensor]) -> "HeadAdapter":
-        factors = tuple(
-            Factors(to(x.first), to(x.second), None if x.bias is None else to(x.bias), x.scaling) for x in self.factors
-        )
-        return replace(self, factors=factors, rows=None if self.rows is None else to(self.rows))
-
-    def trained(self) -> dict[str, Tensor]:
-        """What gets a gradient, by names for an error."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the adapter, by its name in an error."""
         named = {"rows of single tokens": self.rows}
         for number, factors in enumerate(self.factors):
-            named |= {f"{what} of adapter {number}": x for what, x in zip(_OF_FACTORS, factors[:3], strict=True)}
-        return {name: x for name, x in named.items() if x is not None and x.requires_grad}
+            for name, x in zip(("first factor", "second factor", "bias"), factors[:3], strict=True):
+                named[f"{name} of adapter {number}"] = x
+        return {name: x for name, x in named.items() if x is not None}
 
+    def detached(self) -> "HeadAdapter":
+        """The same numbers as leaves of another graph."""
 
-_OF_FACTORS = ("first factor", "second factor", "bias")
+        def leaf(x: Tensor | None) -> Any:
+            return None if x is None else x.detach().requires_grad_(x.requires_grad)
+
+        factors = tuple(Factors(leaf(x.first), leaf(x.second), leaf(x.bias), x.scaling) for x in self.factors)
+        return replace(self, factors=factors, rows=leaf(self.rows))
 
 
 class LinearHead(NamedTuple):
     """A linear layer, and what adapters add to it.
 
     Args:
-        linear (`nn.Module`): has the head's own weight and bias.
-        adapter (`HeadAdapter`, *optional*): None where none is active.
-        words (`str`): what there is beside the weight; empty for nothing.
-        module (`nn.Module`, *optional*): the layer with its adapters, where any is active.
+        linear (`nn.Module`): holds the head's own weight and bias.
+        adapter (`HeadAdapter`): empty where no adapter is active.
+        description (`str`): of the adapter.
+        module (`nn.Module`, *optional*): the layer with its adapters, where one is active.
     """
 
     linear: nn.Module
-    adapter: HeadAdapter | None = None
-    words: str = ""
+    adapter: HeadAdapter = HeadAdapter()
+    description: str = ""
     module: nn.Module | None = None
 
 
 class OpaqueHead(NamedTuple):
-    """A head of which only its own forward knows what it computes, and why it is one."""
+    """A head that only its own forward can compute, and the reason."""
 
     module: nn.Module
-    why: str
+    reason: str
 
 
 def resolve_head(lm_head: nn.Module) -> LinearHead | OpaqueHead:
-    """What `lm_head` computes now: with the adapters that are active, merged or disabled at this moment.
+    """What `lm_head` computes at this moment, given which adapters are active, merged or disabled.
 
     Raises:
-        `NotImplementedError`: parameters that would have to be put together are spread over ranks; or an adapter acts
-            on rows, not on tokens.
+        `NotImplementedError`: parameters that must be whole are sharded; or an adapter acts on rows, not on tokens.
     """
-    parts = _parts(lm_head)
-    if isinstance(parts, OpaqueHead):
-        if any(isinstance(module, FSDPModule) for module in lm_head.modules()):
-            _refuse(f"only the module itself can be called, since {parts.why}")
-        _refuse_spread(list(lm_head.parameters()), f"only the module itself can be called, since {parts.why}")
-    elif parts.adapter is not None:
-        spread = [parameter_of(parts.linear, "weight"), *parts.adapter.tensors()]
-        _refuse_spread(spread, "it has an adapter", gathered=True)
-        return parts._replace(adapter=parts.adapter.whole())
-    return parts
+    head = _unwrapped(lm_head)
+    if isinstance(head, OpaqueHead):
+        under_fsdp2 = any(isinstance(module, FSDPModule) for module in lm_head.modules())
+        if under_fsdp2 or any(isinstance(x, DTensor) or is_zero3(x) for x in lm_head.parameters()):
+            _refuse_sharded(f"only the module itself can be called, since {head.reason}")
+    elif head.module is not None:
+        _refuse_split(parameter_of(head.linear, "weight"))
+    return head
+
+
+def _refuse_split(x: Any) -> None:
+    """Tensor parallelism and ZeRO-3 do not gather what an adapted head needs whole."""
+    if is_zero3(x) or (isinstance(x, DTensor) and "tp" in (x.device_mesh.mesh_dim_names or ())):
+        _refuse_sharded("it has an adapter")
+
+
+def _whole(x: Any) -> Any:
+    """A tensor of an adapter, gathered where FSDP2 shards it."""
+    _refuse_split(x)
+    return whole_tensor(x) if isinstance(x, DTensor) else x
+
+
+def _refuse_sharded(reason: str) -> NoReturn:
+    raise NotImplementedError(
+        f"The LM head's parameters are spread over ranks, and {reason}. That is supported under DDP and on one "
+        "process, and LoRA and `trainable_token_indices` also under FSDP2. Leave `lm_head` out of the adapter, put it "
+        "into `modules_to_save`, or use such an engine."
+    )
 
 
 def device_of(head: LinearHead | OpaqueHead) -> torch.device:
@@ -147,17 +153,24 @@ def device_of(head: LinearHead | OpaqueHead) -> torch.device:
     return device
 
 
-def _parts(lm_head: nn.Module) -> LinearHead | OpaqueHead:
+def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
+    """Take PEFT's layers off one by one, and note what each adds."""
     factors: list[Factors] = []
-    rows: dict[int, tuple[Tensor, int]] = {}
+    rows: dict[int, Tensor] = {}
     module: Any = lm_head
     while True:
         kind = _kind(module)
-        below: Any = None
+        below: nn.Module | str | None = None  # the next layer, or why it cannot be told what this one computes
         if kind is ModulesToSaveWrapper:
             below = _saved(module)
         elif kind is TrainableTokensWrapper:
             below = module.token_adapter
+        elif kind in (TrainableTokensLayer, LoraLinear) and (
+            module.disable_adapters or module.merged or not module.active_adapters
+        ):
+            below = module.base_layer
+            if module.disable_adapters and module.merged:
+                below = "its adapter is merged and disabled, and only its forward takes it out again"
         elif kind is TrainableTokensLayer:
             below = _token_rows(module, rows)
         elif kind is LoraLinear:
@@ -174,13 +187,13 @@ def _parts(lm_head: nn.Module) -> LinearHead | OpaqueHead:
     if not factors and not rows:
         return LinearHead(module)
     classes = tuple(sorted(rows))
-    own = _in_order(rows, classes)
+    rows_KH = torch.stack([rows[token] for token in classes]) if rows else None
     named = ["LoRA's low-rank term"] * bool(factors) + ["the rows of single tokens"] * bool(rows)
-    return LinearHead(module, HeadAdapter(tuple(factors), classes, own), " and ".join(named), lm_head)
+    return LinearHead(module, HeadAdapter(tuple(factors), classes, rows_KH), " and ".join(named), lm_head)
 
 
 def _kind(module: nn.Module) -> type[Any]:
-    """The module's class; FSDP2 puts one of its own before it."""
+    """The module's class, below the one that FSDP2 adds."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
@@ -190,10 +203,8 @@ def _saved(module: Any) -> nn.Module:
     return module.modules_to_save[active[0]] if own else module.original_module  # type: ignore[no-any-return]
 
 
-def _token_rows(module: Any, rows: dict[int, tuple[Tensor, int]]) -> nn.Module | str:
+def _token_rows(module: Any, rows: dict[int, Tensor]) -> nn.Module | str:
     """Note the rows of the active adapters; the layer below them, or why they cannot be told."""
-    if module.disable_adapters or module.merged or not module.active_adapters:
-        return _below(module)
     base: nn.Module = module.get_base_layer()
     if parameter_of(base, "bias") is not None:
         return "PEFT leaves out the bias of a head with `trainable_token_indices`"
@@ -201,14 +212,12 @@ def _token_rows(module: Any, rows: dict[int, tuple[Tensor, int]]) -> nn.Module |
         classes = module.token_indices[name]
         if len({*classes, *rows}) < len(classes) + len(rows) or min(classes, default=0) < 0:
             return "`trainable_token_indices` name a token twice, or by a negative number"
-        rows |= {token: (module.trainable_tokens_delta[name], place) for place, token in enumerate(classes)}
+        rows |= zip(classes, _whole(module.trainable_tokens_delta[name]).unbind(), strict=True)
     return base
 
 
 def _low_rank(module: Any, factors: list[Factors]) -> nn.Module | str:
     """Note the factors of the active adapters; the layer below them, or why they cannot be told."""
-    if module.disable_adapters or module.merged:
-        return _below(module)
     for name in module.active_adapters:
         if name not in module.lora_A:
             continue
@@ -220,52 +229,17 @@ def _low_rank(module: Any, factors: list[Factors]) -> nn.Module | str:
         if name in module.lora_variant:
             return f"its LoRA is a variant, `{type(module.lora_variant[name]).__name__}`"
         dropout = module.lora_dropout[name]
-        if not isinstance(dropout, nn.Identity) and (
-            type(dropout) is not nn.Dropout or (module.training and dropout.p)
-        ):
+        active = type(dropout) is not nn.Dropout or (module.training and dropout.p)
+        if active and not isinstance(dropout, nn.Identity):
             return "its LoRA has dropout"
-        if any(_kind(x[name]) is not nn.Linear for x in (module.lora_A, module.lora_B)):
+        first, second = module.lora_A[name], module.lora_B[name]
+        if _kind(first) is not nn.Linear or _kind(second) is not nn.Linear:
             return "its LoRA has factors that are no linear layers"
-        second = module.lora_B[name]
-        factors.append(Factors(module.lora_A[name].weight, second.weight, second.bias, module.scaling[name]))
+        factors.append(Factors(_whole(first.weight), _whole(second.weight), _whole(second.bias), module.scaling[name]))
     return module.base_layer  # type: ignore[no-any-return]
 
 
-def _below(module: Any) -> nn.Module | str:
-    if module.merged and module.disable_adapters:
-        return "its adapter is merged and disabled, and only its forward takes it out again"
-    return module.base_layer  # type: ignore[no-any-return]
-
-
-def _in_order(rows: dict[int, tuple[Tensor, int]], classes: tuple[int, ...]) -> Tensor | None:
-    """The rows of `classes`, of shape `(K, H)`, in which gradients flow back to the adapters'."""
-    if not rows:
-        return None
-    adapters = list({id(x): x for x, _ in rows.values()}.values())
-    starts, first = {}, 0
-    for x in adapters:
-        starts[id(x)] = first
-        first += len(x)
-    of_all = adapters[0] if len(adapters) == 1 else torch.cat(adapters)
-    return of_all[[starts[id(rows[token][0])] + rows[token][1] for token in classes]]
-
-
-def _refuse_spread(tensors: list[Any], why: str, gathered: bool = False) -> None:
-    for x in tensors:
-        split = isinstance(x, DTensor) and not (gathered and "tp" not in (x.device_mesh.mesh_dim_names or ()))
-        if split or is_zero3(x):
-            _refuse(why)
-
-
-def _refuse(why: str) -> None:
-    raise NotImplementedError(
-        f"The LM head's parameters are spread over ranks, and {why}. That is supported under DDP and on one process, "
-        "and LoRA and `trainable_token_indices` also under FSDP2. Leave `lm_head` out of the adapter, put it into "
-        "`modules_to_save`, or use such an engine."
-    )
-
-
-# Elements of one tile of the product: wide, because an adapter may form something as large as the weight in each call
+# Elements of a tile of the product: many, because an adapter may form a tensor as large as the weight in each call
 _ELEMENTS = {"cuda": 2**25, "cpu": 2**20}
 
 
@@ -282,14 +256,14 @@ def score_by_module(
     entropy_requires_grad: bool,
     chunk_size: int | None,
 ) -> LinearLogProbs:
-    """Per-token results from the logits that `lm_head` gives, in its own precision and with its own dropout.
+    """Per-token results from the logits of `lm_head` itself, in its own precision and with its own dropout.
 
-    A tile's product is made again in the backward, with the same random numbers. At least one tile is called, so that
-    every parameter has a gradient also where there is no token.
+    The backward computes each tile's product again, with the same random numbers. At least one tile is called, so that
+    every parameter has a gradient even without tokens.
 
     Args:
         vocabulary (`int`): V, for the size of a tile.
-        head (`str`): `"dense"` makes one tile of all tokens, and takes log-probs by their definition.
+        head (`str`): `"dense"` takes all tokens at once, and log-probs by their definition.
     """
     if head == "dense":
         product = lm_head(hidden_NH)
@@ -303,9 +277,7 @@ def score_by_module(
 
     fitting = _ELEMENTS["cpu" if hidden_NH.device.type == "cpu" else "cuda"] // vocabulary
     n = max(1, min(fitting, chunk_size or fitting))
-    found = []
-    for first in range(0, max(1, len(hidden_NH)), n):
-        tile = hidden_NH[first : first + n], targets_N[first : first + n]
-        recorded = torch.is_grad_enabled()
-        found.append(checkpoint(scored, *tile, use_reentrant=False) if recorded else scored(*tile))
+    run = partial(checkpoint, scored, use_reentrant=False) if torch.is_grad_enabled() else scored
+    starts = range(0, max(1, len(hidden_NH)), n)
+    found = [run(hidden_NH[first : first + n], targets_N[first : first + n]) for first in starts]
     return LinearLogProbs(*(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True)))

@@ -1,4 +1,4 @@
-"""The models of one trainer, each with its scoring forward: attached, watched, and described in the plan."""
+"""The models of a trainer, each with its scoring forward: attached, checked, counted, and described in the plan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from typing import Any
 
 from ..distributed.sequence_parallel import why_not_split
 from ..heads.kernels.choice import check_kernels, why_not_triton
+from ..packing.packing import Packing
 from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
 from .weight_layout import WHOLE_HERE
 
@@ -18,6 +19,10 @@ class Scorer:
     def __init__(self, options: Any, *, smoothed: bool = False) -> None:
         self.options, self.smoothed = options, smoothed
         self.forwards: list[ScoringForward] = []
+
+    @property
+    def packings(self) -> list[Packing]:
+        return [x.packing for x in self.forwards]
 
     @property
     def policy(self) -> ScoringForward:
@@ -43,31 +48,33 @@ class Scorer:
         )
 
     def check(self, device: Any, why_padded: str | None) -> None:
-        """What is known once TRL has built the trainer: the kernels of the device, and what forbids one row for all."""
+        """Check the kernels on the trainer's device; where there is a reason `why_padded`, pack no batch."""
         check_kernels(self.options.head_kernels, device, "head_kernels")
-        for scoring in self.forwards if why_padded else ():
-            scoring.packing.why_padded = why_padded
+        if why_padded:
+            for packing in self.packings:
+                packing.why_padded = why_padded
 
     def split_over(self, ranks: Any, config: Any) -> None:
+        """Split the tokens of a row over the ranks of `ranks.sequence`, if there is such a group.
+
+        Raises:
+            `ValueError`: the engine, the model's `config` or padding forbids it.
+        """
         group = ranks.sequence
         if group is None:
             return
-        reason = why_not_split(ranks.accelerator, group, config) or next(
-            (
-                f"rows that are fed padded are not split, and here they are: {x.packing.why_padded}"
-                for x in self.forwards
-                if x.packing.why_padded is not None
-            ),
-            None,
-        )
+        padded = next((x.why_padded for x in self.packings if x.why_padded is not None), None)
+        reason = why_not_split(ranks.accelerator, group, config)
+        if reason is None and padded is not None:
+            reason = f"a padded batch is not split, and this one is padded: {padded}"
         if reason is not None:
-            raise ValueError(f"`{group.kind}_size={group.size}` cannot be had here: {reason}.")
+            raise ValueError(f"`{group.kind}_size={group.size}` is not supported here: {reason}.")
         for scoring in self.forwards:
             scoring.sequence_group = group
 
     @contextmanager
     def policy_scored(self, here: bool = True) -> Iterator[None]:
-        """Within, the policy must be scored by our forward; afterwards the ranks agree on how batches are packed."""
+        """Within, our forward must score the policy (`here`); afterwards the ranks agree on how batches are packed."""
         self.policy.used = False
         yield
         if here and not self.policy.used:
@@ -76,7 +83,7 @@ class Scorer:
                 "was built (another trainer on the same model object, or a library that patches models). Build this "
                 "trainer last, or give each trainer a model of its own."
             )
-        for packing in (x.packing for x in self.forwards):
+        for packing in self.packings:
             if packing.checked and not packing.agreed:
                 from accelerate.utils import gather_object
 
@@ -85,8 +92,8 @@ class Scorer:
 
     @contextmanager
     def padded(self) -> Iterator[None]:
-        """Within, models get padded batches, and the first one that is not padded is still to be checked."""
-        held = [(x.packing, x.packing.why_padded) for x in self.forwards]
+        """Within, models get padded batches, which do not count as the first packed batch that is checked."""
+        held = [(packing, packing.why_padded) for packing in self.packings]
         for packing, _ in held:
             packing.why_padded = "it is fed padded here"
         try:
@@ -96,7 +103,7 @@ class Scorer:
                 packing.why_padded = why
 
     def take_counts(self) -> list[int]:
-        """Since the last call: tokens not fed; fed with a gradient; fed without; scored by the head."""
+        """Tokens since the last call: left out; processed with a gradient; processed without; scored by the head."""
         counts = [[x.packing.left_out, *x.fed] for x in self.forwards]
         for x in self.forwards:
             x.packing.left_out, x.fed = 0, [0, 0, 0]

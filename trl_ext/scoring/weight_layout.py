@@ -1,4 +1,4 @@
-"""Which rows of the head's weight a rank scores with: its own, all in turn, or all at once, and why."""
+"""Which rows of the head's weight a rank scores with: its own, all in turn, or all at once; and the reason."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,13 +22,13 @@ class WeightLayout(NamedTuple):
     """The head's weight as one pass reads it.
 
     Args:
-        weight (`Tensor` of shape `(v, H)`), bias (`Tensor` of shape `(v,)`, *optional*): the rows that are here.
+        weight (`Tensor` of shape `(v, H)`), bias (`Tensor` of shape `(v,)`, *optional*): the rows on this rank.
         trained (`tuple[bool, bool]`): whether weight and bias get a gradient.
-        shard (`VocabularyShard`, *optional*): what is where, if rows are on other ranks.
-        sharded (`ShardedWeight`, *optional*): the weight as the engine has spread it, if `shard` is given.
+        shard (`VocabularyShard`, *optional*): which rank has which rows, if not this one has all.
+        sharded (`ShardedWeight`, *optional*): the weight as the engine shards it, if `shard` is given.
         readable (`Callable`): makes a context in which weight and bias can be read.
         reason (`str`): what was chosen, and why.
-        adapter (`HeadAdapter`, *optional*): what is added to the weight.
+        adapter (`HeadAdapter`): what is added to the weight.
     """
 
     weight: Tensor
@@ -38,7 +38,7 @@ class WeightLayout(NamedTuple):
     sharded: ShardedWeight | None
     readable: Callable[[], AbstractContextManager[Any]]
     reason: str
-    adapter: HeadAdapter | None = None
+    adapter: HeadAdapter = HeadAdapter()
 
 
 def weight_layout_of(
@@ -51,36 +51,40 @@ def weight_layout_of(
     entropy_grad: bool,
     counts: tuple[int, ...] | None = None,
 ) -> WeightLayout:
-    """The rows for one pass over the hidden states `(N, H)` of this rank.
+    """The layout for one pass over the hidden states `(N, H)` of this rank.
 
     All ranks of the weight's group call it together, also one without a token.
 
     Args:
         outputs (`tuple[str, ...]`): what the head will compute.
-        whole (`bool`): whether the head at hand needs the whole weight.
+        whole (`bool`): whether the head needs the whole weight.
         gradient (`bool`): whether the hidden states get a gradient.
-        entropy_grad (`bool`): whether the entropy's gradient is asked for, which reads the weight once more.
-        counts (`tuple[int, ...]`, *optional*): how many tokens each rank has; `None`: they ask each other.
+        entropy_grad (`bool`): whether the entropy gets a gradient, for which the weight is read once more.
+        counts (`tuple[int, ...]`, *optional*): tokens of each rank; `None`: the ranks exchange them.
     """
-    if head.adapter is not None:
+    if head.module is not None:
         rows = _whole(head.linear)
-        return rows._replace(reason=f"{rows.reason}, beside {head.words}", adapter=head.adapter)
+        return rows._replace(reason=f"{rows.reason}, beside {head.description}", adapter=head.adapter)
     sharded = None if whole else sharded_weight(head.linear)
     if sharded is not None and sharded.engine == "tensor parallel":
         exchange = ReplicatedTokens(sharded.group)
-        return _here(sharded, exchange, "each rank scores with its rows of the weight (tensor parallel)")
+        return _local(sharded, exchange, "each rank scores with its rows of the weight (tensor parallel)")
     if sharded is not None and sharded.blocks[0][1].device == hidden_NH.device:
         counts = counts or tokens_of_ranks(len(hidden_NH), sharded.group, hidden_NH.device)
-        moved, sent = bytes_moved(
-            *(sharded, counts, hidden_NH), outputs=outputs, gradient=gradient, entropy_grad=entropy_grad
-        )
-        if moved <= sent:
-            why = f"its tokens cost {_mib(moved)} a pass to move, the weight {_mib(sent)}"
-            where = f"each rank scores the tokens of all with its rows of the weight ({sharded.engine}): {why}"
-            return _here(sharded, ShardedTokens(sharded.group, counts), where)
+        options: dict[str, Any] = {"outputs": outputs, "gradient": gradient, "entropy_grad": entropy_grad}
+        tokens, weight = bytes_moved(sharded, counts, hidden_NH, **options)
+        if tokens <= weight:
+            reason = (
+                f"each rank scores the tokens of all with its rows of the weight ({sharded.engine}): its tokens cost "
+                f"{_mib(tokens)} a pass to move, the weight {_mib(weight)}"
+            )
+            return _local(sharded, ShardedTokens(sharded.group, counts), reason)
         if not sharded.trained and sharded.blocks[0][2] is None:
-            why = f"the weight costs {_mib(sent)} a pass to move, the tokens {_mib(moved)}"
-            return _in_turn(sharded, f"the ranks send their rows of the weight in slices ({sharded.engine}): {why}")
+            reason = (
+                f"the ranks send their rows of the weight in slices ({sharded.engine}): the weight costs "
+                f"{_mib(weight)} a pass to move, the tokens {_mib(tokens)}"
+            )
+            return _in_turn(sharded, reason)
     return _whole(head.linear)
 
 
@@ -93,19 +97,17 @@ def bytes_moved(
     gradient: bool,
     entropy_grad: bool,
 ) -> tuple[int, int]:
-    """Bytes that reach a rank over a ring if tokens move, and if the weight's rows do: the ranks' mean, alike on all.
+    """Bytes that each rank receives over a ring if the tokens move, and if the weight does: means, equal on all ranks.
 
-    Tokens: hidden states and targets come from every other rank, a few fp32 numbers a token are added up, and the
-    gradients of the hidden states go back in fp32. The weight: every row that is not here comes, and its gradient goes
-    back where it is trained.
+    Tokens: hidden states and targets of every other rank, a few fp32 numbers a token to sum, and the gradients of the
+    hidden states in fp32. The weight: every row of other ranks, and its gradient where it is trained.
     """
     ranks, width, item = len(counts), hidden_NH.shape[1], hidden_NH.element_size()
     accumulated, target = max(4, item), 8
     mean_grad = "mean_log_probs" in outputs
-    again = gradient and (
-        sharded.trained or entropy_grad or mean_grad
-    )  # the backward reads hidden states or weight once more
-    # A max and two sums, and one number more for each output beside the log-probs; an all-reduce comes and goes
+    # Whether the backward reads hidden states or weight once more
+    again = gradient and (sharded.trained or entropy_grad or mean_grad)
+    # A max and two sums, and one number more for each output beside the log-probs; an all-reduce sends each twice
     statistics = 3 + len({*outputs} - {"log_probs"})
     of_token = width * item + target + 2 * statistics * accumulated
     if gradient:
@@ -118,22 +120,17 @@ def bytes_moved(
     return (ranks - 1) * max(counts) * of_token, weight * passes * (ranks - 1) // ranks
 
 
-def _here(sharded: ShardedWeight, exchange: ReplicatedTokens | ShardedTokens, reason: str) -> WeightLayout:
+def _local(sharded: ShardedWeight, exchange: ReplicatedTokens | ShardedTokens, reason: str) -> WeightLayout:
     first, weight, bias = sharded.blocks[0]
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
     if isinstance(exchange, ShardedTokens):
-        # The engine's gradient is the mean over its ranks; here that of the sum of their losses comes back
+        # The engine takes the mean of gradients over its ranks; this gradient is that of the sum of their losses
         mean = 1 / sharded.group.size()
-        weight = scale_grad(weight, mean)
-        bias = None if bias is None else scale_grad(bias, mean)
+        weight, bias = scale_grad(weight, mean), None if bias is None else scale_grad(bias, mean)
     blocks = tuple(Block(*block) for block in sharded.blocks)
-    shard = VocabularyShard(
-        sharded.vocabulary,
-        first,
-        exchange,
-        # A trained weight is one block, and goes through autograd
-        None if len(blocks) == 1 else lambda targets: LocalShards(blocks, targets, sharded.vocabulary),
-    )
+    # A trained weight is one block, and goes through autograd
+    rows_for = None if len(blocks) == 1 else lambda targets: LocalShards(blocks, targets, sharded.vocabulary)
+    shard = VocabularyShard(sharded.vocabulary, first, exchange, rows_for)
     return WeightLayout(weight, bias, trained, shard, sharded, nullcontext, reason)
 
 
@@ -156,7 +153,7 @@ def _whole(linear: nn.Module) -> WeightLayout:
     elif is_zero3(weight):
         reason = "DeepSpeed gathers the whole weight"
     weight, bias = (whole_tensor(x) if isinstance(x, DTensor) else x for x in (weight, bias))
-    # Under ZeRO-3 weight and bias are gathered while they are read, here and again in the backward
+    # ZeRO-3 gathers weight and bias while they are read, here and again in the backward
     return WeightLayout(weight, bias, trained, None, None, partial(maybe_gather_lm_head_ctx, weight, bias), reason)
 
 
