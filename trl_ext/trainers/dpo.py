@@ -116,9 +116,9 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if is_policy:
             weight = parameter_of(model.get_output_embeddings(), "weight")
             self._loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
-        again = self._reference._stored is not None  # a reference that was released, and is needed once more
-        if not again and (self.ref_model is None or model is self.ref_model):
-            self._reference.meet(type(self).compute_ref_log_probs is not trl.DPOTrainer.compute_ref_log_probs)
+        # A reference that was released comes here again
+        if not self._reference.registered and (self.ref_model is None or model is self.ref_model):
+            self._reference.register(type(self).compute_ref_log_probs is not trl.DPOTrainer.compute_ref_log_probs)
 
     def _make_plan(self) -> DPOPlan:
         return self._reference.plan()
@@ -155,7 +155,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         from_columns = have_columns(inputs, "A batch")
         self._loss.counted = None
         watched = self.non_finite.action is not None
-        with self._reference.given_for(inputs, from_columns), self.policy_scored():
+        with self._reference.supplied(inputs, from_columns), self.policy_scored():
             with _log_probs_of(model, watched) as policy:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if watched:
@@ -187,17 +187,17 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     # Trained: the run
 
     def _before_training(self) -> None:
-        self._reference.meet_changed_adapters()
+        self._reference.refresh_if_adapters_changed()
         self._reference.training_began = True
 
     def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
         """TRL's own, with what is the reference by then."""
-        self._reference.meet_changed_adapters()
+        self._reference.refresh_if_adapters_changed()
         return super().evaluation_loop(*positional, **keywords)
 
     def resumed(self, state: Any) -> None:
         if state.global_step > 0:
-            self._reference.meet_again()
+            self._reference.refresh()
 
     def flush(self) -> None:
         self._reference.flush()
