@@ -14,24 +14,19 @@ from torch import Tensor
 from ..packing.first_batch import multiplies_fp32
 from ..packing.support import has_experts
 from .segments import digest_of, ignored, read_file, write_file
-from .sequences import Sequences
+from .sequences import NEEDED, Sequences
 from .weights import ReferenceWeights
 
 FILE = "canary"
 _ROWS, _TOKENS = 4, 512
-_ARRAYS = ("input_ids", "attention_mask", "completion_mask", "values")
+_ARRAYS = (*NEEDED, "values")
 
 
 class Tolerance(NamedTuple):
-    """How far apart two passes of one reference over the same sequence may be.
+    """How far apart two passes of one reference over the same sequence may be."""
 
-    Args:
-        off (`float`): the difference of a log-prob x, in units of max(1, |x|).
-        share (`float`): the share of tokens that may differ by more.
-    """
-
-    off: float
-    share: float
+    off: float  # of a log-prob x, in units of max(1, |x|)
+    share: float  # of the tokens, which may differ by more
 
 
 # In fp32; and in lower precision, in which log-probs depend visibly on the shape of the batch
@@ -91,7 +86,7 @@ class Canary:
 
     def batch(self, device: torch.device) -> dict[str, Tensor]:
         """Its rows, as from TRL's collator."""
-        return {name: torch.as_tensor(self.arrays[name], device=device) for name in _ARRAYS[:3]}
+        return {name: torch.as_tensor(self.arrays[name], device=device) for name in NEEDED}
 
     def difference(self, log_probs: Tensor, tolerance: Tolerance) -> str | None:
         """How far `log_probs` of its rows, of shape `(R, S - 1)`, differ, if by more than `tolerance`; else None."""

@@ -33,7 +33,6 @@ class Segment:
     Up to `_OPEN_FILES` files stay open, so their entries can be read after they are deleted.
 
     Args:
-        path (`Path`): of the file.
         keys (`bytes`): of 16 bytes each.
         checks (`bytes`): of 8 bytes each, a checksum of key and values.
         bounds (`ndarray` of shape `(N + 1,)`): entry i is `values[bounds[i]:bounds[i + 1]]`.
@@ -43,8 +42,7 @@ class Segment:
     _open = 0
 
     def __init__(self, path: Path, keys: bytes, checks: bytes, bounds: NDArray[np.int64], offset: int) -> None:
-        self.path, self._offset = path, offset
-        self._keys, self._checks = keys, checks
+        self.path, self._offset, self._keys, self._checks = path, offset, keys, checks
         self._bounds: Any = memoryview(bounds.data)  # indexing gives Python integers, faster than numpy's
         self._damaged = False
         self._file: int | None = None
@@ -196,9 +194,7 @@ def _offset_of_values(path: Path) -> int:
 
 def _sync_folder(folder: Path) -> None:
     """Make the new name durable, if the file system can. Otherwise a power cut may lose the file."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        opened.callback(os.close, descriptor)
+        os.fsync(descriptor)

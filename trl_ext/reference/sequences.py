@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch import Tensor
 COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 # The entries of a batch by which the store tells sequences apart: no other model input, such as pixel values
-_NEEDED = {"input_ids", "attention_mask", "completion_mask"}
+NEEDED = ("input_ids", "attention_mask", "completion_mask")
 _OF_PAIRS = {*COLUMNS, "chosen_reward", "rejected_reward"}
 
 _WHAT_TO_DO = (
@@ -39,11 +41,9 @@ class Sequences:
         self.batch = batch
         self.keys: list[bytes] | None = None
         self.shape: tuple[int, int] = tuple(batch["input_ids"].shape)
-        if not _NEEDED <= batch.keys() <= _NEEDED | _OF_PAIRS or batch["attention_mask"].shape != self.shape:
+        if not {*NEEDED} <= batch.keys() <= {*NEEDED, *_OF_PAIRS} or batch["attention_mask"].shape != self.shape:
             return
-        ids, attended, labelled = (
-            batch[name].cpu().numpy() for name in ("input_ids", "attention_mask", "completion_mask")
-        )
+        ids, attended, labelled = (batch[name].cpu().numpy() for name in NEEDED)
         self._labelled = labelled[:, 1:] != 0
         columns = np.arange(1, self.shape[1] + 1)
         # Only padding on the right is left out: padding on the left shifts the positions
@@ -67,7 +67,7 @@ class Sequences:
         """Token ids and masks of these rows alone, as wide as the longest of them."""
         width = int(self._lengths[rows].max())
         index = torch.as_tensor(rows, device=self.batch["input_ids"].device)
-        return {name: self.batch[name][index, :width] for name in _NEEDED}
+        return {name: self.batch[name][index, :width] for name in NEEDED}
 
     def values_of(self, row: int, log_probs: Tensor) -> NDArray[np.float32]:
         """The entry of a row: its log-probs, of shape `(S - 1,)` or less, at the labelled positions."""
@@ -81,7 +81,7 @@ class Sequences:
             `RuntimeError`: a row has no values.
         """
         rows, width = self.shape
-        missing = [row for row in range(rows) if row not in values]
+        missing = sorted({*range(rows)} - values.keys())
         if missing:
             raise RuntimeError(
                 f"Rows {missing} of a batch have no reference log-probs: they were not in the store, and no pass has "
@@ -109,7 +109,7 @@ def have_columns(names: Any, where: str) -> bool:
     """
     there = [column for column in COLUMNS if column in names]
     if len(there) == 1:
-        missing = next(column for column in COLUMNS if column not in there)
+        (missing,) = {*COLUMNS} - {*there}
         raise ValueError(
             f"{where} has the column `{there[0]}` but not `{missing}`. Reference log-probs are needed for both: add "
             "the other column, or remove this one to have the reference run."
@@ -132,27 +132,21 @@ def check_batch(batch: dict[str, Any]) -> None:
 
 
 class CheckedCollator:
-    """A data collator that first checks the columns of rows which come one by one.
-
-    Args:
-        collator (`Any`): the trainer's own.
-    """
+    """The trainer's data collator, which first checks the columns of rows that come one by one."""
 
     def __init__(self, collator: Any) -> None:
         self.collator = collator
 
     def __call__(self, examples: list[dict[str, Any]]) -> Any:
-        if any(column in examples[0] for column in COLUMNS):
-            for example in examples:
-                for column in COLUMNS:
-                    _check(example.get(column), "a row of a streaming data set", column)
+        if not set(COLUMNS).isdisjoint(examples[0]):
+            for example, column in product(examples, COLUMNS):
+                _check(example.get(column), "a row of a streaming data set", column)
         return self.collator(examples)
 
 
 def _check(value: Any, where: str, column: str) -> None:
-    try:
+    finite = False
+    with suppress(TypeError):
         finite = math.isfinite(value)
-    except TypeError:
-        finite = False
     if not finite:
         raise ValueError(f"`{column}` of {where} is {value!r}, which is not a finite number. {_WHAT_TO_DO}")

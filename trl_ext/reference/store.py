@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -116,9 +117,8 @@ class DiskStore(MemoryStore):
     def add(self, entries: Entries) -> None:
         super().add(entries)
         self._bytes += sum(values.nbytes for values in entries.values())
-        if self._held and (
-            self._bytes >= self._flush_bytes or time.monotonic() - self._flushed_at >= self._flush_seconds
-        ):
+        due = self._bytes >= self._flush_bytes or time.monotonic() - self._flushed_at >= self._flush_seconds
+        if self._held and due:
             self.flush()
 
     def flush(self) -> None:
@@ -199,13 +199,9 @@ def _to_merge(segments: list[Segment]) -> list[Segment]:
     tiers: dict[int, list[Segment]] = {}
     for segment in segments:
         tiers.setdefault(int(math.log(segment.size, _MERGED)), []).append(segment)
-    for tier in sorted(tiers):
-        chosen, size = [], 0
-        for segment in tiers[tier]:
-            size += segment.size
-            if size > _LARGEST:
-                break
-            chosen.append(segment)
+    for _, tier in sorted(tiers.items()):
+        sizes = accumulate(segment.size for segment in tier)
+        chosen = [segment for segment, size in zip(tier, sizes, strict=True) if size <= _LARGEST]
         if len(chosen) >= _MERGED:
             return chosen
     return []

@@ -29,22 +29,14 @@ class Variants:
 
     Its identity does not show every change of a model in memory, so a run uses a folder only if its reference gives the
     log-probs of the folder's canary.
-
-    Args:
-        root (`Path`): of all references' folders.
-        identity (`str`): of the reference.
-        open (`Callable`): name and canary of a folder -> its store. Every rank calls it.
-        tolerance (`Tolerance`): how far the reference may be from a canary.
-        padded (`Callable`): within `padded()`, the reference runs on padded batches.
-        is_main (`bool`): whether this is the first rank, which decides for all.
     """
 
-    root: Path
+    root: Path  # of all references' folders
     identity: str
-    open: Callable[[str, Canary], DiskStore]
+    open: Callable[[str, Canary], DiskStore]  # folder name, canary -> its store; every rank calls it
     tolerance: Tolerance
-    padded: Callable[[], AbstractContextManager[None]]
-    is_main: bool
+    padded: Callable[[], AbstractContextManager[None]]  # within, the reference runs on padded batches
+    is_main: bool  # the first rank, which decides for all
 
     def known(self) -> list[tuple[str, Canary]]:
         """Name and canary of each folder of the reference, on the first rank."""
@@ -61,18 +53,11 @@ class Variants:
 
 
 class BatchLogProbs(NamedTuple):
-    """Reference log-probs of one batch.
+    """Reference log-probs of one batch, and what they cost. Tokens are of all ranks, padding included."""
 
-    Args:
-        log_probs (`Tensor` of shape `(2B, S - 1)`): fp32; 0 where a position is not labelled or not wanted.
-        passes (`int`): reference passes that ran, checks of a canary included; the same on every rank.
-        tokens (`int`): tokens of these passes, padding included, over all ranks.
-        tokens_of_batch (`int`): tokens of the batch, padding included, over all ranks.
-    """
-
-    log_probs: Tensor
-    passes: int
-    tokens: int
+    log_probs: Tensor  # fp32 `(2B, S - 1)`; 0 where a position is not labelled or not wanted
+    passes: int  # that ran, checks of a canary included; the same on every rank
+    tokens: int  # of these passes
     tokens_of_batch: int
 
 
@@ -93,12 +78,9 @@ class StoredReference:
         variants (`Variants`, *optional*):
             The stores on disk. The first batch decides among them: the one whose canary the reference agrees with, as
             the first rank finds, or a new one.
-
-    Attributes:
-        canary (`Canary`, *optional*): of the open store on disk.
     """
 
-    canary: Canary | None = None
+    canary: Canary | None = None  # of the open store on disk
 
     def __init__(
         self,

@@ -60,7 +60,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             )
         self._loss = DPOLoss(self, self.added, self.ranks, self.scorer.take_counts)
         self._reference = DPOReference(
-            *(self, self, self.reference_weights, self.ranks, self.scorer, self.added, self._count_skipped)
+            *(self, self.reference_weights, self.ranks, self.scorer, self.added, self._count_skipped)
         )
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))

@@ -30,12 +30,9 @@ from .reference_weights import ReferenceOfPolicy
 _ROWS_CHECKED_TOGETHER = 64
 
 
-class Host(Protocol):
+class Host(internals.DPOInternals, Protocol):
     """What the reference reads of a trainer. It sets only `ref_model`, to release or load one."""
 
-    args: Any
-    model: Any
-    ref_model: Any
     train_dataset: Any
     eval_dataset: Any
     data_collator: Any
@@ -55,7 +52,6 @@ class DPOReference:
 
     Args:
         host (`Host`): the trainer.
-        trl (`DPOInternals`): the trainer, for its parts that TRL keeps private.
         weights (`ReferenceOfPolicy`): the reference, if it is part of the policy.
         options (`AddedDPOFields`): where log-probs are kept.
         count (`Callable`): called with the skipped `passes` and `tokens`.
@@ -64,14 +60,13 @@ class DPOReference:
     def __init__(
         self,
         host: Host,
-        trl: internals.DPOInternals,
         weights: ReferenceOfPolicy,
         ranks: Ranks,
         scorer: Scorer,
         options: AddedDPOFields,
         count: Callable[..., None],
     ) -> None:
-        self.host, self.trl, self.weights, self.ranks, self.scorer = host, trl, weights, ranks, scorer
+        self.host, self.weights, self.ranks, self.scorer = host, weights, ranks, scorer
         self.options, self._count = options, count
         self.loaded: list[Loaded] = []
         self.registered = self.training_began = False
@@ -101,7 +96,7 @@ class DPOReference:
             reference = ReferenceWeights(host.ref_model)
             self._shared = reference.shares_with(host.model)
             self._varies = self._varies_reason(reference)
-        self._uncacheable = self._uncacheable_reason()
+        self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
         if host.args.precompute_ref_log_probs and overrides_ref_log_probs and not all(self.with_columns.values()):
             raise ValueError(
                 f"`{type(host).__name__}` overrides `compute_ref_log_probs`, which `precompute_ref_log_probs=True` "
@@ -133,7 +128,9 @@ class DPOReference:
                 'was built, and an adapter named "ref" has come or gone since, which makes another reference. Load or '
                 "delete it before building the trainer, or set `precompute_ref_log_probs=False`."
             )
-        self._uncacheable = None if self.ranks.is_sharded else self._uncacheable_reason()
+        self._uncacheable = None
+        if not self.ranks.is_sharded:
+            self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
         self.host.plan_again()
         known, self._identity = self._identity, None
         if self.host.plan.durable and not self.ranks.is_sharded:
@@ -193,9 +190,6 @@ class DPOReference:
         self._facts = self.ranks.of_main(lambda: facts)
         return identity_of(self._facts)
 
-    def _uncacheable_reason(self) -> str | None:
-        return self.ranks.of_main(lambda: self._weights().uncacheable_reason())
-
     def _varies_reason(self, weights: ReferenceWeights) -> str | None:
         args, own = self.host.args, self.kind != "model"
         random_in, rope = weights.dropout(in_training=own), weights.rope_of_batch()
@@ -221,7 +215,7 @@ class DPOReference:
                     "`ref_chosen_logps` and `ref_rejected_logps`, and `sync_ref_model` moves the reference. Remove the "
                     "columns, or set `sync_ref_model=False`."
                 )
-        elif internals.holds_images(self.trl):
+        elif internals.holds_images(self.host):
             not_storable = "the data hold images, by which the store cannot tell two sequences apart"
         if args.precompute_ref_log_probs and not_storable:
             raise ValueError(
@@ -265,13 +259,13 @@ class DPOReference:
             log_probs = found.log_probs
             if not self.host.args.precompute_ref_log_probs:
                 self._count(passes=1 - found.passes, tokens=found.tokens_of_batch - found.tokens)
-        return internals.reference_given(self.trl, None if from_columns else log_probs)
+        return internals.reference_given(self.host, None if from_columns else log_probs)
 
     def _pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
         """The reference's log-probs of `batch`, from the policy as `prepared` by Accelerate, or as before training."""
         model = self._model(prepared)
-        with unrecorded_pass(self.trl), self.weights.entered():
-            return internals.score_as_reference(self.trl, model, batch)
+        with unrecorded_pass(self.host), self.weights.entered():
+            return internals.score_as_reference(self.host, model, batch)
 
     @property
     def stored(self) -> StoredReference:
@@ -335,7 +329,7 @@ class DPOReference:
                 "trainer's own data sets. Give these data as `eval_dataset` when the trainer is built, pass a "
                 "`ref_model`, or set `precompute_ref_log_probs=False`."
             )
-        return host.model if prepared else internals.policy_before_training(self.trl)
+        return host.model if prepared else internals.policy_before_training(self.host)
 
     # Memory
 
@@ -354,7 +348,7 @@ class DPOReference:
 
     def _load_again(self, load: Callable[[], Any]) -> None:
         host = self.host
-        host.ref_model = model = internals.made_as_reference(self.trl, load)
+        host.ref_model = model = internals.made_as_reference(self.host, load)
         host.attach_model(model)
         same = self._identify() == self._identity
         if same:
@@ -382,11 +376,8 @@ class DPOReference:
 
     def _holds(self, dataset: Dataset) -> bool:
         """Whether the store has this rank's part of `dataset`."""
-        dataset = internals.training_columns(self.trl, dataset)
-        accelerator = self.ranks.accelerator
-        size, step = accelerator.num_processes, _ROWS_CHECKED_TOGETHER
-        for start in range(accelerator.process_index * step, len(dataset), size * step):
-            rows = [dataset[i] for i in range(start, min(start + step, len(dataset)))]
-            if not self.stored.holds(self.host.data_collator(rows)):
-                return False
-        return True
+        dataset = internals.training_columns(self.host, dataset)
+        accelerator, step = self.ranks.accelerator, _ROWS_CHECKED_TOGETHER
+        starts = range(accelerator.process_index * step, len(dataset), accelerator.num_processes * step)
+        parts = ([dataset[i] for i in range(start, min(start + step, len(dataset)))] for start in starts)
+        return all(self.stored.holds(self.host.data_collator(rows)) for rows in parts)
