@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import pyarrow.compute as pc
 import torch
@@ -19,44 +19,34 @@ from .replaced import module_of, replaced
 _PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "chosen_reward", "rejected_reward")
 
 
-class Recorded:
+class _Wrapper:
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+class Recorded(_Wrapper):
     """A model that keeps the `outputs` of its last scoring forward."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.outputs: Any = None
+    outputs: Any = None
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        outputs = self._model(*positional, **keywords)
+        outputs = self._wrapped(*positional, **keywords)
         if keywords.get("fused_lm_head"):
             self.outputs = outputs
         return outputs
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
-
-class _AsIfAlone:
+class _AsIfAlone(_Wrapper):
     """An accelerator that gathers from this rank only."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
 
     def gather(self, tensor: Any) -> Any:
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         return input_data
-
-
-class Loaded(NamedTuple):
-    """A model that TRL loaded, and a function that loads it again."""
-
-    model: Any
-    load: Callable[[], Any]
 
 
 class DPOInternals(Protocol):
@@ -97,8 +87,7 @@ def recompute_trl_loss(
 
 
 def policy_sums(trainer: DPOInternals, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, rejected = trl.DPOTrainer.compute_ref_log_probs(trainer, lambda **_: outputs, batch)
-    return chosen.detach(), rejected.detach()
+    return trl.DPOTrainer.compute_ref_log_probs(trainer, lambda **_: outputs, batch)
 
 
 def reference_sums(trainer: DPOInternals, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,11 +179,9 @@ def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any])
 
 
 def policy_before_training(trainer: Any) -> Any:
-    if not trainer.is_deepspeed_enabled:
-        return trainer.model
-    if trainer._precompute_engine is None:
+    if trainer.is_deepspeed_enabled and trainer._precompute_engine is None:
         trainer._precompute_engine = prepare_deepspeed(trainer.model, trainer.accelerator)
-    return trainer._precompute_engine
+    return trainer._precompute_engine if trainer.is_deepspeed_enabled else trainer.model
 
 
 def holds_images(trainer: Any) -> bool:
@@ -213,13 +200,13 @@ def made_as_reference(trainer: DPOInternals, load: Callable[[], Any]) -> Any:
     return model
 
 
-def recorded_loads(loaded: list[Loaded]) -> dict[str, Any]:
-    """Replacements for names of TRL's module, which record the models that its `__init__` loads."""
+def recorded_loads(loaded: list[tuple[Any, Callable[[], Any]]]) -> dict[str, Any]:
+    """Replacements for names of TRL's module: each model that `__init__` loads goes into the list, with its loader."""
     original = module_of(trl.DPOTrainer).create_model_from_path
 
     def create(*positional: Any, **keywords: Any) -> Any:
         model = original(*positional, **keywords)
-        loaded.append(Loaded(model, lambda: original(*positional, **keywords)))
+        loaded.append((model, lambda: original(*positional, **keywords)))
         return model
 
     return {"create_model_from_path": create, "hash_module": lambda _: None}

@@ -90,7 +90,7 @@ class DPOLoss:
             return internals.trl_loss(trainer, model, batch, return_outputs, but)
         scored = internals.Recorded(model)
         result = internals.trl_loss(trainer, scored, batch, return_outputs, but)
-        policy_2B = torch.stack(internals.policy_sums(trainer, scored.outputs, batch))
+        policy_2B = torch.stack(internals.policy_sums(trainer, scored.outputs, batch)).detach()
         reference_2B = torch.stack(internals.reference_sums(trainer, batch))
         moved = {name: bounded_pairs(policy_2B, reference_2B, x) for name, x in exponentials.items()}
         overflows = {name: x for name, x in moved.items() if x is not None}

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from ..compat import dpo as internals
 from ..compat.choices import maybe_gather_lm_head_ctx
-from ..compat.dpo import Loaded
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields
 from ..distributed.ranks import Ranks
@@ -68,7 +67,7 @@ class DPOReference:
     ) -> None:
         self.host, self.weights, self.ranks, self.scorer = host, weights, ranks, scorer
         self.options, self._count = options, count
-        self.loaded: list[Loaded] = []
+        self.loaded: list[tuple[Any, Callable[[], Any]]] = []  # by TRL, with their loaders
         self.registered = self.training_began = False
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
         self._shared: str | None = None  # a tensor of the reference model that training changes
@@ -92,7 +91,7 @@ class DPOReference:
         self._describe()
         if self.kind == "model":
             if not self.ranks.is_sharded:
-                self._load = next((x.load for x in self.loaded if x.model is host.ref_model), None)
+                self._load = next((load for model, load in self.loaded if model is host.ref_model), None)
             reference = ReferenceWeights(host.ref_model)
             self._shared = reference.shares_with(host.model)
             self._varies = self._varies_reason(reference)
