@@ -413,7 +413,7 @@ def test_a_reference_pass_leaves_no_trace(case, workshop, tmp_path):
 
     handle = policy.get_base_model().get_input_embeddings().register_forward_hook(fail)
     try:
-        trainer._reference._pass(trainer.model, batch)
+        trainer._reference._pass(batch)
     except PassFailedError:
         assert case["fails"]
     finally:
@@ -427,7 +427,7 @@ def test_several_active_adapters_are_active_again(workshop, tmp_path):
     policy.base_model.set_adapter(["default", "second"])
     trainer = build("dpo", trl_ext, workshop, tmp_path, policy)
     before = state_of(policy)
-    trainer._reference._pass(trainer.model, next(iter(trainer.get_train_dataloader())))
+    trainer._reference._pass(next(iter(trainer.get_train_dataloader())))
     assert_equal_states(before, state_of(policy))
 
 

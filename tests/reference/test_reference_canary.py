@@ -44,7 +44,7 @@ def test_it_is_a_few_sequences_that_are_long_but_not_too_long(lengths, chosen):
     assert first_tokens(canary) == chosen
     assert canary.arrays["input_ids"].shape[1] == max(lengths[row] for row in chosen)
     assert canary.tokens == canary.arrays["input_ids"].size
-    assert canary.why_another(score(canary.batch(CPU)), EXACT) is None
+    assert canary.difference(score(canary.batch(CPU)), EXACT) is None
 
 
 def test_rows_without_values_or_labels_are_left_out():
@@ -64,7 +64,7 @@ def test_padding_on_the_left_stays_and_on_the_right_goes():
     data = batch([([5, 6, 7], 1), ([8, 9], 1)], left=2)
     canary = canary_of({name: torch.nn.functional.pad(x, (0, 5)) for name, x in data.items()})
     assert canary.arrays["attention_mask"].tolist() == [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
-    assert canary.why_another(score(canary.batch(CPU)), EXACT) is None
+    assert canary.difference(score(canary.batch(CPU)), EXACT) is None
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_padding_on_the_left_stays_and_on_the_right_goes():
 )
 def test_it_tells_another_reference_as_far_as_the_arithmetic_can(change, tolerance, another):
     canary = canary_of(batch([(list(range(1, 13)), 1), ([8, 9], 1)]))
-    why = canary.why_another(change(score(canary.batch(CPU))), tolerance)
+    why = canary.difference(change(score(canary.batch(CPU))), tolerance)
     assert (why is not None) == another
     assert not another or " differ, by up to " in why
 
@@ -94,14 +94,14 @@ def test_in_few_digits_a_tenth_of_the_tokens_may_be_far_off_but_never_all(tokens
     for count in (may_be_off, may_be_off + 1):
         values = score(canary.batch(CPU))
         values[0, :count] += 3.0
-        assert (canary.why_another(values, COARSE) is None) == (count == may_be_off)
+        assert (canary.difference(values, COARSE) is None) == (count == may_be_off)
 
 
 def test_a_log_prob_far_from_zero_may_be_further_off():
     canary = canary_of(rows(5))
     canary.arrays["values"][:] = -20.0
-    assert canary.why_another(torch.full((1, 4), -20.01), EXACT) is None
-    assert canary.why_another(torch.full((1, 4), -20.1), EXACT) == "4 of 4 differ, by up to 0.1"
+    assert canary.difference(torch.full((1, 4), -20.01), EXACT) is None
+    assert canary.difference(torch.full((1, 4), -20.1), EXACT) == "4 of 4 differ, by up to 0.1"
 
 
 def test_it_comes_back_from_a_folder_unless_a_bit_of_it_is_wrong(tmp_path, caplog):

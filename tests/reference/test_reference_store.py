@@ -320,7 +320,7 @@ def test_biases_trained_outside_the_adapter_are_copied_and_scored_once(workshop,
         with counted() as tokens:
             again.train()
         assert len(tokens.without) == passes
-    subject._reference.meet_again()
+    subject._reference.refresh()
     assert subject._reference._identity == again._reference._identity
 
 

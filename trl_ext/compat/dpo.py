@@ -1,9 +1,9 @@
-"""What of TRL's `DPOTrainer` is not public, as functions of a trainer."""
+"""The private parts of TRL's `DPOTrainer`, as functions of a trainer."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import pyarrow.compute as pc
 import torch
@@ -15,39 +15,32 @@ from trl.trainer.utils import disable_dropout_in_model
 from .choices import FusedCausalLMOutput
 from .replaced import module_of, replaced
 
-# Columns of a batch with a value for each pair, of which no model is given any
+# Columns of a batch with a value for each pair, which no model gets
 _PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "chosen_reward", "rejected_reward")
 
 
-class Recorded:
-    """A model, and what its last scoring forward gave.
+class _Wrapper:
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
 
-    Attributes:
-        outputs (`FusedCausalLMOutput`): of the last call.
-    """
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.outputs: Any = None
+
+class Recorded(_Wrapper):
+    """A model that keeps the `outputs` of its last scoring forward."""
+
+    outputs: Any = None
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        outputs = self._model(*positional, **keywords)
+        outputs = self._wrapped(*positional, **keywords)
         if keywords.get("fused_lm_head"):
             self.outputs = outputs
         return outputs
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
-
-class _AsIfAlone:
-    """An accelerator that gathers from this rank alone; all else is the accelerator's own."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
+class _AsIfAlone(_Wrapper):
+    """An accelerator that gathers from this rank only."""
 
     def gather(self, tensor: Any) -> Any:
         return tensor
@@ -56,15 +49,8 @@ class _AsIfAlone:
         return input_data
 
 
-class Loaded(NamedTuple):
-    """A model that TRL loaded, and how to load it again."""
-
-    model: Any
-    load: Callable[[], Any]
-
-
 class DPOInternals(Protocol):
-    """The attributes of TRL's trainer that are read or exchanged here, and nowhere else."""
+    """The attributes of TRL's trainer that only this file reads or replaces."""
 
     accelerator: Any
     args: Any
@@ -82,7 +68,7 @@ class DPOInternals(Protocol):
 def trl_loss(
     trainer: DPOInternals, model: Any, batch: dict[str, Any], return_outputs: bool = False, but: Collection[str] = ()
 ) -> Any:
-    """TRL's own loss from its loss types without those in `but`: 0.0 where none is left."""
+    """TRL's loss of its loss types except those in `but`; 0.0 if none is left."""
     kept = [x for x in zip(trainer.loss_types, trainer.loss_weights, strict=True) if x[0] not in but]
     with replaced(trainer, loss_types=[x for x, _ in kept], loss_weights=[x for _, x in kept]):
         return trl.DPOTrainer._compute_loss(trainer, model, batch, return_outputs)
@@ -91,7 +77,7 @@ def trl_loss(
 def recompute_trl_loss(
     trainer: DPOInternals, outputs: Any, batch: dict[str, Any], but: Collection[str], sums: Any = None
 ) -> Any:
-    """The loss from outputs that are there already, with no metric logged; with `sums` in the reference's place."""
+    """The loss of `outputs`, without metrics; with `sums`, these are the reference's log-probs."""
     given: dict[str, Any] = {}
     if sums is not None:
         batch = {**batch, "ref_chosen_logps": sums[0], "ref_rejected_logps": sums[1]}
@@ -101,8 +87,7 @@ def recompute_trl_loss(
 
 
 def policy_sums(trainer: DPOInternals, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen, rejected = trl.DPOTrainer.compute_ref_log_probs(trainer, lambda **_: outputs, batch)
-    return chosen.detach(), rejected.detach()
+    return trl.DPOTrainer.compute_ref_log_probs(trainer, lambda **_: outputs, batch)
 
 
 def reference_sums(trainer: DPOInternals, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,50 +98,53 @@ def reference_sums(trainer: DPOInternals, batch: dict[str, Any]) -> tuple[torch.
 
 @contextmanager
 def metrics_of_this_rank(trainer: DPOInternals) -> Iterator[dict[str, list[float]]]:
-    """Within, TRL logs this rank's rows alone, into the dict that this gives."""
+    """Within, TRL logs only this rank's rows, into the yielded dict."""
     found: dict[str, list[float]] = defaultdict(list)
     alone = _AsIfAlone(trainer.accelerator)
     with replaced(trainer, _metrics=dict.fromkeys(trainer._metrics, found), accelerator=alone, _total_train_tokens=0):
         yield found
 
 
+def _logged(trainer: DPOInternals) -> dict[str, list[float]]:
+    return trainer._metrics["train" if trainer.model.training else "eval"]
+
+
 def log_metrics(trainer: DPOInternals, values: dict[str, float]) -> None:
-    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     for name, value in values.items():
-        metrics[name].append(value)
+        _logged(trainer)[name].append(value)
 
 
 def log_tokens(trainer: DPOInternals, count: int) -> None:
     trainer._total_train_tokens += count
-    trainer._metrics["train" if trainer.model.training else "eval"]["num_tokens"] = [trainer._total_train_tokens]
+    _logged(trainer)["num_tokens"] = [trainer._total_train_tokens]
 
 
 def drop_metrics(trainer: DPOInternals, prefix: str) -> None:
-    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    metrics = _logged(trainer)
     for name in [name for name in metrics if name.startswith(prefix)]:
         del metrics[name]
 
 
-def pairs_not_repeated(trainer: DPOInternals, every: int) -> int:
-    """How many of this rank's pairs no rank has had before, at the end of a data set."""
-    can_again = trainer.precompute_ref_logps or not (
-        trainer.ref_model is None or isinstance(trainer.ref_model, torch.nn.Module)
-    )
+def pairs_not_repeated(trainer: DPOInternals, pairs: int) -> int:
+    """How many of this rank's `pairs` are not repeats with which Accelerate fills up the last batch."""
+    precomputed = trainer.precompute_ref_logps
+    replaceable = trainer.ref_model is not None and not isinstance(trainer.ref_model, torch.nn.Module)
     state = trainer.accelerator.gradient_state
     last = state.end_of_dataloader and (state.sync_gradients or not trainer.model.training)
-    if not (can_again and last and state.remainder > 0 and trainer.accelerator.even_batches):
-        return every
-    return min(max(state.remainder - trainer.accelerator.process_index * every, 0), every)
+    if not ((precomputed or replaceable) and last and state.remainder > 0 and trainer.accelerator.even_batches):
+        return pairs
+    return min(max(state.remainder - trainer.accelerator.process_index * pairs, 0), pairs)
 
 
 def loss_of_first_pairs(
     trainer: DPOInternals, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
 ) -> Any:
+    """`loss` of the first `pairs` of a batch, from `outputs` of the whole batch."""
     every = len(batch["completion_mask"]) // 2
     rows = torch.arange(2 * every, device=batch["completion_mask"].device)
     rows = rows[rows % every < pairs]
 
-    def of(scored: Any) -> Any:
+    def first(scored: Any) -> Any:
         return FusedCausalLMOutput(
             **{name: x[rows.to(x.device)].detach() if x.dim() > 1 else x for name, x in scored.items()}
         )
@@ -165,17 +153,17 @@ def loss_of_first_pairs(
     batch |= {name: batch[name][rows] for name in ("input_ids", "attention_mask", "completion_mask")}
     given: dict[str, Any] = {}
     if not trainer.precompute_ref_logps:
-        found = of(trainer.ref_model())
-        given["ref_model"] = lambda **_: found
+        reference = first(trainer.ref_model())
+        given["ref_model"] = lambda **_: reference
     with replaced(trainer, **given), torch.no_grad():
-        return loss(lambda **_: of(outputs), batch)
+        return loss(lambda **_: first(outputs), batch)
 
 
 @contextmanager
 def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> Iterator[None]:
     """Within, TRL's loss reads these `(2B, S - 1)` log-probs, or, for None, the sums in the batch's columns."""
-    answer = FusedCausalLMOutput(log_probs=log_probs)
-    with replaced(trainer, ref_model=lambda **_: answer, precompute_ref_logps=log_probs is None):
+    outputs = FusedCausalLMOutput(log_probs=log_probs)
+    with replaced(trainer, ref_model=lambda **_: outputs, precompute_ref_logps=log_probs is None):
         yield
 
 
@@ -184,18 +172,16 @@ def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any])
     inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
     text_config = trainer.accelerator.unwrap_model(model).config.get_text_config()
     if trainer.aux_loss_enabled and hasattr(text_config, "output_router_logits"):
-        inputs["output_router_logits"] = True  # the policy's pass runs on every token then, so this one does too
+        inputs["output_router_logits"] = True  # as in the policy's pass
     with trainer.accelerator.autocast():
         scored = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))
     return scored.log_probs[:, -(labels.shape[1] - 1) :]
 
 
 def policy_before_training(trainer: Any) -> Any:
-    if not trainer.is_deepspeed_enabled:
-        return trainer.model
-    if trainer._precompute_engine is None:
+    if trainer.is_deepspeed_enabled and trainer._precompute_engine is None:
         trainer._precompute_engine = prepare_deepspeed(trainer.model, trainer.accelerator)
-    return trainer._precompute_engine
+    return trainer._precompute_engine if trainer.is_deepspeed_enabled else trainer.model
 
 
 def holds_images(trainer: Any) -> bool:
@@ -203,7 +189,7 @@ def holds_images(trainer: Any) -> bool:
 
 
 def training_columns(trainer: Any, dataset: Dataset) -> Dataset:
-    """The data set with the columns that reach the collator."""
+    """The data set with only the columns that the collator gets."""
     return trainer._remove_unused_columns(dataset, description="training")
 
 
@@ -214,13 +200,13 @@ def made_as_reference(trainer: DPOInternals, load: Callable[[], Any]) -> Any:
     return model
 
 
-def recorded_loads(loaded: list[Loaded]) -> dict[str, Any]:
-    """What stands in TRL's module while its `__init__` runs, so that the reference can be loaded again later."""
+def recorded_loads(loaded: list[tuple[Any, Callable[[], Any]]]) -> dict[str, Any]:
+    """Replacements for names of TRL's module: each model that `__init__` loads goes into the list, with its loader."""
     original = module_of(trl.DPOTrainer).create_model_from_path
 
     def create(*positional: Any, **keywords: Any) -> Any:
         model = original(*positional, **keywords)
-        loaded.append(Loaded(model, lambda: original(*positional, **keywords)))
+        loaded.append((model, lambda: original(*positional, **keywords)))
         return model
 
     return {"create_model_from_path": create, "hash_module": lambda _: None}

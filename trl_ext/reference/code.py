@@ -1,4 +1,4 @@
-"""What a model's forward runs: its classes, the settings of its modules, and what was put on them in memory."""
+"""What a model's forward runs: its classes, the settings of its modules, and functions that were put on them."""
 
 import hashlib
 import inspect
@@ -12,22 +12,22 @@ from typing import Any
 
 from torch import nn
 
-# Their versions are in the identity
+# Their versions are part of the identity
 _VERSIONED = {"torch", "transformers", "peft", "trl_ext", *sys.stdlib_module_names} - {"__main__"}
-# They put forwards and hooks of their own on modules, which compute the same
+# Their hooks and forwards on modules compute the same
 _ENGINES = {"accelerate", "deepspeed", "trl"}
-# Attributes of modules that are not about log-probs, besides those whose name begins with an underscore. A layer of
-# bitsandbytes sets the last one in its first forward
+# Attributes of modules that do not change log-probs, besides private ones. A layer of bitsandbytes sets the last one
+# in its first forward
 _NOT_IN_LOGITS = {"training", "gradient_checkpointing", "name_or_path", "compute_type_is_set"}
 
 
 def code_of(model: nn.Module) -> list[str]:
-    """The class of `model`, then each class of or below its modules that no version in the identity covers.
+    """The class of `model`, then each class of its modules and their bases that the versions do not cover.
 
-    The latter with a hash of their source file, or `"unknown"` where there is none.
+    The latter with a hash of their source file, or `"unknown"` if it cannot be read.
     """
     parts: set[Any] = {type(module) for module in model.modules()}
-    names = {name for part in parts for name in _edited(part)}
+    names = {name for part in parts for name in _unversioned(part)}
     return [f"{type(model).__module__}.{type(model).__qualname__}", *sorted(names)]
 
 
@@ -37,7 +37,7 @@ def without_source(model: nn.Module) -> str | None:
 
 
 @cache
-def _edited(part: Any) -> tuple[str, ...]:
+def _unversioned(part: Any) -> tuple[str, ...]:
     return tuple(
         f"{x.__module__}.{x.__qualname__} {_hash_of_source(x)}"
         for x in part.__mro__
@@ -54,10 +54,9 @@ def _hash_of_source(part: type) -> str:
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """What of `module` itself is neither a tensor nor a submodule, as far as it can be listed.
+    """The class of `module`, its attributes that are plain values, and the code of foreign functions on it.
 
-    Its class, its attributes that are plain values, and the code of foreign functions among its attributes and hooks:
-    methods that were replaced, for example.
+    Such functions are attributes and hooks: replaced methods, for example.
     """
     attributes = {
         name: value
@@ -65,25 +64,25 @@ def state_of(module: nn.Module) -> list[Any]:
         if not name.startswith("_") and name not in _NOT_IN_LOGITS and value is not None and _is_plain(value)
     }
     if isinstance(module, nn.modules.dropout._DropoutNd):
-        attributes.clear()  # a plan that stores has found it off
-    met: set[int] = set()
+        attributes.clear()  # log-probs are stored only if dropout is off
+    seen: set[int] = set()
     held = (*vars(module).values(), *module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    code = sorted({line for value in held for line in _foreign_code(value, met)})
+    code = sorted({line for value in held for line in _foreign_code(value, seen)})
     return [f"{type(module).__module__}.{type(module).__qualname__}", attributes, code]
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    # No strings: the name of a run would make each another reference
+    # No strings: the name of a run would make another reference of each
     return value is None or isinstance(value, bool | int | float)
 
 
-def _foreign_code(value: Any, met: set[int]) -> Iterator[str]:
-    """For each foreign function that `value` is or calls: a hash of its code, and the numbers it was made with."""
-    if id(value) in met:
+def _foreign_code(value: Any, seen: set[int]) -> Iterator[str]:
+    """For each foreign function that `value` is or calls: a hash of its code and its numbers."""
+    if id(value) in seen:
         return
-    met.add(id(value))
+    seen.add(id(value))
     parts: list[Any] = []
     own: list[str] = []
     if isinstance(value, MethodType):
@@ -96,10 +95,9 @@ def _foreign_code(value: Any, met: set[int]) -> Iterator[str]:
             own = [_hash_of_code(value.__code__)]
     elif callable(value) and not isinstance(value, nn.Module | type) and _is_foreign(type(value).__module__):
         kind: Any = type(value)
-        own = list(_edited(kind))
-    inner = [line for part in parts for line in _foreign_code(part, met)]
+        own = list(_unversioned(kind))
+    inner = [line for part in parts for line in _foreign_code(part, seen)]
     if own or (inner and isinstance(value, partial)):
-        # No strings: the name of a run would make each another reference
         yield "\n".join([*own, *(repr(part) for part in parts if isinstance(part, bool | int | float))])
     yield from inner
 
@@ -109,7 +107,6 @@ def _is_foreign(module: str) -> bool:
 
 
 def _cells(function: FunctionType) -> Iterator[Any]:
-    """What it closes over."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # empty, before the name is bound
             yield cell.cell_contents

@@ -1,7 +1,7 @@
-"""Keeps a reference model's weights in pinned host memory and brings them to the device layer by layer for a forward.
+"""Keeps a reference model's weights in pinned host memory, and copies them to the device layer by layer in a forward.
 
-Accelerate's `cpu_offload` is not used: it neither pins nor overlaps its copies, and it brings `lm_head` in for that
-module's own forward only, which a scoring forward never calls.
+Accelerate's `cpu_offload` does not serve: it neither pins memory nor overlaps copies, and it loads `lm_head` only for
+that module's own forward, which a scoring forward never calls.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,25 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ALIGNMENT = 256  # bytes: what a CUDA allocation of its own would have, and kernels are chosen by
+_ALIGNMENT = 256  # bytes: that of a CUDA allocation, by which kernels are chosen
 
 
 def host_reference(model: Any, device: torch.device) -> "HostedReference":
-    """
-    Keep the weights of `model` on the host from now on, and have each call of `model` bring them to `device`.
+    """Keep the weights of `model` on the host, and copy them to `device` in each call of `model`.
 
-    A call holds on the device what is not in a decoder layer (embeddings, last norm, head; tied weights once) and, of
-    the decoder layers, the one that computes and the one that comes next, whose copy runs meanwhile. After it, failed
-    or not, every parameter is its tensor on the host again, which nothing ever writes to. Buffers, which are small,
-    move to `device` for good. The parameters are frozen.
+    During a call the device holds everything outside the decoder layers (embeddings, last norm, head; tied weights
+    once), the layer that computes, and the next one, whose copy runs meanwhile. After a call, even a failed one, every
+    parameter is on the host again. Nothing writes to the host tensors. Buffers, which are small, move to `device` for
+    good. The parameters are frozen.
 
     Args:
         model (`PreTrainedModel`): whole on one device, not quantized, not wrapped.
-        device (`torch.device`): where `model` computes. A CUDA device copies on a stream of its own; on any other the
-            same happens in order.
-
-    Returns:
-        `HostedReference`: what holds the weights, attached to `model`.
+        device (`torch.device`): where `model` computes. A CUDA device copies on a separate stream.
 
     Raises:
         `ValueError`: the model is spread over devices or ranks, is quantized, or has no list of layers.
@@ -43,7 +38,7 @@ class HostedReference:
 
     Attributes:
         layer_bytes (`int`): of the largest decoder layer.
-        rest_bytes (`int`): of the weights that are on the device for the whole of a call.
+        rest_bytes (`int`): of the weights outside the layers.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
@@ -69,40 +64,36 @@ class HostedReference:
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, index=index: self._bring(index), prepend=True)
             layer.register_forward_hook(lambda *_, index=index: self._drop(index))
-        model.to = self._stay(model)
-
-    def _stay(self, model: Any) -> Any:
-        """`model.to` from now on: Accelerate's `prepare_model` moves every model to the device it computes on."""
 
         def to(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) != 1 or args[0] != self._device:
+            if kwargs or len(args) != 1 or args[0] != device:
                 raise RuntimeError(
-                    f"The reference model is kept on the host for {self._device} (`reference_device='cpu'`) and can "
-                    f"be neither moved nor cast, got `.to{args}`, {kwargs}. Cast it before the trainer is built."
+                    f"The reference model is kept on the host for {device} (`reference_device='cpu'`) and can be "
+                    f"neither moved nor cast, got `.to{args}`, {kwargs}. Cast it before the trainer is built."
                 )
             return model
 
-        return to
+        model.to = to  # Accelerate's `prepare_model` moves every model to the device
 
     def _enter(self) -> None:
-        self._leave()  # a call that an interrupt ended had no time to
+        self._leave()  # an interrupt may have ended the last call
         self._rest_on_device = torch.empty(self._rest.size, dtype=torch.uint8, device=self._device)
         self._places = [_Place(torch.empty(self.layer_bytes, dtype=torch.uint8, device=self._device)) for _ in range(2)]
-        # The memory of the places may have been another tensor's, in kernels that still run
+        # Kernels that still run may use this memory for other tensors
         self._streams.copies_wait(self._streams.computed())
         self._rest_on_device.copy_(self._rest.host, non_blocking=True)
         self._rest.point_at(self._rest_on_device)
         self._fetch(0)
 
     def _leave(self) -> None:
-        # A copy that nobody waited for, of a layer that was not called, may still write to its place
+        # The copy of a layer that was not called may still run
         self._streams.compute_waits(self._streams.copied())
         for group in (self._rest, *self._layers):
             group.point_at(group.host)
         self._rest_on_device, self._places = None, []
 
     def _fetch(self, index: int) -> None:
-        """Start to copy layer `index` to its place, once the layer that was there has computed."""
+        """Start to copy layer `index` to its place, after the layer there has computed."""
         place, group = self._places[index % 2], self._layers[index]
         if place.layer == index:
             return
@@ -128,7 +119,7 @@ class HostedReference:
 
 
 class _Group:
-    """Parameters that travel together: one piece of host memory, which each of them is a part of."""
+    """Parameters that are copied together: views of one piece of host memory."""
 
     def __init__(self, params: Iterable[nn.Parameter], pinned: bool) -> None:
         self._params = list(params)
@@ -148,14 +139,14 @@ class _Group:
             yield memory[start : start + nbytes].view(dtype).view(shape)
 
     def point_at(self, memory: Tensor) -> None:
-        """Make the parameters parts of `memory`, which holds the group's bytes."""
+        """Make the parameters views of `memory`, which holds the group's bytes."""
         for param, part in zip(self._params, self._parts(memory), strict=True):
             param.data = part
 
 
 @dataclass
 class _Place:
-    """Device memory for one layer: which one is there, when it has arrived, and when the last one had computed."""
+    """Device memory for one layer, with events: its copy is done, the last layer there has computed."""
 
     memory: Tensor
     layer: int | None = None
@@ -164,31 +155,31 @@ class _Place:
 
 
 class _Streams:
-    """The order of copies and compute: by events between two streams on CUDA; elsewhere all is in order already."""
+    """Orders copies and compute: two CUDA streams that wait for each other's events; elsewhere it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Copies within run on the stream for copies."""
+        """Within, copies run on their own stream."""
         return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
 
     def computed(self) -> Any:
-        """The end of what was asked of the compute stream up to now."""
+        """An event after what the compute stream has to do now."""
         return None if self._copies is None else torch.cuda.current_stream(self._device).record_event()
 
     def copied(self) -> Any:
-        """The end of the copies asked for up to now."""
+        """An event after the copies so far."""
         return None if self._copies is None else self._copies.record_event()
 
     def copies_wait(self, event: Any) -> None:
-        """Copies asked for from now on start after `event`."""
+        """Later copies start after `event`."""
         if self._copies is not None and event is not None:
             self._copies.wait_event(event)
 
     def compute_waits(self, event: Any) -> None:
-        """What is asked of the compute stream from now on starts after `event`."""
+        """Later computation starts after `event`."""
         if self._copies is not None and event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
@@ -201,13 +192,13 @@ def _decoder_layers(model: nn.Module) -> list[nn.Module]:
             f"`reference_device='cpu'` brings a model in layer by layer, and {type(model).__name__} has no "
             "`nn.ModuleList` of layers. Leave `reference_device` unset."
         )
-    # The first of equals: a list of layers comes before a list inside its only layer
+    # The first of equals: the list of layers, not a list inside its only layer
     largest = max(lists, key=lambda layers: sum(param.nbytes for param in layers.parameters()))
     return list(dict.fromkeys(largest))
 
 
 def _outside(model: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Parameter]:
-    """The parameters of modules that are in no layer."""
+    """The parameters of modules outside the layers."""
     within = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in within:
@@ -215,13 +206,12 @@ def _outside(model: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Parameter
 
 
 def _refuse(model: Any) -> None:
-    unless = "Leave `reference_device` unset"
     if getattr(model, "is_quantized", False):
         raise ValueError(
-            f"`reference_device='cpu'` does not keep a quantized reference model on the host. {unless}, or load it "
-            "without quantization."
+            "`reference_device='cpu'` does not keep a quantized reference model on the host. Leave `reference_device` "
+            "unset, or load it without quantization."
         )
-    # TRL and transformers spread a model that is loaded with `device_map="auto"` over the devices they see
+    # From `device_map="auto"`
     if len(getattr(model, "hf_device_map", None) or {}) > 1:
         raise ValueError(
             f"`reference_device='cpu'` needs a reference model that was loaded whole, got the `device_map` "
@@ -231,5 +221,6 @@ def _refuse(model: Any) -> None:
         if type(param) is not nn.Parameter or param.is_meta:
             raise ValueError(
                 f"`reference_device='cpu'` needs plain weights, got {type(param).__name__} on {param.device} for "
-                f"{name}. {unless}: a reference model that is sharded over ranks is spread already."
+                f"{name}. Leave `reference_device` unset: a reference model that is sharded over ranks is spread "
+                "already."
             )

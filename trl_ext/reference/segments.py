@@ -1,4 +1,4 @@
-"""One file of the store on disk: written whole or not at all, and no value that has changed since is used."""
+"""One file of the store on disk: written whole or not at all, and checked when it is read."""
 
 import contextlib
 import hashlib
@@ -23,29 +23,27 @@ KEY_BYTES, CHECK_BYTES = 16, 8
 _FORMAT = "trl_ext reference log-probs, version 2"
 _SUFFIX = ".safetensors"
 _UNFINISHED = ".unfinished"
-_ABANDONED_AFTER = 3600.0  # seconds: no write takes so long, so its process has died
-_OPEN_FILES = 256  # of a process
+_ABANDONED_AFTER = 3600.0  # seconds: no write takes so long
+_OPEN_FILES = 256  # per process
 
 
 class Segment:
     """The entries of one file. Keys are in memory; values stay on disk, and are checked each time they are read.
 
-    The file stays open, as far as files may, so that entries outlive its name.
+    Up to `_OPEN_FILES` files stay open, so their entries can be read after they are deleted.
 
     Args:
-        path (`Path`): of the file.
         keys (`bytes`): of 16 bytes each.
         checks (`bytes`): of 8 bytes each, a checksum of key and values.
         bounds (`ndarray` of shape `(N + 1,)`): entry i is `values[bounds[i]:bounds[i + 1]]`.
-        offset (`int`): where the values begin in the file.
+        offset (`int`): of the values in the file, in bytes.
     """
 
     _open = 0
 
     def __init__(self, path: Path, keys: bytes, checks: bytes, bounds: NDArray[np.int64], offset: int) -> None:
-        self.path, self._offset = path, offset
-        self._keys, self._checks = keys, checks
-        self._bounds: Any = memoryview(bounds.data)  # gives Python's integers, which is faster than numpy's own
+        self.path, self._offset, self._keys, self._checks = path, offset, keys, checks
+        self._bounds: Any = memoryview(bounds.data)  # indexing gives Python integers, faster than numpy's
         self._damaged = False
         self._file: int | None = None
         if Segment._open < _OPEN_FILES:
@@ -63,7 +61,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Bytes of the file, but for its header."""
+        """Bytes of the file without its header."""
         return len(self._keys) + len(self._checks) + self._bounds.nbytes + 4 * self._bounds[-1]
 
     @property
@@ -72,7 +70,7 @@ class Segment:
         return np.frombuffer(self._keys, f"V{KEY_BYTES}").tolist()  # type: ignore[no-any-return]
 
     def entry(self, i: int) -> NDArray[np.float32] | None:
-        """The log-probs of entry `i`, or None if they are not what was written.
+        """The log-probs of entry `i`, or None if its checksum is wrong.
 
         Raises:
             `OSError`: the file is gone.
@@ -90,11 +88,8 @@ class Segment:
     def _read(self, count: int, offset: int) -> bytes:
         if self._file is not None:
             return os.pread(self._file, count, offset)
-        file = os.open(self.path, os.O_RDONLY)
-        try:
-            return os.pread(file, count, offset)
-        finally:
-            os.close(file)
+        with self.path.open("rb") as file:
+            return os.pread(file.fileno(), count, offset)
 
 
 def segment_files(folder: Path) -> list[Path]:
@@ -103,11 +98,7 @@ def segment_files(folder: Path) -> list[Path]:
 
 
 def write_segment(folder: Path, identity: str, entries: Entries) -> Path:
-    """Write `entries` to a new file of `folder` that no other process writes, and return its path.
-
-    Raises:
-        `OSError`: the file could not be written; then none is there.
-    """
+    """Write `entries` to a new file of `folder`, with a name of its own, and return its path; see [`write_file`]."""
     values = [np.ascontiguousarray(x, np.float32) for x in entries.values()]
     checks = b"".join(_check(key, x.data) for key, x in zip(entries, values, strict=True))
     arrays: dict[str, NDArray[Any]] = {
@@ -121,10 +112,10 @@ def write_segment(folder: Path, identity: str, entries: Entries) -> Path:
 
 
 def write_file(path: Path, content: bytes) -> Path:
-    """Write a file that has its name only when all of its bytes are on the disk, and return its path.
+    """Write a file and return its path. It gets its name when all of its bytes are on disk.
 
     Raises:
-        `OSError`: it could not be written; then nothing is there.
+        `OSError`: it could not be written. Nothing is left behind.
     """
     unfinished = path.with_name(f"{uuid.uuid4().hex}{_UNFINISHED}")
     try:
@@ -141,10 +132,10 @@ def write_file(path: Path, content: bytes) -> Path:
 
 
 def read_segment(path: Path, identity: str) -> Segment | None:
-    """The file's entries, or None, with a warning, if its index is damaged or it is of another reference.
+    """The file's entries; None, with a warning, if its index is damaged or it is another reference's.
 
     Raises:
-        `FileNotFoundError`: the file is gone, merged into another one.
+        `FileNotFoundError`: another process has merged it into a new one.
     """
     try:
         metadata, arrays = read_file(path, ("keys", "checks", "bounds"))
@@ -163,13 +154,13 @@ def read_segment(path: Path, identity: str) -> Segment | None:
 
 
 def read_file(path: Path, names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Metadata of a safetensors file, and the arrays called `names`."""
+    """Metadata and the named arrays of a safetensors file."""
     with safe_open(path, framework="np") as file:
         return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
 
 
 def digest_of(identity: str, arrays: dict[str, NDArray[Any]]) -> str:
-    """SHA-256 of `identity` and of the bytes of `arrays`, in their order."""
+    """SHA-256 of `identity` and the bytes of `arrays`, in order."""
     digest = hashlib.sha256(identity.encode())
     for array in arrays.values():
         digest.update(np.ascontiguousarray(array).data)
@@ -177,13 +168,11 @@ def digest_of(identity: str, arrays: dict[str, NDArray[Any]]) -> str:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Delete what processes that died while writing have left."""
+    """Delete the unfinished files of processes that died."""
     for path in folder.glob(f"*{_UNFINISHED}"):
-        try:
+        with contextlib.suppress(OSError):  # another process was first, or owns it
             if time.time() - path.stat().st_mtime > _ABANDONED_AFTER:
                 path.unlink()
-        except OSError:
-            pass  # another process was first, or may not be touched
 
 
 def ignored(path: Path, why: object) -> None:
@@ -204,10 +193,8 @@ def _offset_of_values(path: Path) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name durable, where the file system can; without it a power cut costs the file, not its truth."""
-    with contextlib.suppress(OSError):
+    """Make the new name durable, if the file system can. Otherwise a power cut may lose the file."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        opened.callback(os.close, descriptor)
+        os.fsync(descriptor)

@@ -1,7 +1,9 @@
-"""The sequences of a batch: their keys, and reference log-probs that the data set has in columns."""
+"""The sequences of a batch: their keys, and the columns of a data set that bring reference log-probs."""
 
 import hashlib
 import math
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# The keys of a batch by which the store tells sequences apart. Another model input, such as pixel values, it cannot.
-_NEEDED = {"input_ids", "attention_mask", "completion_mask"}
-_OF_PAIRS = {"ref_chosen_logps", "ref_rejected_logps", "chosen_reward", "rejected_reward"}
+COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+
+# The entries of a batch by which the store tells sequences apart: no other model input, such as pixel values
+NEEDED = ("input_ids", "attention_mask", "completion_mask")
+_OF_PAIRS = {*COLUMNS, "chosen_reward", "rejected_reward"}
+
+_WHAT_TO_DO = (
+    "Fill it with the sum of the reference's log-probs over the completion, or remove both columns to have the "
+    "reference run."
+)
 
 
 class Sequences:
@@ -19,33 +28,31 @@ class Sequences:
 
     Args:
         batch (`dict[str, Tensor]`):
-            What TRL's collator gives: `input_ids`, `attention_mask` and `completion_mask` of shape `(2B, S)`.
+            From TRL's collator: `input_ids`, `attention_mask` and `completion_mask` of shape `(2B, S)`.
         identity (`str`): of the reference, a part of each key.
 
     Attributes:
         keys (`list[bytes]`, *optional*):
-            16 bytes a row, from its token ids and masks up to its last token. `None` where the batch has other model
-            inputs, so that its rows cannot be told apart.
+            16 bytes a row, from its token ids and masks up to its last token. `None` if the batch has other model
+            inputs, because then its rows cannot be told apart.
     """
 
     def __init__(self, batch: dict[str, Any], identity: str) -> None:
         self.batch = batch
         self.keys: list[bytes] | None = None
         self.shape: tuple[int, int] = tuple(batch["input_ids"].shape)
-        if not _NEEDED <= batch.keys() <= _NEEDED | _OF_PAIRS or batch["attention_mask"].shape != self.shape:
+        if not {*NEEDED} <= batch.keys() <= {*NEEDED, *_OF_PAIRS} or batch["attention_mask"].shape != self.shape:
             return
-        ids, attended, labelled = (
-            batch[name].cpu().numpy() for name in ("input_ids", "attention_mask", "completion_mask")
-        )
+        ids, attended, labelled = (batch[name].cpu().numpy() for name in NEEDED)
         self._labelled = labelled[:, 1:] != 0
         columns = np.arange(1, self.shape[1] + 1)
-        # Padding on the right alone is left out: on the left it shifts the positions
+        # Only padding on the right is left out: padding on the left shifts the positions
         self._lengths = np.where((attended != 0) | (labelled != 0), columns, 0).max(axis=1, initial=1)
         marks = (attended != 0) + 2 * (labelled != 0)
         self.keys = [_key(identity, ids[row, :length], marks[row, :length]) for row, length in enumerate(self._lengths)]
 
     def length(self, row: int) -> int:
-        """Tokens of the row up to its last one, padding before it among them."""
+        """Tokens of the row up to its last one, padding before it included."""
         return int(self._lengths[row])
 
     def labels_in(self, row: int) -> int:
@@ -56,21 +63,11 @@ class Sequences:
         """The row with the fewest tokens."""
         return int(self._lengths.argmin())
 
-    def fed(self, rows: list[int]) -> dict[str, Any]:
-        """The batch of these rows alone, as wide as the longest of them; all rows are the batch as it was given."""
-        if self.keys is None or len(rows) == self.shape[0]:
-            return self.batch
-        return self.part(rows)
-
-    def part(self, rows: list[int]) -> dict[str, Tensor]:
+    def subset(self, rows: list[int]) -> dict[str, Tensor]:
         """Token ids and masks of these rows alone, as wide as the longest of them."""
         width = int(self._lengths[rows].max())
         index = torch.as_tensor(rows, device=self.batch["input_ids"].device)
-        return {name: self.batch[name][index, :width] for name in _NEEDED}
-
-    def size(self, rows: list[int]) -> int:
-        """Tokens in `fed(rows)`, padding among them."""
-        return int(self.fed(rows)["input_ids"].numel())
+        return {name: self.batch[name][index, :width] for name in NEEDED}
 
     def values_of(self, row: int, log_probs: Tensor) -> NDArray[np.float32]:
         """The entry of a row: its log-probs, of shape `(S - 1,)` or less, at the labelled positions."""
@@ -84,7 +81,7 @@ class Sequences:
             `RuntimeError`: a row has no values.
         """
         rows, width = self.shape
-        missing = [row for row in range(rows) if row not in values]
+        missing = sorted({*range(rows)} - values.keys())
         if missing:
             raise RuntimeError(
                 f"Rows {missing} of a batch have no reference log-probs: they were not in the store, and no pass has "
@@ -104,14 +101,6 @@ def _key(identity: str, ids: NDArray[Any], marks: NDArray[Any]) -> bytes:
     return digest.digest()
 
 
-COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
-
-_WHAT_TO_DO = (
-    "Fill it with the sum of the reference's log-probs over the completion, or remove both columns to have the "
-    "reference run."
-)
-
-
 def have_columns(names: Any, where: str) -> bool:
     """Whether both columns are among `names`.
 
@@ -120,7 +109,7 @@ def have_columns(names: Any, where: str) -> bool:
     """
     there = [column for column in COLUMNS if column in names]
     if len(there) == 1:
-        missing = next(column for column in COLUMNS if column not in there)
+        (missing,) = {*COLUMNS} - {*there}
         raise ValueError(
             f"{where} has the column `{there[0]}` but not `{missing}`. Reference log-probs are needed for both: add "
             "the other column, or remove this one to have the reference run."
@@ -136,34 +125,28 @@ def check_column_values(dataset: Any, where: str) -> None:
 
 
 def check_batch(batch: dict[str, Any]) -> None:
-    """Raise `ValueError` if a value that was collated is not finite."""
+    """Raise `ValueError` if a value of a collated batch is not finite."""
     for column in COLUMNS:
         if not torch.isfinite(batch[column]).all():
             raise ValueError(f"A batch has a value in `{column}` that is not finite: {batch[column]}. {_WHAT_TO_DO}")
 
 
 class CheckedCollator:
-    """A data collator for rows that come one by one, which says what is wrong with a row that has no reference value.
-
-    Args:
-        collator (`Any`): the trainer's own, which would fail on such a row without a word about it.
-    """
+    """The trainer's data collator, which first checks the columns of rows that come one by one."""
 
     def __init__(self, collator: Any) -> None:
         self.collator = collator
 
     def __call__(self, examples: list[dict[str, Any]]) -> Any:
-        if any(column in examples[0] for column in COLUMNS):
-            for example in examples:
-                for column in COLUMNS:
-                    _check(example.get(column), "a row of a streaming data set", column)
+        if not set(COLUMNS).isdisjoint(examples[0]):
+            for example, column in product(examples, COLUMNS):
+                _check(example.get(column), "a row of a streaming data set", column)
         return self.collator(examples)
 
 
 def _check(value: Any, where: str, column: str) -> None:
-    try:
+    finite = False
+    with suppress(TypeError):
         finite = math.isfinite(value)
-    except TypeError:
-        finite = False
     if not finite:
         raise ValueError(f"`{column}` of {where} is {value!r}, which is not a finite number. {_WHAT_TO_DO}")

@@ -1,9 +1,10 @@
-"""The store of per-token reference log-probs, one entry a sequence: in memory, or on disk for later runs."""
+"""The store of per-token reference log-probs, one entry per sequence: in memory, or on disk for later runs."""
 
 import logging
 import math
 import time
 from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,12 @@ from .sequences import Sequences
 
 logger = logging.getLogger("trl_ext")
 
-# So many files of about the same size become one, up to so many bytes: an entry is written log n times at most
+# Files of about the same size that are merged, and the bytes of the result: an entry is written log n times at most
 _MERGED, _LARGEST = 8, 128 * 2**20
 
 
 class MemoryStore:
-    """Entries that end with the process."""
+    """Entries that last as long as the process."""
 
     def __init__(self) -> None:
         self._held: Entries = {}
@@ -29,8 +30,8 @@ class MemoryStore:
         """The log-probs at the labelled positions of the sequence with this key, or None."""
         return self._held.get(key)
 
-    def of(self, sequences: Sequences) -> dict[int, NDArray[np.float32]]:
-        """The log-probs of those rows of a batch that are here."""
+    def find(self, sequences: Sequences) -> dict[int, NDArray[np.float32]]:
+        """The log-probs of those rows of a batch that are stored."""
         found = {}
         for row, key in enumerate(sequences.keys or []):
             values = self.get(key)
@@ -39,7 +40,7 @@ class MemoryStore:
         return found
 
     def add(self, entries: Entries) -> None:
-        """Keep `entries`; a key that is there already keeps its value."""
+        """Keep `entries`; a key that is stored already keeps its value."""
         for key, values in entries.items():
             if self.get(key) is None:
                 self._held[key] = values
@@ -49,22 +50,21 @@ class MemoryStore:
         self.add(other._held)
 
     def flush(self) -> None:
-        """Make what was added last beyond the process."""
+        """Write what was added to disk, if there is one."""
 
 
 class DiskStore(MemoryStore):
-    """Entries in the files of a folder, which any number of processes and runs may fill at once.
+    """Entries in the files of a folder, which several processes and runs may fill at once.
 
-    What was added is held in memory until it is on disk: written by this process, or, where `writes` is False, found in
-    a file that another rank wrote. A full or read-only disk costs later runs their hits, never this run its values.
+    An entry is in memory until it is on disk: this process writes it or, without `writes`, finds it in another rank's
+    file. If the disk is full or read-only, later runs lack the entries, but this run does not.
 
     Args:
         folder (`Path`): of this reference alone; made if missing.
         identity (`str`): of the reference; files of another are ignored.
         writes (`bool`): whether this process writes. One of the ranks that share a file system is enough.
-        canary (`Canary`, *optional*): written beside the entries, before any of them, if none is there.
-        flush_bytes (`int`): bytes added after which to write without being asked.
-        flush_seconds (`float`): seconds after which to write without being asked.
+        canary (`Canary`, *optional*): written before any entries, if the folder has none.
+        flush_bytes (`int`), flush_seconds (`float`): flush after so many added bytes, or after so long.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DiskStore(MemoryStore):
         self._bytes, self._flushed_at = 0, time.monotonic()
         self._merges = writes
         self._seen: set[str] = set()
-        # The entries of all files have numbers in a row: `_places` of a key, `_starts` of a file
+        # The entries of all files are numbered on: `_places` has the number of a key, `_starts` of a file's first
         self._files: list[Segment | None] = []
         self._starts: list[int] = []
         self._entries = 0
@@ -96,8 +96,8 @@ class DiskStore(MemoryStore):
                 if canary is not None:
                     canary.write(folder)
         except OSError as error:
-            self._go_on_in_memory(error)
-        self._adopt()
+            self._stop_writing(error)
+        self._scan_folder()
         self._merge()
 
     def get(self, key: bytes) -> NDArray[np.float32] | None:
@@ -111,15 +111,14 @@ class DiskStore(MemoryStore):
             if values is not None:
                 return values
             del self._places[key]
-            self._adopt()  # the file was damaged, or another process has merged it into a new one
+            self._scan_folder()  # the file is damaged, or another process merged it into a new one
         return super().get(key)
 
     def add(self, entries: Entries) -> None:
         super().add(entries)
         self._bytes += sum(values.nbytes for values in entries.values())
-        if self._held and (
-            self._bytes >= self._flush_bytes or time.monotonic() - self._flushed_at >= self._flush_seconds
-        ):
+        due = self._bytes >= self._flush_bytes or time.monotonic() - self._flushed_at >= self._flush_seconds
+        if self._held and due:
             self.flush()
 
     def flush(self) -> None:
@@ -127,19 +126,19 @@ class DiskStore(MemoryStore):
             try:
                 write_segment(self.folder, self._identity, self._held)
             except OSError as error:
-                self._go_on_in_memory(error)
-        self._adopt()
+                self._stop_writing(error)
+        self._scan_folder()
         self._merge()
         self._bytes, self._flushed_at = 0, time.monotonic()
 
-    def _adopt(self) -> None:
-        """Take in the files that have appeared, also those of other ranks and runs, and forget those that have gone."""
+    def _scan_folder(self) -> None:
+        """Open files that are new, also those of other ranks and runs, and forget those that are gone."""
         try:
             files = segment_files(self.folder)
         except OSError:
             return
         there = {path.name for path in files}
-        merged = False  # since the folder was read
+        merged = False  # since the folder was listed
         for path in files:
             if path.name in self._seen:
                 continue
@@ -149,7 +148,7 @@ class DiskStore(MemoryStore):
             except FileNotFoundError:
                 merged, segment = True, None
             if segment is not None:
-                # Newer ones come later: what was damaged was written again
+                # Newer files come later: they replace damaged entries
                 self._places.update(zip(segment.keys, range(self._entries, self._entries + len(segment)), strict=False))
                 self._files.append(segment)
                 self._starts.append(self._entries)
@@ -159,15 +158,15 @@ class DiskStore(MemoryStore):
                 self._files[number] = None
         self._held = {key: values for key, values in self._held.items() if key not in self._places}
         if merged:
-            self._adopt()
+            self._scan_folder()
 
     def _reads(self, number: int, segment: Segment) -> bool:
-        """Whether there is an entry that only this file has."""
+        """Whether this file is the place of an entry."""
         first = self._starts[number]
         return any(first <= self._places.get(key, -1) < first + len(segment) for key in segment.keys)
 
     def _merge(self) -> None:
-        """Make one file of several small ones, which go when it is durable: killed at any moment, nothing is lost."""
+        """Make one file of several small ones, which are deleted only once it is on disk."""
         while self._merges and (segments := _to_merge([x for x in self._files if x is not None])):
             try:
                 entries: Entries = {}
@@ -178,14 +177,14 @@ class DiskStore(MemoryStore):
                 for segment in segments:
                     segment.path.unlink(missing_ok=True)
             except FileNotFoundError:
-                return self._adopt()  # another process was first
+                return self._scan_folder()  # another process was first
             except OSError:
-                self._merges = False  # a full disk, or files of another user: they are as good as one
-                return self._adopt()
+                self._merges = False  # a full disk, or files of another user: they serve unmerged
+                return self._scan_folder()
             self._files = [None if segment in segments else segment for segment in self._files]
-            self._adopt()
+            self._scan_folder()
 
-    def _go_on_in_memory(self, error: OSError) -> None:
+    def _stop_writing(self, error: OSError) -> None:
         self._writes = self._merges = False
         logger.warning(
             "Reference log-probs cannot be written to %s (%s), so they are kept in memory and later runs will not find "
@@ -200,13 +199,9 @@ def _to_merge(segments: list[Segment]) -> list[Segment]:
     tiers: dict[int, list[Segment]] = {}
     for segment in segments:
         tiers.setdefault(int(math.log(segment.size, _MERGED)), []).append(segment)
-    for tier in sorted(tiers):
-        chosen, size = [], 0
-        for segment in tiers[tier]:
-            size += segment.size
-            if size > _LARGEST:
-                break
-            chosen.append(segment)
+    for _, tier in sorted(tiers.items()):
+        sizes = accumulate(segment.size for segment in tier)
+        chosen = [segment for segment, size in zip(tier, sizes, strict=True) if size <= _LARGEST]
         if len(chosen) >= _MERGED:
             return chosen
     return []

@@ -1,4 +1,4 @@
-"""Reference log-probs of a batch from the store, and from one reference pass for the rows that are not in it yet."""
+"""Reference log-probs of a batch: from the store, and from one reference pass for the rows that it lacks."""
 
 import logging
 import random
@@ -16,34 +16,30 @@ from .canary import FILE, Canary, Tolerance
 from .sequences import Sequences
 from .store import DiskStore, MemoryStore
 
-_MOST = 8  # that are looked at, the newest first
+logger = logging.getLogger("trl_ext")
+
+_MOST_FOLDERS = 8  # checked, the newest first
+
+ReferencePass = Callable[[dict[str, Any]], Tensor]
 
 
 @dataclass(frozen=True)
 class Variants:
     """The folders of one reference.
 
-    A model can be changed in memory in ways that its identity does not show. So a folder is only used by a run whose
-    reference gives the log-probs of the canary in it.
-
-    Args:
-        root (`Path`): where all references have their folders.
-        identity (`str`): of the reference.
-        open (`Callable`): name and canary of a folder -> its store. Every rank calls it.
-        tolerance (`Tolerance`): how far the reference may be from a canary.
-        padded (`Callable`): within `padded()`, the reference is fed padded batches.
-        is_main (`bool`): whether this is the rank that decides for all.
+    Its identity does not show every change of a model in memory, so a run uses a folder only if its reference gives the
+    log-probs of the folder's canary.
     """
 
-    root: Path
+    root: Path  # of all references' folders
     identity: str
-    open: Callable[[str, Canary], DiskStore]
+    open: Callable[[str, Canary], DiskStore]  # folder name, canary -> its store; every rank calls it
     tolerance: Tolerance
-    padded: Callable[[], AbstractContextManager[None]]
-    is_main: bool
+    padded: Callable[[], AbstractContextManager[None]]  # within, the reference runs on padded batches
+    is_main: bool  # the first rank, which decides for all
 
     def known(self) -> list[tuple[str, Canary]]:
-        """Name and canary of each folder of the reference, on the main process."""
+        """Name and canary of each folder of the reference, on the first rank."""
         if not self.is_main:
             return []
         written: list[tuple[float, Path]] = []
@@ -51,60 +47,40 @@ class Variants:
             for path in self.root.glob(f"{self.identity}-*/{FILE}"):
                 with suppress(OSError):  # deleted since
                     written.append((path.stat().st_mtime, path.parent))
-        newest = [folder for _, folder in sorted(written, reverse=True)[:_MOST]]
+        newest = [folder for _, folder in sorted(written, reverse=True)[:_MOST_FOLDERS]]
         canaries = ((folder.name, Canary.read(folder, self.identity)) for folder in newest)
         return [(name, canary) for name, canary in canaries if canary is not None]
 
-    def begin(self, canary: Canary) -> DiskStore:
-        """A store that is not there yet."""
-        return self.open(f"{self.identity}-{canary.digest[:16]}", canary)
 
+class BatchLogProbs(NamedTuple):
+    """Reference log-probs of one batch, and what they cost. Tokens are of all ranks, padding included."""
 
-logger = logging.getLogger("trl_ext")
-
-Pass = Callable[[dict[str, Any]], Tensor]
-
-
-class Answer(NamedTuple):
-    """Reference log-probs of one batch.
-
-    Args:
-        log_probs (`Tensor` of shape `(2B, S - 1)`): fp32; 0 where a position is not labelled or was not asked for.
-        passes (`int`): reference passes that ran, checks of a canary among them; the same on every rank.
-        tokens (`int`): tokens that were fed to them, padding among them, over all ranks.
-        tokens_of_batch (`int`): tokens of the batch, padding among them, over all ranks.
-    """
-
-    log_probs: Tensor
-    passes: int
-    tokens: int
+    log_probs: Tensor  # fp32 `(2B, S - 1)`; 0 where a position is not labelled or not wanted
+    passes: int  # that ran, checks of a canary included; the same on every rank
+    tokens: int  # of these passes
     tokens_of_batch: int
 
 
 class StoredReference:
-    """One store, filled as batches are asked for.
+    """One store, which batches fill.
 
-    Rows change rank from epoch to epoch, so every rank keeps every entry; and a pass of a sharded model needs all
-    ranks, so one pass runs on each of them if any misses a row. One exchange of four integers a batch settles that,
-    whatever the ranks' stores hold.
+    Rows change rank from epoch to epoch, so every rank keeps every entry. A sharded model's pass needs all ranks, so if
+    any rank lacks a row, each runs one pass. One exchange of four integers a batch settles that.
 
     Args:
-        store (`MemoryStore`): where entries are kept, or, with `variants`, until one of these is open.
+        store (`MemoryStore`): keeps entries; with `variants`, until one of these is open.
         identity (`str`): of the reference, a part of each key.
         gather_counts (`Callable`): a list of integers -> such lists of all ranks.
         gather (`Callable`): an object -> those of all ranks.
         agreed (`Callable`):
             An object of this rank, such as the entries that it found for a batch -> that of the first of the ranks that
-            get the same batch and must feed the same rows.
+            get the same batch, whose passes must have the same rows.
         variants (`Variants`, *optional*):
-            The stores on disk. The first batch shows which of them it is: the one whose canary the reference agrees
-            with, as the first rank finds, or a new one.
-
-    Attributes:
-        canary (`Canary`, *optional*): of the store on disk that is open.
+            The stores on disk. The first batch decides among them: the one whose canary the reference agrees with, as
+            the first rank finds, or a new one.
     """
 
-    canary: Canary | None = None
+    canary: Canary | None = None  # of the open store on disk
 
     def __init__(
         self,
@@ -119,8 +95,8 @@ class StoredReference:
         self._gather_counts, self._gather, self._agreed = gather_counts, gather, agreed
         self._variants, self._searched = variants, False
 
-    def __call__(self, batch: dict[str, Any], reference_pass: Pass, wanted: bool = True) -> Answer:
-        """Reference log-probs of `batch`; every rank calls it, each with its own batch.
+    def __call__(self, batch: dict[str, Any], reference_pass: ReferencePass, wanted: bool = True) -> BatchLogProbs:
+        """Reference log-probs of `batch`. Every rank calls it, each with its own batch.
 
         Args:
             batch (`dict[str, Tensor]`): see [`Sequences`].
@@ -128,98 +104,98 @@ class StoredReference:
             wanted (`bool`): whether this rank needs them; another may.
         """
         sequences = Sequences(batch, self.identity)
-        rows, device = sequences.shape[0], batch["input_ids"].device
+        rows, width = sequences.shape
         checks = self._search(sequences, reference_pass, wanted)
-        found = self._agreed(self.store.of(sequences)) if wanted else {}
+        found = self._agreed(self.store.find(sequences)) if wanted else {}
         missing = [row for row in range(rows) if row not in found] if wanted else []
-        fed = missing if missing or sequences.keys is None else [sequences.shortest()]
-        counts = self._gather_counts([len(missing), batch["input_ids"].numel(), sequences.size(fed), sum(checks)])
-        runs = any(count[0] for count in counts)
+        chosen = missing if missing or sequences.keys is None else [sequences.shortest()]
+        part = batch if sequences.keys is None or len(chosen) == rows else sequences.subset(chosen)
+        sizes = [batch["input_ids"].numel(), part["input_ids"].numel(), sum(checks)]
+        counts = self._gather_counts([len(missing), *sizes])
         tokens_of_batch, tokens, tokens_of_checks = (sum(count[i] for count in counts) for i in (1, 2, 3))
-        if not runs:
-            log_probs = self._in_place(sequences, found, device, wanted)
-            return Answer(log_probs, len(checks), tokens_of_checks, tokens_of_batch)
-        fresh = reference_pass(sequences.fed(fed))
-        scored = {}
-        if sequences.keys is not None:
-            scored = {row: sequences.values_of(row, fresh[i]) for i, row in enumerate(missing)}
-            fresh = self._in_place(sequences, found | scored, device, wanted)
-        # A reference that overflowed in this pass is not taken for one that always does
-        finite = {row: values for row, values in scored.items() if np.isfinite(values).all()}
-        for entries in self._gather({sequences.keys[row]: x for row, x in finite.items()} if sequences.keys else {}):
-            self.store.add(entries)
-        self._begin(sequences, finite)
-        return Answer(fresh.float(), 1 + len(checks), tokens + tokens_of_checks, tokens_of_batch)
+        log_probs = torch.zeros(rows, width - 1, device=batch["input_ids"].device)
+        fresh: dict[int, Any] = {}
+        runs = any(count[0] for count in counts)
+        if runs:
+            scored = reference_pass(part)
+            if sequences.keys is None:
+                log_probs = scored.float()
+            else:
+                fresh = {row: sequences.values_of(row, scored[i]) for i, row in enumerate(missing)}
+            self._add(sequences, fresh)
+        if wanted and sequences.keys is not None:
+            log_probs = sequences.filled(found | fresh, log_probs.device)
+        tokens = tokens_of_checks + (tokens if runs else 0)
+        return BatchLogProbs(log_probs, runs + len(checks), tokens, tokens_of_batch)
 
     def holds(self, batch: dict[str, Any]) -> bool:
-        """Whether no row of `batch` would have to be fed."""
+        """Whether the store has every row of `batch`."""
         sequences = Sequences(batch, self.identity)
-        return len(self._agreed(self.store.of(sequences))) == sequences.shape[0]
+        return len(self._agreed(self.store.find(sequences))) == sequences.shape[0]
 
-    def why_another(self, reference_pass: Pass, device: torch.device) -> str | None:
-        """How the reference shows that it is not the one whose values are on disk, or None. Every rank calls it."""
-        if self._variants is None or self.canary is None:
-            return None
-        return self._why_not(self.canary, self._variants, reference_pass, device)
+    def difference(self, reference_pass: ReferencePass, device: torch.device) -> str | None:
+        """How the reference differs from the one whose values are on disk, or None. Every rank calls it."""
+        return None if self.canary is None else self._difference(self.canary, reference_pass, device)
 
-    def _why_not(self, canary: Canary, variants: Variants, reference_pass: Pass, device: torch.device) -> str | None:
-        with variants.padded():
+    def _difference(self, canary: Canary, reference_pass: ReferencePass, device: torch.device) -> str | None:
+        assert self._variants is not None
+        with self._variants.padded():
             log_probs = reference_pass(canary.batch(device))
-        why: str | None = self._of_first(canary.why_another(log_probs, variants.tolerance))
-        return why
+        difference: str | None = self._of_first(canary.difference(log_probs, self._variants.tolerance))
+        return difference
 
-    def _search(self, sequences: Sequences, reference_pass: Pass, wanted: bool) -> list[int]:
-        """Before any value is read from disk: open the store that is this reference's, if it is there.
+    def _search(self, sequences: Sequences, reference_pass: ReferencePass, wanted: bool) -> list[int]:
+        """Open this reference's store, if there is one, before any value is read from disk.
 
         Returns:
-            `list[int]`: the tokens that this rank has fed in each of the passes that it took.
+            `list[int]`: the tokens of each pass that this took.
         """
         if self._variants is None or self._searched:
             return []
         if not any(count[0] for count in self._gather_counts([int(wanted and sequences.keys is not None)])):
             return []
         self._searched = True
-        fed, others = [], []
+        tokens, differences = [], []
         for name, canary in self._of_first(self._variants.known()):
-            fed.append(canary.tokens)
-            why = self._why_not(canary, self._variants, reference_pass, sequences.batch["input_ids"].device)
-            if why is None:
+            tokens.append(canary.tokens)
+            difference = self._difference(canary, reference_pass, sequences.batch["input_ids"].device)
+            if difference is None:
                 self.canary, self.store = canary, self._variants.open(name, canary)
-                return fed
-            others.append(why)
-        if others and self._variants.is_main:
+                return tokens
+            differences.append(difference)
+        if differences and self._variants.is_main:
             logger.warning(
                 "Stored reference log-probs are not used, because the reference gives others now: of a few that were "
                 "computed again, %s. Its weights, configuration and code are those of the run that stored them, so it "
                 "was changed in memory, or a library or the device computes differently. Every sequence is scored "
                 "again, and stored apart.",
-                others[0],
+                differences[0],
             )
-        return fed
+        return tokens
 
-    def _begin(self, sequences: Sequences, scored: dict[int, Any]) -> None:
-        """After a pass: open a new store on disk, if none was found and there is a row to know it by."""
+    def _add(self, sequences: Sequences, fresh: dict[int, Any]) -> None:
+        """Keep what a pass gave. Open a new store on disk if none was found and a row can be its canary."""
+        # One pass that overflows does not mean that every pass would
+        finite = {row: values for row, values in fresh.items() if np.isfinite(values).all()}
+        keys = sequences.keys or []
+        for entries in self._gather({keys[row]: values for row, values in finite.items()}):
+            self.store.add(entries)
         if self._variants is None or not self._searched or self.canary is not None:
             return
-        every = self._gather(Canary.of(self._variants.identity, sequences, scored))
-        self.canary = self._agreed(next((canary for canary in every if canary is not None), None))
+        canaries = self._gather(Canary.of(self._variants.identity, sequences, finite))
+        self.canary = self._agreed(next((canary for canary in canaries if canary is not None), None))
         if self.canary is not None:
-            held, self.store = self.store, self._variants.begin(self.canary)
+            name = f"{self._variants.identity}-{self.canary.digest[:16]}"
+            held, self.store = self.store, self._variants.open(name, self.canary)
             self.store.take(held)
 
     def _of_first(self, value: Any) -> Any:
         return self._agreed(self._gather(value)[0])
 
-    def _in_place(self, sequences: Sequences, values: dict[int, Any], device: torch.device, wanted: bool) -> Tensor:
-        if sequences.keys is None or not wanted:
-            rows, width = sequences.shape
-            return torch.zeros(rows, width - 1, device=device)
-        return sequences.filled(values, device)
-
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Within, random numbers may be drawn that training does not see."""
+    """Within, random draws do not change those of training."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

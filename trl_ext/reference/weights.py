@@ -3,8 +3,7 @@
 import enum
 import hashlib
 import json
-import uuid
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from importlib.metadata import version
@@ -20,25 +19,36 @@ from torch.distributed.tensor import DTensor
 from ..packing.support import draws_at_random
 from ..version import __version__
 from .code import code_of, state_of, without_source
+from .segments import write_file
 
 _WORKERS = 4
+_VERSIONS = ("torch", "transformers", "peft")
+
+# Where the model came from, and what only generation reads. All else may matter, so it counts.
+_NOT_IN_LOGITS = {"_name_or_path", "transformers_version", "use_cache"}
+_NOT_IN_ADAPTER = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
+
+# The names under which PEFT's wrappers hold the module that they wrap
+_OF_WRAPPERS = {"base_layer", "original_module", "token_adapter"}
+
+Gathered = Callable[[Tensor], AbstractContextManager[Any]]
 
 
 class ReferenceWeights:
-    """What of `model` a reference pass reads.
+    """The part of `model` that a reference pass reads.
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): before it is sharded.
         adapters (`tuple[str, ...]`):
-            For a `PeftModel` the adapters that are on in the reference pass, in PEFT's order; none where all are off.
+            The adapters of a `PeftModel` that are on in the reference pass, in PEFT's order; empty if all are off.
     """
 
     def __init__(self, model: nn.Module, adapters: tuple[str, ...] = ()) -> None:
         self.model: Any = model
         self.adapters = adapters
         self.base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        # Below a wrapper of a `PeftModel` only this child belongs to the base model. An adapter that transformers has
-        # put into a plain model is a part of it.
+        # Below a wrapper of a `PeftModel` only this child belongs to the base model. An adapter that transformers put
+        # into a plain model is part of that model.
         self._wrappers = {
             name: child
             for name, module in self.base.named_modules()
@@ -47,7 +57,7 @@ class ReferenceWeights:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Everything of the configuration of model and adapter that can change a logit."""
+        """The settings of model and adapter that can change a logit."""
         chosen = {
             "attention": getattr(self.base.config, "_attn_implementation", None),
             "experts": getattr(self.base.config, "_experts_implementation", None),
@@ -59,31 +69,23 @@ class ReferenceWeights:
         if layers and not isinstance(self.model, PeftModel):
             on = tuple(self.model.peft_config)
             chosen["layers"] = [(x.active_adapters, x.disable_adapters, x.merged_adapters) for x in layers]
-        # In PEFT's order: a module in `modules_to_save` is the first adapter's
+        # In order: PEFT runs the first adapter's copy of a module in `modules_to_save`
         chosen["adapters"] = [(name, adapter_settings(self.model.peft_config[name].to_dict())) for name in on]
-        # That of a layer can be set to another one than the configuration's
+        # A layer's scaling may differ from the configuration's
         scalings = [x.scaling for x in layers if isinstance(getattr(x, "scaling", None), dict)]
         chosen["scaling"] = [[scaling.get(name) for name in on] for scaling in scalings] if on else []
         return {"model": _without_origin(self.base.config.to_dict()), **chosen}
-
-    def trained(self, but: Container[int] = ()) -> str | None:
-        """Name of a tensor that training will change, or None; of those alone whose `id` is not among `but`."""
-        return next((name for name, param in self.trained_parameters() if id(param) not in but), None)
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and parameter of each tensor that training will change."""
         return ((name, p) for name, p in self.base.named_parameters() if p.requires_grad and self._reads(name))
 
     def shares_with(self, policy: nn.Module, trained: bool = True) -> str | None:
-        """Name of a tensor of ours in the memory of a parameter of `policy`, or None.
-
-        Args:
-            trained (`bool`): whether only what `policy` trains counts.
-        """
+        """Name of a tensor in the memory of a parameter of `policy`, or None; with `trained`, of a trained one."""
         theirs = {place for p in policy.parameters() if p.requires_grad or not trained for place in _places(p)}
         return next((name for name, p in self.base.named_parameters() if not theirs.isdisjoint(_places(p))), None)
 
-    def uncacheable(self) -> str | None:
+    def uncacheable_reason(self) -> str | None:
         """Why this reference cannot be told from another one, or None."""
         away = next((name for name, tensor in self._tensors() if tensor.is_meta), None)
         if away:
@@ -93,11 +95,10 @@ class ReferenceWeights:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of its parameters."""
         return {param.dtype for name, param in self.base.named_parameters() if self._reads(name)}
 
     def rope_of_batch(self) -> str | None:
-        """The kind of rotary positions that follow the longest sequence of a batch, or None."""
+        """The `rope_type`, if positions depend on the longest sequence of a batch, else None."""
         config = self.base.config.get_text_config()
         for name in ("rope_parameters", "rope_scaling"):
             given = vars(config).get(name) or {}
@@ -108,27 +109,27 @@ class ReferenceWeights:
         return None
 
     def dropout(self, in_training: bool = True) -> str | None:
-        """Name of a module whose dropout is on, in training mode or, without `in_training`, as it is now; or None."""
+        """Name of a module whose dropout is on, or None; without `in_training`, in the module's current mode."""
         for name, module in self.base.named_modules():
             if self._reads(name) and (in_training or module.training) and draws_at_random(module):
                 return name
         return None
 
-    def hash(self, gathered: Callable[[Tensor], AbstractContextManager[Any]], here: bool = True) -> str:
-        """Hash of all saved tensors, equal however they are sharded, for a base model with or without adapters on it.
+    def hash(self, gathered: Gathered, here: bool = True) -> str:
+        """Hash of all saved tensors, which depends neither on how they are sharded nor on adapters that are off.
 
-        Every rank must call it where tensors are sharded.
+        Every rank must call it if tensors are sharded.
 
         Args:
             gathered (`Callable`): within `gathered(parameter)`, a parameter that ZeRO-3 has partitioned is whole.
-            here (`bool`): whether this rank hashes; another only takes part in gathering.
+            here (`bool`): whether this rank hashes, or only takes part in gathering.
         """
         return _hash(list(self._tensors()), gathered, here)
 
-    def in_memory(self, gathered: Callable[[Tensor], AbstractContextManager[Any]], here: bool = True) -> dict[str, str]:
-        """Hashes of what no checkpoint and no configuration has: see [`hash`], which takes the same arguments.
+    def in_memory(self, gathered: Gathered, here: bool = True) -> dict[str, str]:
+        """Hashes of what neither checkpoints nor configurations have: buffers, and modules as by [`state_of`].
 
-        `buffers`: those that are not saved. `modules`: see [`state_of`].
+        The arguments are those of [`hash`].
         """
         named = self.base.named_modules() if here else ()
         states = {
@@ -150,23 +151,23 @@ class ReferenceWeights:
                     yield prefix + _without_wrappers(name), value
 
     def parameters_of_adapters(self) -> Iterator[nn.Parameter]:
-        """Each parameter of the adapters that are on, trained or not."""
+        """Each parameter of the adapters that are on, trained or frozen."""
         yield from (p for name, p in self.base.named_parameters() if self._beside_base(name) and self._reads(name))
         for encoder in self._encoders():
             yield from encoder.parameters()
 
     def _encoders(self) -> Iterator[nn.Module]:
-        """Of the adapters that are virtual tokens."""
+        """The prompt encoders of adapters that are virtual tokens."""
         encoders = getattr(self.model, "prompt_encoder", {})
         return (encoders[name] for name in self.adapters if name in encoders)
 
     def _reads(self, name: str) -> bool:
-        """Whether what is called `name` takes part in the reference pass: base, or an adapter that is on."""
+        """Whether the tensor or module `name` is part of the base or of an adapter that is on."""
         beside = self._beside_base(name)
         return not beside or not beside.isdisjoint(self.adapters)
 
     def _beside_base(self, name: str) -> set[str]:
-        """The segments of a name, from where it leaves the base model for what adapters put beside it."""
+        """The segments of a name below a wrapper's base model child, if it is not part of that child."""
         segments = name.split(".")
         for i in range(len(segments)):
             child = self._wrappers.get(".".join(segments[:i]))
@@ -175,20 +176,12 @@ class ReferenceWeights:
         return set()
 
 
-# Where the model came from, and what generation alone reads. Anything else may matter, so it counts.
-_NOT_IN_LOGITS = {"_name_or_path", "transformers_version", "use_cache"}
-_NOT_IN_ADAPTER = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
-
-# By which PEFT's wrappers call the module that was there before them
-_OF_WRAPPERS = {"base_layer", "original_module", "token_adapter"}
-
-
 def _without_wrappers(name: str) -> str:
     return ".".join(x for x in name.split(".") if x not in _OF_WRAPPERS)
 
 
 def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration, and those within it, without `_NOT_IN_LOGITS`."""
+    """The configuration and those in it, without `_NOT_IN_LOGITS`."""
     return {
         key: _without_origin(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -197,7 +190,7 @@ def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _places(param: Tensor) -> set[tuple[str, int]]:
-    """By which two parameters of the same memory are known."""
+    """Object and memory of a parameter: shared memory shows that two parameters are one."""
     places = {("object", id(param))}
     with suppress(RuntimeError, NotImplementedError):  # a tensor of several others has no memory of its own
         places.add(("memory", param.untyped_storage().data_ptr()))
@@ -205,7 +198,7 @@ def _places(param: Tensor) -> set[tuple[str, int]]:
 
 
 def adapter_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of an adapter, without where it came from."""
+    """The configuration of an adapter without its origin."""
     return {key: value for key, value in config.items() if key not in _NOT_IN_ADAPTER}
 
 
@@ -215,9 +208,7 @@ def _base_child(module: nn.Module) -> str | None:
     return next((name for name in ("token_adapter", "original_module") if name in module._modules), None)
 
 
-def _hash(
-    named: list[tuple[str, Tensor]], gathered: Callable[[Tensor], AbstractContextManager[Any]], here: bool
-) -> str:
+def _hash(named: list[tuple[str, Tensor]], gathered: Gathered, here: bool) -> str:
     """Hash of tensors and their names, in any order."""
     with ThreadPoolExecutor(_WORKERS) as pool:
         digests: dict[int, str | Future[str]] = {}
@@ -240,9 +231,9 @@ def _hash(
 def _digest(tensor: Tensor) -> str:
     """Hash of dtype, shape and bytes."""
     tensor = tensor.detach()
-    # SHA-256 is the fastest of its kind where the processor has instructions for it
+    # SHA-256 is the fastest on processors with instructions for it
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    if hasattr(tensor, "__tensor_flatten__"):  # torchao: several tensors in one
+    if hasattr(tensor, "__tensor_flatten__"):  # torchao: a tensor made of several
         inner, context = tensor.__tensor_flatten__()
         digest.update("".join([repr(context), *(_digest(getattr(tensor, name)) for name in inner)]).encode())
     elif tensor.is_meta:
@@ -251,23 +242,18 @@ def _digest(tensor: Tensor) -> str:
             'another one. Load the model before building the trainer, or set `reference_store="memory"`.'
         )
     else:
-        # As bytes, for dtypes that numpy does not know
+        # As bytes, because numpy lacks some dtypes
         digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-_VERSIONS = ("torch", "transformers", "peft")
 
 
 def identity_facts(
     weights_hash: str, config: dict[str, Any], in_memory: dict[str, str], **computed_with: Any
 ) -> dict[str, Any]:
-    """All that the reference's log-probs follow from, beside the sequence, as far as it can be listed.
+    """What determines the reference's log-probs of a sequence, as far as it can be listed.
 
     Args:
-        weights_hash (`str`): from `ReferenceWeights.hash`.
-        config (`dict`): from `ReferenceWeights.config`.
-        in_memory (`dict`): from `ReferenceWeights.in_memory`.
+        weights_hash (`str`), config (`dict`), in_memory (`dict`): from `ReferenceWeights`.
         computed_with (`Any`): head, mixed precision, device type, kernels.
     """
     versions = {**{name: version(name) for name in _VERSIONS}, "trl_ext": __version__}
@@ -286,18 +272,14 @@ def identity_of(facts: dict[str, Any]) -> str:
 
 
 def write_about(folder: Path, facts: dict[str, Any]) -> None:
-    """Say in `about.json`, for people, which reference the folder belongs to."""
-    unfinished = folder / f"{uuid.uuid4().hex}.unfinished"
-    try:
+    """Write `about.json`, which tells people what reference the folder belongs to. No program reads it."""
+    with suppress(OSError):
         if not (folder / "about.json").exists():
-            unfinished.write_text(_as_json(facts))
-            unfinished.rename(folder / "about.json")
-    except OSError:
-        pass  # nothing reads it
+            write_file(folder / "about.json", _as_json(facts).encode())
 
 
 def _as_json(facts: dict[str, Any]) -> str:
-    """The same text for equal facts, in whatever order they were collected."""
+    """The same text for equal facts in any order."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (set, frozenset)):

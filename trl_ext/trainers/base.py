@@ -38,8 +38,7 @@ from ..planning.plan import (
     check_packing_options,
     plan_packing,
 )
-from ..reference.adapter_choice import AdapterChoice
-from ..reference.adapters import trained_beside
+from ..reference.adapters import AdapterChoice, trained_beside
 from ..scoring.checks import watch_token_ids
 from ..scoring.scorer import Scorer
 from .callbacks import Lifecycle, MovesReference
@@ -247,7 +246,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                     "`is_trainable=True`, or name it in `policy_adapter_name`."
                 )
             raise ValueError(f"Nothing of the model is trained: no parameter has `requires_grad`. {hint}")
-        self.reference_weights.keep_what_is_trained()
+        self.reference_weights.copy_trained()
         self._plan = self._make_plan()
         if self.accelerator.is_main_process:
             plan = self.explain()

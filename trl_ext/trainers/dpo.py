@@ -1,11 +1,11 @@
-"""DPO: TRL's trainer and config, with our scoring forward and a store of reference log-probs.
+"""DPO: TRL's trainer with our scoring forward and a store of reference log-probs.
 
-Each method of TRL's that differs is here, once, or in `base.py` where GRPO's differs alike.
+Each method of TRL's that DPO changes is here, or in `base.py` if GRPO changes it too.
 """
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .checked_data import check_rows_are_left, checked_pairs
 from .dpo_loss import DPOLoss
 from .dpo_reference import DPOReference
 
-_ROWS_READ = 1000  # of the training data, where a tokenizer has more tokens than the model
+_ROWS_CHECKED = 1000  # of the training data, if the tokenizer has more tokens than the model
 
 
 class DPOTrainer(ExactTrainer, trl.DPOTrainer):
@@ -53,12 +53,11 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if isinstance(given.get("ref_model"), str):
             raise TypeError(
                 f"`ref_model={given['ref_model']!r}` is a name, and must be a model. Load it: "
-                "`AutoModelForCausalLM.from_pretrained(...)`; leave it out where it is the model before training."
+                "`AutoModelForCausalLM.from_pretrained(...)`; leave it out if it is the model before training."
             )
         self._loss = DPOLoss(self, self.added, self.ranks, self.scorer.take_counts)
-        self._reference = DPOReference(
-            *(self, self, self.reference_weights, self.ranks, self.scorer, self.added, self._count_skipped)
-        )
+        weights, count = self.reference_weights, self._count_skipped
+        self._reference = DPOReference(self, weights, self.ranks, self.scorer, self.added, count)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)
@@ -66,14 +65,13 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 self._loss.columns = REWARD_COLUMNS
             warn_of_ignored_smoothing(config)
         self.scorer.smoothed = bool(self.added.sft_label_smoothing)
-        self.checkpoints.parts.append(lambda _: self.flush())  # what was scored before a checkpoint is on disk with it
+        self.checkpoints.parts.append(lambda _: self.flush())  # with a checkpoint, the log-probs before it are on disk
         loaded = self._reference.loaded
         with self._built(config, **internals.recorded_loads(loaded)):
             super().__init__(*positional, **keywords)
         loaded.clear()
-        if any(
-            self._reference.with_columns[name] and not isinstance(x, Dataset) for name, x in self._reference.datasets()
-        ):
+        with_columns = (x for name, x in self._reference.datasets() if self._reference.with_columns[name])
+        if not all(isinstance(x, Dataset) for x in with_columns):
             self.data_collator = CheckedCollator(self.data_collator)
         if self._loss.columns:
             self.data_collator = RewardCollator(self.data_collator)
@@ -83,12 +81,12 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         tokens = len(self._tokenizer)
         rows = missing_rows(self.model, tokens)
         if rows is not None:
-            check_token_ids(internals.largest_token_ids(self.train_dataset, _ROWS_READ), rows, tokens)
+            check_token_ids(internals.largest_token_ids(self.train_dataset, _ROWS_CHECKED), rows, tokens)
 
     # Built: data sets, then models, then precomputed log-probs
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        """TRL's own, on rows that are known to have what DPO, and RPO, reads."""
+        """TRL's own, on rows that have been checked."""
         dataset = checked_pairs(
             dataset,
             f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]",
@@ -105,15 +103,15 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._signature_columns = [*columns, *(x for x in self._loss.columns if x not in columns)]
 
     def attach_model(self, model: Any, **options: Any) -> None:
-        """Stands for TRL's `add_fused_lm_head`; once both models are there the reference is told from others."""
+        """Replaces TRL's `add_fused_lm_head`. Once both models are there, the reference is registered."""
         is_policy = not self.scorer.forwards
         super().attach_model(model, **options)
         if is_policy:
             weight = parameter_of(model.get_output_embeddings(), "weight")
             self._loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
-        again = self._reference._stored is not None  # a reference that was released, and is needed once more
-        if not again and (self.ref_model is None or model is self.ref_model):
-            self._reference.meet(type(self).compute_ref_log_probs is not trl.DPOTrainer.compute_ref_log_probs)
+        # A reference that was released comes here again
+        if not self._reference.registered and (self.ref_model is None or model is self.ref_model):
+            self._reference.register(type(self).compute_ref_log_probs is not trl.DPOTrainer.compute_ref_log_probs)
 
     def _make_plan(self) -> DPOPlan:
         return self._reference.plan()
@@ -124,14 +122,14 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         if isinstance(dataset, IterableDataset):
-            return super()._precompute_ref_logps(dataset, name, batch_size)  # raises, and says why
+            return super()._precompute_ref_logps(dataset, name, batch_size)  # raises
         self._reference.precompute(dataset, name, batch_size)
         return dataset
 
     # Trained: a batch
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Transformers' own; it rounds every float of a batch to half precision under DeepSpeed, but not rewards."""
+        """Transformers' own, except for rewards: under DeepSpeed it rounds every float to half precision."""
         extra = {name: inputs[name] for name in self._loss.columns if name in inputs}
         if not extra:
             return super()._prepare_inputs(inputs)
@@ -144,14 +142,15 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's own loss, on reference log-probs from where the plan says."""
+        """TRL's own, with the reference log-probs from where the plan says."""
         self._loss_is_ours()
         self.ranks.check_same(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
         self._loss.counted = None
         watched = self.non_finite.action is not None
-        with self._reference.given_for(inputs, from_columns), self.policy_scored():
-            with _log_probs_of(model, watched) as policy:
+        recorded: AbstractContextManager[Any] = _recorded_log_probs(model) if watched else nullcontext()
+        with self._reference.supplied(inputs, from_columns), self.policy_scored():
+            with recorded as policy:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if watched:
                 self.non_finite.watch(
@@ -161,9 +160,9 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                     ),
                     lambda row: prompt_of(inputs, row),
                 )
-        skipped, *fed = self._loss.counted or self.ranks.sum_counts(self.scorer.take_counts())
+        skipped, *scored = self._loss.counted or self.ranks.sum_counts(self.scorer.take_counts())
         self._count_skipped(tokens=skipped)
-        self.fed.add("train" if self.model.training else "eval", fed)
+        self.fed.add("train" if self.model.training else "eval", scored)
         if self.plan.source == "nothing" and not from_columns:
             internals.drop_metrics(self, "rewards/")
         return loss
@@ -182,17 +181,17 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     # Trained: the run
 
     def _before_training(self) -> None:
-        self._reference.meet_changed_adapters()
+        self._reference.refresh_if_adapters_changed()
         self._reference.training_began = True
 
     def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
-        """TRL's own, with what is the reference by then."""
-        self._reference.meet_changed_adapters()
+        """TRL's own, with the current reference."""
+        self._reference.refresh_if_adapters_changed()
         return super().evaluation_loop(*positional, **keywords)
 
     def resumed(self, state: Any) -> None:
         if state.global_step > 0:
-            self._reference.meet_again()
+            self._reference.refresh()
 
     def flush(self) -> None:
         self._reference.flush()
@@ -202,12 +201,9 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
 
 @contextmanager
-def _log_probs_of(model: Any, watched: bool) -> Iterator[list[torch.Tensor]]:
-    """Within, the list gets what `model` scores; prompt learning puts tokens before those of the batch."""
+def _recorded_log_probs(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Within, the list gets the log-probs that `model` scores, without those of prompt learning's virtual tokens."""
     scored: list[torch.Tensor] = []
-    if not watched:
-        yield scored
-        return
 
     def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
         if inputs.get("fused_lm_head"):

@@ -1,7 +1,4 @@
-"""The DPO loss of a batch: TRL's terms, those that it lacks, overflowing exponentials, and metrics of all ranks.
-
-It reads top to bottom: `of_batch` -> `_of_rank` -> `_of_trl`.
-"""
+"""The DPO loss of a batch: metrics of all ranks, the terms that TRL lacks, and TRL's own without overflow."""
 
 from typing import Any
 
@@ -22,16 +19,16 @@ from ..planning.non_finite import PairExponential, bounded_pairs
 
 
 class DPOLoss:
-    """Args: `trainer`: TRL's; `options`: the added config fields; `ranks`: collectives; `take_counts`: tokens fed."""
+    """The loss of one trainer. `options` are the added config fields, `take_counts` counts the tokens of its passes."""
 
     def __init__(self, trainer: Any, options: Any, ranks: Any, take_counts: Any) -> None:
         self.trainer, self.options, self.ranks, self._take_counts = trainer, options, ranks, take_counts
         self.classes = 0
         self.columns: tuple[str, ...] = ()
-        self.counted: list[int] | None = None  # what of a batch was fed, where the metrics' gather has brought it
+        self.counted: list[int] | None = None  # the tokens of a batch's passes, if gathered with its metrics
 
     def of_batch(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
-        """What TRL's `_compute_loss` is replaced by; metrics are those of all ranks, from one gather."""
+        """Replaces TRL's `_compute_loss`. Metrics are of all ranks, from one gather."""
         trainer = self.trainer
         if trainer.accelerator.state.num_processes == 1:
             return self._of_rank(model, batch, return_outputs)
@@ -42,15 +39,14 @@ class DPOLoss:
             result = self._of_rank(scored, batch, return_outputs)
         counts = counts_of(batch["completion_mask"]) if pairs == every else Counts()
         if 0 < pairs < every:
-            part_mask: list[Any] = []
 
-            def of_part(answers: Any, part: dict[str, Any]) -> Any:
-                part_mask.append(part["completion_mask"])
-                return self._of_rank(answers, part, False)
+            def of_part(outputs: Any, part: dict[str, Any]) -> Any:
+                nonlocal counts
+                counts = counts_of(part["completion_mask"])
+                return self._of_rank(outputs, part, False)
 
             with internals.metrics_of_this_rank(trainer) as found:
                 loss = internals.loss_of_first_pairs(trainer, pairs, scored.outputs, batch, of_part)
-            counts = counts_of(part_mask[0])
             if not trainer.model.training:
                 result = (loss, result[1]) if return_outputs else loss
         self._log_of_all_ranks(found, counts)
@@ -84,7 +80,7 @@ class DPOLoss:
         return (loss, result[1]) if return_outputs else loss
 
     def _of_trl(self, model: Any, batch: dict[str, Any], return_outputs: bool, but: set[str]) -> Any:
-        """TRL's terms; those whose exponentials overflow are formed again, from a reference moved to the policy."""
+        """TRL's terms. Those whose exponentials overflow are computed again, with a reference nearer to the policy."""
         trainer, exponentials = self.trainer, {}
         for name, weight in zip(trainer.loss_types, trainer.loss_weights, strict=True):
             found = PairExponential.of(
@@ -100,7 +96,7 @@ class DPOLoss:
             return internals.trl_loss(trainer, model, batch, return_outputs, but)
         scored = internals.Recorded(model)
         result = internals.trl_loss(trainer, scored, batch, return_outputs, but)
-        policy_2B = torch.stack(internals.policy_sums(trainer, scored.outputs, batch))
+        policy_2B = torch.stack(internals.policy_sums(trainer, scored.outputs, batch)).detach()
         reference_2B = torch.stack(internals.reference_sums(trainer, batch))
         moved = {name: bounded_pairs(policy_2B, reference_2B, x) for name, x in exponentials.items()}
         overflows = {name: x for name, x in moved.items() if x is not None}
@@ -108,9 +104,8 @@ class DPOLoss:
             return result
         loss = internals.recompute_trl_loss(trainer, scored.outputs, batch, {*but, *overflows})
         for name, sums in overflows.items():
-            loss = loss + internals.recompute_trl_loss(
-                trainer, scored.outputs, batch, set(trainer.loss_types) - {name}, sums
-            )
+            others = set(trainer.loss_types) - {name}
+            loss = loss + internals.recompute_trl_loss(trainer, scored.outputs, batch, others, sums)
         return (loss, result[1]) if return_outputs else loss
 
     def _of_pairs(self, own: list[tuple[str, float]], outputs: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from ..compat import dpo as internals
 from ..compat.choices import maybe_gather_lm_head_ctx
-from ..compat.dpo import Loaded
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields
 from ..distributed.ranks import Ranks
@@ -30,12 +29,9 @@ from .reference_weights import ReferenceOfPolicy
 _ROWS_CHECKED_TOGETHER = 64
 
 
-class Host(Protocol):
-    """What of a trainer the reference reads. It sets `ref_model` alone, where it releases or loads one."""
+class Host(internals.DPOInternals, Protocol):
+    """What the reference reads of a trainer. It sets only `ref_model`, to release or load one."""
 
-    args: Any
-    model: Any
-    ref_model: Any
     train_dataset: Any
     eval_dataset: Any
     data_collator: Any
@@ -51,53 +47,55 @@ class Host(Protocol):
 
 
 class DPOReference:
-    """Made before TRL's `__init__`; `meet` is called when policy and reference model are there and whole.
+    """Made before TRL's `__init__`. The trainer calls `register` when policy and reference model are there and whole.
 
     Args:
         host (`Host`): the trainer.
-        trl (`DPOInternals`): the trainer, for what of it is TRL's.
-        weights (`ReferenceOfPolicy`): what is the reference.
+        weights (`ReferenceOfPolicy`): the reference, if it is part of the policy.
         options (`AddedDPOFields`): where log-probs are kept.
-        count (`Callable`): called with the passes and tokens that were skipped.
+        count (`Callable`): called with the skipped `passes` and `tokens`.
     """
 
     def __init__(
         self,
         host: Host,
-        trl: internals.DPOInternals,
         weights: ReferenceOfPolicy,
         ranks: Ranks,
         scorer: Scorer,
         options: AddedDPOFields,
         count: Callable[..., None],
     ) -> None:
-        self.host, self.trl, self.weights, self.ranks, self.scorer = host, trl, weights, ranks, scorer
+        self.host, self.weights, self.ranks, self.scorer = host, weights, ranks, scorer
         self.options, self._count = options, count
-        self.loaded: list[Loaded] = []
-        self.training_began = False
+        self.loaded: list[tuple[Any, Callable[[], Any]]] = []  # by TRL, with their loaders
+        self.registered = self.training_began = False
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
-        self._drifts: str | None = None
+        self._shared: str | None = None  # a tensor of the reference model that training changes
         self._varies: str | None = None
-        self._untold: str | None = None
-        self._identity: str | None = None
+        self._uncacheable: str | None = None
         self._facts: dict[str, Any] = {}
+        self._identity: str | None = None
         self._stored: StoredReference | None = None
         self._load: Callable[[], Any] | None = None
         self._adapters: dict[str, Any] = {}
 
     # When the trainer is built
 
-    def meet(self, overrides_ref_log_probs: bool) -> None:
-        host = self.host
-        self.kind, self._on = self._what(), self.weights.adapters_on
-        if not self.ranks.is_sharded:
-            self._load = next((x.load for x in self.loaded if x.model is host.ref_model), None)
+    def register(self, overrides_ref_log_probs: bool) -> None:
+        """Find out what the reference is, and check the data sets' columns.
+
+        Args:
+            overrides_ref_log_probs (`bool`): whether a subclass overrides TRL's `compute_ref_log_probs`.
+        """
+        host, self.registered = self.host, True
+        self._describe()
         if self.kind == "model":
+            if not self.ranks.is_sharded:
+                self._load = next((load for model, load in self.loaded if model is host.ref_model), None)
             reference = ReferenceWeights(host.ref_model)
-            self._drifts = reference.shares_with(host.model)
-            self._varies = self._why_it_varies(reference)
-        self._untold = self._uncacheable_reason(host.ref_model)
-        self._adapters = self._policy_adapters()
+            self._shared = reference.shares_with(host.model)
+            self._varies = self._varies_reason(reference)
+        self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
         if host.args.precompute_ref_log_probs and overrides_ref_log_probs and not all(self.with_columns.values()):
             raise ValueError(
                 f"`{type(host).__name__}` overrides `compute_ref_log_probs`, which `precompute_ref_log_probs=True` "
@@ -108,40 +106,42 @@ class DPOReference:
             if self.with_columns[name] and isinstance(dataset, Dataset):
                 check_column_values(dataset, f"`{name}`")
         if self.plan().durable:
-            self._facts = self._identify(host.ref_model)
-            self._identity = identity_of(self._facts)
+            self._identity = self._identify()
 
-    def meet_again(self) -> None:
-        """What is the reference now: an adapter called "ref" may have come or gone, and a checkpoint brings one."""
+    def _describe(self) -> None:
+        own = self.weights.own
+        self.kind = "model" if self.host.ref_model is not None else "initial" if own is None else own.describe()
+        self._on, self._adapters = self.weights.adapters_on, self._policy_adapters()
+
+    def refresh(self) -> None:
+        """Find out what the reference is now: a checkpoint or the user may have loaded or deleted an adapter "ref"."""
         if self.weights.own is None:
             return
-        was, self.kind, self._adapters = self._on, self._what(), self._policy_adapters()
-        self._on = now = self.weights.adapters_on
-        if not was and not now and not self.weights.own.copied():
+        before = self._on
+        self._describe()
+        if not before and not self._on and not self.weights.own.copies:
             return
-        if was != now and self.host.args.precompute_ref_log_probs:
+        if before != self._on and self.host.args.precompute_ref_log_probs:
             raise ValueError(
                 "`precompute_ref_log_probs=True` scored the data with the reference that was there when the trainer "
                 'was built, and an adapter named "ref" has come or gone since, which makes another reference. Load or '
                 "delete it before building the trainer, or set `precompute_ref_log_probs=False`."
             )
-        self._untold = None if self.ranks.is_sharded else self._uncacheable_reason(None)
+        self._uncacheable = None
+        if not self.ranks.is_sharded:
+            self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
         self.host.plan_again()
-        plan = self.host.plan
-        if plan.durable and not self.ranks.is_sharded:
-            self._facts = self._identify(None)
-            identity = identity_of(self._facts)
-            if was == now and identity == self._identity:
+        known, self._identity = self._identity, None
+        if self.host.plan.durable and not self.ranks.is_sharded:
+            self._identity = self._identify()
+            if before == self._on and known == self._identity:
                 return
-            self._identity = identity
-        else:
-            self._identity = None
         self._stored = None
 
-    def meet_changed_adapters(self) -> None:
+    def refresh_if_adapters_changed(self) -> None:
         found = self._policy_adapters()
         if found.keys() != self._adapters.keys() or any(found[name] is not self._adapters[name] for name in found):
-            self.meet_again()
+            self.refresh()
 
     # Facts
 
@@ -161,110 +161,110 @@ class DPOReference:
         elif evaluated is not None:
             yield "eval_dataset", evaluated
 
-    def _what(self) -> str:
-        if self.host.ref_model is not None:
-            return "model"
-        return "initial" if self.weights.own is None else self.weights.own.describe()
-
     def _policy_adapters(self) -> dict[str, Any]:
         policy = self.ranks.accelerator.unwrap_model(self.host.model)
         return dict(policy.peft_config) if is_peft_model(self.host.model) else {}
 
-    def _weights(self, ref_model: Any) -> ReferenceWeights:
-        model = self.ranks.accelerator.unwrap_model(self.host.model if ref_model is None else ref_model)
+    def _weights(self) -> ReferenceWeights:
+        host = self.host
+        model = self.ranks.accelerator.unwrap_model(host.model if host.ref_model is None else host.ref_model)
         return ReferenceWeights(model, self._on)
 
-    def _identify(self, ref_model: Any) -> dict[str, Any]:
-        weights, accelerator, args = self._weights(ref_model), self.ranks.accelerator, self.host.args
+    def _identify(self) -> str:
+        """The identity of the reference; its facts go into `self._facts`."""
+        weights, accelerator, args = self._weights(), self.ranks.accelerator, self.host.args
+        gathering = maybe_gather_lm_head_ctx, accelerator.is_main_process
         with nullcontext() if self.weights.own is None else self.weights.own.copies_in_place():
-            digest = weights.hash(maybe_gather_lm_head_ctx, accelerator.is_main_process)
+            digest = weights.hash(*gathering)
         facts = identity_facts(
             digest,
             weights.config,
-            weights.in_memory(maybe_gather_lm_head_ctx, accelerator.is_main_process),
+            weights.in_memory(*gathering),
             head=self.scorer.options.head,
             mixed_precision=accelerator.mixed_precision,
             device=accelerator.device.type,
             tf32=args.tf32,
             use_liger_kernel=args.use_liger_kernel,
         )
-        return self.ranks.of_main(lambda: facts)
+        self._facts = self.ranks.of_main(lambda: facts)
+        return identity_of(self._facts)
 
-    def _uncacheable_reason(self, ref_model: Any) -> str | None:
-        return self.ranks.of_main(lambda: self._weights(ref_model).uncacheable())
-
-    def _why_it_varies(self, weights: ReferenceWeights) -> str | None:
-        args, own = self.host.args, self.kind == "model"
-        random_in, rope = weights.dropout(in_training=not own), weights.rope_of_batch()
+    def _varies_reason(self, weights: ReferenceWeights) -> str | None:
+        args, own = self.host.args, self.kind != "model"
+        random_in, rope = weights.dropout(in_training=own), weights.rope_of_batch()
         if random_in:
             return f"dropout is on in it (`{random_in}`): same distribution, other random draws"
         if args.neftune_noise_alpha is not None and self.weights.own is not None:
             return "its embeddings are the policy's, with the noise of `neftune_noise_alpha`: other random draws"
-        if not own and (args.bf16_full_eval or args.fp16_full_eval):
+        if own and (args.bf16_full_eval or args.fp16_full_eval):
             name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
             return f"`{name}` casts the policy when it is evaluated, and the reference with it"
         return f'its positions (`rope_type="{rope}"`) follow the longest sequence of each batch' if rope else None
 
     def plan(self) -> DPOPlan:
-        args, own = self.host.args, self.weights.own
+        args = self.host.args
+        columns = self.with_columns
+        with_columns = tuple(name for name, there in columns.items() if there)
         not_storable = None
         if self.weights.moves:
             not_storable = "it is moved towards the policy during training (`sync_ref_model`)"
-            fixed = [name for name, there in self.with_columns.items() if there]
-            if fixed:
+            if with_columns:
                 raise ValueError(
-                    f"Rows of {' and '.join(f'`{name}`' for name in fixed)} bring fixed reference log-probs in "
+                    f"Rows of {' and '.join(f'`{name}`' for name in with_columns)} bring fixed reference log-probs in "
                     "`ref_chosen_logps` and `ref_rejected_logps`, and `sync_ref_model` moves the reference. Remove the "
                     "columns, or set `sync_ref_model=False`."
                 )
-        elif internals.holds_images(self.trl):
+        elif internals.holds_images(self.host):
             not_storable = "the data hold images, by which the store cannot tell two sequences apart"
-        name, varies = self._drifts, self._varies
-        if self.kind != "model":
-            weights = self._weights(None)
-            name, varies = weights.trained(but=set() if own is None else own.copied()), self._why_it_varies(weights)
         if args.precompute_ref_log_probs and not_storable:
             raise ValueError(
                 f"The reference cannot be precomputed: {not_storable}. Set `precompute_ref_log_probs=False`, or keep "
                 "the reference as it is."
             )
+        trained, varies = self._shared, self._varies
+        if self.kind != "model":
+            weights, copied = self._weights(), self.weights.own.copied() if self.weights.own is not None else set()
+            trained = next((name for name, x in weights.trained_parameters() if id(x) not in copied), None)
+            varies = self._varies_reason(weights)
         return plan_dpo(
             DPOFacts(
                 loss_types=tuple(args.loss_type),
                 best_metric=args.metric_for_best_model,
                 reference=self.kind,
-                datasets=tuple(self.with_columns),
-                with_columns=tuple(name for name, there in self.with_columns.items() if there),
+                datasets=tuple(columns),
+                with_columns=with_columns,
                 precompute=args.precompute_ref_log_probs,
                 storage=self.options.reference_store,
                 folder=str(self.options.folder),
                 not_storable=not_storable,
-                drifts=f"it changes in training, which moves `{name}`, a tensor that it reads" if name else None,
+                drifts=f"it changes in training, which moves `{trained}`, a tensor that it reads" if trained else None,
                 varies=varies,
-                uncacheable=self._untold,
+                uncacheable=self._uncacheable,
                 own_loss=self.host.bypassed_by(),
             )
         )
 
     # For each batch
 
-    def given_for(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
+    def supplied(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
         """Within, TRL's loss reads the batch's reference log-probs from where the plan says."""
         plan = self.host.plan
         if from_columns:
             check_batch(inputs)
         if plan.source == "pass" and self.ranks.any(not from_columns):
-            log_probs = self._pass(self._model(), inputs)
-            return internals.reference_given(self.trl, None if from_columns else log_probs)
-        wanted = plan.source == "store" and not from_columns
-        answer = self.stored(inputs, lambda batch: self._pass(self._model(), batch), wanted)
-        if not self.host.args.precompute_ref_log_probs:
-            self._count(passes=1 - answer.passes, tokens=answer.tokens_of_batch - answer.tokens)
-        return internals.reference_given(self.trl, None if from_columns else answer.log_probs)
+            log_probs = self._pass(inputs)
+        else:
+            found = self.stored(inputs, self._pass, wanted=plan.source == "store" and not from_columns)
+            log_probs = found.log_probs
+            if not self.host.args.precompute_ref_log_probs:
+                self._count(passes=1 - found.passes, tokens=found.tokens_of_batch - found.tokens)
+        return internals.reference_given(self.host, None if from_columns else log_probs)
 
-    def _pass(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        with unrecorded_pass(self.trl), self.weights.entered():
-            return internals.score_as_reference(self.trl, model, batch)
+    def _pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
+        """The reference's log-probs of `batch`, from the policy as `prepared` by Accelerate, or as before training."""
+        model = self._model(prepared)
+        with unrecorded_pass(self.host), self.weights.entered():
+            return internals.score_as_reference(self.host, model, batch)
 
     @property
     def stored(self) -> StoredReference:
@@ -276,7 +276,7 @@ class DPOReference:
                     self.options.folder,
                     identity,
                     self._open_store,
-                    tolerance_of(self._weights(self.host.ref_model), self.ranks.accelerator),
+                    tolerance_of(self._weights(), ranks.accelerator),
                     self.scorer.padded,
                     ranks.accelerator.is_main_process,
                 )
@@ -311,11 +311,11 @@ class DPOReference:
             desc=f"Scoring the {name} dataset with the reference",
             disable=bool(os.environ.get("TQDM_DISABLE", "")),
         ):
-            self.stored(batch, lambda fed: self._pass(self._model(prepared=False), fed))
+            self.stored(batch, partial(self._pass, prepared=False))
         self.flush()
         self.scorer.take_counts()
 
-    def _model(self, prepared: bool = True) -> Any:
+    def _model(self, prepared: bool) -> Any:
         host = self.host
         if host.ref_model is None and self.kind == "model" and self._load is not None:
             self._load_again(self._load)
@@ -328,18 +328,17 @@ class DPOReference:
                 "trainer's own data sets. Give these data as `eval_dataset` when the trainer is built, pass a "
                 "`ref_model`, or set `precompute_ref_log_probs=False`."
             )
-        return host.model if prepared else internals.policy_before_training(self.trl)
+        return host.model if prepared else internals.policy_before_training(self.host)
 
     # Memory
 
     def release(self) -> None:
         """Drop a reference model that TRL loaded, if no data set of the run needs it any more."""
         host, accelerator = self.host, self.ranks.accelerator
-        if host.ref_model is None or self._load is None or self._untold or not self._covers_the_run():
+        if host.ref_model is None or self._load is None or self._uncacheable or not self._holds_all_data():
             return
         if self._identity is None:
-            self._facts = self._identify(host.ref_model)
-            self._identity = identity_of(self._facts)
+            self._identity = self._identify()
         held = accelerator.unwrap_model(host.ref_model)
         accelerator._models[:] = [x for x in accelerator._models if accelerator.unwrap_model(x) is not held]
         del self.scorer.forwards[1:], held
@@ -348,12 +347,12 @@ class DPOReference:
 
     def _load_again(self, load: Callable[[], Any]) -> None:
         host = self.host
-        host.ref_model = model = internals.made_as_reference(self.trl, load)
+        host.ref_model = model = internals.made_as_reference(self.host, load)
         host.attach_model(model)
-        same = identity_of(self._identify(model)) == self._identity
+        same = self._identify() == self._identity
         if same:
             host.ref_model = self.ranks.accelerator.prepare_model(model, evaluation_mode=True)
-        if not same or self._gives_others():
+        if not same or self.stored.difference(self._pass, self.ranks.device) is not None:
             host.ref_model = None
             raise ValueError(
                 "The reference model was released from memory when every sequence had been scored, and is needed for "
@@ -361,12 +360,8 @@ class DPOReference:
                 "back, or pass a `ref_model`, which is kept."
             )
 
-    def _gives_others(self) -> bool:
-        """Whether the reference model gives other values than are stored."""
-        score = partial(self._pass, self.host.ref_model)
-        return self.stored.why_another(score, self.ranks.device) is not None
-
-    def _covers_the_run(self) -> bool:
+    def _holds_all_data(self) -> bool:
+        """Whether the store has every sequence of the run's data sets."""
         if self.host.plan.source != "store":
             return False
         needed = [
@@ -375,15 +370,13 @@ class DPOReference:
             if not self.with_columns[name] and (name == "train_dataset" or self.host.args.eval_strategy != "no")
         ]
         with random_state_kept():
-            covers = all(isinstance(dataset, Dataset) and self._covers(dataset) for dataset in needed)
-        return all(count[0] for count in self.ranks.gather_counts([int(covers)]))
+            held = all(isinstance(dataset, Dataset) and self._holds(dataset) for dataset in needed)
+        return all(count[0] for count in self.ranks.gather_counts([int(held)]))
 
-    def _covers(self, dataset: Dataset) -> bool:
-        dataset = internals.training_columns(self.trl, dataset)
-        accelerator = self.ranks.accelerator
-        size, step = accelerator.num_processes, _ROWS_CHECKED_TOGETHER
-        for start in range(accelerator.process_index * step, len(dataset), size * step):
-            rows = [dataset[i] for i in range(start, min(start + step, len(dataset)))]
-            if not self.stored.holds(self.host.data_collator(rows)):
-                return False
-        return True
+    def _holds(self, dataset: Dataset) -> bool:
+        """Whether the store has this rank's part of `dataset`."""
+        dataset = internals.training_columns(self.host, dataset)
+        accelerator, step = self.ranks.accelerator, _ROWS_CHECKED_TOGETHER
+        starts = range(accelerator.process_index * step, len(dataset), accelerator.num_processes * step)
+        parts = ([dataset[i] for i in range(start, min(start + step, len(dataset)))] for start in starts)
+        return all(self.stored.holds(self.host.data_collator(rows)) for rows in parts)

@@ -8,11 +8,9 @@ from typing import Any, Protocol
 import trl
 from accelerate.utils import DynamoBackend, broadcast
 from peft import PeftModel
-from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.ranks import Ranks
-from ..reference.adapter_choice import AdapterChoice
-from ..reference.adapters import OwnReference, load_moved, save_moved
+from ..reference.adapters import AdapterChoice, OwnReference, load_weights, reshard, save_weights
 from ..reference.hosted import host_reference
 from ..reference.weights import ReferenceWeights
 
@@ -20,7 +18,7 @@ logger = logging.getLogger("trl_ext")
 
 
 class Trainer(Protocol):
-    """What of a trainer is read."""
+    """What the reference reads of a trainer."""
 
     accelerator: Any
     args: Any
@@ -38,13 +36,12 @@ class ReferenceOfPolicy:
         device (`str`, *optional*): `reference_device` of the config.
 
     Attributes:
-        own (`OwnReference`, *optional*): the adapter or the copies in the policy that are the reference.
+        own (`OwnReference`, *optional*): the reference, if it is part of the policy.
     """
 
     def __init__(self, trainer: Trainer, ranks: Ranks, adapters: AdapterChoice, device: str | None) -> None:
         self.trainer, self.ranks, self.adapters, self._device = trainer, ranks, adapters, device
         self.own: OwnReference | None = None
-        self._moves_apart = False
 
     # When the trainer is built
 
@@ -52,14 +49,14 @@ class ReferenceOfPolicy:
         """Find the reference in the policy, which is whole."""
         trainer = self.trainer
         if self._device is not None:
-            self._refuse_host()
+            self._check_host()
         if not isinstance(trainer.model, PeftModel) or trainer.ref_model is not None or not has_reference:
             return
         moves = bool(trainer.args.sync_ref_model)
         self.own = self.adapters.reference(trainer.model, moves)
-        if moves:  # TRL takes the reference for none that could be moved
-            trainer.args.sync_ref_model, self._moves_apart = False, True
-        self.check_copies()
+        if moves:  # TRL moves reference models only, and refuses this
+            trainer.args.sync_ref_model = False
+        self._check_copies()
 
     def take_model(self, model: Any) -> None:
         """Take a reference model, which is whole."""
@@ -74,21 +71,20 @@ class ReferenceOfPolicy:
         host_reference(model, self.trainer.accelerator.device)
 
     def restore(self, config: Any) -> None:
-        """Give the config back what TRL was not to see."""
-        if self._moves_apart:
+        """Give the config back the value that TRL must not see."""
+        if self.own is not None and self.own.moves:
             config.sync_ref_model = True
 
-    def check_copies(self) -> None:
-        """Raise `ValueError` where the engine cannot keep the copies that are the reference."""
+    def _check_copies(self) -> None:
         own = self.own
         if own is None:
             return
         engine = "ZeRO-3" if self._is_partitioned() else "FSDP1" if self._is_fsdp1() else None
         if own.copies and engine is not None:
             raise ValueError(
-                f"The reference needs a copy of `{own.copies[0]}`, which is trained and would be partitioned by "
-                f"{engine}. Use another engine (ZeRO-2, FSDP2); or train a fresh adapter (`peft_config`) or one that "
-                'is called "default", without a `bias`, and with `sync_ref_model=False`.'
+                f"The reference needs a copy of `{next(iter(own.copies))}`, which is trained and would be partitioned "
+                f"by {engine}. Use another engine (ZeRO-2, FSDP2); or train a fresh adapter (`peft_config`) or one "
+                'that is called "default", without a `bias`, and with `sync_ref_model=False`.'
             )
         if own.moves and self.ranks.tensor_parallel is not None:
             raise ValueError(
@@ -98,11 +94,11 @@ class ReferenceOfPolicy:
 
     # In training
 
-    def keep_what_is_trained(self) -> None:
+    def copy_trained(self) -> None:
         """Copy what training will change, before the first step."""
         if self.own is not None:
-            self.own.keep_what_is_trained()
-            self.check_copies()
+            self.own.copy_trained()
+            self._check_copies()
 
     def entered(self) -> AbstractContextManager[Any]:
         """Within, the policy computes what the reference does."""
@@ -116,49 +112,48 @@ class ReferenceOfPolicy:
     @property
     def moves(self) -> bool:
         """Whether training moves the reference."""
-        by_callback = any(isinstance(x, trl.SyncRefModelCallback) for x in self.trainer.callback_handler.callbacks)
-        return by_callback or bool(self.trainer.args.sync_ref_model) or (self.own is not None and self.own.moves)
+        return self._has_sync_callback() or bool(self.trainer.args.sync_ref_model) or bool(self.own and self.own.moves)
 
     @property
-    def moved(self) -> Any:
-        """The reference model, where a callback moves it."""
-        moves = any(isinstance(x, trl.SyncRefModelCallback) for x in self.trainer.callback_handler.callbacks)
-        return self.trainer.ref_model if moves else None
+    def _synced_model(self) -> Any:
+        """The reference model, if a callback moves it."""
+        return self.trainer.ref_model if self._has_sync_callback() else None
+
+    def _has_sync_callback(self) -> bool:
+        return any(isinstance(x, trl.SyncRefModelCallback) for x in self.trainer.callback_handler.callbacks)
 
     def before_move(self, step: int) -> None:
-        """Called before optimizer step `step` ends: FSDP2's reference may be gathered then, and the policy is not."""
-        reference = self.moved
-        if reference is not None and step % self.trainer.args.ref_model_sync_steps == 0:
-            for module in reference.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # it stays gathered with `reshard_after_forward=False`
+        """Shard FSDP2's reference as the policy is, before optimizer step `step` ends."""
+        if self._synced_model is not None and step % self.trainer.args.ref_model_sync_steps == 0:
+            reshard(self._synced_model)
 
     # In a checkpoint
 
     def save(self, folder: Path) -> None:
-        """Write the reference into a checkpoint, where training moves it."""
-        own, moved, args = self.own, self.moved, self.trainer.args
+        """Write the reference into a checkpoint, if training moves it or it has copies."""
+        own, synced, args = self.own, self._synced_model, self.trainer.args
         if own is not None and self.ranks.tensor_parallel is None:
-            own.save(folder, writes=args.should_save)
-        if moved is not None and not args.save_only_model and not self._is_partitioned():
-            save_moved(moved, folder, writes=args.should_save)
+            save_weights(own.copies.items(), folder, writes=args.should_save)
+        if synced is not None and not args.save_only_model and not self._is_partitioned():
+            save_weights(synced.named_parameters(), folder, writes=args.should_save)
 
     def resume(self, folder: Path | None, *, is_finished: bool) -> None:
-        """Load the reference of a checkpoint; under DDP all ranks take that of the first, as DDP does the policy."""
-        own, moved, trainer = self.own, self.moved, self.trainer
+        """Load the reference of a checkpoint. Under DDP all ranks take the first rank's, as DDP does the policy."""
+        own, synced, trainer = self.own, self._synced_model, self.trainer
         if own is not None and self.ranks.tensor_parallel is None:
             if folder is not None:
                 own.load(folder)
             if trainer.accelerator.num_processes > 1 and not trainer.is_fsdp_enabled:
-                own.same_on_all_ranks(broadcast)
-        if moved is not None and self._is_fsdp1():
+                for _, copy in own.pairs():
+                    copy.copy_(broadcast(copy))
+        if synced is not None and self._is_fsdp1():
             raise ValueError(
                 "`sync_ref_model=True` under FSDP1: FSDP1 keeps gathered weights of the reference between passes, so "
                 "it would not follow the policy. Use FSDP2 (`fsdp_version: 2`), or set `sync_ref_model=False`."
             )
-        if folder is None or moved is None:
+        if folder is None or synced is None:
             return
-        loaded = not self._is_partitioned() and load_moved(moved, folder)
+        loaded = not self._is_partitioned() and load_weights(dict(synced.named_parameters()), folder)
         if not loaded and not is_finished:
             logger.warning(
                 f"{folder} does not have the weights of the reference that `sync_ref_model` moves, as one of stock "
@@ -173,35 +168,34 @@ class ReferenceOfPolicy:
     def _is_fsdp1(self) -> bool:
         return self.trainer.is_fsdp_enabled and not self.trainer.accelerator.is_fsdp2
 
-    def _refuse_host(self) -> None:
-        trainer, ranks = self.trainer, self.ranks
-        args = trainer.args
-        asked = "`reference_device='cpu'`"
+    def _check_host(self) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        option = "`reference_device='cpu'`"
         if trainer.ref_model is None:
             if isinstance(trainer.model, PeftModel) and args.beta != 0:
                 raise ValueError(
-                    f"{asked} keeps a separate reference model on the host, and there is none: the reference of a PEFT "
-                    "policy is the policy without its adapter, in the same weights. Leave it unset."
+                    f"{option} keeps a separate reference model on the host, and there is none: the reference of a "
+                    "PEFT policy is the policy without its adapter, in the same weights. Leave it unset."
                 )
-            return  # beta is 0, or all was precomputed: what was asked for, no reference on the device, is so
-        if ranks.tensor_parallel is not None:
+            return  # beta is 0, or all was precomputed: there is no reference on the device
+        if self.ranks.tensor_parallel is not None:
             raise ValueError(
-                f"{asked} does not go with tensor parallelism, which spreads the reference model over the ranks "
+                f"{option} does not go with tensor parallelism, which spreads the reference model over the ranks "
                 "itself. Leave it unset."
             )
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
-                f"{asked} does not go with FSDP and DeepSpeed, which spread the reference model over the ranks "
+                f"{option} does not go with FSDP and DeepSpeed, which spread the reference model over the ranks "
                 "themselves. Leave it unset; to keep shards on the host, use their own offloading "
                 "(`fsdp_offload_params: true`, or `offload_param_device: cpu` under ZeRO-3)."
             )
         if args.sync_ref_model:
             raise ValueError(
-                f"{asked} keeps a reference that does not change, and `sync_ref_model=True` mixes the policy's weights "
-                "into it as training goes. Leave one of them unset."
+                f"{option} keeps a reference that does not change, and `sync_ref_model=True` mixes the policy's "
+                "weights into it as training goes. Leave one of them unset."
             )
         if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
-                f"{asked} exchanges the weights during a forward, which `torch_compile=True` would compile. Leave one "
+                f"{option} exchanges the weights during a forward, which `torch_compile=True` would compile. Leave one "
                 "of them unset."
             )
