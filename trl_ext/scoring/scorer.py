@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..distributed.sequence_parallel import why_not_split
+from ..distributed.sequence_parallel import unsplit_reason
 from ..heads.kernels.choice import check_kernels, why_not_triton
 from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
 from .weight_layout import WHOLE_HERE
@@ -52,7 +52,7 @@ class Scorer:
         group = ranks.sequence
         if group is None:
             return
-        reason = why_not_split(ranks.accelerator, group, config) or next(
+        reason = unsplit_reason(ranks.accelerator, group, config) or next(
             (
                 f"rows that are fed padded are not split, and here they are: {x.packing.why_padded}"
                 for x in self.forwards
