@@ -31,6 +31,7 @@ from ..packing.support import has_dropout
 from ..planning.plan import (
     Decision,
     PackingFacts,
+    PackingPlan,
     Plan,
     SkipCounts,
     TokenCounts,
@@ -146,7 +147,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """After TRL's `__init__`: check what is known only now, and add the callbacks."""
         self.scorer.check(self.accelerator.device, why_padded(self))
         check_packing_options(self._packing_facts())
-        self.padding_free = plan_packing(self._packing_facts()).padding_free
+        self.padding_free = self._packing_plan().padding_free
         self.scorer.split_over(self.ranks, self.accelerator.unwrap_model(self.model).config.get_text_config())
         self.non_finite.check_options()
         if hasattr(self, "_tp_size") and self.ranks.tensor_parallel is not None:
@@ -176,7 +177,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return any(x in vars(self) or getattr(type(self), x) is not getattr(ours, x) for x in REPLACEABLE[part])
 
     def _packing_facts(self) -> PackingFacts:
-        """What decides whether batches are packed."""
         packing = self.scorer.policy.packing
         return PackingFacts(
             padding_free=self.added.padding_free,
@@ -185,6 +185,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             unshared=packing.why_unshared,
             active_dropout=has_dropout(self.model),
         )
+
+    def _packing_plan(self) -> PackingPlan:
+        return plan_packing(self._packing_facts())
 
     def _make_plan(self) -> Plan:
         """Decide which log-prob passes run; DPO and GRPO each define it."""
@@ -203,7 +206,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def explain(self) -> Plan:
         """Explain which engine runs, which passes run, are reused or skipped, and how batches are packed; and why."""
-        plan, packing = self._plan or self._make_plan(), plan_packing(self._packing_facts())
+        plan, packing = self._plan or self._make_plan(), self._packing_plan()
         sources = self._requested.sources
         by = f", asked for by {' and '.join(sources)}" if sources else ""
         engine = Decision("engine", "run", f"{detect_engine(self.accelerator, self.model)}{by}.")
@@ -380,7 +383,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     # 5. Sequence groups: our forward splits the tokens, so transformers must neither split nor count a batch twice
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
-        """Leave the inputs whole."""
         if self.ranks.sequence is None:
             return super()._prepare_context_parallel_inputs(model, inputs)
         return nullcontext, inputs
@@ -390,7 +392,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return 1 if self.ranks.sequence is not None else super().get_sp_size()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Those of this rank's share of the tokens."""
         return int(super().floating_point_ops(inputs)) // self.ranks.sequence_size
 
     def get_total_train_batch_size(self, args: Any) -> int:
