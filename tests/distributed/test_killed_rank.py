@@ -164,7 +164,7 @@ def test_a_killed_rank_is_named_and_training_resumes_to_the_same_weights(
         assert far(resumed[0], whole[0]) <= 1e-6
 
 
-# Rank 0 notices nothing of rank 1's end where rank 2 stands between them in gloo's ring, but by its attendant
+# In gloo's ring rank 2 stands between ranks 0 and 1, so rank 0 learns of rank 1's end only from its monitor thread
 @pytest.mark.slow
 @pytest.mark.parametrize("launchers_store", [True, False], ids=["store-of-the-launcher", "store-in-rank-0"])
 @pytest.mark.parametrize("ending_rank", [0, 1])

@@ -1,1 +1,1 @@
-"""What a checkpoint folder holds beside transformers' files, and whether it is whole."""
+"""What a checkpoint folder holds in addition to transformers' files, and whether it is complete."""

@@ -1,4 +1,4 @@
-"""Whether a checkpoint was written whole: a file in its folder says that it is being written, until all of it is there.
+"""Complete checkpoints. A file in the folder marks a checkpoint as incomplete until all of it is written.
 
 Checkpoints of stock TRL have no such file and stay usable.
 """
@@ -11,33 +11,33 @@ from pathlib import Path
 _MARK = "_incomplete"
 _MARK_SAYS = "This checkpoint is being written, or its writing was interrupted. Do not train on from it.\n"
 _STATE = "trainer_state.json"  # transformers writes it after weights and optimizer
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-\d+")
 
 
 def begin(folder: Path) -> None:
-    """Make `folder`, or mark the one that is there, as incomplete; what a killed process left of it goes.
+    """Create `folder`, or keep the existing one, and mark it incomplete; delete what a killed process left of it.
 
-    At every moment the folder is missing, as it was, or marked.
+    At every moment the folder is missing, unchanged, or marked.
     """
-    discard(folder.with_name(f".{folder.name}"))  # left between the next lines by another
+    unnamed = folder.with_name(f".{folder.name}")
+    discard(unnamed)  # from a process that was killed below
     if (folder / _MARK).exists():
         discard(folder)
-    if not folder.exists():
-        unnamed = folder.with_name(f".{folder.name}")
+    if folder.exists():
+        (folder / _MARK).write_text(_MARK_SAYS)
+    else:
         unnamed.mkdir(parents=True)
         (unnamed / _MARK).write_text(_MARK_SAYS)
         unnamed.rename(folder)
-    else:
-        (folder / _MARK).write_text(_MARK_SAYS)
 
 
 def finish(folder: Path) -> None:
-    """Say that everything is in `folder`."""
+    """Mark `folder` complete."""
     (folder / _MARK).unlink()
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint holds all that was saved: ours by the mark, any by transformers' last file."""
+    """Whether everything was written: our checkpoints have no mark any more, and any has transformers' last file."""
     if (folder / _MARK).exists():
         return False
     try:
@@ -48,17 +48,17 @@ def is_complete(folder: Path) -> bool:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a run's folder, by their steps."""
+    """The complete checkpoints in a run's folder, in order of step."""
     return [folder for folder in _checkpoints(run) if is_complete(folder)]
 
 
 def half_written(run: Path) -> list[Path]:
-    """Those whose writing was interrupted, by their steps."""
+    """The checkpoints whose writing was interrupted, in order of step."""
     return [folder for folder in _checkpoints(run) if not is_complete(folder)]
 
 
 def discard(folder: Path) -> None:
-    """Delete `folder`, if it is there; it passes for no checkpoint from the first moment on."""
+    """Delete `folder` if it exists. It has no checkpoint's name from the first moment on."""
     if not folder.exists():
         return
     gone = folder.with_name(f".gone-{folder.name.lstrip('.')}")
@@ -68,7 +68,10 @@ def discard(folder: Path) -> None:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    if not run.is_dir():
-        return []
-    steps = {int(match[1]): path for path in run.iterdir() if path.is_dir() and (match := _NAME.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps)]
+    folders = [path for path in run.glob("checkpoint-*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(folders, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step in a checkpoint's name."""
+    return int(checkpoint.name.rpartition("-")[2])

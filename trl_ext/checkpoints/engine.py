@@ -1,4 +1,4 @@
-"""In which format an engine saves weights and optimizer, and the optimizer of tensor parallel ranks."""
+"""The formats in which engines save weights and optimizer, and the optimizer of tensor-parallel ranks."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _OPTIMIZER_OF_RANK = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_sta
 
 
 def format_of(folder: Path) -> str:
-    """The engine that wrote a checkpoint, and in which form; empty for one process, DDP and tensor parallelism."""
+    """The engine that wrote a checkpoint, and its format; empty for one process, DDP and tensor parallelism."""
     if (folder / f"{_FSDP}.bin").exists():
         return fsdp_format("FULL_STATE_DICT")
     if (folder / f"{_FSDP}_0").is_dir():
@@ -31,24 +31,23 @@ def format_of(folder: Path) -> str:
 
 
 def fsdp_format(state_dict_type: str) -> str:
-    """What accelerate's FSDP writes with a `state_dict_type`."""
+    """The format of accelerate's FSDP with a `state_dict_type`."""
     return f"FSDP with {state_dict_type}"
 
 
 def deepspeed_format(stage: int, processes: int) -> str:
-    """What DeepSpeed writes."""
+    """DeepSpeed's format."""
     if stage == 0:
         return "DeepSpeed"
     return f"DeepSpeed {'ZeRO-3' if stage == 3 else 'ZeRO-1 or ZeRO-2'} on {processes} processes"
 
 
 def why_not_loaded(folder: Path, runs: str, engine: str) -> str | None:
-    """Why what runs cannot resume from a checkpoint; `None` where it can.
+    """Why the engine that runs cannot resume from the checkpoint `folder`; `None` if it can.
 
     Args:
-        folder (`Path`): the checkpoint.
-        runs (`str`): the engine that runs now, as `format_of` names it.
-        engine (`str`): its name in the message, such as `"DDP"`.
+        runs (`str`): the format of the engine that runs.
+        engine (`str`): its name, such as `"DDP"`.
     """
     written = format_of(folder)
     names = [path.name for path in folder.iterdir()]
@@ -56,9 +55,9 @@ def why_not_loaded(folder: Path, runs: str, engine: str) -> str | None:
     if written == runs or (not runs and has_weights and written.startswith("DeepSpeed")):
         return None
     if written and runs and (written.startswith(runs) or runs.startswith(written)):
-        return None  # DeepSpeed without ZeRO, of which the files say less
+        return None  # DeepSpeed without ZeRO, whose files say less
     if not written and runs.startswith("FSDP") and "optimizer.pt" not in names and "adapter_config.json" in names:
-        return None  # an adapter without an optimizer, which transformers loads under FSDP too
+        return None  # an adapter without an optimizer, which transformers also loads under FSDP
     anew = "start a new run from its weights."
     if not has_weights and written.startswith("DeepSpeed"):
         anew = "put its weights together for a new run: `zero_to_fp32.py` in it does."
@@ -82,11 +81,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, folder: Path, rank: int) ->
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> dict[str, Any] | None:
-    """A rank's part, for `load_state_dict`; `None` where the checkpoint has none for parameters split as they are now.
-
-    Args:
-        optimizer (`Optimizer`): which is to have the state.
-    """
+    """A rank's part, for `optimizer.load_state_dict`; `None` if the checkpoint has none for the present split."""
     file = _file(folder, rank)
     if not file.exists():
         return None
@@ -112,7 +107,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _layout(optimizer: torch.optim.Optimizer) -> list[str]:
-    """How each parameter is split over which ranks."""
+    """How each parameter is split, and over which ranks."""
     params = [param.data for group in optimizer.param_groups for param in group["params"]]
     return [
         f"{tuple(x.shape)} {x.device_mesh} {x.placements}" if isinstance(x, DTensor) else f"{tuple(x.shape)}"
@@ -121,11 +116,11 @@ def _layout(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Load the weights of a checkpoint into a `PreTrainedModel`, as `from_pretrained` does: split, and renamed."""
+    """Load a checkpoint's weights into a `PreTrainedModel`; `from_pretrained` splits and renames them."""
     dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
     loaded, info = type(model).from_pretrained(
         folder,
-        dtype=max(dtypes, key=lambda dtype: dtype.itemsize),  # an LM head in fp32 keeps its digits
+        dtype=max(dtypes, key=lambda dtype: dtype.itemsize),  # an LM head in fp32 keeps its precision
         distributed_config=getattr(model.config, "distributed_config", None),
         output_loading_info=True,
     )
@@ -137,9 +132,9 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def names_differ(model: Any, folder: Path) -> bool:
-    """Whether the files of a checkpoint lack weights of `model` by the names that they have in it.
+    """Whether a checkpoint has other names for weights than `model`.
 
-    Transformers saves experts one by one that are one tensor in the model, and to resume looks for them by name.
+    Transformers saves experts one by one that are a single tensor in the model, but resumes by the model's names.
     """
     index = folder / "model.safetensors.index.json"
     names: set[str] = set()

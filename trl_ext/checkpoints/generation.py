@@ -1,4 +1,4 @@
-"""GRPO's place in its cycle of generation, in a file, with the completions that are still to be trained on."""
+"""A file with GRPO's position in its generation cycle, and with the completions that it has not trained on yet."""
 
 import json
 import os
@@ -19,14 +19,13 @@ class SavedGeneration:
     """One rank's part.
 
     Args:
-        micro_batch (`int`): micro-batches trained on, counted from the first of all.
+        micro_batch (`int`): micro-batches trained on since training began.
         sampled_at_step (`int`): the optimizer step at which the completions were sampled.
-        further_prompts (`int`): prompts that dynamic sampling has drawn beside those of the data loader.
-        schedule (`dict[str, int]`): the arguments on which the meaning of the rest depends.
-        slices (`list[dict]`, *optional*):
-            TRL's generation buffer: for each micro-batch its entries, tensors or JSON values. `None` where nothing
-            that was generated is still to be trained on.
-        lost (`str`, *optional*): why completions that should be in `slices` are not.
+        further_prompts (`int`): prompts that dynamic sampling drew in addition to the data loader's.
+        schedule (`dict[str, int]`): the arguments that the rest depends on.
+        slices (`list[dict]`, *optional*): TRL's generation buffer: each micro-batch's entries, tensors or JSON values.
+            `None` if no completions are left to train on.
+        lost (`str`, *optional*): why completions are missing from `slices`.
     """
 
     micro_batch: int
@@ -38,12 +37,12 @@ class SavedGeneration:
 
 
 def generation_file(folder: Path, rank: int) -> Path:
-    """Where a rank's part is kept in a checkpoint."""
+    """The file of a rank's part in a checkpoint."""
     return folder / f"generation_{rank}.safetensors"
 
 
 def write_generation(folder: Path, rank: int, saved: SavedGeneration) -> None:
-    """Write a rank's part into a checkpoint, whole or not at all.
+    """Write a rank's part into a checkpoint, atomically.
 
     Raises:
         `TypeError`: an entry of a slice is neither a tensor nor a JSON value.
@@ -54,7 +53,7 @@ def write_generation(folder: Path, rank: int, saved: SavedGeneration) -> None:
         others.append({})
         for name, value in entries.items():
             if isinstance(value, Tensor):
-                # Slices are views of one tensor, which the format refuses
+                # Slices are views of one tensor, which safetensors refuses
                 tensors[f"{i}/{name}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
             else:
                 others[i][name] = value
@@ -66,10 +65,10 @@ def write_generation(folder: Path, rank: int, saved: SavedGeneration) -> None:
 
 
 def read_generation(folder: Path, rank: int, device: torch.device) -> SavedGeneration | None:
-    """A rank's part, with its tensors on `device`; `None` where the checkpoint has none.
+    """A rank's part, with its tensors on `device`; `None` if the checkpoint has none.
 
     Raises:
-        `ValueError`: the file is of another format.
+        `ValueError`: the file has another format.
     """
     path = generation_file(folder, rank)
     if not path.exists():
@@ -89,13 +88,13 @@ def read_generation(folder: Path, rank: int, device: torch.device) -> SavedGener
 def position_in_data(
     global_step: int, accumulation_steps: int, micro_batches_of_an_epoch: int | None, epoch_begins_again: bool = False
 ) -> tuple[int, int]:
-    """Epochs finished, and micro-batches trained on in all, after `global_step` optimizer steps.
+    """Finished epochs, and micro-batches trained on in total, after `global_step` optimizer steps.
 
-    The last window of an epoch is shorter where `accumulation_steps` does not divide it.
+    The last step of an epoch has fewer micro-batches if `accumulation_steps` does not divide their number.
 
     Args:
-        micro_batches_of_an_epoch (`int`, *optional*): `None` where only the end of the data will tell.
-        epoch_begins_again (`bool`): whether those of an epoch that was begun do not count.
+        micro_batches_of_an_epoch (`int`, *optional*): `None` if unknown until the data ends.
+        epoch_begins_again (`bool`): whether to leave out those of an unfinished epoch.
     """
     if micro_batches_of_an_epoch is None:
         return 0, 0 if epoch_begins_again else global_step * accumulation_steps

@@ -1,4 +1,4 @@
-"""The one folder that names what is not public in TRL; importing it checks the versions of TRL and transformers."""
+"""The only package that uses TRL's private names. Importing it checks the versions of TRL and transformers."""
 
 from importlib.metadata import version
 
@@ -6,12 +6,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 SUPPORTED = {"trl": SpecifierSet(">=1.15,<2"), "transformers": SpecifierSet(">=5.17,<6")}
-# Later ones are taken if the names that `names.py` lists are what they were
+# Later versions work too, unless a name that `names.py` lists has changed
 TESTED = {"trl": SpecifierSet(">=1.15,<1.17"), "transformers": SpecifierSet(">=5.17,<5.24")}
 
 FOUND = {name: version(name) for name in TESTED}
 
-# Whether a truncated sampler's log-probs (`top_p` and the like) are comparable with those of the whole distribution
+# Whether log-probs of a truncated sampler (such as `top_p`) can be compared with those of the whole distribution
 CORRECTS_TRUNCATED_SAMPLING = Version(FOUND["trl"]) >= Version("1.17")
 
 for name, versions in SUPPORTED.items():

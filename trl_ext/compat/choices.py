@@ -1,4 +1,4 @@
-"""TRL's lists of choices, the output of its fused head, and two of its functions."""
+"""Choices that TRL's arguments accept, methods that subclasses override, and the output of TRL's fused head."""
 
 from dataclasses import dataclass
 
@@ -12,17 +12,16 @@ __all__ = ["FusedCausalLMOutput", "maybe_gather_lm_head_ctx", "resolve_accelerat
 
 @dataclass
 class FusedCausalLMOutput(TRLFusedCausalLMOutput):
-    """TRL's output of the scoring forward, and a field that it lacks.
+    """TRL's output of the scoring forward, with one field more.
 
     Args:
-        mean_log_probs (`torch.Tensor`, same shape as `log_probs`):
-            Mean of the log-probs over the vocabulary, of each next-token distribution.
+        mean_log_probs (`torch.Tensor`, same shape as `log_probs`): mean log-prob over the vocabulary, per token.
     """
 
     mean_log_probs: torch.Tensor | None = None
 
 
-# TRL itself finds a text that it does not know in the first step, and names the argument of none
+# TRL notices an unknown value only in the first step, without naming the argument
 DPO_LOSS_TYPES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
@@ -36,11 +35,11 @@ ADVANTAGE_CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }
 
-# Beside them the columns of the data set; `environments` only where there are some
+# Reward functions also get the columns of the data set, and `environments` if there are any
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 REWARD_COLUMNS_LEFT_OUT = ("prompt", "completion", "completion_ids")
 
-# Parts of a trainer, and the methods that a subclass replaces one by
+# The methods that a subclass overrides to replace a part of a trainer
 REPLACEABLE = {
     "loss": ("_compute_loss", "compute_loss"),
     "rollouts": ("_generate",),

@@ -1,7 +1,7 @@
-"""Whether releases of TRL and transformers that no test has run on still have the names that this package uses.
+"""Checks that untested releases of TRL and transformers still have the names that this package uses.
 
-The names are in `names.py`, with the parameters of each function. That all are there is kept in the user's cache
-folder: looking takes as long as importing TRL's trainers, and the fingerprint of the files takes milliseconds.
+`names.py` lists the names, with the parameters of each function. The user's cache folder keeps a passed check: a check
+takes as long as importing TRL's trainers, and the fingerprint of the files takes milliseconds.
 """
 
 import hashlib
@@ -28,16 +28,12 @@ _MISSING = object()
 
 
 def check_untested(found: Mapping[str, str], tested: Mapping[str, SpecifierSet]) -> None:
-    """Warn that the releases are untested, once in a launch.
-
-    Args:
-        found (`Mapping[str, str]`): the version of each package.
-        tested (`Mapping[str, SpecifierSet]`): the versions of each that the tests run on.
+    """Warn, once in a launch, that the `found` version of a package is not among the `tested` ones.
 
     Raises:
-        `ImportError`: a name has moved; the message lists all that have.
+        `ImportError`: names have moved; the message lists them.
     """
-    lines = _kept(found)
+    lines = _moved_since_last_check(found)
     untested = " and ".join(f"{name} {found[name]}" for name in found if found[name] not in tested[name])
     known = " and ".join(f"{name}{versions}" for name, versions in tested.items())
     if lines:
@@ -55,15 +51,15 @@ def check_untested(found: Mapping[str, str], tested: Mapping[str, SpecifierSet])
 
 
 def moved(names: Mapping[str, Mapping[str, tuple[str, ...]]] = NAMES) -> list[str]:
-    """Which of the names are gone or take other parameters, a line for each."""
+    """A line for each of the names that is gone or takes other parameters."""
     return [line for owner, of_owner in names.items() for line in _moved(owner, of_owner)]
 
 
 def parameters_of(owner: Any, name: str) -> str | None:
-    """The parameters of a function or of a dataclass; `""` for other names, and `None` for those that are not there.
+    """The parameters of a function or a dataclass; `""` for other names, and `None` for missing ones.
 
     Args:
-        owner (`Any`): a module or a class. A class also has what its source calls `self.name`, and each quoted word.
+        owner (`Any`): a module or a class. The names of a class include each `self.name` and quoted word in its source.
     """
     held = inspect.getattr_static(owner, name, _MISSING) if inspect.isclass(owner) else getattr(owner, name, _MISSING)
     if inspect.isfunction(held) or (inspect.isclass(held) and is_dataclass(held)):
@@ -82,7 +78,7 @@ def _moved(owner: str, names: Mapping[str, tuple[str, ...]]) -> list[str]:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # a dependency of TRL's is missing
+            raise  # a dependency of TRL is missing
         found = None
     found = getattr(found, class_name, None) if class_name else found
     if found is None:
@@ -90,7 +86,7 @@ def _moved(owner: str, names: Mapping[str, tuple[str, ...]]) -> list[str]:
     lines = []
     for name, accepted in names.items():
         parameters = parameters_of(found, name)
-        if parameters is None or (accepted and not parameters):  # gone, or no function any more
+        if parameters is None or (accepted and not parameters):  # gone, or not a function any more
             lines.append(f"`{place}` has no `{name}`")
         elif accepted and parameters not in accepted:
             lines.append(f"`{place}.{name}` takes `{parameters}`, and took `{accepted[-1]}`")
@@ -99,7 +95,7 @@ def _moved(owner: str, names: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 @cache
 def _named_in(owner: Any) -> frozenset[str]:
-    """What the source of a class, and of what it is made of, calls `self.name`; and each of its quoted words."""
+    """Each `self.name` and each quoted word in the source of a class and of its bases."""
     if not inspect.isclass(owner):
         return frozenset()
     modules = {cls.__module__ for cls in owner.__mro__} - {"builtins"}
@@ -107,8 +103,8 @@ def _named_in(owner: Any) -> frozenset[str]:
     return frozenset(re.findall(r"\bself\.(\w+)", source)) | frozenset(re.findall(r'"\w+"', source))
 
 
-def _kept(found: Mapping[str, str]) -> list[str]:
-    """What `moved` finds. An empty file in the user's cache folder says that it has found nothing before."""
+def _moved_since_last_check(found: Mapping[str, str]) -> list[str]:
+    """What `moved` finds. An empty file in the user's cache folder stands for an earlier check that found nothing."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "trl_ext"
     path = folder / f"unmoved-{_fingerprint(found)}"
     with suppress(OSError):
@@ -116,18 +112,18 @@ def _kept(found: Mapping[str, str]) -> list[str]:
             return []
     lines = moved()
     if not lines:
-        with suppress(OSError):  # then the next import looks again
+        with suppress(OSError):  # the next import checks again then
             folder.mkdir(parents=True, exist_ok=True)
             path.touch()
     return lines
 
 
 def _fingerprint(found: Mapping[str, str]) -> str:
-    """Another one where a version, a file of TRL or of transformers' trainer, or the list of names is another."""
-    told: list[Any] = [dict(found), NAMES]
+    """A hash of the versions, the files of TRL and of transformers' trainer, and the list of names."""
+    facts: list[Any] = [dict(found), NAMES]
     for package, pattern in (("trl", "**/*.py"), ("transformers", "*.py")):
         spec = find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
             stats = {str(path): path.stat() for path in Path(folder).glob(pattern)}
-            told.append(sorted((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()))
-    return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
+            facts.append(sorted((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()))
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()

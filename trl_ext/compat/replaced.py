@@ -1,9 +1,10 @@
-"""Names put in the place of others for a while: everything that TRL's `__init__` is built with."""
+"""Names of TRL that are replaced for the duration of a block, such as its `__init__`."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -12,13 +13,12 @@ import trl
 from trl.models.utils import disable_gradient_checkpointing
 
 _ABSENT = object()
-_OF_BOTH = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_model")
 
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes of `owner` (a module, a trainer, a config) for the duration of the block."""
-    before = {name: vars(owner).get(name, _ABSENT) for name in values} if values else {}
+    before = {name: vars(owner).get(name, _ABSENT) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
     try:
@@ -31,7 +31,8 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-# The names of a trainer's module that are replaced
+# The names of each trainer's module that are replaced
+_OF_BOTH = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_model")
 REPLACED: dict[type, tuple[str, ...]] = {
     trl.DPOTrainer: (*_OF_BOTH, "create_model_from_path", "hash_module"),
     trl.GRPOTrainer: (*_OF_BOTH, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter"),
@@ -40,22 +41,19 @@ REPLACED: dict[type, tuple[str, ...]] = {
 
 
 def names_replaced(trainer_class: type, **names: Any) -> AbstractContextManager[None]:
-    """Within, a trainer finds these in the place of names of its module, which `REPLACED` lists.
-
-    The names are put back on the way out, so stock trainers keep their own.
-    """
+    """Replace `names` of a trainer's module, among those that `REPLACED` lists, for the duration of the block."""
     assert names.keys() <= set(REPLACED[trainer_class]), names.keys()
     return replaced(module_of(trainer_class), **names)
 
 
 def module_of(trainer_class: type) -> Any:
-    """The module in which a trainer looks its helper functions up."""
+    """The module in which a trainer looks up its helper functions."""
     return sys.modules[trainer_class.__module__]
 
 
 @contextmanager
 def unrecorded_pass(trainer: Any) -> Iterator[None]:
-    """Within, a model of `trainer` is called without gradients, and without gradient checkpointing, as TRL does it."""
+    """Within, call a model of `trainer` without gradients and gradient checkpointing, as TRL does."""
     with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
         yield
 
@@ -73,13 +71,13 @@ def built_with(
     """Within, `trainer_class.__init__` attaches each model's scoring head with `attach(model, **options)`.
 
     TRL's trainers call the `add_fused_lm_head` of their module on the policy and on the reference model, when both
-    exist and before reference log-probs are precomputed; there is no method to override at that point.
+    exist and before they precompute reference log-probs. They have no method to override at that point.
 
     Args:
-        config (`Any`): of the trainer. TRL refuses a `padding_free` that it does not find False.
+        config (`Any`): of the trainer. TRL rejects `padding_free=True`.
         make_adapter (`Callable`): called with PEFT's `get_peft_model` and its arguments.
-        copies (`bool`): whether TRL may copy an adapter to be the reference.
-        others (`Any`): what else stands for a name of the module.
+        copies (`bool`): whether TRL may copy an adapter as the reference.
+        others (`Any`): replace further names of the module.
     """
     module = module_of(trainer_class)
     names = {"add_fused_lm_head": attach, "get_peft_model": partial(make_adapter, module.get_peft_model), **others}
@@ -93,17 +91,10 @@ def built_with(
 
 
 class _NoAdapter:
-    """No head is an instance of it: in the place of `BaseTunerLayer`, so that an adapter on the head is taken."""
+    """Replaces `BaseTunerLayer`: no head is an instance of it, so TRL accepts an adapter on the head."""
 
 
 def _not_the_first_time(module: Any) -> Callable[[Any], bool]:
-    original = module.is_peft_model
-    asked_before: list[bool] = []
-
-    def is_peft_model(model: Any) -> bool:
-        if not asked_before:
-            asked_before.append(True)
-            return False
-        return original(model)
-
-    return is_peft_model
+    """`is_peft_model`, which answers False to the first call."""
+    answers = chain([lambda model: False], repeat(module.is_peft_model))
+    return lambda model: next(answers)(model)

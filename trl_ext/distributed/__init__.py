@@ -1,1 +1,1 @@
-"""What the processes run on: DDP, FSDP2, DeepSpeed, tensor parallel; who holds which part of what."""
+"""Which engine runs (DDP, FSDP2, DeepSpeed, tensor parallelism), its groups of ranks, and what each rank holds."""

@@ -1,13 +1,13 @@
-"""Who ended: when a rank leaves training with an error, or a collective fails, the ranks call their roll and name it.
+"""Names the rank that made a collective fail, in an error on every other rank.
 
-A collective that fails says little: over gloo "Connection closed by peer [127.0.0.1]", and only to the neighbours of
-the rank that ended. So each rank keeps an attendant, a thread that answers for it through the rendezvous store, also
-while its training waits in a collective. The first rank that fails conducts the roll call: it asks, waits, and
-writes the verdict that every rank reports. The store may lie in rank 0, which then stays until the others have heard;
-where it is gone, rank 0 has ended.
+The error of a failed collective says little: over gloo "Connection closed by peer [127.0.0.1]", and only to the
+neighbours of the rank that ended. So a thread on each rank answers for it through the rendezvous store, even while
+training waits in a collective. The first rank that fails collects the answers and writes the diagnosis that every rank
+reports. The store may live in rank 0, which then waits until the others have read it; if the store is gone, rank 0 has
+ended.
 
-Over NCCL a rank that was killed or hangs may be noticed first by NCCL's watchdog thread, which ends the process without
-an exception in Python: no roll is called then, and it is the launcher that names the first rank to end.
+Over NCCL, the watchdog thread may be the first to notice a killed or hanging rank. It ends the process without a Python
+exception, so nothing is reported here; the launcher names the first rank that ended.
 """
 
 import os
@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -26,14 +26,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-_POLL = 0.5  # seconds between two looks of an attendant at the store
-_PATIENCE = 10.0  # seconds that a rank has for its answer
-_CALLED, _VERDICT = "called", "verdict"
-_WAITED = "waited in a collective, which failed"
+_POLL = 0.5  # seconds between two looks of a thread at the store
+_PATIENCE = 10.0  # seconds that a rank has to answer
+_CALLED, _DIAGNOSIS = "called", "diagnosis"  # keys of the store
+_WAITED, _ENDED = "waited in a collective, which failed", "has ended its training"
 _ADVICE = (
     'Training can go on from the last checkpoint: start all ranks again with `train(resume_from_checkpoint="auto")`.'
 )
-# What gloo's errors begin with: the line that raised them, but for what comes after a timeout
+# How gloo's errors begin: with the line that raised them, except after a timeout
 _OF_GLOO = re.compile(r"\[(enforce fail at )?\S*gloo/\S+\.(cc|cu|h):\d+\]|^Application timeout caused pair closure")
 _calls = 0
 
@@ -44,32 +44,32 @@ class RankError(RuntimeError):
 
 @contextmanager
 def rank_failures_reported() -> Iterator[None]:
-    """Within, a collective that fails on this rank is raised as an error that names the rank that made it fail.
+    """Within, replace the error of a failed collective by one that names the rank that made it fail.
 
-    Every rank enters it as often as the others. An error of this rank's own is raised as it is, and the others name it.
+    Every rank must enter it equally often. A rank's own error is raised unchanged; the other ranks report it.
 
     Raises:
-        `RankError`: a collective failed: a rank ended, does not answer, or failed with an error of its own.
+        `RankError`: a collective failed: a rank ended, does not answer, or raised an error.
     """
     global _calls
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
     _calls += 1
-    attendant = RankMonitor(PrefixStore(f"trl_ext/rank_failures_reported/{_calls}", _get_default_store()))
+    monitor = RankMonitor(PrefixStore(f"trl_ext/rank_failures_reported/{_calls}", _get_default_store()))
     try:
         yield
     except Exception as error:
         if not _is_of_a_collective(error):
-            attendant.tell(error)
+            monitor.report(f"failed: {''.join(traceback.format_exception_only(error)).strip()}")
             raise
-        raise RankError(f"{attendant.diagnosis()} {_ADVICE}") from error
+        raise RankError(f"{monitor.report(_WAITED) or _without_store()} {_ADVICE}") from error
     finally:
-        attendant.ended.set()
+        monitor.answers.put(_ENDED)
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Whether `error`, or what it came from, is a collective's: gloo's are of no type but `RuntimeError`."""
+    """Whether `error` or its cause is a collective's. Gloo raises plain `RuntimeError`s."""
     while error is not None:
         if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _OF_GLOO.search(str(error))):
             return True
@@ -78,114 +78,90 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
 
 class RankMonitor:
-    """Answers for this rank, and conducts the roll call if it is the first to fail.
+    """A thread that answers for this rank, and that collects all answers if this rank is the first to fail.
 
     Args:
-        store (`Store`): for this roll call alone.
+        store (`Store`): for these answers alone.
     """
 
     def __init__(self, store: Store) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.ended = threading.Event()
-        self._heard: str | None = None
-        self._trains = threading.get_ident()
-        # One client takes one request at a time, and the collectives' own may wait in one. New clients would try for
-        # long to reach a store that is gone.
-        self._of_thread, self._store = (store.clone() for _ in range(2))  # type: ignore[attr-defined]
-        for client in (self._of_thread, self._store):
-            client.set_timeout(timedelta(seconds=3 * _PATIENCE))
+        self.answers: SimpleQueue[str] = SimpleQueue()
+        self._diagnoses: SimpleQueue[str | None] = SimpleQueue()
+        self._training_thread = threading.get_ident()
+        # A client takes one request at a time, and a collective may wait in one of the default store's. The clone is
+        # the thread's own
+        self._store = store.clone()  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=3 * _PATIENCE))
         self._name = f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"
         store.set(f"name/{self.rank}", self._name)
-        threading.Thread(target=self._attend, name="trl_ext roll call", daemon=True).start()
+        threading.Thread(target=self._run, name="trl_ext rank monitor", daemon=True).start()
 
-    # The thread
+    def report(self, answer: str) -> str | None:
+        """Give this rank's `answer` after a failure; the diagnosis, or `None` if the store is gone or is silent."""
+        self.answers.put(answer)
+        with suppress(Empty):
+            return self._diagnoses.get(timeout=3 * _PATIENCE)
+        return None
 
-    def _attend(self) -> None:
-        store = self._of_thread
+    def _run(self) -> None:
         try:
-            while not self.ended.wait(_POLL):
-                if store.check([_CALLED]):
-                    store.compare_set(f"answer/{self.rank}", "", f"is in {_place(self._trains)}")
-                    self._heard = store.get(_VERDICT).decode()
-                    store.set(f"heard/{self.rank}", "")
-                    return
-            store.compare_set(f"answer/{self.rank}", "", "has ended its training")
-            store.set(f"heard/{self.rank}", "")
+            self._diagnoses.put(self._answer())
         except dist.DistError:
-            pass  # the store is gone, which the training thread will meet too
+            self._diagnoses.put(None)
 
-    # The training thread, after a failure
+    def _answer(self) -> str | None:
+        """Wait until this rank or another fails, or training ends, and answer; the diagnosis after a failure."""
+        answer = None
+        while answer is None and not self._store.check([_CALLED]):
+            with suppress(Empty):
+                answer = self.answers.get(timeout=_POLL)
+        self._store.set(f"answer/{self.rank}", answer or f"is in {_place(self._training_thread)}")
+        diagnosis = None
+        if answer != _ENDED:
+            if self._store.compare_set(_CALLED, "", str(self.rank)).decode() == str(self.rank):
+                failed = answer is not None and answer != _WAITED
+                self._store.set(_DIAGNOSIS, f"{self._name} {answer}" if failed else self._collect())
+                if self.rank == 0 and not _store_is_the_launchers():
+                    self._wait("heard", range(1, self.world))
+            diagnosis = self._store.get(_DIAGNOSIS).decode()
+        self._store.set(f"heard/{self.rank}", "")
+        return diagnosis
 
-    def tell(self, error: Exception) -> None:
-        """Name an error of this rank's own to the others."""
-        words = "".join(traceback.format_exception_only(error)).strip()
-        self._in_time(lambda store: self._failed(store, f"failed: {words}"))
-
-    def diagnosis(self) -> str:
-        """Which rank made a collective fail here, and how, as all ranks report it."""
-        found = self._in_time(lambda store: self._failed(store, _WAITED))
-        # Who conducted may have taken the store with it
-        return found or self._heard or self._without_store()
-
-    def _failed(self, store: Store, answer: str) -> str:
-        store.set(f"answer/{self.rank}", answer)
-        if store.compare_set(_CALLED, "", str(self.rank)).decode() == str(self.rank):
-            own = answer.startswith("failed")
-            diagnosis = f"{self._name} {answer}" if own else self._call(store)
-            store.set(_VERDICT, diagnosis)
-            if self.rank == 0 and not _store_is_the_launchers():
-                self._wait(store, "heard", but=0)
-        return store.get(_VERDICT).decode()
-
-    def _call(self, store: Store) -> str:
-        silent = self._wait(store, "answer")
+    def _collect(self) -> str:
+        """The diagnosis from all answers."""
+        silent = self._wait("answer", range(self.world))
         if silent:
             what = "does not answer: it was killed, ran out of memory, crashed or hangs."
-            return " ".join(f"{self._name_of(store, rank)} {what}" for rank in silent)
-        answers = {rank: store.get(f"answer/{rank}").decode() for rank in range(self.world)}
-        failed = {rank: words for rank, words in answers.items() if words.startswith("failed")}
-        if not failed:
-            answers = {rank: words for rank, words in answers.items() if words != _WAITED} or answers
-        said = " ".join(f"{self._name_of(store, rank)} {words}." for rank, words in (failed or answers).items())
-        return said if failed else f"A collective failed, and every rank answers. {said}"
+            return " ".join(f"{self._name_of(rank)} {what}" for rank in silent)
+        answers = {rank: self._store.get(f"answer/{rank}").decode() for rank in range(self.world)}
+        failed = {rank: answer for rank, answer in answers.items() if answer.startswith("failed")}
+        named = failed or {rank: answer for rank, answer in answers.items() if answer != _WAITED} or answers
+        report = " ".join(f"{self._name_of(rank)} {answer}." for rank, answer in named.items())
+        return report if failed else f"A collective failed, and every rank answers. {report}"
 
-    def _wait(self, store: Store, what: str, but: int | None = None) -> list[int]:
-        """Until every rank has set its key `what`; those that have not in time."""
+    def _wait(self, key: str, ranks: range) -> list[int]:
+        """Wait until the `ranks` have set `key`; those that have not in time."""
         deadline = time.monotonic() + _PATIENCE
-        missing = [rank for rank in range(self.world) if rank != but]
+        missing = list(ranks)
         while missing and time.monotonic() < deadline:
             time.sleep(_POLL / 5)
-            missing = [rank for rank in missing if not store.check([f"{what}/{rank}"])]
+            missing = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
         return missing
 
-    def _name_of(self, store: Store, rank: int) -> str:
+    def _name_of(self, rank: int) -> str:
         key = f"name/{rank}"
-        return store.get(key).decode() if store.check([key]) else f"Rank {rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else f"Rank {rank}"
 
-    def _in_time(self, ask: Callable[[Store], str]) -> str | None:
-        """`ask` of the store; None where the store is gone, or does not answer."""
-        answers: SimpleQueue[str | None] = SimpleQueue()
 
-        def asked() -> None:
-            try:
-                answers.put(ask(self._store))
-            except dist.DistError:
-                answers.put(None)
-
-        threading.Thread(target=asked, daemon=True).start()
-        try:
-            return answers.get(timeout=3 * _PATIENCE)
-        except Empty:
-            return None
-
-    def _without_store(self) -> str:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        if _store_is_the_launchers():
-            return f"A collective failed, and the launcher's store at {where} gave no answer."
-        return (
-            f"Rank 0 ({where}) does not answer, nor does the rendezvous store, which lies in it: it was killed, ran "
-            "out of memory, crashed or hangs."
-        )
+def _without_store() -> str:
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if _store_is_the_launchers():
+        return f"A collective failed, and the launcher's store at {where} gave no answer."
+    return (
+        f"Rank 0 ({where}) does not answer, nor does the rendezvous store, which lies in it: it was killed, ran "
+        "out of memory, crashed or hangs."
+    )
 
 
 def _store_is_the_launchers() -> bool:
@@ -193,10 +169,10 @@ def _store_is_the_launchers() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _place(thread: int | None) -> str:
+def _place(thread: int) -> str:
     """The innermost call of `thread` that is not torch's."""
-    frame: Any = sys._current_frames().get(thread or 0)
-    inner = frame
+    inner: Any = sys._current_frames().get(thread)
+    frame = inner
     while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
         frame = frame.f_back
     frame = frame or inner

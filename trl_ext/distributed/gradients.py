@@ -1,4 +1,4 @@
-"""Gradients over ranks, and what the backward pass keeps: scaling, partial sums, checkpointing, offloading."""
+"""Gradients: scaling, sums over tensor-parallel ranks, checkpointing under DDP, activations offloaded to the host."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def scale_grad(x: Tensor, factor: float) -> Tensor:
-    """`x`, or a view of it, whose gradient is multiplied by `factor`."""
+    """`x`, with a gradient that is multiplied by `factor`."""
     if factor == 1.0 or not x.requires_grad:
         return x
     return cast(Tensor, _ScaleGrad.apply(x, factor))  # type: ignore[no-untyped-call]
@@ -31,37 +31,34 @@ class _ScaleGrad(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-_OF_TRANSFORMERS = "ReplicatedWithGradAllReduce."  # how the name of its functions begins
-
-
 def sum_gradients_once(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Sum over `group` the gradient that each backward adds, in the place of transformers.
+    """Sum over `group` the gradient that each backward adds, instead of transformers.
 
-    A norm of single heads (Qwen3, Gemma 3) is whole on every rank, and sees the heads of its rank alone. Transformers
-    5.17 to 5.23 sums its `param.grad` after every backward: with gradient accumulation, what is the ranks' sum already
-    is summed again. Parameters that FSDP2 shards besides are left to it: they have no gradient when a backward begins.
+    A norm of single heads (Qwen3, Gemma 3) is whole on every rank but sees only that rank's heads. Transformers 5.17 to
+    5.23 sums its `param.grad` after every backward: gradient accumulation then sums again what is the ranks' sum
+    already. Parameters that FSDP2 shards too are left to transformers: they have no gradient when a backward begins.
     """
     for module in model.modules():
         params = [param for param in module.parameters(recurse=False) if param.requires_grad]
-        if params and not any(isinstance(param, DTensor) for param in params) and _taken_from_transformers(module):
+        if params and not any(isinstance(param, DTensor) for param in params) and _remove_transformers_sum(module):
             for param in params:
                 param.register_hook(partial(_summed, group=group))
 
 
-def _taken_from_transformers(module: nn.Module) -> bool:
-    """Take from `module` what sums its gradients; whether there was any."""
-    own: dict[str, Any] = vars(module)
-    forward = "forward" in own and _is_transformers(own["forward"])
-    if forward:
-        del own["forward"]
-    hooks = [key for key, hook in module._backward_hooks.items() if _is_transformers(hook)]
+def _remove_transformers_sum(module: nn.Module) -> bool:
+    """Remove transformers' sum of gradients from `module`; whether there was one."""
+    hooks = [key for key, hook in module._backward_hooks.items() if _is_transformers_sum(hook)]
     for key in hooks:
         del module._backward_hooks[key]
+    own: dict[str, Any] = vars(module)
+    forward = _is_transformers_sum(own.get("forward"))
+    if forward:
+        del own["forward"]
     return forward or bool(hooks)
 
 
-def _is_transformers(function: Any) -> bool:
-    return getattr(function, "__qualname__", "").startswith(_OF_TRANSFORMERS)
+def _is_transformers_sum(function: Any) -> bool:
+    return getattr(function, "__qualname__", "").startswith("ReplicatedWithGradAllReduce.")
 
 
 def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -71,7 +68,11 @@ def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_checkpointing(wrapped: nn.Module) -> None:
-    """Raise `ValueError` if DDP cannot train the model that it has `wrapped`."""
+    """Check that DDP can train the model that it has `wrapped`.
+
+    Raises:
+        `ValueError`: checkpointing is reentrant, and DDP looks for unused parameters.
+    """
     ddp = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's wrapper is the outermost
     if not isinstance(ddp, DistributedDataParallel) or not ddp.find_unused_parameters or ddp.static_graph:
         return
@@ -92,15 +93,15 @@ def _is_reentrant(module: nn.Module) -> bool:
     return isinstance(function, partial) and bool(function.keywords.get("use_reentrant", True))  # torch's default
 
 
-_SMALLEST = 1024  # bytes; less is not worth a copy
+_SMALLEST = 1024  # bytes worth a copy
 
 
 @contextmanager
 def activations_on_host(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within, what autograd saves on `device` for a backward lies in host memory, pinned if `device` is another.
+    """Within, autograd saves tensors on `device` in host memory instead, pinned if `device` is not the CPU.
 
-    The weights of `model` stay where they are, as do small tensors, expanded and sharded ones. Values are
-    the same bit for bit; a backward frees its copies, and so does a graph of which none is taken.
+    The weights of `model` stay where they are, as do small, expanded and sharded tensors. Values are the same bit for
+    bit. The copies live as long as the graph.
     """
     weights = {param.data_ptr() for param in model.parameters() if not isinstance(param.data, DTensor)}
     pinned = device.type != "cpu"
@@ -117,7 +118,7 @@ def activations_on_host(model: nn.Module, device: torch.device) -> Iterator[None
         if isinstance(packed, Tensor):
             return packed
         where, copy = packed
-        # With the strides that it had, by which kernels are chosen
+        # With the original strides, which decide the kernel
         back = torch.empty_strided(copy.size(), copy.stride(), dtype=copy.dtype, device=where)
         return back.copy_(copy, non_blocking=True)
 

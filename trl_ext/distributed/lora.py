@@ -13,32 +13,25 @@ from .tensor_parallel import TensorParallel, tensor_parallel_mesh
 
 
 def keep_differentiable(model: nn.Module) -> None:
-    """
-    Let no layer of `model` change into bitsandbytes' format for inference on a CPU.
+    """Keep 4-bit layers of `model` out of bitsandbytes' format for inference on a CPU.
 
-    A 4-bit layer does so for good in its first forward in evaluation mode (a generation, an evaluation) where the CPU
-    has instructions for bf16, and nothing is differentiated through it from then on.
+    On a CPU with bf16 instructions the first forward in evaluation mode (a generation, an evaluation) converts a layer
+    for good, and no gradient flows through it from then on.
     """
     for module in model.modules():
         if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
-# Options that read or copy a layer's whole weight, of which a rank has a part, and what leaves them out
-_OPTIONS = {
-    "use_dora": False,
-    "modules_to_save": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-}
-_DRAWN = (True, False, "gaussian")
+# Options that read or copy a layer's whole weight, of which a rank has a part; and the values that turn them off
+_OPTIONS = {"use_dora": False, "modules_to_save": None, "target_parameters": None, "trainable_token_indices": None}
 
 
 def check_adapter(config: Any, ranks: TensorParallel) -> None:
-    """Refuse an adapter that cannot be put on a model that `ranks` hold, before PEFT meets it.
+    """Check, before PEFT creates it, that an adapter works on a model split over `ranks`.
 
     Raises:
-        `ValueError`: it is not LoRA, or an option of it needs whole weights, or FSDP2 has sharded the parts.
+        `ValueError`: it is not LoRA, an option needs whole weights, or FSDP2 has sharded the parts.
     """
     if ranks.copies > 1:
         raise ValueError(
@@ -53,12 +46,12 @@ def check_adapter(config: Any, ranks: TensorParallel) -> None:
         )
     for name, default in _OPTIONS.items():
         value = getattr(config, name, default)
-        if value != default and value:
+        if value:
             raise ValueError(
                 f"`LoraConfig({name}={value!r})` under tensor parallelism: PEFT would take the part of a weight that a "
                 f"rank holds for the whole. Set `{name}={default!r}`, or train without tensor parallelism."
             )
-    if config.init_lora_weights not in _DRAWN:
+    if config.init_lora_weights not in (True, False, "gaussian"):
         raise ValueError(
             f"`LoraConfig(init_lora_weights={config.init_lora_weights!r})` under tensor parallelism: PEFT would form "
             "the adapter from the part of a weight that a rank holds. Set it to `True` or `'gaussian'`, or save the "
@@ -67,9 +60,9 @@ def check_adapter(config: Any, ranks: TensorParallel) -> None:
 
 
 def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
-    """Make PEFT's LoRA layers on a split model right; a model without any is left as it is.
+    """Give PEFT's LoRA layers on a split model the whole width, which transformers' row-wise style reads from them.
 
-    PEFT gives a split factor the width of its part, and transformers' row-wise style reads the whole from it.
+    PEFT gives a split factor the width of its part.
 
     Raises:
         `ValueError`: an adapter is on a layer that PEFT has not split with the model.
@@ -93,12 +86,12 @@ def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
 
 
 def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, **keywords: Any) -> Any:
-    """`make(model, config, ...)`; under tensor parallelism its adapter begins with the values that one process draws.
+    """`make(model, config, ...)`; under tensor parallelism the adapter starts with the values of a single process.
 
-    PEFT draws each rank's part of a factor alone. The random state afterwards is one process's too, on every rank.
+    PEFT alone would draw each rank's part of a factor on its own. Afterwards every rank has one random state.
 
     Raises:
-        `ValueError`: as [`check_adapter`].
+        `ValueError`: see [`check_adapter`].
     """
     ranks = TensorParallel.of(model)
     if ranks is None:
@@ -117,15 +110,15 @@ def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, 
 
 
 def _draw_whole(layer: Any, name: str, init: bool | str) -> None:
-    """Draw the factors of an adapter in PEFT's order, each whole, and keep this rank's part of them."""
+    """Draw the whole factors of an adapter in PEFT's order, and keep this rank's part of each."""
     held = [getattr(layer, kind) for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")]
     factors = [(by_name, by_name[name]) for by_name in held if name in by_name]
     for by_name, factor in factors:
-        if isinstance(factor, nn.Linear):
+        if isinstance(factor, nn.Parameter):
+            by_name[name] = nn.Parameter(torch.randn(factor.shape))
+        else:
             rows, columns = factor.weight.shape
             by_name[name] = nn.Linear(columns, rows, bias=factor.bias is not None)
-        elif isinstance(factor, nn.Parameter):
-            by_name[name] = nn.Parameter(torch.randn(factor.shape))
     layer.reset_lora_parameters(name, init)
     weight = layer.get_base_layer().weight
     for by_name, factor in factors:
@@ -156,4 +149,4 @@ def _is_split_with_its_base(layer: Any) -> bool:
     if any(tensor_parallel_mesh(param) is not None for param in base.parameters(recurse=False)):
         factors = _factors(layer)
         return bool(factors) and sum(isinstance(factor.weight, DTensor) for factor in factors) * 2 == len(factors)
-    return getattr(base, "_hf_tp_plan", None) is None  # PEFT's note of a layer that is whole and still in the plan
+    return getattr(base, "_hf_tp_plan", None) is None  # PEFT's mark of a whole layer that is in the plan

@@ -1,6 +1,7 @@
-"""The processes as a trainer counts them: a group that holds one model, or one sequence, is one."""
+"""The collectives of a trainer. A group of ranks that holds one model, or one sequence, counts as one process."""
 
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,16 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from .lora import complete_adapters
-from .sequence_parallel import SequenceGroup, batches_stay_whole
+from .sequence_parallel import SequenceGroup, keep_batches_whole
 from .tensor_parallel import DataParallelAccelerator, TensorParallel
 
 
 class Ranks:
-    """Collectives for the parts of a trainer, and the groups whose ranks must do the same.
+    """Collectives for the parts of a trainer, and this rank's group, whose ranks must do the same.
 
     Attributes:
-        accelerator: accelerate's, or the proxy that counts each group once.
-        tensor_parallel (`TensorParallel`, *optional*), sequence (`SequenceGroup`, *optional*): the group of this rank.
+        accelerator: accelerate's, or the proxy that counts each group as one process.
+        tensor_parallel (`TensorParallel`, *optional*), sequence (`SequenceGroup`, *optional*): this rank's group.
     """
 
     accelerator: Any = None
@@ -26,30 +27,28 @@ class Ranks:
     sequence: SequenceGroup | None = None
 
     def join(self, accelerator: Any, model: Any) -> Any:
-        """Find this rank's groups; the accelerator to train with."""
+        """Find this rank's group; returns the accelerator to train with."""
         self.tensor_parallel = TensorParallel.of(model)
         if self.tensor_parallel is not None:
             complete_adapters(model, self.tensor_parallel)
             accelerator = DataParallelAccelerator(accelerator, self.tensor_parallel)
         self.sequence = SequenceGroup.of(accelerator)
         if self.sequence is not None:
-            batches_stay_whole(accelerator, self.sequence)
+            keep_batches_whole(accelerator, self.sequence)
             accelerator = DataParallelAccelerator(accelerator, self.sequence.ranks)
         self.accelerator = accelerator
         return accelerator
 
     @property
     def group(self) -> TensorParallel | None:
-        """The ranks with which this one must do the same; None where it is alone, or as long as it is."""
-        if self.tensor_parallel is not None:
-            return self.tensor_parallel
-        if self.sequence is not None and self.sequence.processes is not None:
+        """The ranks that must do the same as this one, once their process group exists."""
+        if self.tensor_parallel is None and self.sequence is not None and self.sequence.processes is not None:
             return self.sequence.ranks
-        return None
+        return self.tensor_parallel
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP or DeepSpeed holds the models."""
+        """Whether FSDP or DeepSpeed runs."""
         state = self.accelerator.state
         return getattr(state, "fsdp_plugin", None) is not None or state.deepspeed_plugin is not None
 
@@ -59,7 +58,7 @@ class Ranks:
 
     @property
     def every(self) -> Any:
-        """The accelerator to which each rank is a process of its own."""
+        """The accelerator that counts each rank as a process."""
         held = self.accelerator
         return held.of_every_rank if isinstance(held, DataParallelAccelerator) else held
 
@@ -68,17 +67,17 @@ class Ranks:
         return self.accelerator.device
 
     def check_same(self, ids: Tensor) -> None:
-        """Under tensor parallelism, raise where the ranks of one model were given different batches."""
+        """Under tensor parallelism, raise if the ranks of one model get different batches."""
         if self.tensor_parallel is not None:
             self.tensor_parallel.check_same(ids)
 
     def agreed(self, value: Any) -> Any:
-        """The value of the first of the ranks that hold this copy of the model."""
+        """The value of the first of the ranks that hold this copy of the model together."""
         tp = self.tensor_parallel
         return value if tp is None else tp.shared(value, self.device)
 
     def shared(self, value: Any) -> Any:
-        """The value of the first rank of this rank's group, of either kind."""
+        """The value of the first rank of this rank's group."""
         group = self.group
         return value if group is None else group.shared(value, self.device)
 
@@ -102,23 +101,21 @@ class Ranks:
         return [value] if self.accelerator.num_processes == 1 else gather_object([value])
 
     def of_main(self, value: Any) -> Any:
-        """`value()` of the main process, on all; called there alone."""
+        """`value()` of the main process, which alone calls it, on all processes."""
         values = [value() if self.accelerator.is_main_process else None]
         broadcast_object_list(values, from_process=0)
         return values[0]
 
     def writes_to(self, folder: Path) -> bool:
-        """Whether this process writes into a folder: the main one, and one on each node that does not see its files."""
+        """Whether this process writes to a folder: the main one, and one on each node that does not see its files."""
         accelerator = self.accelerator
         if accelerator.num_processes == 1:
             return bool(accelerator.is_main_process)
         sign = folder / self.of_main(lambda: f"{uuid.uuid4().hex}.seen")
         if accelerator.is_main_process:
-            try:
+            with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 sign.touch()
-            except OSError:
-                pass
         accelerator.wait_for_everyone()
         seen = sign.exists()
         accelerator.wait_for_everyone()

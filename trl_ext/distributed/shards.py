@@ -1,4 +1,4 @@
-"""Where the rows of the head's weight lie at the moment it is used, read without gathering them."""
+"""Which rank holds which rows of the head's weight, read without gathering them."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .gradients import scale_grad
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named anew in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class ShardedWeight:
     """A weight `(V, H)` whose rows are spread over a group of ranks.
 
     Args:
-        engine (`str`): what spread them.
+        engine (`str`): the one that spread them.
         group (`ProcessGroup`): the ranks, in the order of their rows.
-        ranges (`list[list[tuple[int, int]]]`): of each rank, (first row, rows) of each of its blocks.
-        blocks (`tuple`): (first row, weight `(v, H)`, bias `(v,)` or None) of each block that is here. A weight that is
-            trained is one block, through which the gradient of this rank's rows flows back.
+        ranges (`list[list[tuple[int, int]]]`): for each rank, (first row, rows) of each of its blocks.
+        blocks (`tuple`): (first row, weight `(v, H)`, bias `(v,)` or `None`) of each of this rank's blocks. A trained
+            weight is one block, through which the gradient of this rank's rows flows back.
         trained (`bool`): whether weight or bias gets a gradient.
     """
 
@@ -41,13 +41,13 @@ class ShardedWeight:
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """`module.name` as it is: reading it as an attribute makes ZeRO-3 gather it, and hold it from then on."""
+    """`module.name` without ZeRO-3's hook, which gathers a parameter that is read as an attribute, and keeps it."""
     own = module._parameters
     return dict.__getitem__(own, name) if dict.__contains__(own, name) else getattr(module, name, None)
 
 
 def sharded_weight(lm_head: nn.Module) -> ShardedWeight | None:
-    """How the rows of a head's weight are spread; `None` where they are all here, or can only be had whole."""
+    """How the rows of a head's weight are spread; `None` if this rank has all of them, or must gather them."""
     weight, bias = parameter_of(lm_head, "weight"), parameter_of(lm_head, "bias")
     if isinstance(weight, DTensor):
         return _of_dtensor(weight, bias)
@@ -57,7 +57,7 @@ def sharded_weight(lm_head: nn.Module) -> ShardedWeight | None:
 
 
 def whole_tensor(x: DTensor) -> Tensor:
-    """Gathered, with the mean over the ranks that have tokens of their own for its gradient, as the engine makes it."""
+    """`x`, gathered. Its gradient is the mean over the ranks with different tokens, as under the engine."""
     names = x.device_mesh.mesh_dim_names or ("",) * x.device_mesh.ndim
     # The ranks of a tensor parallel group have the same tokens, so each has the whole gradient
     placements = [Replicate() if name == "tp" else Partial() for name in names]
@@ -66,7 +66,7 @@ def whole_tensor(x: DTensor) -> Tensor:
 
 
 def is_zero3(parameter: Any) -> bool:
-    """Whether DeepSpeed may have taken this parameter apart."""
+    """Whether DeepSpeed may have partitioned this parameter."""
     return hasattr(parameter, "ds_tensor")
 
 
@@ -77,7 +77,7 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
         if not weight.placements[axis].is_shard(0):
             return None
         engine: Literal["tensor parallel", "FSDP2"] = "tensor parallel"
-        # FSDP2 may have spread each rank's rows further: those alone are gathered
+        # FSDP2 may have spread each rank's rows further: only those are gathered
         local = _rows_of_tensor_parallel(weight, axis)
         local_bias = None if bias is None else _rows_of_tensor_parallel(bias, axis)
     elif weight.device_mesh.ndim == 1 and weight.placements[0] == Shard(0):
@@ -85,7 +85,7 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
         local, local_bias = weight.to_local(), None if bias is None else bias.to_local()
     else:
         return None
-    # A DTensor is cut into ceil(V / R) rows a rank, as long as there are any
+    # A DTensor gives each rank ceil(V / R) rows, as long as there are any
     size = -(-weight.shape[0] // weight.device_mesh.size(axis))
     edges = [min(rank * size, weight.shape[0]) for rank in range(weight.device_mesh.size(axis) + 1)]
     ranges = [[(first, end - first)] for first, end in pairwise(edges)]
@@ -102,7 +102,7 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
 
 
 def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
-    """This rank's rows of `x`, gathered over the ranks of other dimensions of the mesh; their gradient as these are."""
+    """This rank's rows of `x`, gathered over the other mesh dimensions; the gradient is the mean over those."""
     others = [size for number, size in enumerate(x.device_mesh.shape) if number != axis]
     if not others:
         return x.to_local()
@@ -113,11 +113,11 @@ def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
 
 
 def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
-    """ZeRO-3 cuts the flat weight into equal parts, and so may cut a row; that row is made whole where it begins."""
+    """ZeRO-3 cuts the flat weight into equal parts. The rank where a row begins completes it if a cut splits it."""
     part = weight.ds_tensor
     released = weight.ds_status.name == "NOT_AVAILABLE" and part.status.name == "AVAILABLE"
     released = released and part.device == weight.device  # not offloaded
-    # The gradient of a trained weight goes through DeepSpeed's own hooks on the whole parameter
+    # The gradient of a trained weight goes through DeepSpeed's hooks on the whole parameter
     if weight.requires_grad or bias is not None or not released or hasattr(part, "ds_quant_scale"):
         return None
     rows, width = weight.ds_shape
@@ -133,9 +133,9 @@ def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
 
 
 def rows_of_parts(rows: int, width: int, size: int, ranks: int) -> list[list[tuple[int, int]]]:
-    """Of a flat weight `(rows, width)` in parts of `size` elements, (first row, rows) of each block of each part.
+    """(first row, rows) of each block of each part, if a flat weight `(rows, width)` is cut every `size` elements.
 
-    The row that a part's end cuts is a block of its own, the second. A part may hold padding alone.
+    A row that the end of a part splits is a second block. A part may hold only padding.
     """
     ranges = []
     for start in range(0, ranks * size, size):
@@ -148,17 +148,17 @@ def rows_of_parts(rows: int, width: int, size: int, ranks: int) -> list[list[tup
 def blocks_of_part(
     flat: Tensor, rank: int, ranges: list[tuple[int, int]], width: int, heads: Tensor | None
 ) -> list[tuple[int, Tensor]]:
-    """(first row, rows) of each block of a rank's part `flat`, views of it but for the row that its end cuts.
+    """(first row, rows) of each block of a rank's part `flat`: views of it, except a row that its end splits.
 
     Args:
-        heads (`Tensor` of shape `(R, width)`, *optional*): the first elements of each part, if any cuts a row.
+        heads (`Tensor` of shape `(R, width)`, *optional*): the first elements of each part, if any part splits a row.
     """
     size, blocks = len(flat), []
     for first, count in ranges:
         start = first * width - rank * size
         stop = start + count * width
         if stop <= size:
-            # Of a part that holds padding alone no element: the start then lies before it
+            # No element of a part that holds only padding: `start` is negative then
             blocks.append((first, flat[max(start, 0) : max(stop, 0)].view(count, width)))
         else:
             assert heads is not None
@@ -167,7 +167,7 @@ def blocks_of_part(
 
 
 def _first_elements(flat: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
-    """The first `width` elements of each rank's part, of shape (R, width)."""
+    """The first `width` elements of each rank's part: `(R, width)`."""
     heads = flat.new_empty(group.size() * width)
     all_gather(heads, flat[:width].contiguous(), group=group)
     return heads.view(-1, width)

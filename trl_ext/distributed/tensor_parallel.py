@@ -1,7 +1,8 @@
-"""The tensor-parallel group of a model: the ranks that hold one copy of it together, and must do the same."""
+"""The tensor-parallel group: the ranks that hold one copy of the model together, and must do the same."""
 
 import random
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,9 @@ class TensorParallel:
     Args:
         group (`ProcessGroup`): its ranks.
         rank (`int`): of this process in it.
-        size (`int`): how many ranks hold one copy of the model.
-        copy (`int`): which copy of the model this rank is a part of; ranks of one copy get the same data.
-        copies (`int`): how many there are.
+        size (`int`): ranks that hold one copy of the model.
+        copy (`int`): index of the copy that this rank holds a part of; ranks of one copy get the same data.
+        copies (`int`): copies of the model.
     """
 
     group: Any
@@ -35,14 +36,13 @@ class TensorParallel:
 
     @classmethod
     def of(cls, model: nn.Module) -> "TensorParallel | None":
-        """The group of a model with parameters that are split over a mesh dimension "tp"; `None` for any other.
+        """The group of a model whose parameters are split over a mesh dimension "tp"; `None` for any other.
 
         Raises:
-            `ValueError`: its ranks do not follow each other, as Accelerate's data loader takes for granted, or the mesh
-                has no such name.
+            `ValueError`: its ranks are not consecutive, as Accelerate's data loader assumes, or the mesh has no "tp".
         """
         mesh = next((found for param in model.parameters() if (found := tensor_parallel_mesh(param)) is not None), None)
-        if mesh is None and (getattr(model, "_tp_size", None) or 1) > 1:  # transformers' note
+        if mesh is None and (getattr(model, "_tp_size", None) or 1) > 1:  # set by transformers
             raise ValueError(
                 "The model was loaded with tensor parallelism, and no device mesh of its parameters has a dimension "
                 'called "tp", by which the ranks of a group are known: older versions of transformers give it no name. '
@@ -60,23 +60,19 @@ class TensorParallel:
         copies = dist.get_world_size() // size
         return cls(mesh.get_group(), dist.get_rank() - ranks[0], size, ranks[0] // size, copies)
 
-    @property
-    def _first(self) -> int:
-        return self.copy * self.size
-
     def shared(self, value: Any, device: torch.device | None = None) -> Any:
-        """The `value` of the group's first rank: anything that can be pickled. One broadcast over the group."""
+        """The `value` (any that pickles) of the group's first rank. One broadcast over the group."""
         values = [value]
-        dist.broadcast_object_list(values, src=self._first, group=self.group, device=device)
+        dist.broadcast_object_list(values, src=self.copy * self.size, group=self.group, device=device)
         return values[0]
 
     def share_(self, tensor: Tensor) -> Tensor:
-        """`tensor`, now as it is on the group's first rank. One broadcast over the group."""
-        dist.broadcast(tensor, src=self._first, group=self.group)
+        """Overwrite `tensor` with the one of the group's first rank. One broadcast over the group."""
+        dist.broadcast(tensor, src=self.copy * self.size, group=self.group)
         return tensor
 
     def share_random_state(self, device: torch.device) -> None:
-        """From here on the ranks of the group draw the same random numbers: Python's, numpy's and torch's."""
+        """Give all ranks of the group one random state: Python's, numpy's and torch's. One broadcast."""
         accelerated = torch.get_device_module(device) if device.type != "cpu" else None
         mine = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         python, numpy, cpu, on_device = self.shared((*mine, accelerated and accelerated.get_rng_state()), device)
@@ -87,7 +83,11 @@ class TensorParallel:
             accelerated.set_rng_state(on_device)
 
     def check_same(self, ids: Tensor) -> None:
-        """Raise on every rank of the group where token ids are not the same on all. One gather of four integers."""
+        """Raise on every rank of the group if token ids differ between ranks. One all-gather of four integers.
+
+        Raises:
+            `ValueError`: the ranks have different batches.
+        """
         mine = signature(ids)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self.group)
@@ -100,7 +100,7 @@ class TensorParallel:
 
 
 def signature(x: Tensor) -> Tensor:
-    """`(4,)`, int64: shape and content, so that other values hardly ever have the same."""
+    """A hash of shape and content: int64 of shape `(4,)`."""
     # Bit patterns, summed with weights that depend on the place, modulo 2**64
     bits = x.detach().contiguous().flatten()
     bits = (bits.view(torch.uint8) if x.is_floating_point() else bits).long()
@@ -118,9 +118,9 @@ def tensor_parallel_mesh(param: Tensor) -> Any:
 
 
 class DataParallelAccelerator:
-    """An accelerator for which each copy of the model is one process: what its ranks have in common counts once.
+    """A proxy that counts the ranks of each copy of the model as one process.
 
-    All but the members below is the accelerator's own, which still talks to every rank.
+    Every member that is not overridden below is the accelerator's, and still counts every rank.
     """
 
     def __init__(self, accelerator: Accelerator, ranks: TensorParallel) -> None:
@@ -134,22 +134,22 @@ class DataParallelAccelerator:
 
     @property
     def of_every_rank(self) -> Accelerator:
-        """The accelerator itself, to which each rank is a process."""
+        """The accelerator itself."""
         accelerator: Accelerator = self._accelerator
         return accelerator
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are with data of their own."""
+        """How many copies of the model there are, each with its own data."""
         return int(self._ranks.copies)
 
     @property
     def process_index(self) -> int:
-        """Which of them this is."""
+        """The index of this rank's copy."""
         return int(self._ranks.copy)
 
     def gather(self, tensor: Any) -> Any:
-        """As Accelerate's, of one rank of each copy."""
+        """Accelerate's, from one rank of each copy."""
         ranks: TensorParallel = self._ranks
 
         def first_of_each_copy(gathered: Tensor) -> Tensor:
@@ -159,17 +159,16 @@ class DataParallelAccelerator:
         return recursively_apply(first_of_each_copy, self._accelerator.gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's, of one rank of each copy; objects that are not tensors are still those of every rank."""
+        """Accelerate's, from one rank of each copy; objects that are not tensors come from every rank."""
         return Accelerator.gather_for_metrics(self, input_data, use_gather_object)  # type: ignore[arg-type]
 
     def reduce(self, tensor: Any, reduction: str = "sum") -> Any:
-        """As Accelerate's sum or mean, of one rank of each copy."""
+        """Accelerate's sum or mean, over one rank of each copy."""
         ranks: TensorParallel = self._ranks
         once = tensor if ranks.rank == 0 else recursively_apply(torch.zeros_like, tensor)
         total = self._accelerator.reduce(once, reduction="sum")
         return total if reduction == "sum" else recursively_apply(lambda x: x / ranks.copies, total)
 
     def gather_object(self, objects: list[Any]) -> list[Any]:
-        """As `accelerate.utils.gather_object` of lists, of one rank of each copy."""
-        lists = gather_object([objects])[:: self._ranks.size]
-        return [x for of_copy in lists for x in of_copy]
+        """`accelerate.utils.gather_object` of lists, from one rank of each copy."""
+        return list(chain.from_iterable(gather_object([objects])[:: self._ranks.size]))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..distributed.sequence_parallel import why_not_split
+from ..distributed.sequence_parallel import unsplit_reason
 from ..heads.kernels.choice import check_kernels, why_not_triton
 from ..packing.packing import Packing
 from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
@@ -64,7 +64,7 @@ class Scorer:
         if group is None:
             return
         padded = next((x.why_padded for x in self.packings if x.why_padded is not None), None)
-        reason = why_not_split(ranks.accelerator, group, config)
+        reason = unsplit_reason(ranks.accelerator, group, config)
         if reason is None and padded is not None:
             reason = f"a padded batch is not split, and this one is padded: {padded}"
         if reason is not None:

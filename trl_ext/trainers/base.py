@@ -1,6 +1,7 @@
-"""What `DPOTrainer` and `GRPOTrainer` override alike, in the order in which it runs.
+"""The base of `DPOTrainer` and `GRPOTrainer`: what both override of TRL's trainer, in the order in which it runs.
 
-Nothing is decided here: each method calls a part of the trainer, a plain object that is named in `_begin`.
+Read it first. The trainer decides little itself: each step calls one of the parts that `_begin` creates (`ranks`,
+`scorer`, `reference_weights`, `checkpoints`, `non_finite`), which are plain objects in files of their own.
 """
 
 import dataclasses
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 from peft import PeftModel
-from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from transformers import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -38,7 +38,7 @@ from ..planning.plan import (
     check_packing_options,
     plan_packing,
 )
-from ..reference.adapters import AdapterChoice, trained_beside
+from ..reference.adapters import AdapterChoice
 from ..scoring.checks import watch_token_ids
 from ..scoring.scorer import Scorer
 from .callbacks import Lifecycle, MovesReference
@@ -50,14 +50,14 @@ from .reference_weights import ReferenceOfPolicy
 logger = logging.getLogger("trl_ext")
 
 # What our `compute_loss` adds to a batch
-_WITHHELD = {
+_ADDED_BY_LOSS = {
     *("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
     *("ref_chosen_logps", "ref_rejected_logps"),
 }
 
 
 class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Mixed in before a TRL trainer."""
+    """Stands before a TRL trainer among the bases of our trainers."""
 
     _trl_trainer: type
     _config_class: type
@@ -65,14 +65,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     accelerator: Any
     added: Any
     _plan: Plan | None = None
-    _loss_reached: bool | None = None  # whether our `compute_loss` ran in the first training step
-    _bypasses_loss = False
-    _scored_elsewhere: str | None = None  # what scores the policy in the place of our forward
+    _first_step_ran = False
+    _loss_reached = False  # whether our `compute_loss` ran
+    _bypasses_loss = False  # whether it did not run in the first training step
+    _scored_elsewhere: str | None = None  # what scores the policy instead of our forward
 
-    # 1. Built
+    # 1. Construction: `_begin`, TRL's `__init__` within `_built`, `_ready`
 
     def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-        """Before TRL's `__init__`: the arguments are checked, and the parts that need nothing else are made."""
+        """Before TRL's `__init__`: check the arguments, and create the parts. Returns the arguments by name."""
         if "tokenizer" in keywords:
             name = type(self).__name__
             raise TypeError(f"`tokenizer` of `{name}` is called `processing_class`, as in TRL. Rename it.")
@@ -93,7 +94,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @contextmanager
     def _built(self, config: Any, **others: Any) -> Iterator[None]:
-        """Within, TRL's `__init__` builds the trainer with our head and our adapters."""
+        """Within, TRL's `__init__` uses our head and our adapters. `others` replace further names of its module."""
         copies = self.reference_weights.adapters.trl_may_copy
         try:
             with built_with(self._trl_trainer, config, self.attach_model, make_adapter, copies=copies, **others):
@@ -103,8 +104,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self.checkpoints.unhide_optimizer()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Transformers' own, called first of all when the trainer is built."""
-        self._asked = requested_engine(os.environ, self.args)
+        """Detect the engine and the groups of ranks. TRL's `__init__` calls this first."""
+        self._requested = requested_engine(os.environ, self.args)
         super().create_accelerator_and_postprocess()
         self.checkpoints.hide_optimizer()
         joined = self.ranks.join(self.accelerator, self.model)
@@ -116,18 +117,18 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._on_accelerator()
 
     def _on_accelerator(self) -> None:
-        """Called once ranks are known."""
+        """A hook for DPO and GRPO, called once the ranks are known."""
 
     def check_engine(self, wrapped: Any = None) -> None:
-        reason = engine_mismatch(self._asked, detect_engine(self.accelerator, self.model, wrapped))
+        """Raise `ValueError` if another engine runs than was requested; called again with the `wrapped` model."""
+        reason = engine_mismatch(self._requested, detect_engine(self.accelerator, self.model, wrapped))
         if reason is not None:
             raise ValueError(reason)
 
     def attach_model(self, model: Any, **options: Any) -> None:
-        """Stands for TRL's `add_fused_lm_head`: weights are whole here for the last time."""
+        """Attach the exact head to the policy, then to the reference model, before an engine shards the weights."""
         self.scorer.attach(model, entropy_requires_grad=self._entropy_has_gradient(), **options)
-        is_policy = len(self.scorer.forwards) == 1
-        if not is_policy:
+        if len(self.scorer.forwards) > 1:
             self.reference_weights.take_model(model)
             return
         if isinstance(self.model, PeftModel):
@@ -135,7 +136,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.reference_weights.take_policy(has_reference=self._has_reference())
 
     def _has_reference(self) -> bool:
-        """Whether the loss reads a reference."""
+        """Whether the loss reads reference log-probs."""
         return True
 
     def _entropy_has_gradient(self) -> bool:
@@ -143,7 +144,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return False
 
     def _ready(self, callbacks: Any) -> None:
-        """After TRL's `__init__`: what can be checked now, and the callbacks."""
+        """After TRL's `__init__`: check what is known only now, and add the callbacks."""
         self.scorer.check(self.accelerator.device, padding_reason(self))
         check_packing_options(self._packing_facts())
         self.padding_free = self._packing_plan().padding_free
@@ -159,18 +160,19 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         bars[:] = [
             ThroughputProgress() if type(x) is ProgressCallback and x not in (callbacks or ()) else x for x in bars
         ]
-        tokens = len(self._tokenizer)
         for model in (self.model, self.ref_model):
             if model is not None:
-                watch_token_ids(model, tokens)
+                watch_token_ids(model, len(self._tokenizer))
 
-    # 2. What runs, and why
+    # 2. The plan: which passes run, and why
 
     @property
     def scoring_forwards(self) -> list[Any]:
+        """The scoring forward of the policy, then that of the reference model if there is one."""
         return self.scorer.forwards
 
     def _replaces(self, part: str) -> bool:
+        """Whether a subclass overrides one of the methods that `REPLACEABLE` lists for a `part`."""
         ours = next(cls for cls in type(self).__mro__ if "_trl_trainer" in vars(cls))
         return any(x in vars(self) or getattr(type(self), x) is not getattr(ours, x) for x in REPLACEABLE[part])
 
@@ -188,27 +190,26 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return plan_packing(self._packing_facts())
 
     def _make_plan(self) -> Plan:
+        """Decide which log-prob passes run; DPO and GRPO each define it."""
         raise NotImplementedError
 
     @property
     def plan(self) -> Any:
-        """What was decided: when training started, else when it was first asked for."""
+        """The plan of this training; before training, the plan of the first time that it was read."""
         if self._plan is None:
             self._plan = self._make_plan()
         return self._plan
 
     def plan_again(self) -> None:
-        """Decide anew, for what has changed."""
+        """Decide again after a change."""
         self._plan = self._make_plan()
 
     def explain(self) -> Plan:
-        """Which engine runs; which log-prob passes run, are reused or are skipped, which tokens are fed; and why."""
+        """Explain which engine runs, which passes run, are reused or skipped, and how batches are packed; and why."""
         plan, packing = self._plan or self._make_plan(), self._packing_plan()
-        by = [wish.by for wish in self._asked.wishes]
-        if not by and self._asked.processes_by is not None:
-            by = [self._asked.processes_by]
-        by_words = f", asked for by {' and '.join(by)}" if by else ""
-        engine = Decision("engine", "run", f"{detect_engine(self.accelerator, self.model)}{by_words}.")
+        sources = self._requested.sources
+        by = f", asked for by {' and '.join(sources)}" if sources else ""
+        engine = Decision("engine", "run", f"{detect_engine(self.accelerator, self.model)}{by}.")
         alone = self.accelerator.state.num_processes == 1
         head = Decision("head", "run", self.scorer.describe(self.accelerator.device, alone))
         how = packing.decision, head
@@ -216,27 +217,24 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             how = Decision("packing", "skip", self._scored_elsewhere), Decision("head", "skip", self._scored_elsewhere)
         decisions = (engine, *plan.decisions, *how)
         return dataclasses.replace(
-            plan, decisions=decisions, warnings=(*plan.warnings, *packing.warnings, *self._unsaved())
+            plan, decisions=decisions, warnings=(*plan.warnings, *packing.warnings, *self.checkpoints.warnings())
         )
-
-    def _unsaved(self) -> list[str]:
-        beside = trained_beside(self.model) if isinstance(self.model, PeftModel) else []
-        more = f" and {len(beside) - 1} more" if beside[1:] else ""
-        return [
-            f"`{name}`{more} is trained and is in no adapter: PEFT saves adapters only, so neither a checkpoint nor "
-            "`save_model` has it. Name its module in `modules_to_save`, or freeze it."
-            for name in beside[:1]
-        ]
 
     @contextmanager
     def reference_pass(self) -> Iterator[None]:
+        """Within, the policy's model gives the reference's outputs, without gradients."""
         with unrecorded_pass(self), self.reference_weights.entered():
             yield
 
-    # 3. Trained
+    # 3. Training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **keywords: Any) -> Any:
-        """TRL's own, after the plan was made and logged."""
+        """Log the plan, then train. `resume_from_checkpoint="auto"` resumes from the last complete checkpoint, if any.
+
+        Raises:
+            `ValueError`: no parameter is trained, or there is no checkpoint that this engine can resume from.
+            `RankError`: another rank ended.
+        """
         self._before_training()
         if not any(param.requires_grad for param in self.model.parameters()):
             hint = "Let parameters of it be trained (`requires_grad`)."
@@ -247,7 +245,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 )
             raise ValueError(f"Nothing of the model is trained: no parameter has `requires_grad`. {hint}")
         self.reference_weights.copy_trained()
-        self._plan = self._make_plan()
+        self.plan_again()
         if self.accelerator.is_main_process:
             plan = self.explain()
             show(f"{type(self).__name__}: what runs, and why\n{plan}")
@@ -257,21 +255,23 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             return super().train(self.checkpoints.find(resume_from_checkpoint), *positional, **keywords)
 
     def _before_training(self) -> None:
-        """Called first by `train`."""
+        """A hook for DPO and GRPO, called first by `train`."""
 
     def _watched_step(self, step: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-        """TRL's own. The first one shows whether a subclass's `compute_loss` calls ours; if not, the plan changes.
+        """Run TRL's training step. The first one shows whether a subclass's `compute_loss` calls ours.
 
         Raises:
-            `ValueError`: an option needs our `compute_loss`.
+            `RuntimeError`: it does not, and reads from the batch what ours adds to it.
+            `ValueError`: it does not, and an option needs ours.
         """
-        if self._loss_reached is not None:
+        if self._first_step_ran:
             return step(*positional, **keywords)
-        self._loss_reached = self.scorer.policy.used = False
+        self._first_step_ran, self._loss_reached, self.scorer.policy.used = True, False, False
         try:
             loss = step(*positional, **keywords)
         except KeyError as error:
-            if self._loss_reached or not self._replaces("loss") or not any(error.args == (name,) for name in _WITHHELD):
+            lacks_ours = any(error.args == (name,) for name in _ADDED_BY_LOSS)
+            if self._loss_reached or not lacks_ours or not self._replaces("loss"):
                 raise
             raise RuntimeError(
                 f"{self.own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
@@ -284,20 +284,16 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._loss_bypassed()
         return loss
 
-    def _loss_is_ours(self) -> None:
-        """Called by our `compute_loss`."""
-        if self._loss_reached is False:
-            self._loss_reached = True
-
     def own_loss(self) -> str:
+        """A subclass's `compute_loss`, for messages."""
         return f"`{type(self).__name__}.compute_loss`"
 
     def bypassed_by(self) -> str | None:
-        """A subclass's `compute_loss` that does not call ours."""
+        """A subclass's `compute_loss`, if it does not call ours."""
         return self.own_loss() if self._bypasses_loss else None
 
     def _loss_bypassed(self) -> None:
-        """Called after the first training step, where a subclass's `compute_loss` did not call ours."""
+        """Called after the first training step if a subclass's `compute_loss` did not call ours: plan again."""
         if self.non_finite.action is not None:
             raise ValueError(
                 f"`on_non_finite_loss={self.non_finite.action!r}` needs `super().compute_loss(...)`, which "
@@ -312,7 +308,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @contextmanager
     def policy_scored(self, by: str | None = None) -> Iterator[None]:
-        """Within, the policy must be scored by our forward, or `by` a subclass's method. The plan says so then."""
+        """Within, our forward must score the policy, unless a subclass's method does (`by`): then the plan says so."""
         with self.scorer.policy_scored(by is None):
             yield
         if by is not None and not self.scorer.policy.used and self._scored_elsewhere is None:
@@ -321,53 +317,49 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 logger.warning(f"The plan has changed:\n{self.explain()}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's own, with `skipped/*`, `tokens_fed/*` and `head/*`: totals since the last log, of all ranks."""
+        """Log as TRL does, with `skipped/*`, `tokens_fed/*` and `head/*`: totals of all ranks since the last log."""
         mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")
         totals = self.skipped.take(mode) | self.fed.take(mode)
         logs.update({f"{prefix}{name}": value for name, value in totals.items()})
         super().log(logs, start_time)
 
-    # 4. Saved and resumed
+    # 4. Checkpoints: saving and resuming
 
     def _init_training_state(self, *positional: Any, **keywords: Any) -> tuple[int, int]:
+        """The epoch and batch to begin with: none if the checkpoint's training is finished."""
         return self.checkpoints.first_batch(super()._init_training_state(*positional, **keywords))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """TRL's own, in a folder that is marked until all of it is there; every rank writes as itself."""
+        """Save as TRL does, into a folder that is marked until it is complete."""
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.world_accelerator(), self.checkpoints.written(folder):
             super()._save_checkpoint(model, trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push a checkpoint to the Hub once it is complete."""
         self.checkpoints.push(partial(super()._push_from_checkpoint, checkpoint_folder))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Also save them for a split model, which transformers does not."""
         if not self.checkpoints.save_optimizer(output_dir):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Also load the weights of split models, and the trained adapter when the model has several."""
         with self.world_accelerator():
             if not self.checkpoints.load_weights(Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
-        several = isinstance(self.model, PeftModel) and len(self.model.peft_config) > 1
-        if several and self._policy_folder() is None and (Path(resume_from_checkpoint) / PEFT_CONFIG_NAME).exists():
-            self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+        self.checkpoints.load_default_adapter(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        best, folder = self.state.best_model_checkpoint, self._policy_folder()
-        inner = best if folder is None else os.path.join(best, folder)
-        with (
-            self.world_accelerator(),
-            replaced(self.state, best_model_checkpoint=inner if os.path.isdir(inner) else best),
-        ):
+        """Load it from the folder that PEFT saves a named adapter in, if the policy is one."""
+        best = self.state.best_model_checkpoint
+        with self.world_accelerator(), replaced(self.state, best_model_checkpoint=self.checkpoints.policy_folder(best)):
             if not self.checkpoints.load_weights(Path(best)):
                 super()._load_best_model()
 
-    def _policy_folder(self) -> str | None:
-        named = isinstance(self.model, PeftModel) and self.model.active_adapter != "default"
-        return str(self.model.active_adapter) if named else None
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Also load those of a split model; warn if the checkpoint has none that fit."""
         with self.world_accelerator():
             if not self.checkpoints.load_optimizer(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
@@ -377,17 +369,18 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             super().save_model(*positional, **keywords)
 
     def world_accelerator(self) -> Any:
-        """Within, each rank is a process: accelerate asks the accelerator who writes which file."""
+        """Within, each rank counts as a process, because the accelerator decides who writes which file."""
         every = self.ranks.every
         return replaced(self, accelerator=every) if every is not self.accelerator else nullcontext()
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
+        """Add our arguments and the plan to TRL's model card."""
         super().create_model_card(*positional, **keywords)
         if self.is_world_process_zero():
             card, changed = Path(self.args.output_dir) / "README.md", self._added_fields.changed(self.args)
             add_to_model_card(card, self.args, changed, self.explain())
 
-    # 5. Where the ranks of a sequence group get whole batches, transformers must not split them
+    # 5. Sequence groups: our forward splits the tokens, so transformers must neither split nor count a batch twice
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
         if self.ranks.sequence is None:
@@ -395,11 +388,13 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return nullcontext, inputs
 
     def get_sp_size(self) -> int:
+        """1: the batches of a group are not split."""
         return 1 if self.ranks.sequence is not None else super().get_sp_size()
 
     def floating_point_ops(self, inputs: Any) -> int:
         return int(super().floating_point_ops(inputs)) // self.ranks.sequence_size
 
     def get_total_train_batch_size(self, args: Any) -> int:
+        """Count a group's batch once."""
         total = super().get_total_train_batch_size(args)
         return total if self.ranks.sequence is None else total // self.accelerator.parallelism_config.sp_size

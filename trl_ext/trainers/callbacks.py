@@ -1,4 +1,4 @@
-"""What the trainers do at transformers' events: one callback, whose methods read in the order that matters."""
+"""The trainers' own callbacks."""
 
 from typing import Any
 
@@ -9,6 +9,8 @@ from ..distributed.gradients import check_checkpointing, sum_gradients_once
 
 
 class Lifecycle(TrainerCallback):
+    """What a trainer does at transformers' events. Where the order matters, it is the order in one method."""
+
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
@@ -19,7 +21,7 @@ class Lifecycle(TrainerCallback):
         trainer.check_engine(trainer.model_wrapped)
         check_checkpointing(trainer.model_wrapped)
         checkpoints = trainer.checkpoints
-        # Before its identity is formed
+        # First, because `resumed` computes the identity of the reference
         trainer.reference_weights.resume(checkpoints.resumes_from, is_finished=checkpoints.is_finished)
         trainer.resumed(state)
 
@@ -48,7 +50,7 @@ class Lifecycle(TrainerCallback):
 
 
 class _Tensors:
-    """What TRL takes for a model where it moves the reference: parameters, in order."""
+    """Parameters in order: all that TRL's callback reads of a model."""
 
     def __init__(self, own: Any, place: int) -> None:
         self._own, self._place = own, place
@@ -58,7 +60,7 @@ class _Tensors:
 
 
 class MovesReference(trl.SyncRefModelCallback):
-    """TRL's own, on the tensors of the policy that have a copy, and on the copies."""
+    """TRL's callback for `sync_ref_model`, applied to the copied tensors of the policy and to their copies."""
 
     def __init__(self, own: Any) -> None:
         super().__init__(ref_model=_Tensors(own, 1), accelerator=None)

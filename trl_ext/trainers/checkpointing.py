@@ -1,6 +1,7 @@
-"""Checkpoints: marked until they are complete, and resumed from the last that is; those of a split model by rank."""
+"""A trainer's checkpoints: marked until they are complete, and found again to resume from."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,11 +11,13 @@ from typing import Any, Protocol
 import torch
 import transformers
 from accelerate.utils import broadcast_object_list
+from peft import PeftModel
+from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..callbacks.progress import show
-from ..checkpoints.complete import begin, complete_checkpoints, discard, finish, half_written, is_complete
+from ..checkpoints.complete import begin, complete_checkpoints, discard, finish, half_written, is_complete, step_of
 from ..checkpoints.engine import (
     deepspeed_format,
     fsdp_format,
@@ -24,16 +27,17 @@ from ..checkpoints.engine import (
     save_optimizer,
     why_not_loaded,
 )
-from ..compat.replaced import module_of, names_replaced
+from ..compat.replaced import module_of, names_replaced, replaced
 from ..distributed.detect import detect_engine
+from ..reference.adapters import trained_beside
 
 logger = logging.getLogger("trl_ext")
 
-_SPELT: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
+_SPELLED: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
 
 
 class Trainer(Protocol):
-    """What of a trainer its checkpoints read."""
+    """What checkpoints read of a trainer."""
 
     accelerator: Any
     args: Any
@@ -49,8 +53,8 @@ class Checkpoints:
     """The checkpoints that a trainer writes, and the one that it resumes from.
 
     Attributes:
-        resumes_from (`Path`, *optional*): the checkpoint of the present `train`.
-        parts (`list[Callable[[Path], None]]`): what else belongs to a checkpoint; each writes it, on every rank.
+        resumes_from (`Path`, *optional*): the checkpoint that the present `train` resumes from.
+        parts (`list[Callable[[Path], None]]`): each writes a further part of a checkpoint, on every rank.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -58,9 +62,9 @@ class Checkpoints:
         self.resumes_from: Path | None = None
         self.parts: list[Callable[[Path], None]] = []
         self._keeps_optimizer = False
-        self._put_off: list[Callable[[], None]] | None = None
+        self._put_off: list[Callable[[], None]] | None = None  # pushes, while a checkpoint is written
 
-    # When the trainer is built: transformers refuses to save the optimizer of a split model, which is done here
+    # Construction: transformers refuses to save the optimizer of a split model, so this class does
 
     def hide_optimizer(self) -> None:
         if self._is_split() and not self.trainer.args.save_only_model:
@@ -71,28 +75,28 @@ class Checkpoints:
             self.trainer.args.save_only_model = False
 
     def _is_split(self) -> bool:
-        """Whether transformers has split the model over ranks as it loaded it."""
+        """Whether transformers split the model over ranks when it loaded it."""
         return bool(getattr(self.trainer.model, "is_distributed_loading_by_transformers", False))
 
-    # Resumed
+    # Resuming
 
-    def find(self, asked: str | bool | None) -> str | None:
-        """The checkpoint to resume from. The first rank looks, and every rank takes what it has found.
+    def find(self, requested: str | bool | None) -> str | None:
+        """The checkpoint to resume from. The main process looks for it, and all processes use what it finds.
 
         Raises:
             `ValueError`: there is none, it is not complete, or the engine that runs cannot load it.
         """
+        if not requested:
+            self.resumes_from = None
+            return None
         found: list[str | None] = [None, None]
-        if asked and self.trainer.accelerator.is_main_process:
+        if self.trainer.accelerator.is_main_process:
             try:
-                path = _found(asked, Path(self.trainer.args.output_dir))
-                if path is not None and Path(path).is_dir():
-                    found[1] = self._why_not_loaded(Path(path))
-                found[0] = path
+                path = _found(requested, Path(self.trainer.args.output_dir))
+                found = [path, self._why_not_loaded(Path(path)) if path is not None and Path(path).is_dir() else None]
             except (OSError, ValueError) as error:
                 found = [None, str(error)]
-        if asked:
-            broadcast_object_list(found, from_process=0)
+        broadcast_object_list(found, from_process=0)
         path, problem = found
         if problem is not None:
             raise ValueError(problem)
@@ -100,24 +104,22 @@ class Checkpoints:
         return path
 
     def _why_not_loaded(self, folder: Path) -> str | None:
-        """Why the engine that runs cannot resume from a checkpoint; `None` where it can."""
-        accelerator = self.trainer.accelerator
+        """Why the engine that runs cannot resume from a checkpoint; `None` if it can."""
+        accelerator, written_now = self.trainer.accelerator, ""
         runs = detect_engine(accelerator, self.trainer.model)
         if runs.fsdp_version is not None:
-            form = fsdp_format(accelerator.state.fsdp_plugin.state_dict_type.name)
+            written_now = fsdp_format(accelerator.state.fsdp_plugin.state_dict_type.name)
         elif runs.zero_stage is not None:
             config = accelerator.state.deepspeed_plugin.deepspeed_config
             if config.get("checkpoint", {}).get("load_universal"):
-                return None  # DeepSpeed's form for any number of processes
-            form = deepspeed_format(runs.zero_stage, runs.processes)
-        else:
-            form = ""
-        return why_not_loaded(folder, form, runs.name)
+                return None  # DeepSpeed's format for any number of processes
+            written_now = deepspeed_format(runs.zero_stage, runs.processes)
+        return why_not_loaded(folder, written_now, runs.name)
 
     def first_batch(self, begins: tuple[int, int]) -> tuple[int, int]:
-        """Epoch and batch with which training begins: after the last epoch where no step is left.
+        """The epoch and batch to begin with: after the last epoch if no step is left.
 
-        Transformers asks only after an optimizer step whether it was the last, so it would take one more.
+        Transformers would take one more step, because it checks for the last one only after a step.
         """
         if not self.is_finished:
             return begins
@@ -132,30 +134,25 @@ class Checkpoints:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the checkpoint that training resumes from has all optimizer steps."""
+        """Whether the checkpoint to resume from has all optimizer steps."""
         return self.resumes_from is not None and self.trainer.state.global_step >= self.trainer.state.max_steps
 
-    # Written
+    # Writing
 
     @contextmanager
     def written(self, folder: Path) -> Iterator[None]:
-        """Within, transformers writes a checkpoint, which is marked until all of it is there."""
+        """Within, transformers writes a checkpoint, which is marked until it is complete. Pushes and rotation wait."""
         trainer = self.trainer
         writes = trainer.args.should_save
         rotate = module_of(transformers.Trainer).rotate_checkpoints
         rotations: list[Callable[[], None]] = []
         pushes: list[Callable[[], None]] = []
-        self._put_off = pushes
         if writes:
             begin(folder)
         trainer.accelerator.wait_for_everyone()
-        try:
-            with names_replaced(
-                transformers.Trainer, rotate_checkpoints=lambda *a, **k: rotations.append(partial(rotate, *a, **k))
-            ):
-                yield
-        finally:
-            self._put_off = None
+        put_off = {"rotate_checkpoints": lambda *a, **k: rotations.append(partial(rotate, *a, **k))}
+        with names_replaced(transformers.Trainer, **put_off), replaced(self, _put_off=pushes):
+            yield
         for save in self.parts:
             save(folder)
         trainer.accelerator.wait_for_everyone()
@@ -175,7 +172,7 @@ class Checkpoints:
             self._put_off.append(push)
 
     def save_optimizer(self, folder: str) -> bool:
-        """Write the optimizer and the scheduler of a split model; False for others, which transformers saves."""
+        """Write the optimizer and the scheduler of a split model; `False` for others, which transformers saves."""
         trainer = self.trainer
         if not self._is_split():
             return False
@@ -185,7 +182,7 @@ class Checkpoints:
         return True
 
     def load_optimizer(self, checkpoint: str | None) -> bool:
-        """Load what `save_optimizer` has written, and say where it is missing; False where transformers loads."""
+        """Load what `save_optimizer` wrote, and warn if it is missing; `False` if transformers is to load it."""
         trainer = self.trainer
         if checkpoint is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False
@@ -210,7 +207,7 @@ class Checkpoints:
         return True
 
     def load_weights(self, folder: Path) -> bool:
-        """Load weights that transformers' trainer would miss, or cannot load into a split model; False for others."""
+        """Load weights that transformers would miss, or cannot load into a split model; `False` for others."""
         trainer = self.trainer
         if not isinstance(trainer.model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False
@@ -219,29 +216,56 @@ class Checkpoints:
         load_weights(trainer.model, folder)
         return True
 
+    # Adapters
 
-def _found(asked: str | bool, run: Path) -> str | None:
+    def policy_folder(self, checkpoint: str) -> str:
+        """Where PEFT saves the trained adapter in a checkpoint: a folder of its name, unless it is the default one."""
+        if not isinstance(self.trainer.model, PeftModel) or self.trainer.model.active_adapter == "default":
+            return checkpoint
+        folder = os.path.join(checkpoint, str(self.trainer.model.active_adapter))
+        return folder if os.path.isdir(folder) else checkpoint
+
+    def load_default_adapter(self, checkpoint: str) -> None:
+        """Load it if it is trained beside other adapters, where transformers loads only those that have a folder."""
+        model = self.trainer.model
+        several = isinstance(model, PeftModel) and len(model.peft_config) > 1
+        if several and model.active_adapter == "default" and (Path(checkpoint) / PEFT_CONFIG_NAME).exists():
+            model.load_adapter(checkpoint, "default", is_trainable=True)
+
+    def warnings(self) -> list[str]:
+        """A warning about trained weights that PEFT does not save, if there are any."""
+        beside = trained_beside(self.trainer.model) if isinstance(self.trainer.model, PeftModel) else []
+        more = f" and {len(beside) - 1} more" if beside[1:] else ""
+        return [
+            f"`{name}`{more} is trained and is in no adapter: PEFT saves adapters only, so neither a checkpoint nor "
+            "`save_model` has it. Name its module in `modules_to_save`, or freeze it."
+            for name in beside[:1]
+        ]
+
+
+def _found(requested: str | bool, run: Path) -> str | None:
     """The checkpoint to resume from; `None` to train from the beginning.
 
     Raises:
-        `ValueError`: there is no complete one, or that which `asked` names is not complete.
+        `ValueError`: there is no complete one, or the one that `requested` names is not complete.
     """
     complete, interrupted = complete_checkpoints(run), half_written(run)
-    path = Path(str(asked))
-    means = asked if isinstance(asked, bool) else None if path.exists() else _SPELT.get(str(asked).lower())
+    text = str(requested)
+    path = Path(text)
+    means = requested if isinstance(requested, bool) else None if path.exists() else _SPELLED.get(text.lower())
     if means is None:
         if path.is_dir() and not is_complete(path):
             others = f" The last complete one in {run} is {complete[-1].name}." if complete else ""
             raise ValueError(
-                f"`resume_from_checkpoint={str(asked)!r}` is no complete checkpoint: it was interrupted while it was "
+                f"`resume_from_checkpoint={text!r}` is no complete checkpoint: it was interrupted while it was "
                 f"written, or is a folder of another kind.{others} `True` takes the last complete one in `output_dir`."
             )
-        return str(asked)
+        return text
     if means is False:
         return None
     if complete:
         last = complete[-1]
-        later = [path.name for path in interrupted if _step(path) > _step(last)]
+        later = [path.name for path in interrupted if step_of(path) > step_of(last)]
         if later:
             logger.warning(f"{', '.join(later)} was not written whole: training resumes from {last.name}.")
         elif means == "auto":
@@ -258,7 +282,3 @@ def _found(asked: str | bool, run: Path) -> str | None:
         f"`resume_from_checkpoint=True`, but no complete checkpoint is in `output_dir` ({run}){names}. Leave it off to "
         'train from the beginning; `"auto"` does so where there is none.'
     )
-
-
-def _step(path: Path) -> int:
-    return int(path.name.rsplit("-", 1)[1])

@@ -142,8 +142,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's own, with the reference log-probs from where the plan says."""
-        self._loss_is_ours()
+        """TRL's own loss, on reference log-probs from where the plan says."""
+        self._loss_reached = True
         self.ranks.check_same(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
         self._loss.counted = None

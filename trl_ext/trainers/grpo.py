@@ -225,7 +225,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """TRL's own loss, on the log-probs of the passes that the plan has."""
-        self._loss_is_ours()
+        self._loss_reached = True
         self.ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
         loss, loss_inputs = self._scoring.of_micro_batch(

@@ -1,4 +1,4 @@
-"""A loss that is not finite is named, and stops training or costs its optimizer step on all ranks."""
+"""A loss that is not finite stops training, or skips its optimizer step, on all ranks."""
 
 import logging
 from collections.abc import Callable
@@ -15,6 +15,8 @@ logger = logging.getLogger("trl_ext")
 
 
 class NonFiniteLoss:
+    """`on_non_finite_loss`: watches the loss of each micro-batch, and names the rows that make it non-finite."""
+
     def __init__(self, trainer: Any, ranks: Any) -> None:
         self.trainer, self.ranks, self._spoilt = trainer, ranks, False
 
@@ -32,7 +34,7 @@ class NonFiniteLoss:
             optimizer=OptimizerNames(trainer.args.optim).value,
         )
         if reason is not None:
-            raise ValueError(f"`on_non_finite_loss='skip'` cannot be had here: {reason}. Use 'stop'.")
+            raise ValueError(f"`on_non_finite_loss='skip'` is not supported here: {reason}. Use 'stop'.")
 
     def step_begins(self) -> None:
         self._spoilt = False
@@ -45,7 +47,11 @@ class NonFiniteLoss:
     def watch(
         self, loss: Tensor, rows_of: Callable[[], dict[int, list[str]]], prompt_of: Callable[[int], list[int]]
     ) -> None:
-        """Called on every rank with the loss of each micro-batch."""
+        """Check the loss of a micro-batch. A collective: every rank calls it.
+
+        Raises:
+            `FloatingPointError`: the loss is not finite on some rank, and the action is `"stop"`.
+        """
         if self.action is None or not self.trainer.model.training:
             return
         spoilt = self.ranks.every.reduce((~loss.detach().isfinite()).float(), reduction="sum")
