@@ -18,7 +18,6 @@ from ..heads.linear_log_probs import operand_dtype
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..heads.parallel import (
     Exchange,
-    OneProcess,
     Part,
     ReplicatedTokens,
     ShardedTokens,
@@ -27,8 +26,7 @@ from ..heads.parallel import (
     tokens_of_ranks,
 )
 from ..heads.products import statistics_dtype
-from ..heads.scan import Head
-from ..heads.tiled import tiled_log_probs
+from ..heads.tiled import Head, tiled_log_probs
 from .head import HeadAdapter, LinearHead, OpaqueHead, resolve_head
 from .weight_layout import WeightLayout, weight_layout_of
 
@@ -208,7 +206,7 @@ class _Sample:
 
 def _sample(hidden_NH: Tensor, rows: WeightLayout, targets_N: Tensor) -> _Sample | None:
     N, spread = len(targets_N), rows.sharded
-    exchange: Exchange = OneProcess()
+    exchange = Exchange()
     counts: tuple[int, ...] = (min(N, _TOKENS),)
     if spread is not None and spread.engine == "tensor parallel":
         exchange = ReplicatedTokens(spread.group)
