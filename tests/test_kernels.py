@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tiny import Workshop, preferences
@@ -122,6 +122,8 @@ def compare(problem):
             largest = float(want.double().nan_to_num(posinf=0, neginf=0).abs().max())
             if problem.transform.softcap is not None:
                 largest = max(largest, 1.0)  # torch reads 1 - tanh^2 off the logits, to fp32 rounding beside 1
+            if name == "sum_shifted_exp":
+                largest = max(largest, float(right["sum_exp"].max()))  # its terms may cancel
             off = (got.double() - want.double()).abs()
             # The interpreter rounds to bf16's subnormal numbers in another way than torch
             subnormal = torch.finfo(want.dtype).tiny if want.dtype == torch.bfloat16 else 0
@@ -130,8 +132,25 @@ def compare(problem):
             assert same.all(), f"{name} of tile {place}: {got} is not {want}"
 
 
+# 46 small terms of either sign: their sum is far smaller than its rounding allows for
+CANCELS = {
+    "seed": 253,
+    "tokens": 1,
+    "widths": [14, 22, 11],
+    "spread": 0.1,
+    "climb": 0.0,
+    "bias": torch.float32,
+    "transform": LogitTransform(softcap=50.0),
+    "outputs": OUTPUTS,
+    "operand": torch.float32,
+    "upstream": set(DIFFERENTIABLE),
+    "asks": ("nontarget_grad", "grad_logits"),
+}
+
+
 @FEW
 @given(problems())
+@example(CANCELS)
 def test_every_kernel_equals_torch_tile_for_tile(problem):
     compare(problem)
 
@@ -234,7 +253,7 @@ def test_kernels_that_cannot_run_are_an_error_that_says_why(monkeypatch, worksho
         check_kernels("cuda", CPU)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     hidden, weight = torch.randn(2, 4), torch.randn(9, 4)
-    with pytest.raises(ValueError, match="`kernels='triton'` is not available: on the CPU Triton runs under"):
+    with pytest.raises(ValueError, match="`kernels='triton'` is not available: on the CPU Triton runs only under"):
         linear_log_probs(hidden, weight, torch.tensor([0, 1]), kernels="triton")
     with pytest.raises(ValueError, match="`head_kernels` must be None or one of"):
         DPOConfig(str(tmp_path), head_kernels="cuda", use_cpu=True, bf16=False)
