@@ -7,7 +7,7 @@ from doc_messages import ANYTHING, GIVES_ANOTHERS, ROOT, Given, given, is_one_of
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # No row of its own: what a user sees is the message that it becomes a part of, which has one
 BECOMES_A_REASON = {
-    "LayoutNotReadError": "Every token of the padded batch is fed: …",
+    "LayoutNotReadError": "Packing is off: …",
     "reference/canary.py": "in the store of reference log-probs: …. It can be deleted.",
     "reference/segments.py": "in the store of reference log-probs: …. It can be deleted.",
 }
