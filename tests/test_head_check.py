@@ -62,9 +62,7 @@ def wrong_recomputation(monkeypatch):
 
 def wrong_weight_gradient(monkeypatch):
     with_target = tiled.Coefficients.add_target_grad_
-    monkeypatch.setattr(
-        tiled.Coefficients, "add_target_grad_", lambda self, *args: with_target(self, *args).mul_(1.5)
-    )
+    monkeypatch.setattr(tiled.Coefficients, "add_target_grad_", lambda self, *args: with_target(self, *args).mul_(1.5))
 
 
 @pytest.mark.parametrize(
