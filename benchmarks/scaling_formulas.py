@@ -116,7 +116,7 @@ def head_held(case: HeadCase, way: Way) -> int:
     """Most bytes that a rank holds for the head beside its own rows, its own hidden states and their gradient.
 
     Two fp32 tiles in every way, and the fp32 sums of what is scored together. Local: hidden states of all ranks, for as
-    many tokens at a time as `heads/exchange.py` takes. In turn: two slices, and the targets' rows. Whole: the weight.
+    many tokens at a time as `heads/parallel.py` takes. In turn: two slices, and the targets' rows. Whole: the weight.
     A trained weight: the gradient of the rows that are scored with, and one tile's in fp32.
     """
     device = torch.device(case.device)

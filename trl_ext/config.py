@@ -19,7 +19,7 @@ import datasets
 import trl
 
 from .compat.grpo import sequence_parallelism_hidden
-from .heads.kernels.choice import KERNELS
+from .heads.kernels.work import KERNELS
 from .heads.linear_log_probs import HEADS
 from .losses.preference import CONVENTIONS, PREFERENCE_LOSSES, READ_REWARDS
 from .planning.non_finite import ON_NON_FINITE_LOSS

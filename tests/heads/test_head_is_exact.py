@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from fp32_precision import WAYS, fewer_digits, fp32_switches
 from head_definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, relative
 from trl_ext import linear_log_probs
-from trl_ext.heads import scan, tiles
-from trl_ext.heads import tiled as trained_head
+from trl_ext.heads import tiled, tiles
 from trl_ext.heads.adapters import Factors, low_rank_term
-from trl_ext.heads.kernels.choice import work_of
+from trl_ext.heads.kernels.work import work_of
 from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LogitTransform
 
@@ -33,7 +32,7 @@ def kernels(request, monkeypatch):
     """
     name = getattr(request, "param", "torch")
     monkeypatch.setitem(tiles._ELEMENTS, "cpu", 2**14 if name == "torch" else 2**18)
-    monkeypatch.setattr(scan, "work_of", lambda kernels, *about: work_of(kernels or name, *about))
+    monkeypatch.setattr(tiled, "work_of", lambda kernels, *about: work_of(kernels or name, *about))
     return name
 
 
@@ -44,8 +43,7 @@ WITH_BOTH = pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", 
 @pytest.fixture
 def rounds_coefficients(monkeypatch):
     """Round the coefficients of gradient products to the operands' dtype, as tensor cores require on CUDA."""
-    for where in (scan, trained_head):
-        monkeypatch.setattr(where, "coefficients_dtype", lambda operands, device: operands)
+    monkeypatch.setattr(tiled, "coefficients_dtype", lambda operands, device: operands)
 
 
 def cuts_off(kernels, dtype):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import trl_ext.heads.scan as scan
-import trl_ext.heads.tiled as trained
+import trl_ext.heads.tiled as tiled
 from head_definition import ALL, FROZEN
 from tiny import Workshop, lora_config, preferences
 from trl_ext import DPOConfig, DPOTrainer
@@ -42,30 +41,28 @@ def trainer(workshop: Workshop, folder: str, setup: str = "lora", **options) -> 
 
 
 def wrong_values(monkeypatch):
-    results = scan.RunningStatistics.results
+    results = tiled.RunningStatistics.results
 
     def wrong(self, outputs):
         right = results(self, outputs)
         return right._replace(log_probs=right.log_probs + 0.01)
 
-    monkeypatch.setattr(scan.RunningStatistics, "results", wrong)
+    monkeypatch.setattr(tiled.RunningStatistics, "results", wrong)
 
 
 def wrong_rescaling(monkeypatch):
-    fold = scan.RunningStatistics.fold_
-    monkeypatch.setattr(scan.RunningStatistics, "fold_", lambda self, *args: fold(self, *args) * 1.5)
+    fold = tiled.RunningStatistics.fold_
+    monkeypatch.setattr(tiled.RunningStatistics, "fold_", lambda self, *args: fold(self, *args) * 1.5)
 
 
 def wrong_recomputation(monkeypatch):
-    of_others = trained.Coefficients.nontarget_grad_
-    monkeypatch.setattr(trained.Coefficients, "nontarget_grad_", lambda self, *args: of_others(self, *args).mul_(1.5))
+    of_others = tiled.Coefficients.nontarget_grad_
+    monkeypatch.setattr(tiled.Coefficients, "nontarget_grad_", lambda self, *args: of_others(self, *args).mul_(1.5))
 
 
 def wrong_weight_gradient(monkeypatch):
-    with_target = trained.Coefficients.add_target_grad_
-    monkeypatch.setattr(
-        trained.Coefficients, "add_target_grad_", lambda self, *args: with_target(self, *args).mul_(1.5)
-    )
+    with_target = tiled.Coefficients.add_target_grad_
+    monkeypatch.setattr(tiled.Coefficients, "add_target_grad_", lambda self, *args: with_target(self, *args).mul_(1.5))
 
 
 @pytest.mark.parametrize(
@@ -138,8 +135,8 @@ def test_the_check_runs_once_and_leaves_no_trace(workshop, monkeypatch):
 
 
 def test_an_output_that_comes_later_is_checked_then(workshop, monkeypatch):
-    start = trained.Coefficients.__init__
-    monkeypatch.setattr(trained.Coefficients, "__init__", lambda self, *args: start(self, *args[:-1], 2 * args[-1]))
+    start = tiled.Coefficients.__init__
+    monkeypatch.setattr(tiled.Coefficients, "__init__", lambda self, *args: start(self, *args[:-1], 2 * args[-1]))
     model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     attach_scoring_forward(model, ScoringOptions())
     ids = torch.arange(3, 15).view(2, 6)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import trl_ext.heads.scan as scan
-import trl_ext.heads.tiled as trained
+import trl_ext.heads.tiled as tiled
 from head_definition import ALL, FROZEN, floats_apart
 from head_placement import HeadGatheredError, head_stays_sharded
 from model_families import batch, build
@@ -174,11 +173,11 @@ def not_combined(right: Any, self: Any, sums: Any) -> None:
 
 # Where, what, and for which cases
 BREAKS = {
-    "values": (scan.RunningStatistics, "results", wrong_values, "log_probs", ("frozen", "trained", "in turn")),
-    "sums of all ranks": (scan.RunningStatistics, "take_sums_", not_combined, "log_probs", ("frozen", "trained")),
-    "rescaling": (scan.RunningStatistics, "fold_", times_1_5, "hidden states", ("frozen", "in turn")),
-    "recomputation": (trained.Coefficients, "nontarget_grad_", times_1_5, "hidden states", ("trained",)),
-    "weight gradient": (trained.Coefficients, "add_target_grad_", times_1_5, "gradient of the weight", ("trained",)),
+    "values": (tiled.RunningStatistics, "results", wrong_values, "log_probs", ("frozen", "trained", "in turn")),
+    "sums of all ranks": (tiled.RunningStatistics, "take_sums_", not_combined, "log_probs", ("frozen", "trained")),
+    "rescaling": (tiled.RunningStatistics, "fold_", times_1_5, "hidden states", ("frozen", "in turn")),
+    "recomputation": (tiled.Coefficients, "nontarget_grad_", times_1_5, "hidden states", ("trained",)),
+    "weight gradient": (tiled.Coefficients, "add_target_grad_", times_1_5, "gradient of the weight", ("trained",)),
 }
 BROKEN = {
     "tp, frozen": Case("tp", (3, 3), LOCAL_TP),

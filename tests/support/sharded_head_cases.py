@@ -20,8 +20,7 @@ from trl_ext.heads.linear_log_probs import operand_dtype
 from trl_ext.heads.logits import LogitTransform
 from trl_ext.heads.parallel import ReplicatedTokens, ShardedTokens, VocabularyShard
 from trl_ext.heads.rows import Block, BroadcastShards, LocalShards
-from trl_ext.heads.scan import Head
-from trl_ext.heads.tiled import tiled_log_probs
+from trl_ext.heads.tiled import Head, tiled_log_probs
 
 
 @dataclass(frozen=True)

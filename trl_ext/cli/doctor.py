@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from packaging.requirements import Requirement
 
 from ..distributed.detect import detect_engine
-from ..heads.kernels.choice import why_not_triton
+from ..heads.kernels.work import triton_unavailable_reason
 from ..scoring.checks import self_test
 from ..version import __version__
 from . import CommandError, one_line
@@ -74,7 +74,7 @@ def _head_on(device: torch.device) -> list[tuple[str, str, bool]]:
         capability = f"{properties.major}.{properties.minor}"
         what = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, capability {capability}"
     rows = [(str(device), what, True)]
-    reason = why_not_triton(device)
+    reason = triton_unavailable_reason(device)
     between = "Triton's kernels" if reason is None else f"torch between the products ({reason})"
     try:
         tried = self_test(device)

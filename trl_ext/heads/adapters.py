@@ -1,6 +1,6 @@
-"""What an adapter adds to the head's product: a low-rank term, and rows of single classes in the place of the weight's.
+"""Adapters on the head: a low-rank term added to its product, and replaced rows of its weight.
 
-Dimensions: N tokens, H hidden size, V vocabulary, R rank of the term, K classes with rows of their own.
+Dimensions: N tokens, H hidden size, V vocabulary, R rank of the term, K classes with replaced rows.
 """
 
 from bisect import bisect_left
@@ -19,8 +19,8 @@ class LowRank(NamedTuple):
     Args:
         down (`Tensor` of shape `(N, R)`): hidden states times the first factor and the scaling; fp32 or float64.
         up (`Tensor` of shape `(V, R)`): the second factor.
-        dtype (`torch.dtype`): what `up` is rounded to as an operand.
-        bias (`Tensor` of shape `(V,)`, *optional*): what the adapters' biases add up to, fp32 or float64.
+        dtype (`torch.dtype`): the dtype to which `up` is rounded as an operand.
+        bias (`Tensor` of shape `(V,)`, *optional*): the sum of the adapters' biases, fp32 or float64.
     """
 
     down: Tensor
@@ -30,11 +30,11 @@ class LowRank(NamedTuple):
 
 
 class ReplacedRows(NamedTuple):
-    """Classes whose row of the weight is another one.
+    """The classes whose rows of the weight an adapter replaces.
 
     Args:
-        classes (`tuple[int, ...]`): in ascending order, each once.
-        ids (`Tensor` of shape `(K,)`): the same, on the weight's device.
+        classes (`tuple[int, ...]`): in ascending order, without duplicates.
+        ids (`Tensor` of shape `(K,)`): the same as a tensor, on the weight's device.
     """
 
     classes: tuple[int, ...]
@@ -45,28 +45,28 @@ class ReplacedRows(NamedTuple):
         return cls(classes, torch.tensor(classes, dtype=torch.int64, device=device))
 
     def within(self, classes: slice) -> slice:
-        """Which of them lie in a range of classes."""
+        """The indices of those that lie in a range of classes."""
         return slice(bisect_left(self.classes, classes.start), bisect_left(self.classes, classes.stop))
 
     def put(self, weight_vH: Tensor, classes: slice, rows_KH: Tensor) -> Tensor:
-        """The weight's rows of a range of classes, with those of `rows_KH` in their places."""
+        """The weight's rows `weight_vH` of a range of classes, with the replaced ones from `rows_KH`."""
         some = self.within(classes)
         if some.start == some.stop:
             return weight_vH
         return weight_vH.index_copy(0, self.ids[some] - classes.start, rows_KH[some].to(weight_vH.dtype))
 
     def of_targets(self, weight_nH: Tensor, targets: Tensor, rows_KH: Tensor) -> Tensor:
-        """The targets' rows, with those of `rows_KH` in their places."""
+        """The targets' rows `weight_nH` of the weight, with the replaced ones from `rows_KH`."""
         place = torch.searchsorted(self.ids, targets).clamp(max=len(self.classes) - 1)
         found = self.ids[place] == targets
         return torch.where(found[:, None], rows_KH[place].to(weight_nH.dtype), weight_nH)
 
 
 class Operands(NamedTuple):
-    """What the product of N tokens is made of: `hidden @ weight.T + bias + down @ up.T`.
+    """The operands of the product of N tokens: `hidden @ weight.T + bias + down @ up.T`.
 
-    A bias is added in the dtype of the sums: it is not rounded to the operands'.
-    `rows` (K, H) stand in the place of the weight's rows of the classes that the head names.
+    The bias is added in the dtype of the sums, not rounded to the operands'. `rows` (K, H) replace the weight's rows of
+    the classes in the head's `ReplacedRows`.
     """
 
     hidden: Tensor
@@ -80,7 +80,7 @@ class Operands(NamedTuple):
     def of(
         cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, term: LowRank | None, rows: Tensor | None
     ) -> "Operands":
-        """The operands of a head with an adapter's term; differentiable."""
+        """The operands of a head with an adapter's low-rank term; differentiable."""
         if term is None:
             return cls(hidden, weight, bias, rows=rows)
         return cls(hidden, weight, _sum(bias, term.bias), term.down, term.up, rows)
@@ -91,8 +91,8 @@ class Factors(NamedTuple):
 
     Args:
         first (`Tensor` of shape `(R, H)`), second (`Tensor` of shape `(V, R)`), bias (`Tensor` of shape `(V,)`,
-            *optional*): as they are trained.
-        scaling (`float`): what the adapter is multiplied by.
+            *optional*): the trained parameters.
+        scaling (`float`): the adapter's scaling.
     """
 
     first: Tensor
@@ -106,7 +106,7 @@ class Factors(NamedTuple):
 def low_rank_term(hidden: Tensor, factors: tuple[Factors, ...], dtype: torch.dtype, accumulate: torch.dtype) -> LowRank:
     """The term of all factors together; differentiable.
 
-    Hidden states and factors are rounded to `dtype`. What lies between the two products is not.
+    Hidden states and factors are rounded to `dtype`, the result of the first product is not.
     """
     downs, ups, bias = [], [], None
     for first, second, own, scaling in factors:

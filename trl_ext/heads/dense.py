@@ -1,4 +1,4 @@
-"""Log-probs and statistics of logits that exist whole."""
+"""Log-probs and statistics from the whole matrix of logits."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,28 +8,10 @@ import torch
 from torch import Tensor
 
 from .adapters import Operands, ReplacedRows
-from .gradients import Coefficients, Upstream
-from .logits import LinearLogProbs, LogitTransform
-from .products import ExactLinear, exact_arithmetic, refuse_second_derivative, statistics_dtype
+from .gradients import Coefficients
+from .logits import LinearLogProbs, LogitTransform, without_gradient
+from .products import ExactLinear, exact_arithmetic, refuse_second_derivative
 from .statistics import RunningStatistics
-
-
-def dense_log_probs(
-    x: Operands,
-    targets: Tensor,
-    transform: LogitTransform,
-    outputs: tuple[str, ...],
-    *,
-    operand_dtype: torch.dtype,
-    up_dtype: torch.dtype,
-    replaced: ReplacedRows | None = None,
-    entropy_requires_grad: bool = False,
-    readable: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> LinearLogProbs:
-    """Per-token results from the whole (N, V) matrix of logits."""
-    accumulate = statistics_dtype(operand_dtype)
-    logits_NV = dense_logits(x, transform, operand_dtype, accumulate, readable, up_dtype=up_dtype, replaced=replaced)
-    return log_probs_of(logits_NV, targets, outputs, entropy_requires_grad=entropy_requires_grad)
 
 
 def dense_logits(
@@ -42,7 +24,7 @@ def dense_logits(
     up_dtype: torch.dtype,
     replaced: ReplacedRows | None = None,
 ) -> Tensor:
-    """Logits of shape (N, V), from operands rounded to `operand_dtype`, summed and returned in `accumulate`."""
+    """Logits of shape (N, V), from operands rounded to `operand_dtype`, summed in `accumulate`."""
     weight = x.weight
     if replaced is not None and x.rows is not None:
         weight = replaced.put(weight, slice(0, len(weight)), x.rows)
@@ -56,7 +38,7 @@ def dense_logits(
 def log_probs_of(
     logits_NV: Tensor, targets: Tensor, outputs: tuple[str, ...], *, entropy_requires_grad: bool = False
 ) -> LinearLogProbs:
-    """Every output by its definition."""
+    """The results by their definitions."""
     with exact_arithmetic(logits_NV.device):
         log_p_NV = logits_NV.log_softmax(-1)
         log_p = log_p_NV.gather(-1, targets[:, None])[:, 0]
@@ -89,7 +71,7 @@ def log_probs_from_logits(
 ) -> LinearLogProbs:
     """Per-token results from the product `(n, V)` before scale, softcap and temperature; differentiable.
 
-    In fp32, or float64 where the product is. A nearly certain token keeps its digits, as in the tiled head.
+    Computes in fp32, or float64 where the product is. A nearly certain token keeps its digits, as in the tiled head.
     """
     product = product.to(torch.float64 if product.dtype == torch.float64 else torch.float32)
     entropy_grad = entropy_requires_grad and "entropy" in outputs
@@ -115,28 +97,23 @@ class _LogProbsFromLogits(torch.autograd.Function):
             statistics.take_target_(every, 0, logits, scratch)
             statistics.fold_(every, logits, scratch)
             results = statistics.results(outputs)
-        kept = statistics.shift, statistics.sum_exp, statistics.target_logit
-        ctx.save_for_backward(product, targets, *kept, results.entropy if entropy_grad else None)
+        numbers = statistics.shift, statistics.sum_exp, statistics.target_logit
+        ctx.save_for_backward(product, targets, *numbers, results.entropy if entropy_grad else None)
         ctx.transform = transform
-        differentiable = {"log_probs", "mean_log_probs", *(["entropy"] if entropy_grad else [])}
-        ctx.mark_non_differentiable(
-            *(x for name, x in results._asdict().items() if x is not None and name not in differentiable)
-        )
+        ctx.mark_non_differentiable(*without_gradient(results, entropy_grad=entropy_grad))
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        product, targets, *statistics = ctx.saved_tensors
-        given = LinearLogProbs(*gradients)
-        upstream = Upstream(given.log_probs, given.entropy, given.mean_log_probs)
+        product, targets, maximum, sum_exp, target_logit, entropy = ctx.saved_tensors
+        upstream = LinearLogProbs(*gradients)
         if all(x is None for x in upstream):
             return None, None, None, None, None
         every = slice(0, len(product))
         with exact_arithmetic(product.device):
-            maximum, sum_exp, target_logit, entropy = statistics
-            vocabulary = product.shape[1]
-            coefficients = Coefficients(*(maximum, sum_exp, target_logit, entropy), upstream, ctx.transform, vocabulary)
+            numbers = maximum, sum_exp, target_logit, entropy
+            coefficients = Coefficients(*numbers, upstream, ctx.transform, product.shape[1])
             logits = ctx.transform.apply_(product.clone())
             nontarget_grad = coefficients.nontarget_grad_(every, targets, logits, torch.empty_like(logits))
             gradient = coefficients.add_target_grad_(every, targets, nontarget_grad).mul_(coefficients.size[:, None])

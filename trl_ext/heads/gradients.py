@@ -1,38 +1,30 @@
-"""The gradient of a tile's products, as half precision holds it well."""
-
-from typing import NamedTuple
+"""The gradient of a tile's products, scaled so that half precision holds it well."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .logits import LogitTransform
+from .logits import LinearLogProbs, LogitTransform
 from .statistics import log_odds
 
 
-class Upstream(NamedTuple):
-    """The gradients that come in, of shape (N,); None where there is none."""
-
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    mean_log_probs: Tensor | None = None
-
-
 class Coefficients:
-    """The gradient of each product x_v of a token, as a row factor times a tile that half precision holds well.
+    """The gradient of each product x_v of a token: a factor per row times a tile that half precision holds well.
 
-    With g, e and k the gradients of log p, of the entropy E and of the mean log-prob, and c = dz/dx, it is
-    c_v (p_v (-g - k - e (log p_v + E)) + k / V) for v != t. With p_v = exp(z_v - max) * share and without k that is
-    share * s * [c_v exp(z_v - max) (a + b (z_v - max))]: s is the larger of what stands at the largest logit and of e,
-    so that `nontarget_grad` is near 1 there, and exactly 1 without an entropy. With k the row factor is the larger of
-    share * s and k / V. Of c the row factor has the slope, and `nontarget_grad` a softcap's derivative. The target's is
-    c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)), of shape (N,), and kept in fp32.
+    Let g, e and k be the gradients of log p, of the entropy E and of the mean log-prob, and c = dz/dx. For v != t the
+    gradient is c_v (p_v (-g - k - e (log p_v + E)) + k / V). With p_v = exp(z_v - max) * share and without k that is
+    share * s * [c_v exp(z_v - max) (a + b (z_v - max))]. s is the larger of e and the factor at the largest logit, so
+    that the bracket, `nontarget_grad`, is near 1 there, and exactly 1 without an entropy gradient. With k the row
+    factor is the larger of share * s and k / V. Of c, the row factor holds the slope and `nontarget_grad` the softcap's
+    derivative. The target's gradient, c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)) of shape (N,), stays in
+    fp32. `grad_logits` is the gradient of every column, the target's included.
 
-    Row factor and target are in units of `size` (N,), a power of two near the largest of g, e and k, so that neither
-    overflows where the gradient itself does not. Those of the whole gradient are too, until `use_unit`.
+    `row_factor` and `target` are in units of `size` (N,), a power of two near the largest of g, e and k: neither
+    overflows where the gradient itself does not. So is `grad_logits`, until `use_unit`.
 
     Args:
-        vocabulary (`int`): V, of all ranks' rows together.
+        upstream (`LinearLogProbs`): the incoming gradients, None where there is none.
+        vocabulary (`int`): V, the rows of all ranks together.
     """
 
     def __init__(
@@ -41,26 +33,27 @@ class Coefficients:
         sum_exp: Tensor,
         target_logit: Tensor,
         entropy: Tensor | None,
-        upstream: Upstream,
+        upstream: LinearLogProbs,
         transform: LogitTransform,
         vocabulary: int,
     ) -> None:
         self.maximum, self.transform = maximum, transform
         zeros = torch.zeros_like(maximum)
-        self.size = _power_of_two(torch.stack([zeros, *(x.abs() for x in upstream if x is not None)]).amax(0))
-        g, e, k = (None if x is None else x / self.size for x in upstream)
+        given = upstream.log_probs, upstream.entropy, upstream.mean_log_probs
+        self.size = _power_of_two(torch.stack([zeros, *(x.abs() for x in given if x is not None)]).amax(0))
+        g, e, k = (None if x is None else x / self.size for x in given)
         odds = log_odds(target_logit, maximum, sum_exp)
         log_p, log_q = F.logsigmoid(odds), F.logsigmoid(-odds)
         share = log_q.exp() / sum_exp
         g = zeros if g is None else g
         target = g * log_q.exp()
-        in_proportion = -g if k is None else -g - k  # to p_v
+        factor_of_p = -g if k is None else -g - k
         self.offset: Tensor | None = None
         self.entropy_slope: Tensor | None = None
         if e is None or entropy is None:
-            row_factor = in_proportion * share
+            row_factor = factor_of_p * share
         else:
-            at_maximum = in_proportion - e * (log_q - sum_exp.log() + entropy)
+            at_maximum = factor_of_p - e * (log_q - sum_exp.log() + entropy)
             larger = torch.where(at_maximum.abs() >= e.abs(), at_maximum, -e)
             self.offset, self.entropy_slope = at_maximum / _nonzero(larger), -e / _nonzero(larger)
             row_factor = larger * share
@@ -73,11 +66,11 @@ class Coefficients:
             larger = torch.where(row_factor.abs() >= of_each.abs(), row_factor, of_each)
             self.scale, self.uniform_grad = row_factor / _nonzero(larger), of_each / _nonzero(larger)
             row_factor = larger
-        self.row_factor = self.whole_factor = row_factor * transform.slope
-        self.target = self.whole_target = target * transform.derivative(target_logit)
+        self.row_factor = self.scaled_row_factor = row_factor * transform.slope
+        self.target = self.scaled_target = target * transform.derivative(target_logit)
 
     def nontarget_grad_(self, rows: slice, local: Tensor, logits: Tensor, scratch: Tensor) -> Tensor:
-        """`nontarget_grad` for this tile, 0 in the target's column; both buffers are overwritten."""
+        """`nontarget_grad` of this tile, 0 in the target's column; overwrites both buffers."""
         softcap_derivative = self.transform.softcap_derivative(logits)
         shifted = logits.sub_(self.maximum[rows, None])
         nontarget_grad = torch.exp(shifted, out=scratch)
@@ -90,36 +83,36 @@ class Coefficients:
         return _put(nontarget_grad, local, torch.zeros_like(self.maximum[rows]))
 
     def add_target_grad_(self, rows: slice, local: Tensor, nontarget_grad: Tensor) -> Tensor:
-        """The whole gradient of this tile's products, in the place of `nontarget_grad`."""
-        return _put(nontarget_grad.mul_(self.whole_factor[rows, None]), local, self.whole_target[rows])
+        """`grad_logits` of this tile, in the place of `nontarget_grad`."""
+        return _put(nontarget_grad.mul_(self.scaled_row_factor[rows, None]), local, self.scaled_target[rows])
 
     def unit(self) -> Tensor:
-        """A power of two near the largest coefficient, so that fp16 does not lose them where the loss is small."""
+        """A power of two near the largest coefficient; in units of it, fp16 holds the gradients of a small loss."""
         top = torch.cat([self.size, _power_of_two(self.size.new_zeros(1))]).amax()
         shares = torch.cat([self.row_factor, self.target]).abs() * (self.size / top).repeat(2)
         # Clamped to a normal number before `top` multiplies it: `size / unit` stays finite where all shares underflow
         return _power_of_two(_power_of_two(torch.cat([shares, shares.new_zeros(1)]).amax()) * top)
 
     def use_unit(self, unit: Tensor) -> None:
-        """Give the whole gradient in units of `unit`, alike for all rows; `unit` is at least that of these rows."""
-        of_size = self.size / unit
-        self.whole_factor, self.whole_target = self.row_factor * of_size, self.target * of_size
+        """Scale `grad_logits` to units of `unit`, the same for all rows and at least `self.unit()`."""
+        scale = self.size / unit
+        self.scaled_row_factor, self.scaled_target = self.row_factor * scale, self.target * scale
 
 
 def _power_of_two(x: Tensor) -> Tensor:
-    """The largest power of two up to `x`, which is positive or 0; among the normal numbers."""
+    """The largest power of two up to `x` (at least 0), among the normal numbers."""
     finite = torch.finfo(x.dtype)
     x = x.clamp(finite.tiny, finite.max)
     return x / (2 * torch.frexp(x).mantissa)
 
 
 def _nonzero(x: Tensor) -> Tensor:
-    """To divide by: 1 in the place of 0."""
+    """`x` as a divisor: 1 in the place of 0."""
     return torch.where(x == 0, 1.0, x)
 
 
 def _put(tile: Tensor, local: Tensor, value: Tensor) -> Tensor:
-    """Write `value` (n,) into the columns `local` of the tile (n, v), where they lie in it."""
+    """Write `value` (n,) into the columns `local` of the tile (n, v), where the tile has them."""
     inside = ((local >= 0) & (local < tile.shape[1]))[:, None]
     column = local[:, None].clamp(0, tile.shape[1] - 1)
     return tile.scatter_(1, column, torch.where(inside, value[:, None], tile.gather(1, column)))

@@ -1,4 +1,4 @@
-"""The public function of the head: checks its input, settles the operands' dtype and calls a head by name."""
+"""The public function of the head: checks its input, chooses the operands' dtype and calls a head by name."""
 
 import math
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .adapters import LowRank, Operands, ReplacedRows
-from .dense import dense_log_probs
-from .kernels.choice import check_kernels
+from .dense import dense_logits, log_probs_of
+from .kernels.work import check_kernels
 from .logits import OUTPUTS, LinearLogProbs, LogitTransform
 from .parallel import VocabularyShard, check_range, range_of, shard_of_group
-from .scan import Head
-from .tiled import tiled_log_probs
+from .products import statistics_dtype
+from .tiled import Head, tiled_log_probs
 
 HEADS = ("tiled", "dense")
 
@@ -41,65 +41,64 @@ def linear_log_probs(
 ) -> LinearLogProbs:
     """Per-token log-probabilities of `targets` under `softmax(z)`, straight from hidden states, without the logits.
 
-    The logits are `z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature`. They are made
-    in tiles, accumulated in fp32 and never rounded; beside inputs, outputs and gradients, memory is that of a tile, in
-    the forward and in the backward.
+    The logits `z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature` are computed in
+    tiles, accumulated in fp32 and never rounded. Beside inputs, outputs and gradients, forward and backward need the
+    memory of one tile.
 
     Args:
         hidden (`torch.Tensor` of shape `(..., H)`):
             Hidden states, bf16, fp16, fp32 or float64.
         weight (`torch.Tensor` of shape `(V, H)`):
-            Weight of the head, V at least 2; with `group` this rank's rows of it, also none. Of hidden and weight, the
-            wider dtype is that of the operands; under autocast both are cast to autocast's dtype (unless float64) and
-            the head's own arithmetic runs with autocast and TF32 off.
+            Weight of the head, V at least 2; with `group` this rank's rows of it, possibly none. The operands have the
+            wider dtype of hidden and weight; under autocast both are cast to autocast's dtype (unless float64), and the
+            head's own arithmetic runs with autocast and TF32 off.
         targets (`torch.Tensor` of shape `(...)`):
             Class ids in `[0, V)`, integer. Out of range they raise on the CPU and give NaN on other devices.
         bias (`torch.Tensor` of shape `(V,)`, *optional*):
-            Bias of the head, as many as `weight` has rows. It is added in fp32 (float64 for float64 operands), not
-            rounded to the operands' dtype, under autocast either.
+            Bias of the head, one number per row of `weight`. It is added in fp32 (float64 for float64 operands) and
+            never rounded to the operands' dtype.
         temperature (`float`, *optional*, defaults to `1.0`):
-            What the logits are divided by, last.
+            Divides the logits, last.
         logit_scale (`float`, *optional*, defaults to `1.0`):
-            What the product is multiplied by, before the softcap.
+            Multiplies the product, before the softcap.
         softcap (`float`, *optional*):
             Bound of the logits before the temperature (Gemma 2, arXiv 2408.00118).
         outputs (`tuple[str, ...]`, *optional*, defaults to `("log_probs",)`):
             What to compute, among `"log_probs"`, `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"` and
-            `"mean_log_probs"`, the mean of log p over the vocabulary, whose gradient costs what the entropy's does.
+            `"mean_log_probs"`, the mean of log p over the vocabulary, whose gradient costs as much as the entropy's.
         entropy_requires_grad (`bool`, *optional*, defaults to `False`):
-            Whether the entropy carries a gradient. Without it the gradient to a frozen weight's hidden states is formed
-            in the forward (two matrix products in all); with it, or with a trained weight, tiles are recomputed.
+            Whether the entropy carries a gradient. Without it, the forward forms the gradient of the hidden states if
+            the weight is frozen (two matrix products in all); otherwise the backward recomputes the tiles.
         chunk_size (`int`, *optional*):
-            Tokens in a tile. None chooses it, by their number and the device.
+            Tokens in a tile. `None` chooses by the number of tokens and the device.
         tile_columns (`int`, *optional*):
-            Columns of the vocabulary in a tile, at most 8192. None chooses it, by the tokens in a tile and the device.
+            Columns of the vocabulary in a tile, at most 8192. `None` chooses by the tokens in a tile and the device.
         kernels (`str`, *optional*):
-            What works on a tile between the matrix products: `"triton"` (its kernels, for operands below float64) or
-            `"torch"`. None takes Triton's on a device that it compiles for, once they were seen to give torch's numbers
-            there, and torch elsewhere. They differ by fp32 rounding.
+            What works on a tile between the matrix products: `"triton"` (for operands below float64) or `"torch"`; they
+            differ by fp32 rounding. `None` takes Triton on a device that it compiles for, once its kernels have given
+            torch's numbers there, and torch elsewhere.
         group (`torch.distributed.ProcessGroup`, *optional*):
-            Ranks over which the rows of the weight are spread, consecutive rows on each. All call this function
-            together, with the same options. A few fp32 numbers a token are exchanged, never logits or rows of the
-            weight.
+            Ranks over which the rows of the weight are spread, consecutive rows on each. All ranks call this function
+            together, with the same options. They exchange a few fp32 numbers per token, never logits or rows.
         first_class (`int`, *optional*, defaults to `0`):
             With `group`, the class id of this rank's first row.
         vocab_size (`int`, *optional*):
-            With `group`, V, to be checked. `None` adds up the ranks' rows.
+            With `group`, V, for a check. `None` adds up the ranks' rows.
         own_tokens (`bool`, *optional*, defaults to `False`):
-            With `group`, whether each rank has tokens of its own, in its own number (as under FSDP2); then they are
-            gathered. False: all ranks have the same tokens (as under tensor parallelism).
+            With `group`, whether each rank has different tokens, in any number (as under FSDP2), which are gathered, or
+            all ranks have the same tokens (as under tensor parallelism).
 
     Returns:
         [`LinearLogProbs`]: tensors of shape `(...)`, fp32 (float64 for float64 operands; `is_top1` bool), None where
         not asked for. Gradients flow through `log_probs` and `mean_log_probs` to `hidden`, `weight` and `bias`, and
-        through `entropy` where `entropy_requires_grad`. With `group` they are those of the sum of losses: of each token
-        once, be it on one rank (`own_tokens`) or on all.
+        through `entropy` with `entropy_requires_grad`. With `group` they are those of the sum of losses, in which each
+        token counts once, whether it is on one rank (`own_tokens`) or on all.
 
     Raises:
-        `TypeError`: hidden or weight is not floating point, targets are not integers.
-        `ValueError`: shapes or devices do not fit, a target on the CPU is out of range, an unknown output, an option
-            out of its range, the ranks' rows are not the vocabulary, `kernels="triton"` where Triton does not run.
-        `RuntimeError`: in the backward, a second derivative is asked for (`create_graph=True`).
+        `TypeError`: hidden or weight is not floating point, or targets are not integers.
+        `ValueError`: shapes or devices do not fit, a target on the CPU is out of range, an output is unknown, an option
+            is out of its range, the ranks' rows are not the vocabulary, or Triton does not run with `kernels="triton"`.
+        `RuntimeError`: the backward is asked for a second derivative (`create_graph=True`).
 
     Example:
 
@@ -121,13 +120,12 @@ def linear_log_probs(
         raise ValueError(
             "`first_class`, `vocab_size` and `own_tokens` describe a share of the weight: give its `group`."
         )
+    elif weight.shape[0] < 2:
+        raise ValueError(f"`weight` must have shape (V, H) with V at least 2, got {tuple(weight.shape)}.")
     else:
-        _check_classes(weight, targets)
+        check_range(*range_of(targets), weight.shape[0])
     return run_head(
-        "tiled",
-        hidden,
-        weight,
-        targets,
+        *("tiled", hidden, weight, targets),
         bias=bias,
         transform=LogitTransform(float(temperature), float(logit_scale), softcap),
         outputs=outputs,
@@ -139,7 +137,7 @@ def linear_log_probs(
     )
 
 
-# Compiled, its roundings and its order of sums would be the compiler's: seen to drop the cast to autocast's dtype
+# Not compiled: the compiler would choose roundings and order of sums, and has dropped the cast to autocast's dtype
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_head(
     name: str,
@@ -160,32 +158,28 @@ def run_head(
     replaced: ReplacedRows | None = None,
     rows: Tensor | None = None,
 ) -> LinearLogProbs:
-    """Call the head `name` of `HEADS` on checked input; shapes, dtypes and results as [`linear_log_probs`].
+    """Call the head `name` of `HEADS` on checked input; shapes, dtypes and results as in [`linear_log_probs`].
 
     Args:
         readable (`Callable`, *optional*):
-            Makes a context in which weight and bias can be read, for engines that shard parameters. Entered in the
-            forward and, where the weight is read there, in the backward.
+            Makes a context in which weight and bias are readable, for engines that shard parameters. The forward enters
+            it, and the backward where it reads the weight.
         shard (`VocabularyShard`, *optional*):
-            What this rank holds of the vocabulary, for the tiled head; `weight` then has the rows that are here, or,
-            where the shard has its own rows, is read for its dtype alone.
+            Which rows of the vocabulary this rank has, for the tiled head. `weight` holds these rows; where the shard
+            has `rows_for`, only its dtype is read.
         low_rank (`LowRank`, *optional*):
             A term that an adapter adds to the product; not with `shard`.
         replaced (`ReplacedRows`, *optional*), rows (`torch.Tensor` of shape `(K, H)`, *optional*):
-            Classes whose rows of the weight are those of `rows`; not with `shard`.
+            The classes whose rows of the weight are replaced by `rows`; not with `shard`.
     """
-    shape, dtype = targets.shape, operand_dtype(hidden, weight)
-    hidden_NH, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
-    x, up_dtype = Operands.of(hidden_NH, weight, bias, low_rank, rows), low_rank.dtype if low_rank else dtype
+    dtype = operand_dtype(hidden, weight)
+    up_dtype = dtype if low_rank is None else low_rank.dtype
+    x = Operands.of(hidden.reshape(-1, hidden.shape[-1]), weight, bias, low_rank, rows)
+    targets_N = targets.reshape(-1).long()
     if name == "dense":
-        results = dense_log_probs(
-            *(x, targets_N, transform, outputs),
-            operand_dtype=dtype,
-            up_dtype=up_dtype,
-            replaced=replaced,
-            entropy_requires_grad=entropy_requires_grad,
-            readable=readable,
-        )
+        accumulate = statistics_dtype(dtype)
+        logits_NV = dense_logits(x, transform, dtype, accumulate, readable, up_dtype=up_dtype, replaced=replaced)
+        results = log_probs_of(logits_NV, targets_N, outputs, entropy_requires_grad=entropy_requires_grad)
     else:
         head = Head(
             *(dtype, transform, outputs, shard or VocabularyShard()),
@@ -197,7 +191,7 @@ def run_head(
             readable=readable,
         )
         results = tiled_log_probs(head, x, targets_N, entropy_requires_grad=entropy_requires_grad)
-    return LinearLogProbs(*(None if x is None else x.view(shape) for x in results))
+    return LinearLogProbs(*(None if x is None else x.view(targets.shape) for x in results))
 
 
 def operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -211,11 +205,12 @@ def operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    named = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    for name, tensor in (named | {"targets": targets}).items():
+    floating = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    named = floating | {"targets": targets}
+    for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}.")
-    for name, tensor in named.items():
+    for name, tensor in floating.items():
         if not tensor.is_floating_point():
             raise TypeError(f"`{name}` must be floating point (bf16, fp16, fp32 or float64), got {tensor.dtype}.")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
@@ -235,29 +230,17 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
         )
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(f"`bias` must have shape ({vocabulary},), got {tuple(bias.shape)}.")
-    for name, tensor in (named | {"targets": targets}).items():
+    for name, tensor in named.items():
         if tensor.device != hidden.device:
             raise ValueError(f"`{name}` must be on the device of `hidden`, {hidden.device}, got {tensor.device}.")
 
 
-def _check_classes(weight: Tensor, targets: Tensor) -> None:
-    if weight.shape[0] < 2:
-        raise ValueError(f"`weight` must have shape (V, H) with V at least 2, got {tuple(weight.shape)}.")
-    check_range(*range_of(targets), weight.shape[0])
-
-
 def _check_options(
-    temperature: float,
-    logit_scale: float,
-    softcap: float | None,
-    outputs: tuple[str, ...],
-    **sizes: int | None,
+    temperature: float, logit_scale: float, softcap: float | None, outputs: tuple[str, ...], **sizes: int | None
 ) -> None:
-    numbers = {"temperature": temperature, "logit_scale": logit_scale} | (
-        {} if softcap is None else {"softcap": softcap}
-    )
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int | float):
+    for name, number in {"temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}.items():
+        optional = name == "softcap" and number is None
+        if not optional and (isinstance(number, bool) or not isinstance(number, int | float)):
             raise TypeError(f"`{name}` must be a number, got {number!r}.")
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"`temperature` must be a finite number above 0, got {temperature}.")

@@ -1,4 +1,4 @@
-"""How logits are formed, and what is returned of them."""
+"""From the head's product to logits, and the results that are made from them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class LogitTransform:
         return torch.tanh(product * (self.logit_scale / self.softcap)) * (self.softcap / self.temperature)
 
     def apply_(self, product: Tensor) -> Tensor:
-        """The same, in the place of the product."""
+        """Same, in the place of the product."""
         if self.softcap is not None:
             product.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         elif self.logit_scale != self.temperature:
@@ -35,14 +35,14 @@ class LogitTransform:
         return self.logit_scale / self.temperature
 
     def softcap_derivative(self, logits: Tensor) -> Tensor | None:
-        """What a softcap multiplies the slope by where the logits are `logits`: 1 - tanh^2, of their shape."""
+        """1 - tanh^2 at `logits`, by which a softcap multiplies the slope; None without a softcap."""
         if self.softcap is None:
             return None
         tanh = logits * (self.temperature / self.softcap)
         return tanh.square_().neg_().add_(1)
 
     def derivative(self, logits: Tensor) -> Tensor | float:
-        """dz/dx where the logits are `logits`: a tensor of their shape with a softcap, one number without."""
+        """dz/dx at `logits`: a tensor of their shape with a softcap, one number without."""
         softcap_derivative = self.softcap_derivative(logits)
         return self.slope if softcap_derivative is None else softcap_derivative.mul_(self.slope)
 
@@ -50,9 +50,8 @@ class LogitTransform:
 class LinearLogProbs(NamedTuple):
     """Per-token results of a head, each of the targets' shape; None where not asked for.
 
-    Means the same as the fields of the same names in TRL's `FusedCausalLMOutput`, as far as it has them. All are fp32
-    (float64 for float64 operands) but `is_top1`, which is bool. Below, p is the softmax of the logits z over the
-    vocabulary.
+    Where TRL's `FusedCausalLMOutput` has a field of the same name, the meaning is the same. All are fp32 (float64 for
+    float64 operands) except `is_top1`, which is bool. Below, p is the softmax of the logits z over the vocabulary.
     """
 
     log_probs: Tensor | None = None
@@ -66,7 +65,13 @@ class LinearLogProbs(NamedTuple):
     is_top1: Tensor | None = None
     """Whether the target is the first of the largest logits; False where its log-prob is NaN."""
     mean_log_probs: Tensor | None = None
-    """Mean of log p over the vocabulary: what label smoothing adds to the log-prob of the target."""
+    """Mean of log p over the vocabulary, which label smoothing adds to the log-prob of the target."""
 
 
 OUTPUTS = LinearLogProbs._fields
+
+
+def without_gradient(results: LinearLogProbs, *, entropy_grad: bool) -> list[Tensor]:
+    """The results that carry no gradient."""
+    differentiable = {"log_probs", "mean_log_probs", *(["entropy"] if entropy_grad else [])}
+    return [x for name, x in results._asdict().items() if x is not None and name not in differentiable]

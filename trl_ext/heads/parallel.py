@@ -1,4 +1,4 @@
-"""The head over several ranks: which rank has which tokens and which rows of the vocabulary."""
+"""The head on several ranks: which rank has which tokens and which rows of the weight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,90 +7,112 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .logits import LinearLogProbs
 from .rows import Rows
 from .statistics import RunningStatistics
 
-# Named anew in torch 2.13, where the old names warn
+# torch 2.13 renames both and warns about the old names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Tokens of all ranks that are scored in one go where they are gathered. Their hidden states and fp32 sums stand beside
-# this rank's rows: 8192 tokens of 4096 units are 200 MB in bf16.
+# Tokens of all ranks that are gathered and scored at a time. Their hidden states and fp32 sums take memory beside this
+# rank's rows: 8192 tokens of 4096 units are 200 MB in bf16.
 _GATHERED_TOKENS = {"cuda": 8192, "cpu": 2048}
 
 
 class Part:
-    """Some tokens of this rank, alone: nothing is exchanged."""
+    """Some tokens of this rank; with `group`, all of its ranks have the same ones. N tokens of this rank, M scored."""
 
-    def __init__(self, rows: slice) -> None:
-        self.rows = rows
+    def __init__(self, rows: slice, group: dist.ProcessGroup | None = None) -> None:
+        self.rows, self.group = rows, group
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Of `x` (N, ...), what is to be scored together: (M, ...)."""
+        """Of `x` (N, ...), the rows that are scored together: (M, ...)."""
         return x[self.rows]
 
     def own(self, x: Tensor) -> Tensor:
-        """Of `x` (M, ...), what is of this rank's tokens."""
+        """Of `x` (M, ...), the rows of this rank's tokens."""
         return x
-
-    def own_results(self, results: LinearLogProbs) -> LinearLogProbs:
-        """Of results for M tokens, those for this rank's."""
-        return LinearLogProbs(*(None if x is None else self.own(x) for x in results))
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of `x` (M, ...) over the group, of this rank's tokens."""
+        """The sum of `x` (M, ...) over the group, for this rank's tokens."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
         return x
 
 
-class OneProcess:
-    """Every row of the weight is here, or comes here slice by slice."""
-
-    def parts(self, tokens: int, device: torch.device) -> list[Part]:
-        """The `tokens` of this rank, in parts that are scored together; as many on every rank."""
-        return [Part(slice(0, tokens))]
-
-    def combine_(self, statistics: RunningStatistics) -> Tensor:
-        """Make this rank's statistics those of all rows; returns what its sums were rescaled by, of shape (M, 1)."""
-        return statistics.move_to_(statistics.maxima())[:, None]
-
-
-@dataclass(frozen=True)
-class ReplicatedTokens:
-    """The rows are spread over a group whose ranks all have the same tokens, as under tensor parallelism."""
+class _Gathered(Part):
+    """Some tokens of each rank of `group`: `width` of each, padded with zeros."""
 
     group: dist.ProcessGroup
 
+    def __init__(self, rows: slice, group: dist.ProcessGroup, width: int) -> None:
+        super().__init__(rows, group)
+        self.width, self.count = width, rows.stop - rows.start
+
+    def gathered(self, x: Tensor) -> Tensor:
+        own = x.new_zeros(self.width, *x.shape[1:])
+        own[: self.count] = x[self.rows]
+        every = x.new_empty(self.group.size() * self.width, *x.shape[1:])
+        all_gather(every, own, group=self.group)
+        return every
+
+    def own(self, x: Tensor) -> Tensor:
+        first = self.group.rank() * self.width
+        return x[first : first + self.count]
+
+    def summed(self, x: Tensor) -> Tensor:
+        own = x.new_empty(self.width, *x.shape[1:])
+        reduce_scatter(own, x, group=self.group)
+        return own[: self.count]
+
+
+class Exchange:
+    """How tokens and statistics of ranks come together. Without a group, this rank reads every row of the weight."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
     def parts(self, tokens: int, device: torch.device) -> list[Part]:
-        return [_Replicated(slice(0, tokens), self.group)]
+        """The `tokens` of this rank in parts that are scored one after another; equally many on every rank."""
+        return [Part(slice(0, tokens), self.group)]
 
     def combine_(self, statistics: RunningStatistics) -> Tensor:
-        return _combine_(statistics, self.group)
+        """Combine the statistics of all rows; returns the factor that rescales this rank's sums, of shape (M, 1)."""
+        maxima = statistics.maxima()
+        if self.group is None or not maxima.numel():
+            return statistics.move_to_(maxima)[:, None]
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
+        factor = statistics.move_to_(maxima)
+        sums = statistics.sums()
+        dist.all_reduce(sums, group=self.group)
+        statistics.take_sums_(sums)
+        return factor[:, None]
 
 
-@dataclass(frozen=True)
-class ShardedTokens:
-    """The rows are spread over a group whose ranks have tokens of their own, also none: as under FSDP2 and ZeRO-3.
+class ReplicatedTokens(Exchange):
+    """The rows are spread over a group whose ranks all have the same tokens, as under tensor parallelism."""
+
+
+class ShardedTokens(Exchange):
+    """The rows are spread over a group whose ranks have different tokens, or none, as under FSDP2 and ZeRO-3.
 
     `counts`: how many tokens each rank has.
     """
 
     group: dist.ProcessGroup
-    counts: tuple[int, ...]
+
+    def __init__(self, group: dist.ProcessGroup, counts: tuple[int, ...]) -> None:
+        super().__init__(group)
+        self.counts = counts
 
     def parts(self, tokens: int, device: torch.device) -> list[Part]:
         most = max(self.counts)
         step = max(1, _GATHERED_TOKENS["cpu" if device.type == "cpu" else "cuda"] // len(self.counts))
-        widths = [min(step, most - start) for start in range(0, most, step)]
-        edges = [min(start, tokens) for start in range(0, most, step)] + [tokens]
-        gathered = zip(edges, edges[1:], widths, strict=False)
-        return [_Gathered(slice(start, stop), width, self.group) for start, stop, width in gathered] or [Part(slice(0))]
-
-    def combine_(self, statistics: RunningStatistics) -> Tensor:
-        return _combine_(statistics, self.group)
-
-
-Exchange = OneProcess | ReplicatedTokens | ShardedTokens
+        parts: list[Part] = []
+        for start in range(0, most, step):
+            rows = slice(min(start, tokens), min(start + step, tokens))
+            parts.append(_Gathered(rows, self.group, min(step, most - start)))
+        return parts or [Part(slice(0))]
 
 
 def tokens_of_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:
@@ -100,66 +122,20 @@ def tokens_of_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device)
     return tuple(counts.tolist())
 
 
-class _Replicated(Part):
-    def __init__(self, rows: slice, group: dist.ProcessGroup) -> None:
-        super().__init__(rows)
-        self.group = group
-
-    def summed(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=self.group)
-        return x
-
-
-class _Gathered(Part):
-    """`width` tokens of each rank, filled up with zeros."""
-
-    def __init__(self, rows: slice, width: int, group: dist.ProcessGroup) -> None:
-        super().__init__(rows)
-        self.width, self.group = width, group
-
-    def gathered(self, x: Tensor) -> Tensor:
-        own = x.new_zeros(self.width, *x.shape[1:])
-        own[: self.rows.stop - self.rows.start] = x[self.rows]
-        every = x.new_empty(self.group.size() * self.width, *x.shape[1:])
-        all_gather(every, own, group=self.group)
-        return every
-
-    def own(self, x: Tensor) -> Tensor:
-        first = self.group.rank() * self.width
-        return x[first : first + self.rows.stop - self.rows.start]
-
-    def summed(self, x: Tensor) -> Tensor:
-        own = x.new_empty(self.width, *x.shape[1:])
-        reduce_scatter(own, x, group=self.group)
-        return own[: self.rows.stop - self.rows.start]
-
-
-def _combine_(statistics: RunningStatistics, group: dist.ProcessGroup) -> Tensor:
-    maxima = statistics.maxima()
-    if not maxima.numel():
-        return statistics.max[:, None]
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    factor = statistics.move_to_(maxima)
-    sums = statistics.sums()
-    dist.all_reduce(sums, group=group)
-    statistics.take_sums_(sums)
-    return factor[:, None]
-
-
 @dataclass(frozen=True)
 class VocabularyShard:
-    """What a head needs to know beside the weight's rows that are here.
+    """Which part of the vocabulary the weight on this rank holds.
 
     Args:
-        vocabulary (`int`, *optional*): V, of all ranks' rows together. `None`: as many as the weight has here.
-        first (`int`): class of the first row that is here.
+        vocabulary (`int`, *optional*): V, the rows of all ranks together. `None`: the rows of the weight here.
+        first (`int`): class of the first row here.
         exchange (`Exchange`): how tokens, statistics and sums come together.
-        rows_for (`Callable`, *optional*): makes the rows to be read for given targets, where they are no plain tensor.
+        rows_for (`Callable`, *optional*): makes the rows to read for given targets, where they are no plain tensor.
     """
 
     vocabulary: int | None = None
     first: int = 0
-    exchange: Exchange = field(default_factory=OneProcess)
+    exchange: Exchange = field(default_factory=Exchange)
     rows_for: Callable[[Tensor], Rows] | None = None
 
     @property
@@ -170,19 +146,19 @@ class VocabularyShard:
     @property
     def partial(self) -> bool:
         """Whether other ranks fold other rows of the weight."""
-        return not isinstance(self.exchange, OneProcess)
+        return self.exchange.group is not None
 
 
 def shard_of_group(
     group: dist.ProcessGroup, rows: int, first: int, vocabulary: int | None, targets: Tensor, own_tokens: bool
 ) -> VocabularyShard:
-    """The shard that a rank's arguments describe, once all ranks' arguments were seen to fit.
+    """The shard that a rank's arguments describe; checks that the arguments of all ranks fit together.
 
-    One exchange of five integers, at which the ranks wait for each other.
+    Gathers five integers of each rank.
 
     Raises:
-        `ValueError`: the ranks' rows are not the whole vocabulary, each once, their tokens are not equally many, or a
-        target on the CPU is out of range. On every rank, also where one alone is at fault: no rank waits for another.
+        `ValueError`: the ranks' rows do not cover the vocabulary exactly once, their numbers of tokens differ, or a
+        target on the CPU is out of range. Every rank raises, so that none waits for another.
     """
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     every = torch.empty(group.size() * 5, dtype=torch.int64, device=device)
@@ -213,12 +189,12 @@ def shard_of_group(
 
 
 def range_of(targets: Tensor) -> tuple[int, int]:
-    """The lowest and the highest target on the CPU. Elsewhere the look at the values would wait for the device."""
+    """The lowest and highest target on the CPU; (0, 0) elsewhere, where reading them would wait for the device."""
     return (int(targets.min()), int(targets.max())) if targets.device.type == "cpu" and targets.numel() else (0, 0)
 
 
 def check_range(lowest: int, highest: int, vocabulary: int) -> None:
-    """Raise `ValueError` if targets from `lowest` to `highest` are not all classes."""
+    """Raise `ValueError` unless targets from `lowest` to `highest` are all classes."""
     if lowest < 0 or highest >= vocabulary:
         raise ValueError(
             f"`targets` must lie in [0, {vocabulary}), got values from {lowest} to {highest}. Leave out the "

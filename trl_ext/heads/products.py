@@ -1,6 +1,6 @@
 """Matrix products whose result is never rounded below fp32, for operands of every dtype.
 
-Every product of the tiled and of the dense head is made here, so that the exactness of both rests on these few lines.
+The tiled and the dense head make all their products here, so the exactness of both rests on these few lines.
 Dimensions: N tokens, H hidden size, V vocabulary (or one tile of its columns).
 """
 
@@ -17,7 +17,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def statistics_dtype(operands: torch.dtype) -> torch.dtype:
-    """The dtype in which products of such operands accumulate: float64 for float64, fp32 for all others."""
+    """The dtype in which products of such operands accumulate: float64 for float64, fp32 for others."""
     return torch.float64 if operands == torch.float64 else torch.float32
 
 
@@ -25,35 +25,33 @@ def statistics_dtype(operands: torch.dtype) -> torch.dtype:
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Turn off what would round inside the head: autocast, TF32 (or bf16) in fp32 products, fp16 accumulation.
 
-    The switches are global to the process; they are put back as they were found, also after an exception.
+    The switches are global to the process; they are restored on exit, also after an exception.
     """
-    generic = torch.backends.fp32_precision  # type: ignore[attr-defined]
     backends: Any = torch.backends
-    matmuls = (backends.cuda.matmul, backends.mkldnn.matmul)
-    precisions = [matmul.fp32_precision for matmul in matmuls]
-    fp16_accumulation = torch.backends.cuda.matmul.allow_fp16_accumulation
+    generic, cuda = backends.fp32_precision, backends.cuda.matmul
+    found = [(matmul, matmul.fp32_precision) for matmul in (cuda, backends.mkldnn.matmul)]
+    rounding = [(matmul, precision) for matmul, precision in found if precision not in ("none", "ieee")]
+    fp16_accumulation = cuda.allow_fp16_accumulation
     try:
-        for matmul, precision in zip(matmuls, precisions, strict=True):
-            if precision not in ("none", "ieee"):
-                matmul.fp32_precision = "ieee"
+        for matmul, _ in rounding:
+            matmul.fp32_precision = "ieee"
         if fp16_accumulation:
-            torch.backends.cuda.matmul.allow_fp16_accumulation = False
+            cuda.allow_fp16_accumulation = False
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        for matmul, precision in zip(matmuls, precisions, strict=True):
-            if precision not in ("none", "ieee"):
-                # What is read is resolved: a switch that only follows the generic one goes on following it
-                matmul.fp32_precision = "none" if precision == generic else precision
+        for matmul, precision in rounding:
+            # Reading returns the resolved value; "none" lets a switch follow the generic one again
+            matmul.fp32_precision = "none" if precision == generic else precision
         if fp16_accumulation:
-            torch.backends.cuda.matmul.allow_fp16_accumulation = True
+            cuda.allow_fp16_accumulation = True
 
 
 @cache
 def multiplies_halves(device: torch.device) -> bool:
-    """Whether torch has a product of two half-precision operands that leaves fp32 there: seen by making one.
+    """Whether torch has a product of two half-precision operands with an fp32 result on `device`, found by trying.
 
-    Warns where a CUDA device has none. DetectedEngine out of memory raises, and says nothing about the next time.
+    Warns where a CUDA device has none. Out of memory raises, and is not cached.
     """
     if device.type != "cuda":
         return False
@@ -77,13 +75,13 @@ def _multiply_halves(device: torch.device) -> None:
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
-    """`out = a @ b`, or `out += a @ b`, accumulated and left in `out`'s dtype (fp32 or float64).
+    """`out = a @ b`, or `out += a @ b`, accumulated in `out`'s dtype (fp32 or float64).
 
-    Half-precision operands go to the tensor cores as they are, where torch can. Elsewhere they are upcast first, which
-    gives the same sums: a product of two bf16 or fp16 numbers is exact in fp32.
+    Half-precision operands go to the tensor cores as they are where torch can do that. Elsewhere they are upcast first,
+    which gives the same sums: a product of two bf16 or fp16 numbers is exact in fp32.
     """
     if a.dtype in _HALF and out.dtype == torch.float32 and multiplies_halves(a.device):
-        # `beta=0` does not read `out`, which may be uninitialised
+        # With `beta=0` it does not read `out`, which may be uninitialised
         torch.addmm(out, a, b, beta=int(accumulate), out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(accumulate), out=out)
@@ -92,9 +90,9 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
 def project_into(out: Tensor, hidden_NH: Tensor, weight_VH: Tensor) -> None:
     """`out_NV = hidden_NH @ weight_VH.T`, the head's product.
 
-    On the CPU fp16 operands, and sums over more than 1024 hidden units, are multiplied in float64: with fp32 partial
-    sums the worst of a million logits was off by 4e-7 of the largest, more than the head's bound of 3e-7. (A bf16
-    product has so few bits that most of its partial sums are exact.)
+    On the CPU, fp16 operands and sums over more than 1024 hidden units are multiplied in float64: with fp32 partial
+    sums the worst of a million logits is off by 4e-7 of the largest, above the head's bound of 3e-7. (A bf16 product
+    has so few bits that most of its partial sums are exact.)
     """
     long = hidden_NH.dtype == torch.float16 or hidden_NH.shape[1] > 1024
     if out.device.type == "cpu" and long and out.dtype == torch.float32:
@@ -104,19 +102,18 @@ def project_into(out: Tensor, hidden_NH: Tensor, weight_VH: Tensor) -> None:
 
 
 def refuse_second_derivative() -> None:
-    """Called first in every backward: grad mode is on there only under `create_graph=True`."""
+    """Raise in a backward under `create_graph=True`, the only case in which grad mode is on there."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "The head has no second derivative, and `create_graph=True` asks for one. Without this error its part "
-            "would be taken for a constant."
+            "would count as a constant."
         )
 
 
 def coefficients_dtype(operands: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which coefficients of a gradient product stand beside operands of the dtype `operands`.
+    """The dtype of the coefficients in a gradient product whose other operand has the dtype `operands`.
 
-    Tensor cores need both operands in the same half precision. Elsewhere the other operand is upcast anyway, so the
-    coefficients keep their fp32.
+    Tensor cores need both in the same half precision. Elsewhere the other one is upcast, the coefficients stay fp32.
     """
     return operands if multiplies_halves(device) else statistics_dtype(operands)
 
@@ -124,8 +121,8 @@ def coefficients_dtype(operands: torch.dtype, device: torch.device) -> torch.dty
 class ExactLinear(torch.autograd.Function):
     """`hidden_NH @ weight_VH.T + bias_V`, differentiable: the product of the dense head.
 
-    Hidden states and weight are rounded to `dtypes`; sums, the bias in them, logits and the gradient of the logits are
-    in `accumulate`, on any device. The weight is read in slices, so that no cast copy of it stands beside the logits.
+    Hidden states and weight are rounded to `dtypes`; sums, bias, logits and their gradient are in `accumulate`. The
+    weight is read in slices, so that no cast copy of it takes memory beside the logits.
     """
 
     @staticmethod
@@ -171,6 +168,5 @@ class ExactLinear(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _slices(rows: int, step: int = 2048) -> Iterator[slice]:
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+def _slices(rows: int, step: int = 2048) -> list[slice]:
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -1,16 +1,16 @@
 """Online statistics of each token's logits over vocabulary tiles, with the target kept apart from the others.
 
-With m a number near the running max and s the sum of exp(z - m) over the *other* tokens of the vocabulary, the
-target's log-odds are d = z_target - m - log s, and everything follows without cancellation:
+Let m be a number near the running max and s the sum of exp(z - m) over the *other* tokens of the vocabulary. Then the
+target's log-odds are d = z_target - m - log s, and nothing that follows cancels:
 
 - log p = logsigmoid(d), which is -log1p(exp(-d)) where the target dominates, so that a nearly certain token keeps its
-  relative precision; it is finite wherever the logits are, and NaN where torch's log_softmax is.
+  relative precision. It is finite wherever the logits are, and NaN where torch's log_softmax is.
 - 1 - p = sigmoid(-d), which weighs the gradient.
 - entropy = H(p, 1 - p) + (1 - p) * (entropy among the others), the chain rule of entropy; no term is negative.
 
-m is the shift. It follows the max only where that has moved on by more than `FAR`, which after the first tile is rare:
-so what was summed up in units of exp(m), such as the gradient of the hidden states, is seldom rescaled. In the end it
-moves to the max.
+m is the shift. It follows the max only where a logit exceeds it by more than `FAR`, which is rare after the first tile.
+So sums in units of exp(m), such as the gradient of the hidden states, are seldom rescaled. At the end it moves to the
+max.
 """
 
 import torch
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from .logits import LinearLogProbs
 
-# Stands in the target's column once the target is taken out: finite, so that 0 times it is 0, and far below any logit
+# Replaces the target's logit in its tile: far below any logit, and finite, so that 0 times it is 0
 ABSENT = -1e30
 
-# How far above the shift a logit may lie: exp(8) = 2981 is far from overflow, in fp16 too
+# How far a logit may lie above the shift: exp(8) = 2981 is far from overflow, in fp16 too
 FAR = 8.0
 
 
@@ -33,14 +33,14 @@ def log_odds(target_logit: Tensor, shift: Tensor, sum_exp: Tensor) -> Tensor:
 
 
 class RunningStatistics:
-    """Statistics of N tokens that grow with every tile of logits folded in.
+    """Statistics of N tokens, updated with every tile of logits.
 
     Args:
         targets (`Tensor` of shape `(N,)`): class ids.
         vocabulary (`int`): V, at least 2.
-        outputs: names of `LinearLogProbs` that will be asked for.
+        outputs (`tuple[str, ...]`): the fields of `LinearLogProbs` that `results` will return.
         dtype (`torch.dtype`): fp32 or float64.
-        partial (`bool`): whether other ranks fold the rest of the vocabulary's tiles.
+        partial (`bool`): whether other ranks fold the rest of the vocabulary.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunningStatistics:
         self.max = full(torch.finfo(dtype).min)
         self.shift = full(torch.finfo(dtype).min)
         self.sum_exp = full(0.0)
-        # NaN until its tile comes: a target outside the vocabulary, which CUDA inputs are not checked for, stays loud
+        # NaN until its tile comes: so a target out of range, for which CUDA inputs are not checked, gives NaN
         self.target_logit = full(torch.nan)
         if partial:  # another rank may add it
             self.target_logit.masked_fill_((targets >= 0) & (targets < vocabulary), 0.0)
@@ -64,10 +64,9 @@ class RunningStatistics:
         self.max_before_target = full(-torch.inf) if "is_top1" in outputs else None
 
     def take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
-        """Read the target's logit where it lies in this tile, and put it out of the tile.
+        """Read the target's logit where this tile has it, and replace it by `ABSENT`.
 
-        `logits` (n, v) are the columns from `start` on of the tokens `rows`; `scratch`, of the same shape, is
-        overwritten.
+        `logits` (n, v) are the columns from `start` on of the tokens `rows`. Overwrites `scratch`, of the same shape.
         """
         local = (self.targets[rows] - start)[:, None]
         inside = (local >= 0) & (local < logits.shape[1])
@@ -83,9 +82,9 @@ class RunningStatistics:
         logits.scatter_(1, column, torch.where(inside, ABSENT, target))
 
     def fold_(self, rows: slice, logits: Tensor, exponentials: Tensor) -> Tensor:
-        """Fold in a tile whose target was taken out; returns what earlier sums were rescaled by, of shape (n, 1).
+        """Fold in a tile without its targets; returns the factor that rescales earlier sums, of shape (n, 1).
 
-        On return `exponentials` holds exp(z - shift), 0 for the target, and `logits` is overwritten.
+        Leaves exp(z - shift), 0 for the target, in `exponentials`, and overwrites `logits`.
         """
         largest, old = logits.amax(-1), self.shift[rows]
         shift = torch.where(largest > old + FAR, largest, old)
@@ -105,11 +104,11 @@ class RunningStatistics:
         return rescale[:, None]
 
     def maxima(self) -> Tensor:
-        """What takes a max over the ranks that hold the vocabulary's tiles, of shape (1 or 2, N)."""
+        """The statistics to maximize over the ranks, of shape (1 or 2, N)."""
         return torch.stack([x for x in (self.max, self.max_before_target) if x is not None])
 
     def move_to_(self, maxima: Tensor) -> Tensor:
-        """Move the shift to the maxima, be they all ranks'; returns what the sums were rescaled by, of shape (N,)."""
+        """Move the shift to `maxima`, of this or all ranks; returns the factor that rescales sums, of shape (N,)."""
         moved = self.shift - maxima[0]
         rescale = torch.exp(moved)
         if self.sum_shifted_exp is not None:
@@ -125,11 +124,11 @@ class RunningStatistics:
     _SUMS = ("sum_exp", "target_logit", "sum_shifted_exp", "sum_sq_exp", "sum_logits")
 
     def sums(self) -> Tensor:
-        """What is summed over the ranks, once all have the same maxima: of shape (2 to 5, N)."""
+        """The statistics to sum over the ranks, once all have the same maxima, of shape (2 to 5, N)."""
         return torch.stack([x for x in (getattr(self, name) for name in self._SUMS) if x is not None])
 
     def take_sums_(self, sums: Tensor) -> None:
-        """Take the sums of all ranks."""
+        """Replace this rank's sums by those of all ranks."""
         names = [name for name in self._SUMS if getattr(self, name) is not None]
         for name, total in zip(names, sums, strict=True):
             setattr(self, name, total)
@@ -140,7 +139,7 @@ class RunningStatistics:
         return log_odds(self.target_logit, self.shift, self.sum_exp)
 
     def results(self, outputs: tuple[str, ...]) -> LinearLogProbs:
-        """What was asked for, once every tile has been folded in."""
+        """The results, once every tile is folded in."""
         log_odds = self.log_odds
         log_p, log_q = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
         results: dict[str, Tensor] = {}

@@ -1,140 +1,273 @@
-"""The exact head in tiles: the gradient formed in the forward pass (frozen head) or recomputed (trained head)."""
+"""The exact head in tiles: the forward forms the gradient (frozen weight), or the backward recomputes the tiles.
 
+Dimensions: N tokens, H hidden size, V vocabulary, n and v those of a tile, M tokens scored together on several ranks,
+R rank of a low-rank term.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .adapters import Operands
-from .gradients import Coefficients, Upstream
-from .logits import LinearLogProbs
-from .parallel import Part
-from .products import coefficients_dtype, exact_arithmetic, matmul_into, refuse_second_derivative, statistics_dtype
-from .rows import Rows
-from .scan import Head, gathered, joined, scan
-from .tiles import Tile
+from .adapters import Operands, ReplacedRows
+from .gradients import Coefficients
+from .kernels.work import TileWork, work_of
+from .logits import LinearLogProbs, LogitTransform, without_gradient
+from .parallel import Part, VocabularyShard
+from .products import (
+    coefficients_dtype,
+    exact_arithmetic,
+    matmul_into,
+    project_into,
+    refuse_second_derivative,
+    statistics_dtype,
+)
+from .rows import Block, LocalShards, Rows
+from .statistics import RunningStatistics
+from .tiles import Tile, columns_per_tile, rows_per_tile
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all tiles share.
+
+    Every read of the weight and bias, in the forward and again in the backward, is inside `readable()`: an engine that
+    shards parameters gathers them there.
+    """
+
+    dtype: torch.dtype  # of the operands
+    transform: LogitTransform
+    outputs: tuple[str, ...]
+    shard: VocabularyShard
+    chunk_size: int | None = None
+    columns: int | None = None
+    kernels: str | None = None  # one of `KERNELS`; None chooses by the device
+    up_dtype: torch.dtype = torch.float32  # to which the second factor of a low-rank term is rounded
+    replaced: ReplacedRows | None = None
+    readable: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def work(self, device: torch.device) -> TileWork:
+        """The work on tiles between the products."""
+        return work_of(self.kernels, device, statistics_dtype(self.dtype), self.transform)
+
+    def rows(self, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Rows:
+        """The rows of the weight that this rank folds."""
+        if self.shard.rows_for is not None:
+            return self.shard.rows_for(targets)
+        # Read only now: `readable` may have gathered the weight
+        vocabulary = self.shard.vocabulary or len(weight)
+        return LocalShards((Block(self.shard.first, weight, bias),), targets, vocabulary)
+
+    def tiles(self, x: Operands, rows: Rows) -> Iterator[Tile]:
+        """Every tile, classes outermost, so that each slice of the weight is cast once."""
+        accumulate = statistics_dtype(self.dtype)
+        N = x.hidden.shape[0]
+        n = rows_per_tile(N, x.hidden.device, self.chunk_size)
+        v = columns_per_tile(n, rows.vocabulary, x.hidden.device, self.columns)
+        buffer = x.hidden.new_empty(n * v, dtype=accumulate)
+        for block in rows.blocks():
+            for start in range(0, len(block.weight), v):
+                columns = slice(start, min(start + v, len(block.weight)))
+                classes = slice(block.first + columns.start, block.first + columns.stop)
+                weight_vH = block.weight[columns]
+                if self.replaced is not None and x.rows is not None:
+                    weight_vH = self.replaced.put(weight_vH, classes, x.rows)
+                weight_vH = weight_vH.to(self.dtype)
+                up_vR = None if x.up is None else x.up[classes].to(self.up_dtype).to(accumulate)
+                bias_v = None if block.bias is None else block.bias[columns]
+                for first in range(0, N, n):
+                    tokens = slice(first, min(first + n, N))
+                    shape = tokens.stop - tokens.start, columns.stop - columns.start
+                    product = buffer[: shape[0] * shape[1]].view(shape)
+                    hidden_nH = x.hidden[tokens].to(self.dtype)
+                    project_into(product, hidden_nH, weight_vH)
+                    down_nR = None if x.down is None else x.down[tokens]
+                    if down_nR is not None and up_vR is not None:
+                        matmul_into(product, down_nR, up_vR.t(), accumulate=True)
+                    yield Tile(tokens, classes, product, bias_v, hidden_nH, weight_vH, down_nR, up_vR)
+
+    def add_targets_(
+        self, sums_NH: Tensor, coefficient_N: Tensor, rows: Rows, targets_N: Tensor, replacing: Tensor | None
+    ) -> None:
+        """Add each target's row of the weight times its coefficient, with the replaced rows from `replacing`.
+
+        In fp32: in the half-precision product its rounding error would not cancel against 1 - p.
+        """
+        n = rows_per_tile(sums_NH.shape[0], sums_NH.device, self.chunk_size)
+        for first in range(0, sums_NH.shape[0], n):
+            some = slice(first, first + n)
+            target_nH = rows.of_targets(some)
+            if self.replaced is not None and replacing is not None:
+                target_nH = self.replaced.of_targets(target_nH, targets_N[some], replacing)
+            sums_NH[some].addcmul_(target_nH.to(self.dtype).to(sums_NH.dtype), coefficient_N[some, None])
+
+
+def _scan(head: Head, x: Operands, rows: Rows, targets: Tensor, others_NH: Tensor | None = None) -> RunningStatistics:
+    """Fold every tile; if given, fill `others_NH` with sum_{v != t} exp(z_v - shift) dz_v/dx_v W_v (fp32)."""
+    statistics = RunningStatistics(
+        targets, rows.vocabulary, head.outputs, statistics_dtype(head.dtype), partial=head.shard.partial
+    )
+    work = head.work(x.hidden.device)
+    operand = None if others_NH is None else coefficients_dtype(head.dtype, x.hidden.device)
+    first_class = None
+    for tile in head.tiles(x, rows):
+        first_class = tile.classes.start if first_class is None else first_class
+        later = tile.classes.start != first_class
+        sums_nH = None if others_NH is None else others_NH[tile.tokens]
+        coefficients = work.fold(statistics, tile, operand, sums_nH if later else None)
+        if sums_nH is not None and coefficients is not None:
+            matmul_into(sums_nH, coefficients, tile.weight, accumulate=later)
+    if others_NH is not None and first_class is None:
+        others_NH.zero_()  # this rank has no row of the weight
+    elif others_NH is not None and head.transform.slope != 1:
+        others_NH.mul_(head.transform.slope)
+    return statistics
+
+
+def _gathered(x: Operands, part: Part) -> Operands:
+    """The operands of the tokens that are scored together. Only a head on one rank has a low-rank term."""
+    return x._replace(hidden=part.gathered(x.hidden), down=None if x.down is None else part.gathered(x.down))
+
+
+def _scored(
+    head: Head, x: Operands, targets: Tensor, *, form_gradient: bool = False
+) -> tuple[LinearLogProbs, list[Tensor]]:
+    """The results, and what a backward needs.
+
+    That is the gradient of the hidden states, (N, H), with `form_gradient`; else maximum, sum of exponentials and
+    target logit, (N,) each.
+    """
+    scored, saved = [], []
+    with head.readable(), exact_arithmetic(x.hidden.device):
+        for part in head.shard.exchange.parts(len(x.hidden), x.hidden.device):
+            together, targets_M = _gathered(x, part), part.gathered(targets)
+            rows = head.rows(x.weight, x.bias, targets_M)
+            gradient_MH = None
+            if form_gradient:
+                gradient_MH = x.hidden.new_empty(together.hidden.shape, dtype=statistics_dtype(head.dtype))
+            statistics = _scan(head, together, rows, targets_M, gradient_MH)
+            rescale = head.shard.exchange.combine_(statistics)
+            if gradient_MH is not None:
+                others_share = torch.sigmoid(-statistics.log_odds)[:, None]
+                factor = -others_share / statistics.sum_exp[:, None]
+                gradient_MH.mul_(factor * rescale)
+                slope = head.transform.derivative(statistics.target_logit)
+                head.add_targets_(gradient_MH, others_share[:, 0] * slope, rows, targets_M, x.rows)
+                saved.append([part.summed(gradient_MH)])
+            else:
+                saved.append([part.own(x) for x in (statistics.shift, statistics.sum_exp, statistics.target_logit)])
+            scored.append([None if x is None else part.own(x) for x in statistics.results(head.outputs)])
+    results = (None if x[0] is None else _concatenated(x) for x in zip(*scored, strict=True))
+    return LinearLogProbs(*results), [_concatenated(x) for x in zip(*saved, strict=True)]
+
+
+def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 class TiledLogProbsRecompute(torch.autograd.Function):
-    """Log-probs, entropy and mean log-probs with a gradient to every operand.
+    """Log-probs, entropy and mean log-probs with a gradient to every operand; the backward recomputes the tiles.
 
-    The backward recomputes the tiles.
-
-    On several ranks the gradient of the weight's rows that are here is that of the sum of all ranks' losses.
+    On several ranks, the gradient of the weight's rows here is that of the sum of all ranks' losses.
     """
 
     @staticmethod
     def forward(ctx: Any, head: Head, targets: Tensor, entropy_grad: bool, *operands: Tensor | None) -> LinearLogProbs:
         x = Operands(*operands)  # type: ignore[arg-type]
         ctx.set_materialize_grads(False)
-        scored, saved = [], []
-        with head.readable(), exact_arithmetic(x.hidden.device):
-            for part in head.parts(x.hidden):
-                targets_M = part.gathered(targets)
-                statistics = scan(head, gathered(x, part), head.rows(x.weight, x.bias, targets_M), targets_M)
-                head.shard.exchange.combine_(statistics)
-                scored.append(part.own_results(statistics.results(head.outputs)))
-                saved.append([part.own(x) for x in (statistics.shift, statistics.sum_exp, statistics.target_logit)])
-        results = joined(scored)
-        kept = [x[0] if len(saved) == 1 else torch.cat(x) for x in zip(*saved, strict=True)]
-        ctx.save_for_backward(*x, targets, *kept, results.entropy if entropy_grad else None)
+        results, saved = _scored(head, x, targets)
+        ctx.save_for_backward(*x, targets, *saved, results.entropy if entropy_grad else None)
         ctx.head = head
-        differentiable = {"log_probs", "mean_log_probs", *(["entropy"] if entropy_grad else [])}
-        ctx.mark_non_differentiable(
-            *(x for name, x in results._asdict().items() if x is not None and name not in differentiable)
-        )
+        ctx.mark_non_differentiable(*without_gradient(results, entropy_grad=entropy_grad))
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         head: Head = ctx.head
-        of_results = LinearLogProbs(*gradients)
-        upstream = Upstream(of_results.log_probs, of_results.entropy, of_results.mean_log_probs)
-        # The other ranks may have a gradient, and wait for this one
+        upstream = LinearLogProbs(*gradients)
+        # Other ranks may have a gradient, and wait for this one
         if all(x is None for x in upstream) and not head.shard.spread:
             return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors  # read once: offloading and checkpointing give each tensor back once
+        saved = ctx.saved_tensors  # read once: offloading and checkpointing return each tensor once
         x, (targets, *statistics) = Operands(*saved[:6]), saved[6:]
         with head.readable(), exact_arithmetic(x.hidden.device):
             parts = []
-            for part in head.parts(x.hidden):
+            for part in head.shard.exchange.parts(len(x.hidden), x.hidden.device):
                 targets_M = part.gathered(targets)
                 rows = head.rows(x.weight, x.bias, targets_M)
-                of_tokens = _gathered_numbers(part, head, statistics, upstream)
-                parts.append((part, rows, targets_M, Coefficients(*of_tokens, head.transform, rows.vocabulary)))
-            # One for all parts: in it sums over tokens overflow only where the gradient does, and do not become NaN
+                numbers = _gathered_numbers(part, head, statistics, upstream)
+                parts.append((part, rows, targets_M, Coefficients(*numbers, head.transform, rows.vocabulary)))
+            # One unit for all parts: sums over tokens overflow only where the gradient does, and do not become NaN
             unit = torch.stack([coefficients.unit() for *_, coefficients in parts]).amax()
-            grads = _Gradients(ctx.needs_input_grad[3:], x, unit, several=len(parts) > 1)
+            grads = _Gradients(ctx.needs_input_grad[3:], head, x, unit, several=len(parts) > 1)
             for part, rows, targets_M, coefficients in parts:
                 coefficients.use_unit(unit)
-                grads.add_(part, head, gathered(x, part), rows, targets_M, coefficients)
+                grads.add_(part, _gathered(x, part), rows, targets_M, coefficients)
         return None, None, None, *grads.of_operands()
 
 
 def _gathered_numbers(
-    part: Part, head: Head, saved: list[Any], upstream: Upstream
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Upstream]:
-    """What the coefficients of the tokens that are scored together are made of: numbers of shape (M,), or None."""
+    part: Part, head: Head, saved: list[Any], upstream: LinearLogProbs
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, LinearLogProbs]:
+    """For the tokens that are scored together: maximum, sum of exponentials, target logit, entropy and upstream."""
     maximum, sum_exp, target_logit, entropy = saved
     if not head.shard.partial:
         return maximum, sum_exp, target_logit, entropy, upstream
-    # Every rank sends as many numbers, also where one has no gradient
+    # Every rank sends equally many numbers: zeros where it has no gradient
+    zeros = torch.zeros_like(maximum)
     asked = {"log_probs": "log_probs" in head.outputs, "entropy": entropy is not None}
     asked["mean_log_probs"] = "mean_log_probs" in head.outputs
-    zeros = torch.zeros_like(maximum)
-    of_upstream = {name: zeros if x is None else x for name, x in upstream._asdict().items() if asked[name]}
-    sent = [maximum, sum_exp, target_logit, *([] if entropy is None else [entropy]), *of_upstream.values()]
-    numbers = iter(part.gathered(torch.stack(sent, 1)).unbind(1))
-    maximum_M, sum_exp_M, target_logit_M = next(numbers), next(numbers), next(numbers)
-    # 0 where a rank's tokens were filled up: nothing comes back from there, but log 0 must not either
-    sum_exp_M = sum_exp_M.masked_fill(sum_exp_M == 0, 1.0)
-    entropy_M = None if entropy is None else next(numbers)
-    upstream_M = Upstream(**dict(zip(of_upstream, numbers, strict=True)))
-    return maximum_M, sum_exp_M, target_logit_M, entropy_M, upstream_M
+    given = {name: getattr(upstream, name) for name, needed in asked.items() if needed}
+    numbers = [*saved, *(zeros if x is None else x for x in given.values())]
+    received = iter(part.gathered(torch.stack([x for x in numbers if x is not None], 1)).unbind(1))
+    together: list[Any] = [None if x is None else next(received) for x in numbers]
+    maximum, sum_exp, target_logit, entropy, *of_upstream = together
+    # Padding has a sum of 0. It gets no gradient, but its logarithm must be finite
+    sum_exp = sum_exp.masked_fill(sum_exp == 0, 1.0)
+    upstream = LinearLogProbs(**dict(zip(given, of_upstream, strict=True)))
+    return maximum, sum_exp, target_logit, entropy, upstream
 
 
 class _Gradients:
     """The gradients of a backward, added up tile by tile and part by part; those of classes in units of `unit`."""
 
-    def __init__(self, needed: tuple[bool, ...], x: Operands, unit: Tensor, *, several: bool) -> None:
+    def __init__(self, needed: tuple[bool, ...], head: Head, x: Operands, unit: Tensor, *, several: bool) -> None:
         self.needs = Operands(*needed)  # type: ignore[arg-type]
-        sums: dict[str, Any] = {"dtype": unit.dtype, "device": x.hidden.device}
-        self.x, self.sums, self.unit, self.several = x, sums, unit, several
+        self.head, self.x, self.unit, self.several = head, x, unit, several
+        self.operand_dtype = coefficients_dtype(head.dtype, x.hidden.device)
         self.hidden: list[Tensor] = []
         self.down: list[Tensor] = []
-        # Zeros: with no token at all no tile is written
-        sums_of_weight = unit.dtype if several else x.weight.dtype
-        self.weight = torch.zeros_like(x.weight, dtype=sums_of_weight) if self.needs.weight else None
+        # Zeros: without any token no tile is written
+        dtype = unit.dtype if several else x.weight.dtype
+        self.weight = torch.zeros_like(x.weight, dtype=dtype) if self.needs.weight else None
         self.bias, self.up, self.rows = (
-            torch.zeros(tensor.shape, **self.sums) if needs and tensor is not None else None
+            tensor.new_zeros(tensor.shape, dtype=unit.dtype) if needs and tensor is not None else None
             for needs, tensor in ((self.needs.bias, x.bias), (self.needs.up, x.up), (self.needs.rows, x.rows))
         )
 
-    def add_(
-        self, part: Part, head: Head, x: Operands, rows: Rows, targets_M: Tensor, coefficients: Coefficients
-    ) -> None:
+    def add_(self, part: Part, x: Operands, rows: Rows, targets_M: Tensor, coefficients: Coefficients) -> None:
         """Add the tiles of the tokens of `part`, of all ranks; `x` are their operands."""
-        grad_hidden = torch.zeros(x.hidden.shape, **self.sums) if self.needs.hidden else None
+        head, sums, operand = self.head, self.unit.dtype, self.operand_dtype
+        grad_hidden = x.hidden.new_zeros(x.hidden.shape, dtype=sums) if self.needs.hidden else None
         grad_down = torch.zeros_like(x.down) if self.needs.down and x.down is not None else None
-        work, operand = head.work(x.hidden.device), coefficients_dtype(head.dtype, x.hidden.device)
-        of_classes = any(sums is not None for sums in (self.bias, self.up, self.rows))
+        of_classes = any(total is not None for total in (self.bias, self.up, self.rows))
         dtypes = {
-            "nontarget_grad": self.sums["dtype"]
-            if grad_down is not None
-            else operand
-            if grad_hidden is not None
-            else None,
-            "whole": self.sums["dtype"] if of_classes else operand if self.weight is not None else None,
+            "nontarget_grad": sums if grad_down is not None else operand if grad_hidden is not None else None,
+            "grad_logits": sums if of_classes else operand if self.weight is not None else None,
         }
+        work = head.work(x.hidden.device)
         for tile in head.tiles(x, rows):
-            nontarget_grad, whole = work.gradient(coefficients, tile, targets_M[tile.tokens], **dtypes)
+            nontarget_grad, grad_logits = work.gradient(coefficients, tile, targets_M[tile.tokens], **dtypes)
             if grad_hidden is not None and nontarget_grad is not None:
                 matmul_into(grad_hidden[tile.tokens], nontarget_grad.to(operand), tile.weight, accumulate=True)
             if grad_down is not None and nontarget_grad is not None and tile.up is not None:
                 matmul_into(grad_down[tile.tokens], nontarget_grad, tile.up, accumulate=True)
-            if whole is not None:
-                self._add_of_classes_(head, tile, whole, len(x.hidden))
+            if grad_logits is not None:
+                self._add_of_classes_(tile, grad_logits, last=tile.tokens.stop == len(x.hidden))
         if grad_hidden is not None:
             grad_hidden.mul_(coefficients.row_factor[:, None])
             head.add_targets_(grad_hidden, coefficients.target, rows, targets_M, x.rows)
@@ -146,32 +279,34 @@ class _Gradients:
             grad_down.addcmul_(of_targets, coefficients.target[:, None])
             self.down.append(grad_down.mul_(coefficients.size[:, None]))
 
-    def _add_of_classes_(self, head: Head, tile: Tile, coefficients: Tensor, tokens: int) -> None:
-        """Add a tile's part of what belongs to classes; its coefficients may be overwritten."""
-        columns = slice(tile.classes.start - head.shard.first, tile.classes.stop - head.shard.first)
+    def _add_of_classes_(self, tile: Tile, grad_logits: Tensor, *, last: bool) -> None:
+        """Add a tile to the gradients of classes; `last` of its classes' tiles or not. May overwrite `grad_logits`."""
+        first, replaced = self.head.shard.first, self.head.replaced
+        columns = slice(tile.classes.start - first, tile.classes.stop - first)
         if self.bias is not None:
-            self.bias[columns].add_(coefficients.sum(0))
+            self.bias[columns].add_(grad_logits.sum(0))
         if self.up is not None and tile.down is not None:
-            self.up[columns] += coefficients.t() @ tile.down
-        some = slice(0, 0) if head.replaced is None else head.replaced.within(tile.classes)
-        if head.replaced is not None and some.start < some.stop:
-            places = head.replaced.ids[some] - tile.classes.start
+            self.up[columns] += grad_logits.t() @ tile.down
+        some = slice(0, 0) if replaced is None else replaced.within(tile.classes)
+        if replaced is not None and some.start < some.stop:
+            places = replaced.ids[some] - tile.classes.start
             if self.rows is not None:
-                self.rows[some] += coefficients[:, places].t() @ tile.hidden.to(self.rows.dtype)
-            coefficients.index_fill_(1, places, 0.0)  # these rows of the weight are not read
+                self.rows[some] += grad_logits[:, places].t() @ tile.hidden.to(self.rows.dtype)
+            grad_logits.index_fill_(1, places, 0.0)  # the weight's own rows are not in the product
         if self.weight is not None:
             if tile.tokens.start == 0:
-                self.of_tile = torch.empty(tile.weight.shape, **self.sums)
-            operand = coefficients.to(coefficients_dtype(head.dtype, coefficients.device))
-            matmul_into(self.of_tile, operand.t(), tile.hidden, accumulate=tile.tokens.start > 0)
-            if tile.tokens.stop == tokens and self.several:
+                self.of_tile = tile.weight.new_empty(tile.weight.shape, dtype=self.unit.dtype)
+            matmul_into(
+                self.of_tile, grad_logits.to(self.operand_dtype).t(), tile.hidden, accumulate=tile.tokens.start > 0
+            )
+            if last and self.several:
                 self.weight[columns] += self.of_tile
-            elif tile.tokens.stop == tokens:
+            elif last:
                 torch.mul(self.of_tile, self.unit, out=self.weight[columns])
 
     def of_operands(self) -> Operands:
-        """In the operands' dtypes; None where none is needed."""
-        hidden, down = (torch.cat(x) if x else None for x in (self.hidden, self.down))
+        """The gradients in the operands' dtypes; None where none is needed."""
+        hidden, down = (_concatenated(x) if x else None for x in (self.hidden, self.down))
         for total in (self.bias, self.up, self.rows, self.weight if self.several else None):
             if total is not None:
                 total.mul_(self.unit)
@@ -183,49 +318,20 @@ class _Gradients:
         return Operands(*found)  # type: ignore[arg-type]
 
 
-def score(head: Head, x: Operands, targets: Tensor) -> LinearLogProbs:
-    """Per-token results without a gradient."""
-    scored = []
-    with torch.no_grad(), head.readable(), exact_arithmetic(x.hidden.device):
-        for part in head.parts(x.hidden):
-            targets_M = part.gathered(targets)
-            statistics = scan(head, gathered(x, part), head.rows(x.weight, x.bias, targets_M), targets_M)
-            head.shard.exchange.combine_(statistics)
-            scored.append(part.own_results(statistics.results(head.outputs)))
-    return joined(scored)
-
-
 class TiledLogProbsFrozen(torch.autograd.Function):
     """Log-probs whose gradient goes to the hidden states alone, formed in the forward.
 
     d log p_t / dh = (1 - p_t) (c_t W_t - sum_{v != t} q_v c_v W_v), with q the softmax over the others and c = dz/dx.
-    Neither factor cancels when the target is nearly certain. It is kept in fp32 in the place of the hidden states. So
-    the backward exchanges nothing with other ranks.
+    Neither factor cancels when the target is nearly certain. The forward saves it in fp32 in the place of the hidden
+    states, so the backward exchanges nothing with other ranks.
     """
 
     @staticmethod
     def forward(ctx: Any, head: Head, targets: Tensor, x: Operands, hidden: Tensor) -> LinearLogProbs:
         ctx.set_materialize_grads(False)
-        x = x._replace(hidden=hidden)
-        scored, gradients = [], []
-        with head.readable(), exact_arithmetic(hidden.device):
-            for part in head.parts(hidden):
-                together, targets_M = gathered(x, part), part.gathered(targets)
-                shape, dtype = together.hidden.shape, statistics_dtype(head.dtype)
-                gradient_MH = torch.empty(shape, dtype=dtype, device=hidden.device)
-                rows = head.rows(x.weight, x.bias, targets_M)
-                statistics = scan(head, together, rows, targets_M, others_NH=gradient_MH)
-                rescale = head.shard.exchange.combine_(statistics)
-                others_share = torch.sigmoid(-statistics.log_odds)[:, None]
-                factor = -others_share / statistics.sum_exp[:, None]
-                gradient_MH.mul_(factor * rescale)
-                slope = head.transform.derivative(statistics.target_logit)
-                head.add_targets_(gradient_MH, others_share[:, 0] * slope, rows, targets_M, x.rows)
-                gradients.append(part.summed(gradient_MH))
-                scored.append(part.own_results(statistics.results(head.outputs)))
-        ctx.save_for_backward(gradients[0] if len(gradients) == 1 else torch.cat(gradients))
+        results, gradient = _scored(head, x._replace(hidden=hidden), targets, form_gradient=True)
+        ctx.save_for_backward(*gradient)
         ctx.hidden_dtype = hidden.dtype
-        results = joined(scored)
         ctx.mark_non_differentiable(*(x for x in results[1:] if x is not None))
         return results
 
@@ -241,16 +347,17 @@ class TiledLogProbsFrozen(torch.autograd.Function):
 
 
 def tiled_log_probs(head: Head, x: Operands, targets: Tensor, *, entropy_requires_grad: bool = False) -> LinearLogProbs:
-    """Per-token results tile by tile; chooses the path by what needs a gradient, which changes no result.
+    """Per-token results tile by tile, on the path that the needed gradients allow; the path changes no result.
 
-    Whether a gradient is recorded is read here: inside an autograd function grad mode is always off.
+    Reads here whether a gradient is recorded: inside an autograd function grad mode is always off.
     """
     entropy_grad = entropy_requires_grad and "entropy" in head.outputs
     mean_grad = "mean_log_probs" in head.outputs
     differentiable = "log_probs" in head.outputs or entropy_grad or mean_grad
     needed = [tensor is not None and tensor.requires_grad for tensor in x]
-    if not torch.is_grad_enabled() or not differentiable or not any(needed):
-        return score(head, x, targets)
+    if not (torch.is_grad_enabled() and differentiable and any(needed)):
+        with torch.no_grad():
+            return _scored(head, x, targets)[0]
     if any(needed[1:]) or entropy_grad or mean_grad:
         return LinearLogProbs(*TiledLogProbsRecompute.apply(head, targets, entropy_grad, *x))
     return LinearLogProbs(*TiledLogProbsFrozen.apply(head, targets, x, x.hidden))

@@ -1,4 +1,4 @@
-"""A tile of the head's product, and how large it is: so many tokens by so many columns of the vocabulary."""
+"""A tile of the head's product, and its size: how many tokens by how many columns of the vocabulary."""
 
 import math
 from functools import cache
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Tile(NamedTuple):
-    """The product x = h W^T of some tokens and consecutive classes, and the operands it was made of.
+    """The product x = h W^T of some tokens and consecutive classes, and its operands.
 
-    `product` (n, v) is a buffer that the next tile overwrites; `bias` (v,), of any dtype, is to be added to it; `down`
-    (n, R) and `up` (v, R) are of a low-rank term, which it holds already.
+    The next tile overwrites `product` (n, v). It includes the low-rank term of `down` (n, R) and `up` (v, R), but not
+    yet `bias` (v,), of any dtype.
     """
 
     tokens: slice
@@ -25,22 +25,22 @@ class Tile(NamedTuple):
     up: Tensor | None
 
 
-# Elements of one fp32 tile; on the CPU two such buffers live at a time (three with a softcap), 4 MiB each
+# Elements of one fp32 tile; on the CPU there are two such buffers at a time (three with a softcap), 4 MiB each
 _ELEMENTS = {"cpu": 2**20}
 _TOKENS = {"cpu": 1024, "accelerator": 4096}
-# A library's matrix product gives each multiprocessor blocks of so many elements; it needs some to keep busy to the end
+# A library's matrix product gives each multiprocessor blocks of this size; a few of them keep it busy to the end
 _BLOCK = 128 * 256
 _BLOCKS_EACH = 4
 _FEWEST_COLUMNS = 256
-# Few tokens do not make a tile wide: its slice of the weight may have to be cast, and that copy has as many rows
+# A limit also for few tokens: the tile's slice of the weight may have to be cast, and that copy has as many rows
 MOST_COLUMNS = 8192
 
 
 def rows_per_tile(tokens: int, device: torch.device, chunk_size: int | None) -> int:
-    """Tokens of a tile; `chunk_size` is the user's number, None shares the tokens out evenly."""
+    """Tokens of a tile: the user's `chunk_size`, or an even share of all tokens."""
     if chunk_size is not None:
         return max(1, min(tokens, chunk_size))
-    most = _TOKENS[_kind(device)]
+    most = _TOKENS["cpu" if device.type == "cpu" else "accelerator"]
     if tokens <= most:
         return max(1, tokens)
     even = -(-tokens // -(-tokens // most))
@@ -48,10 +48,9 @@ def rows_per_tile(tokens: int, device: torch.device, chunk_size: int | None) -> 
 
 
 def columns_per_tile(rows: int, vocabulary: int, device: torch.device, columns: int | None = None) -> int:
-    """Columns of a tile of so many tokens; `columns` is the user's number, at most `MOST_COLUMNS`."""
+    """Columns of a tile of `rows` tokens: the user's `columns` or as many as fit, at most `MOST_COLUMNS`."""
     elements = _ELEMENTS.get(device.type) or _elements_of(device)
-    fitting = max(_FEWEST_COLUMNS, elements // rows)
-    return min(vocabulary, MOST_COLUMNS, columns or fitting)
+    return min(vocabulary, MOST_COLUMNS, columns or max(_FEWEST_COLUMNS, elements // rows))
 
 
 @cache
@@ -64,7 +63,3 @@ def _elements_of(device: torch.device) -> int:
         return 2**24
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return 2 ** min(25, max(21, round(math.log2(_BLOCKS_EACH * multiprocessors * _BLOCK))))
-
-
-def _kind(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else "accelerator"

@@ -1,8 +1,8 @@
-"""The attention of a fed row: every row of the batch sees its own tokens and those it shares, and nothing else.
+"""The attention of a packed row: every row of the batch sees its own tokens and those it shares, and nothing else.
 
 It is a function of transformers' attention interface, which attention modules call by the name in their config. The
-name is set while a module runs that was handed a layout, and at no other time: generation and padded calls run what the
-user chose. A module that gradient checkpointing runs again in the backward is handed its layout again.
+name is set only while a module runs with a layout: generation and padded calls run what the user chose. Gradient
+checkpointing passes the layout again when it recomputes a module.
 """
 
 import inspect
@@ -24,22 +24,22 @@ _NAME = "trl_ext_packed"
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _HALF = (torch.bfloat16, torch.float16)
-# Tensors that layers hand to their attention beside its arguments: sinks are honoured, and positions are in the queries
+# Further tensors that layers pass to their attention: sinks are honoured, and positions are already in the queries
 _KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
 _OLDEST_GPU = (8, 0)
-# torch 2.11 takes fewer heads of keys than of queries as they are, later ones only where they are told
-_TELLS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# torch 2.11 detects fewer heads of keys than of queries; later versions need the argument
+_TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class LayoutNotReadError(RuntimeError):
-    """A layer's attention cannot honour the layout."""
+    """A layer's attention cannot follow the layout."""
 
 
 def accept_layouts(model: Any) -> None:
-    """Make the attention modules of `model` attend by the layout that they are handed, if they are."""
+    """Make the attention modules of `model` follow the layout that they are called with, if any."""
     AttentionInterface.register(_NAME, packed_attention)
     for module in model.modules():
-        # A layer's own hooks would not do: some releases of transformers leave them out when they run it again
+        # Not on the layers: some releases of transformers skip a layer's hooks when they recompute it
         if hasattr(module, "layer_idx") and hasattr(module, "config"):
             module.register_forward_pre_hook(_switch_on, with_kwargs=True)
             module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
@@ -60,7 +60,7 @@ def _set_attention(module: nn.Module, name: str) -> None:
     config._attn_implementation_internal = name
 
 
-# Every batch has lengths of its own: compiled, it would be compiled again for each
+# Not compiled: every batch has other lengths, and would be compiled again
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
@@ -78,30 +78,30 @@ def packed_attention(
     """A function of transformers' attention interface.
 
     Args:
-        query, key, value (`Tensor` of shape `(1, heads, T, head_size)`): of the fed row; keys and values may have fewer
-            heads.
-        attention_mask (`Tensor`): not read; the layout says who sees whom.
+        query, key, value (`Tensor` of shape `(1, heads, T, head_size)`): of the packed row; keys and values may have
+            fewer heads.
+        attention_mask (`Tensor`): only its shape is checked; the layout says which tokens see which.
         options: `softcap` and `s_aux` (sinks) are honoured.
 
     Raises:
-        `LayoutNotReadError`: the layer attends otherwise than a layout can say.
+        `LayoutNotReadError`: the layer's attention is not one that a layout can describe.
 
     Returns:
         `(1, T, heads, head_size)`, and no attention weights.
     """
     layout = packed_layout
     if layout is None:
-        raise LayoutNotReadError("its layers do not hand their keyword arguments on to their attention")
+        raise LayoutNotReadError("its layers do not pass their keyword arguments to their attention")
     if attention_mask is None or attention_mask.shape != (1, 1, 1, 1):
         raise LayoutNotReadError("its layers make a mask of their own")
     for name in options.keys() - _KNOWN_TENSORS:
         if isinstance(options[name], Tensor):
-            raise LayoutNotReadError(f"its attention is handed `{name}`")
+            raise LayoutNotReadError(f"its attention receives `{name}`")
     if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
         raise LayoutNotReadError("its attention is not causal")
     if sliding_window is None and _slides(module):
-        raise LayoutNotReadError("its attention keeps its sliding window to itself")
-    layout.meet()
+        raise LayoutNotReadError("its attention does not pass its sliding window on")
+    layout.mark_read()
     query_THD, key_KHD, value_KHD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     special = {name: options[name] for name in ("softcap", "s_aux") if options.get(name) is not None}
     options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}
@@ -118,20 +118,16 @@ def packed_attention(
 def _attended(
     module: nn.Module, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
-    """`(1, T, heads, head_size)`, by the fastest kernel that knows all of `options`."""
-    key_KHD, value_KHD = key_THD, value_THD
-    if layout.shared:
-        key_KHD, value_KHD = (
-            index_select_fp32_grad(key_KHD, layout.keys_K),
-            index_select_fp32_grad(value_KHD, layout.keys_K),
-        )
+    """`(1, T, heads, head_size)`, by the fastest kernel that supports all of `options`."""
+    key_KHD, value_KHD = (
+        index_select_fp32_grad(x, layout.keys_K) if layout.shared else x for x in (key_THD, value_THD)
+    )
     if "flash" in layout.implementation:
-        return _users_flash(module, query_THD, key_KHD, value_KHD, layout, options)
+        return _flash(module, query_THD, key_KHD, value_KHD, layout, options)
     scaling, sliding_window = options["scaling"], options["sliding_window"]
     plain = options.keys() <= {"scaling", "dropout", "sliding_window"} and options["dropout"] == 0.0
     if plain and _varlen_serves(query_THD, value_KHD):
-        dtype = _attended_in(query_THD)
-        query_THD, key_KHD, value_KHD = query_THD.to(dtype), key_KHD.to(dtype), value_KHD.to(dtype)
+        query_THD, key_KHD, value_KHD = (x.to(_attended_in(query_THD)) for x in (query_THD, key_KHD, value_KHD))
         return _varlen(query_THD, key_KHD, value_KHD, layout, scaling, sliding_window)
     del options["sliding_window"]
     return _by_segments(module, query_THD, key_KHD, value_KHD, layout, sliding_window, options)
@@ -155,13 +151,13 @@ def _by_segments(
     sliding_window: int | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Each segment by transformers' own attention: sdpa, or the model's eager one where it knows more than sdpa."""
-    # What sdpa does not know, it leaves out or refuses: as it does for the user who chose it
+    """Each segment by transformers' own attention: sdpa, or the model's eager one where sdpa lacks an option."""
+    # If the user chose sdpa, it treats options that it lacks as it does without packing
     special = not options.keys() <= {"scaling", "dropout"}
     eager = layout.implementation == "eager" or (special and layout.implementation != "sdpa")
     attend = _eager_attention(module) if eager else AttentionInterface()["sdpa"]
     segments = layout.segments
-    # Split in one step: each slice by itself would get a gradient as large as the whole
+    # Split in one step: the gradient of a single slice would be as large as that of the whole
     of_queries = query_THD.split([segment.rows * segment.queries for segment in segments])
     of_keys, of_values = (x.split([segment.rows * segment.keys for segment in segments]) for x in (key_KHD, value_KHD))
     outputs = []
@@ -182,11 +178,11 @@ def _by_segments(
 
 
 def _eager_attention(module: nn.Module) -> Any:
-    """The plain attention of the model's family, which stands beside its class."""
+    """The eager attention of the model's family, from the module of its class."""
     files = (sys.modules[base.__module__] for base in type(module).__mro__)
     found = [file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")]
     if not found:
-        raise LayoutNotReadError("its plain attention does not stand beside its class")
+        raise LayoutNotReadError("its eager attention is not in the module of its class")
     return found[0]
 
 
@@ -201,7 +197,7 @@ def _varlen_serves(query_THD: Tensor, value_KHD: Tensor) -> bool:
 
 
 def _attended_in(query_THD: Tensor) -> torch.dtype:
-    """The dtype that sdpa would compute in: autocast, which leaves fp32 behind a norm, knows sdpa but not varlen."""
+    """The dtype that sdpa would compute in: autocast, which leaves a norm's output in fp32, casts for sdpa only."""
     device = query_THD.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_THD.dtype
 
@@ -214,11 +210,11 @@ def _varlen(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """torch's varlen flash attention, causal, with queries and keys of a row aligned at their last."""
+    """torch's varlen flash attention, causal, with queries and keys of a row aligned at their last token."""
     attend: Any = varlen_attn
     size = value_KHD.shape[-1]
     scaling = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
-    # The kernel knows one head size (MLA: two)
+    # The kernel supports one head size; MLA has two
     widest = math.ceil(max(query_THD.shape[-1], size) / _HEAD_MULTIPLE) * _HEAD_MULTIPLE
     qkv = (query_THD, key_KHD, value_KHD)
     output: Any = attend(
@@ -229,16 +225,16 @@ def _varlen(
         layout.longest_key,
         scale=scaling,
         window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
-        **({"enable_gqa": key_KHD.shape[1] != query_THD.shape[1]} if _TELLS_GQA else {}),
+        **({"enable_gqa": key_KHD.shape[1] != query_THD.shape[1]} if _TAKES_ENABLE_GQA else {}),
     )
     return output[..., :size].unsqueeze(0)  # type: ignore[no-any-return]
 
 
-def _users_flash(
+def _flash(
     module: nn.Module, query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
     """The flash attention that the user chose, by transformers' own function, which takes lengths of rows."""
-    _set_attention(module, layout.implementation)  # by this name it finds the kernel
+    _set_attention(module, layout.implementation)  # the function looks the kernel up by this name
     try:
         output, _ = AttentionInterface()[layout.implementation](
             module,

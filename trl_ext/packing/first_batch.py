@@ -1,7 +1,7 @@
-"""The check of the first batch: a few of its rows, fed padded and as one row, must have the same hidden states.
+"""The check of the first batch: a few of its rows must have the same hidden states padded and packed.
 
-What the static rule cannot know of a model shows here. Every rank runs the same forwards, whatever its batch is like
-and whatever they show: a sharded model needs all ranks in each of them.
+It finds what the static rule cannot know of a model. Every rank runs the same forwards, whatever its batch and their
+results: a sharded model needs all ranks in each of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ from .support import has_experts, longest_equal
 
 _ROWS, _COLUMNS = 3, 1024
 _PREPENDED = 3
-# Of a hidden state's norm, in fp32 and in less; and how many tokens may be further off: a router of experts can flip on
-# the last bit
+# Allowed differences, relative to a hidden state's norm, in fp32 and in less; and the share of tokens that may exceed
+# them, as a router of experts can flip on the last bit
 _OFF, _OFF_COARSE, _MAY_BE_OFF = 1e-3, 0.2, 0.1
 
 
 class Rows(NamedTuple):
-    """Rows without gaps: `ids_BS` `(B, S)`, and of each the column of its first token and its length, `(B,)`."""
+    """Rows without gaps: `ids_BS` `(B, S)`, the column of each row's first token and its length, `(B,)`."""
 
     ids_BS: Tensor
     first_B: Tensor
@@ -45,16 +45,12 @@ def why_off(
     laid_out: Callable[..., Layout],
     shares: tuple[bool, ...],
 ) -> dict[bool, str | None]:
-    """For each of `shares`, why rows fed as one differ from the padded batch; None where they do not.
+    """For each of `shares` (sharing leading tokens or not), why packed and padded results differ; None if they agree.
 
-    Args:
-        batch (`Rows`): the first batch.
-        run (`Callable`): a layout -> the backbone's outputs.
-        laid_out (`Callable`): `ids_BS`, `lengths_B`, `first_B` and `share` -> a layout.
-        shares (`tuple[bool]`): whether tokens that rows have in common are fed once.
+    `run` makes the backbone's outputs of a layout; `laid_out` makes a layout of ids, lengths, first columns, `share`.
     """
     rows = _rows_to_check(model, batch)
-    # The last token of a row is fed in the padded batch only, as in training: nothing before it may see it
+    # Only the padded batch has a row's last token, as in training: nothing before it may see it
     lengths_B = (rows.lengths_B - 1).clamp(min=1)
     found: dict[bool, str | None] = {}
     with _evaluating(model):
@@ -67,18 +63,18 @@ def why_off(
             except LayoutNotReadError as error:
                 found[share] = str(error)
                 continue
-            fed_BS = layout.at_BS >= 0
-            # A model split over devices can end on another one than it begins on
-            at_N, fed_BS = layout.at_BS[fed_BS].to(hidden_TH.device), fed_BS.to(padded_BSH.device)
-            found[share] = _why_far(model, hidden_TH[at_N], padded_BSH[fed_BS])
+            packed_BS = layout.at_BS >= 0
+            # A model split over devices can end on another device than it begins on
+            at_N, packed_BS = layout.at_BS[packed_BS].to(hidden_TH.device), packed_BS.to(padded_BSH.device)
+            found[share] = _why_far(model, hidden_TH[at_N], padded_BSH[packed_BS])
     return found
 
 
 def _rows_to_check(model: Any, batch: Rows) -> Rows:
-    """The first rows of the batch, and the longest of them once more with another second half.
+    """The first rows of the batch, and the longest of them once more with another second half, all after padding.
 
-    So there is always a start to share, and an end that is not shared, of more than a tenth of the tokens. Padding is
-    put before them, by which a model shows whether it takes the columns as positions.
+    So there is always a start to share, and an end not to share, of more than a tenth of the tokens. Padding reveals a
+    model that takes columns as positions.
     """
     limits = (longest_equal(model), getattr(model.config.get_text_config(), "max_position_embeddings", None))
     most = min([_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0)])
@@ -97,7 +93,7 @@ def _rows_to_check(model: Any, batch: Rows) -> Rows:
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Within, nothing of `model` is drawn at random, and no gradient is recorded."""
+    """Run `model` without randomness and without recording gradients."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -114,14 +110,14 @@ def _why_far(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
     coarse = _is_coarse(model, padded_NH)
     too_far = ~(off_N <= (_OFF_COARSE if coarse else _OFF))
     may_be_off = _MAY_BE_OFF if coarse or has_experts(model) else 0.0
-    # A model that has itself gone to NaN is not the packing's doing
+    # A model whose own results are NaN is not the packing's fault
     if not padded_NH.isfinite().all() or too_far.float().mean() <= may_be_off:
         return None
     return f"on the first batch hidden states differ from the padded forward's by {off_N.max():.2g} of their norm"
 
 
 def _is_coarse(model: Any, hidden_NH: Tensor) -> bool:
-    """Whether products have fewer digits than fp32: then the shape of a batch changes hidden states visibly."""
+    """Whether products have fewer digits than fp32, so that the shape of a batch changes hidden states visibly."""
     return (
         hidden_NH.dtype in (torch.bfloat16, torch.float16)
         or torch.is_autocast_enabled(hidden_NH.device.type)
@@ -131,10 +127,8 @@ def _is_coarse(model: Any, hidden_NH: Tensor) -> bool:
 
 
 def multiplies_fp32(device: torch.device) -> bool:
-    """Whether matrix products of fp32 tensors are exact to fp32 there, by any of torch's switches.
-
-    `torch.get_float32_matmul_precision` raises after the newer switches were set, as transformers does for `tf32=True`.
-    """
+    """Whether matrix products of fp32 tensors keep fp32 precision on `device`, by any of torch's switches."""
+    # `torch.get_float32_matmul_precision` raises once the newer switches are set, as by transformers for `tf32=True`
     backends: Any = torch.backends
     matmul = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
     return matmul.fp32_precision in ("none", "ieee")

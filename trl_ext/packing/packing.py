@@ -1,4 +1,4 @@
-"""Runs a model's backbone on a padded batch as one row, where the model can, and says where each hidden state is."""
+"""Runs a model's backbone on a padded batch as one packed row where possible, and says where each hidden state is."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ from .support import longest_equal, rebases, why_padded
 
 logger = logging.getLogger("trl_ext")
 
-# What may come beside ids and mask, where it is not None; other inputs have a row for each of the batch
+# Inputs that may come beside ids and mask; all others have a row for each row of the batch
 _NOT_BY_ROW = {"use_cache", "output_router_logits", "return_dict", "output_attentions", "output_hidden_states"}
 _KNOWN_ATTENTION = ("sdpa", "eager", "flex_attention")
 
@@ -23,12 +23,11 @@ class Packing:
     """Packing of one model.
 
     Attributes:
-        why_padded (`str`, *optional*): why this model is fed the padded batch; None where it is fed one row.
-        why_unshared (`str`, *optional*): why each row feeds all of its tokens; None where leading tokens that rows have
-            in common are fed once.
+        why_padded (`str`, *optional*): why this model's batches stay padded; None if they are packed.
+        why_unshared (`str`, *optional*): why rows do not share leading tokens; None if they do.
         checked (`bool`): whether a first batch was compared with the padded forward.
-        agreed (`bool`): whether the ranks have told each other what their first batches showed.
-        left_out (`int`): tokens of padded batches that were not fed, so far.
+        agreed (`bool`): whether the ranks have exchanged what their first batches showed.
+        left_out (`int`): tokens of padded batches that packing has saved so far.
     """
 
     def __init__(self, model: Any, *, padding_free: bool, share_prompts: bool) -> None:
@@ -44,7 +43,7 @@ class Packing:
             accept_layouts(model)
 
     def agree(self, why_padded: list[str | None], why_unshared: list[str | None]) -> None:
-        """Take what any rank has found: `why_padded` and `why_unshared` of each."""
+        """Adopt what any rank has found: `why_padded` and `why_unshared` of each."""
         self.why_padded = next((why for why in (self.why_padded, *why_padded) if why), None)
         self.why_unshared = next((why for why in (self.why_unshared, *why_unshared) if why), None)
         self.agreed = True
@@ -53,21 +52,24 @@ class Packing:
     def layout(
         self, model: Any, positional: tuple[Any, ...], inputs: dict[str, Any], predicts_BS: Tensor, *, share: bool
     ) -> Layout | None:
-        """The row to feed for a batch; None where the padded batch is to be fed.
+        """The layout of the packed row for a batch; None if the batch stays padded.
 
         Args:
-            inputs (`dict`): keyword arguments of the backbone; beside them it must have no `positional` ones.
+            positional (`tuple`): positional arguments of the backbone; a batch with any stays padded.
+            inputs (`dict`): its keyword arguments.
             predicts_BS (`Tensor` of shape `(B, S)`, bool): the tokens whose hidden states are needed.
-            share (`bool`): whether tokens that rows have in common may be fed once.
+            share (`bool`): whether rows may share leading tokens.
         """
         if self.why_padded is not None:
             return None
         why = _why_inputs_are_padded(model, positional, inputs)
         if why is not None:
-            self._say(f"A batch is fed padded: {why}.")
+            self._say(f"A batch is not packed: {why}.")
             return None
-        ids_BS, real_BS = inputs["input_ids"], _real(inputs)
-        first_B, lengths_B = _span(real_BS)
+        ids_BS, mask_BS = inputs["input_ids"], inputs.get("attention_mask")
+        real_BS = torch.ones_like(ids_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
+        first_B = real_BS.int().argmax(dim=1)
+        lengths_B = _ends(real_BS) - first_B  # 0 for a row of padding
         if not self.checked:
             self.checked = True
             self._check(model, Rows(ids_BS, first_B, lengths_B))
@@ -76,17 +78,17 @@ class Packing:
         needed_BS = predicts_BS.to(real_BS.device)
         why = _why_rows_are_padded(real_BS, needed_BS, lengths_B, self._longest)
         if why is not None:
-            self._say(f"A batch is fed padded: {why}.")
+            self._say(f"A batch is not packed: {why}.")
             return None
         if not inputs.get("output_router_logits"):  # the router loss counts every token
-            lengths_B = _up_to_last(needed_BS, first_B)
+            lengths_B = (_ends(needed_BS) - first_B).clamp(min=0)
         layout = self._laid_out(model, ids_BS, lengths_B, first_B, share=share and self.why_unshared is None)
         self.left_out += ids_BS.numel() - layout.tokens
         return layout
 
     def _laid_out(self, model: Any, ids_BS: Tensor, lengths_B: Tensor, first_B: Tensor, *, share: bool) -> Layout:
         if not lengths_B.any():
-            # A pass that nobody reads runs all the same, for the sake of the other ranks: on one token
+            # Other ranks wait for this pass, so it runs although nobody reads it: on one token
             lengths_B = torch.zeros_like(lengths_B)
             lengths_B[0] = 1
         return Layout(
@@ -97,28 +99,23 @@ class Packing:
         )
 
     def run(self, model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
-        """The backbone's outputs for the fed row: hidden states of shape `(1, T, H)`, or of this rank's shard of it."""
+        """The backbone's outputs for the packed row: hidden states of shape `(1, T, H)`, or of this rank's shard."""
         given = {name: x for name, x in inputs.items() if name not in {"input_ids", "attention_mask"}}
         device = layout.input_ids.device
-        # A mask of four dimensions is handed on as it is. A layer that reads it instead of the layout must not pass
-        # for right: it finds NaN there.
+        # transformers passes a mask of four dimensions on unchanged. A layer that reads it instead of the layout gets
+        # NaN, which the check notices.
         mask = torch.full((1, 1, 1, 1), torch.nan, device=device)
         before = layout.reads
         row = layout.input_ids, layout.position_ids
         input_ids, position_ids = row if layout.shard is None else (layout.shard.columns(x) for x in row)
-        outputs = model.base_model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=mask,
-            **given,
-            **{KEYWORD: layout},
-        )
+        given |= {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": mask, KEYWORD: layout}
+        outputs = model.base_model(**given)
         if layout.reads == before:
-            raise LayoutNotReadError("its layers do not hand their keyword arguments on to their attention")
+            raise LayoutNotReadError("its layers do not pass their keyword arguments to their attention")
         return outputs
 
     def _check(self, model: Any, batch: Rows) -> None:
-        """Compare a few rows of the first batch with their padded forward, and stay with what agrees."""
+        """Compare a few rows of the first batch with their padded forward, and turn off what disagrees."""
         off = why_off(
             model,
             batch,
@@ -128,7 +125,7 @@ class Packing:
         )
         if off[False] is not None:
             self.why_padded = off[False]
-            self._say(f"Every token of the padded batch is fed: {off[False]} ({type(model).__name__}).")
+            self._say(f"Packing is off: {off[False]} ({type(model).__name__}).")
         elif off.get(True) is not None:
             self.why_unshared = off[True]
             self._say(f"Prompts are not shared: {off[True]} ({type(model).__name__}).")
@@ -140,7 +137,7 @@ class Packing:
 
 
 def _why_inputs_are_padded(model: Any, positional: tuple[Any, ...], inputs: dict[str, Any]) -> str | None:
-    """What every rank finds alike, whatever its rows are."""
+    """A reason that does not depend on the rows, so that every rank finds the same."""
     ids_BS = inputs.get("input_ids")
     if positional or ids_BS is None:
         return "its token ids are not given as `input_ids`"
@@ -168,21 +165,7 @@ def _why_rows_are_padded(real_BS: Tensor, needed_BS: Tensor, lengths_B: Tensor, 
     return None
 
 
-def _real(inputs: dict[str, Any]) -> Tensor:
-    """`(B, S)`, bool: the tokens that are not padding."""
-    mask_BS = inputs.get("attention_mask")
-    return torch.ones_like(inputs["input_ids"], dtype=torch.bool) if mask_BS is None else mask_BS.bool()
-
-
-def _span(real_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The column of each row's first real token, and the columns from there to its last: `(B,)` each."""
-    S = real_BS.shape[1]
-    first_B = real_BS.int().argmax(dim=1)
-    end_B = torch.where(real_BS.any(dim=1), S - real_BS.flip(1).int().argmax(dim=1), 0)
-    return first_B, end_B - first_B
-
-
-def _up_to_last(needed_BS: Tensor, first_B: Tensor) -> Tensor:
-    """`(B,)`: tokens from each row's first one to the last that is needed; 0 where none is."""
-    S = needed_BS.shape[1]
-    return torch.where(needed_BS.any(dim=1), S - needed_BS.flip(1).int().argmax(dim=1) - first_B, 0)
+def _ends(marked_BS: Tensor) -> Tensor:
+    """`(B,)`: the column after each row's last marked token; 0 where none is."""
+    S = marked_BS.shape[1]
+    return torch.where(marked_BS.any(dim=1), S - marked_BS.flip(1).int().argmax(dim=1), 0)

@@ -1,4 +1,4 @@
-"""Which models can be packed: what mixes the tokens of a row, and whether dropout draws."""
+"""Which models can be packed, by what mixes the tokens of a row, and whether dropout is active."""
 
 from typing import Any
 
@@ -8,27 +8,23 @@ _RATES = ("drop", "jitter")
 
 
 def draws_at_random(module: nn.Module) -> bool:
-    """Whether `module` itself, its children aside, drops or disturbs something in training.
+    """Whether `module` itself, without its children, draws random numbers in training.
 
-    transformers' attention takes its rate from an attribute (`attention_dropout`, `attn_pdrop`, ...), its routers of
-    experts the width of their noise (`jitter_noise`, ...), all of which TRL's `disable_dropout` leaves, and PEFT's
-    layers keep a rate for each adapter (`rank_dropout`, ...).
+    TRL's `disable_dropout` leaves the rates that transformers' attention (`attention_dropout`, `attn_pdrop`, ...) and
+    routers of experts (`jitter_noise`, ...) keep in attributes, and PEFT's rates per adapter (`rank_dropout`, ...).
     """
     bases = type(module).__mro__
     if any(base.__name__ == "PveraLayer" for base in bases):
-        return True  # it draws its vectors for each token
+        return True  # draws its vectors for each token
     if isinstance(module, nn.modules.dropout._DropoutNd) or "Dropout" in bases[0].__name__:
         return bool(getattr(module, "p", 0.0) > 0)
-    return any(_is_active(value) for name, value in vars(module).items() if any(rate in name for rate in _RATES))
-
-
-def _is_active(rate: Any) -> bool:
-    rates = rate.values() if isinstance(rate, dict) else (rate,)
+    found = [value for name, value in vars(module).items() if any(rate in name for rate in _RATES)]
+    rates = [x for value in found for x in (value.values() if isinstance(value, dict) else [value])]
     return any(isinstance(x, float) and x > 0 for x in rates)
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether some part of `model` drops or disturbs something in training."""
+    """Whether any module of `model` draws random numbers in training."""
     return any(draws_at_random(module) for module in model.modules())
 
 
@@ -37,13 +33,13 @@ _MASKABLE = {"full_attention", "sliding_attention"}
 _RELATIVE_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 # ... that change with the length of the batch
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
-# Families whose distances are not all that counts: their queries grow with the position, or a norm's weights come after
+# In these families more than the distance counts: queries grow with the position, or a norm's weights come after
 # the rotation
 _BY_POSITION = {"beam", "hunyuan_v1_dense", "hunyuan_v1_moe"}
 
 
 def why_padded(model: Any) -> str | None:
-    """Why rows of `model` must be fed padded; None where nothing is known against one row for all."""
+    """Why batches of `model` must stay padded; None if nothing is known against packing."""
     config = model.config.get_text_config()
     if config is not model.config:
         return "the model takes more than text"
@@ -55,21 +51,19 @@ def why_padded(model: Any) -> str | None:
         return "the model's attention does not go through transformers' attention interface"
     adapters = getattr(model, "peft_config", None) or {}
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
-        return "an aLoRA adapter acts from a place on that PEFT counts from the end of a padded row"
+        return "an aLoRA adapter starts at a position that PEFT counts from the end of a padded row"
     if trains_expert_modules(model):
         return "each expert is a module of its own, and TRL gives one that only padding reaches a gradient of 0"
     strange = set(getattr(config, "layer_types", None) or ()) - _MASKABLE
     if strange:
-        return (
-            f"the model has layers of another kind than attention to all or to a window: {', '.join(sorted(strange))}"
-        )
+        return f"the model has layers other than full or sliding-window attention: {', '.join(sorted(strange))}"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return "the model's attention is not causal"
     return None
 
 
 def rebases(model: Any) -> bool:
-    """Whether only the distance of tokens counts, so that a row may begin at any position."""
+    """Whether only the distance between tokens counts, so that a row may begin at any position."""
     config = model.config.get_text_config()
     by_position = "attn_temperature_tuning", "llama_4_scaling_beta"  # queries scaled by their position
     rotations = _rotations(config)
@@ -84,13 +78,13 @@ def rebases(model: Any) -> bool:
 
 
 def has_experts(model: Any) -> bool:
-    """Whether tokens are sent to experts, a choice that can turn on the last bit."""
+    """Whether a router sends tokens to experts, a choice that can depend on the last bit."""
     config = model.config.get_text_config()
     return any("experts" in name and isinstance(x, int) and x > 1 for name, x in vars(config).items())
 
 
 def trains_expert_modules(model: Any) -> bool:
-    """Whether several experts are modules of their own, and trained: one without a token gets no gradient at all."""
+    """Whether experts are separate modules and trained: one without a token then gets no gradient at all."""
     return any(
         param.requires_grad
         for name, module in model.named_modules()
@@ -100,7 +94,7 @@ def trains_expert_modules(model: Any) -> bool:
 
 
 def longest_equal(model: Any) -> int | None:
-    """Columns up to which rotations are the same in a shorter row; None where they always are."""
+    """Columns up to which rotations do not depend on a row's length; None if they never do."""
     config = model.config.get_text_config()
     lengths = [
         rotation.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -111,9 +105,9 @@ def longest_equal(model: Any) -> int | None:
 
 
 def _rotations(config: Any) -> list[dict[str, Any]]:
-    """The parameters of each kind of rotary embedding in the model; none where it has none."""
+    """The parameters of each kind of rotary embedding in the model."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    # A model with several kinds of layers has them by layer type
+    # A model with several kinds of layers keeps them by layer type
     nested = [x for x in parameters.values() if isinstance(x, dict)]
     return nested or ([parameters] if parameters else [])
 

@@ -19,7 +19,6 @@ from ..heads.linear_log_probs import operand_dtype, run_head
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..heads.parallel import (
     Exchange,
-    OneProcess,
     ReplicatedTokens,
     ShardedTokens,
     VocabularyShard,
@@ -142,7 +141,7 @@ class _Comparison:
     def sample(self, hidden_NH: Tensor, targets_N: Tensor) -> bool:
         """Choose the tokens; whether any rank has one."""
         N, sharded = len(targets_N), self.rows.sharded
-        self.exchange: Exchange = OneProcess()
+        self.exchange: Exchange = Exchange()
         n = tokens = min(N, _TOKENS)
         if sharded is not None and sharded.engine == "tensor parallel":
             self.exchange = ReplicatedTokens(sharded.group)
@@ -207,7 +206,8 @@ class _Comparison:
         grad_MV = _gradients(self._loss(scored, self.upstreams_M), {"logits": logits_MV})["logits"]
         gradients = _gradients(logits_Mv, trained, grad_MV[:, first : first + logits_Mv.shape[1]])
         gradients["hidden states"] = part.summed(gradients["hidden states"].double())
-        return self._compared(part.own_results(scored), gradients), logits_MV.detach().abs().max()
+        own = LinearLogProbs(*(None if x is None else part.own(x) for x in scored))
+        return self._compared(own, gradients), logits_MV.detach().abs().max()
 
     def gradient_sizes(self) -> dict[str, Tensor]:
         """The most that each gradient would be at p = 0."""

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..distributed.sequence_parallel import unsplit_reason
-from ..heads.kernels.choice import check_kernels, why_not_triton
+from ..heads.kernels.work import check_kernels, triton_unavailable_reason
 from ..packing.packing import Packing
 from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
 from .weight_layout import WHOLE_HERE
@@ -116,6 +116,6 @@ class Scorer:
         )
         kernels, asked = "", self.options.head_kernels
         if self.options.head != "dense" and (device.type != "cpu" or asked == "triton"):
-            reason = "`head_kernels` says so" if asked == "torch" else why_not_triton(device)
+            reason = "`head_kernels` says so" if asked == "torch" else triton_unavailable_reason(device)
             kernels = ", by Triton's kernels" if reason is None else f", without Triton's kernels, since {reason}"
         return f"{_HOW[self.options.head]}{kernels}; {rows}."

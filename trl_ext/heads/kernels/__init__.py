@@ -1,1 +1,1 @@
-"""The work on one tile of logits, in torch and in Triton."""
+"""The work on a tile of logits between the matrix products, in torch and in Triton."""

@@ -1,9 +1,10 @@
-"""The Triton kernels: one row of a tile of the product each, from its fp32 numbers to what the next product needs.
+"""The Triton kernels: each program turns one row of a tile's fp32 product into what the next product needs.
 
 Triton compiles them for NVIDIA, AMD and Intel devices; with TRITON_INTERPRET=1 they run on the CPU.
 
-A program reads its row once and keeps it in registers, so a tile has at most `MOST_COLUMNS` columns. What they compute
-is defined, in torch, by `RunningStatistics` and `Coefficients`, which also say what each number is.
+A program reads its row once and keeps it in registers, so a tile has at most `MOST_COLUMNS` columns.
+`RunningStatistics` and `Coefficients` define in torch what the kernels compute, and explain each number. A kernel is
+compiled without what a pointer of None is for.
 """
 
 import triton
@@ -12,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """To 2 units in the last place: the exponential form cancels near 0, where the series holds."""
+    """Exact to 2 units in the last place: near 0 the exponential form cancels, so the series is used."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     decay = tl.exp(-2 * tl.abs(x))
@@ -21,10 +22,10 @@ def _tanh(x):
 
 
 @triton.jit
-def _logits(product_ptr, bias_ptr, columns, inside, scale, cap, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr):
+def _logits(product_ptr, bias_ptr, columns, inside, scale, cap, CAPPED: tl.constexpr):
     """z, and 1 - tanh^2 where it is capped (1 elsewhere): z = cap * tanh(scale * x) with a cap, scale * x without."""
     x = tl.load(product_ptr + columns, mask=inside, other=0.0)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if CAPPED:
         t = _tanh(x * scale)
@@ -54,28 +55,21 @@ def fold(
     cap,
     absent,
     FAR: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     CAPPED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SQUARES: tl.constexpr,
-    MEAN: tl.constexpr,
-    TOP1: tl.constexpr,
-    COEFFICIENTS: tl.constexpr,
-    RESCALES: tl.constexpr,
     COLUMNS: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Fold a row into its statistics, write exp(z - shift) (1 - tanh^2), and rescale its earlier sums if they moved."""
+    """Fold a row into its statistics, write exp(z - shift) (1 - tanh^2), and rescale its earlier sums if it moved."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
-    z, softcap_derivative = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, HAS_BIAS, CAPPED)
+    z, softcap_derivative = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, CAPPED)
     local = tl.load(targets_ptr + row) - start
     is_target = columns == local
-    if MEAN:
+    if sum_logits_ptr is not None:
         sum_logits = tl.load(sum_logits_ptr + row) + tl.sum(tl.where(inside, z, 0.0), 0)
         tl.store(sum_logits_ptr + row, sum_logits)
-    if TOP1:
+    if max_before_target_ptr is not None:
         before = tl.max(tl.where(inside & (columns < local), z, -float("inf")), 0)
         tl.store(max_before_target_ptr + row, tl.maximum(tl.load(max_before_target_ptr + row), before))
     if (local >= 0) & (local < width):
@@ -91,19 +85,19 @@ def fold(
     shifted = others - shift
     exponentials = tl.exp(shifted)
     sum_exp = tl.load(sum_exp_ptr + row)
-    if ENTROPY:
+    if sum_shifted_exp_ptr is not None:
         earlier = tl.load(sum_shifted_exp_ptr + row) + moved * sum_exp
         weighed = tl.sum(tl.where(inside, shifted, 0.0) * exponentials, 0)
         tl.store(sum_shifted_exp_ptr + row, earlier * rescale + weighed)
-    if SQUARES:
+    if sum_sq_exp_ptr is not None:
         squares = tl.sum(exponentials * exponentials, 0)
         tl.store(sum_sq_exp_ptr + row, tl.load(sum_sq_exp_ptr + row) * rescale * rescale + squares)
     tl.store(sum_exp_ptr + row, sum_exp * rescale + tl.sum(exponentials, 0))
     tl.store(shift_ptr + row, shift)
-    if COEFFICIENTS:
+    if coefficients_ptr is not None:
         coefficients = (exponentials * softcap_derivative).to(coefficients_ptr.dtype.element_ty)
         tl.store(coefficients_ptr + row * width + columns, coefficients, mask=inside)
-    if RESCALES:  # noqa: SIM102 (the outer one is decided by the compiler)
+    if sums_ptr is not None:  # noqa: SIM102 (the compiler decides the outer one)
         if rescale != 1.0:
             for first in range(0, UNITS, 1024):
                 units = first + tl.arange(0, 1024)
@@ -118,42 +112,38 @@ def gradient(
     targets_ptr,  # (n,) int64
     maximum_ptr,  # from here on (n,) fp32
     offset_ptr,
-    slope_of_surprise_ptr,
+    entropy_slope_ptr,
     scale_ptr,
-    same_for_all_ptr,
-    whole_factor_ptr,
-    whole_target_ptr,
+    uniform_grad_ptr,
+    scaled_row_factor_ptr,
+    scaled_target_ptr,
     nontarget_grad_ptr,  # (n, width), out
-    whole_ptr,  # (n, width), out
+    grad_logits_ptr,  # (n, width), out
     start,
     width,
     scale,
     cap,
-    HAS_BIAS: tl.constexpr,
     CAPPED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    MEAN: tl.constexpr,
-    BRACKET: tl.constexpr,
-    WHOLE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write a row's `nontarget_grad`, and the whole gradient of its products: see `Coefficients`."""
+    """Write a row's `nontarget_grad` and `grad_logits`, which `Coefficients` defines."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
-    z, softcap_derivative = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, HAS_BIAS, CAPPED)
+    z, softcap_derivative = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, CAPPED)
     is_target = columns == tl.load(targets_ptr + row) - start
     # The target's logit may lie far above the others'
     shifted = tl.where(is_target, 0.0, tl.where(inside, z - tl.load(maximum_ptr + row), 0.0))
     nontarget_grad = tl.exp(shifted)
-    if ENTROPY:
-        nontarget_grad *= shifted * tl.load(slope_of_surprise_ptr + row) + tl.load(offset_ptr + row)
-    if MEAN:
-        nontarget_grad = nontarget_grad * tl.load(scale_ptr + row) + tl.load(same_for_all_ptr + row)
+    if entropy_slope_ptr is not None:
+        nontarget_grad *= shifted * tl.load(entropy_slope_ptr + row) + tl.load(offset_ptr + row)
+    if uniform_grad_ptr is not None:
+        nontarget_grad = nontarget_grad * tl.load(scale_ptr + row) + tl.load(uniform_grad_ptr + row)
     nontarget_grad *= softcap_derivative
-    if BRACKET:
+    if nontarget_grad_ptr is not None:
         others = tl.where(is_target, 0.0, nontarget_grad).to(nontarget_grad_ptr.dtype.element_ty)
         tl.store(nontarget_grad_ptr + row * width + columns, others, mask=inside)
-    if WHOLE:
-        whole = tl.where(is_target, tl.load(whole_target_ptr + row), nontarget_grad * tl.load(whole_factor_ptr + row))
-        tl.store(whole_ptr + row * width + columns, whole.to(whole_ptr.dtype.element_ty), mask=inside)
+    if grad_logits_ptr is not None:
+        others = nontarget_grad * tl.load(scaled_row_factor_ptr + row)
+        grad_logits = tl.where(is_target, tl.load(scaled_target_ptr + row), others)
+        tl.store(grad_logits_ptr + row * width + columns, grad_logits.to(grad_logits_ptr.dtype.element_ty), mask=inside)

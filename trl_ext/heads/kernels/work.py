@@ -1,0 +1,173 @@
+"""The work on a tile between the matrix products: torch's, the reference for Triton's, and which of the two runs."""
+
+import os
+import warnings
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Union
+
+import torch
+from torch import Tensor
+
+from ..gradients import Coefficients
+from ..logits import LinearLogProbs, LogitTransform
+from ..statistics import RunningStatistics
+from ..tiles import Tile
+
+if TYPE_CHECKING:
+    from .triton_work import TritonWork
+
+KERNELS = ("torch", "triton")
+
+
+class TorchWork:
+    """The work on a tile between the matrix products, by torch's own operations; the product is overwritten.
+
+    Args:
+        transform (`LogitTransform`): from the product to the logits.
+    """
+
+    def __init__(self, transform: LogitTransform) -> None:
+        self.transform = transform
+        self._scratch: Tensor | None = None
+
+    def fold(
+        self, statistics: RunningStatistics, tile: Tile, coefficients: torch.dtype | None, sums_nH: Tensor | None
+    ) -> Tensor | None:
+        """Fold a tile into `statistics`.
+
+        Args:
+            coefficients (`torch.dtype`, *optional*): if given, return exp(z - shift) dz/dx over the slope, of shape
+                (n, v) and this dtype, 0 for the target.
+            sums_nH (`Tensor` of shape `(n, H)`, *optional*): the sums of earlier tiles in units of exp(shift); rescaled
+                where the shift moves.
+        """
+        logits, scratch = self._logits(tile)
+        # Before `take_target_`, which leaves no logit in the target's column
+        softcap_derivative = self.transform.softcap_derivative(logits) if coefficients is not None else None
+        statistics.take_target_(tile.tokens, tile.classes.start, logits, scratch)
+        rescale = statistics.fold_(tile.tokens, logits, scratch)
+        # On other devices the test would wait for the device
+        if sums_nH is not None and (sums_nH.device.type != "cpu" or bool((rescale != 1).any())):
+            sums_nH.mul_(rescale)
+        if coefficients is None:
+            return None
+        return (scratch if softcap_derivative is None else scratch.mul_(softcap_derivative)).to(coefficients)
+
+    def gradient(
+        self,
+        coefficients: Coefficients,
+        tile: Tile,
+        targets: Tensor,
+        *,
+        nontarget_grad: torch.dtype | None,
+        grad_logits: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`nontarget_grad` and `grad_logits` of `Coefficients` for a tile: (n, v) each, None without a dtype.
+
+        `targets` (n,) are class ids.
+        """
+        logits, scratch = self._logits(tile)
+        local = targets - tile.classes.start
+        nontarget = coefficients.nontarget_grad_(tile.tokens, local, logits, scratch)
+        result = nontarget.to(nontarget_grad) if nontarget_grad is not None else None
+        if grad_logits is None:
+            return result, None
+        if result is nontarget:
+            nontarget = logits.copy_(nontarget)
+        return result, coefficients.add_target_grad_(tile.tokens, local, nontarget).to(grad_logits)
+
+    def _logits(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """The logits in the place of the product, and a buffer of their shape."""
+        if self._scratch is None or self._scratch.numel() < tile.product.numel():
+            self._scratch = torch.empty_like(tile.product).view(-1)
+        if tile.bias is not None:
+            tile.product.add_(tile.bias)
+        self.transform.apply_(tile.product)
+        return tile.product, self._scratch[: tile.product.numel()].view(tile.product.shape)
+
+
+TileWork = Union[TorchWork, "TritonWork"]
+
+
+def work_of(kernels: str | None, device: torch.device, statistics: torch.dtype, transform: LogitTransform) -> TileWork:
+    """The work by the given kernels; None chooses by the device. Statistics in float64 are always torch's."""
+    chosen = kernels or ("torch" if device.type == "cpu" or triton_unavailable_reason(device) else "triton")
+    if chosen == "torch" or statistics == torch.float64:
+        return TorchWork(transform)
+    from .triton_work import TritonWork
+
+    return TritonWork(transform)
+
+
+# Not compiled: the kernels run on the device, which tracing would not do
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def check_kernels(kernels: str | None, device: torch.device, name: str = "kernels") -> None:
+    """Raise `ValueError` unless the argument `name` is None or one of `KERNELS` that runs on `device`."""
+    if kernels is not None and kernels not in KERNELS:
+        raise ValueError(f"`{name}` must be None or one of {list(KERNELS)}, got {kernels!r}.")
+    reason = triton_unavailable_reason(device) if kernels == "triton" else None
+    if reason is not None:
+        raise ValueError(f"`{name}='triton'` is not available: {reason}. Leave it None, which chooses what runs.")
+
+
+@cache
+def triton_unavailable_reason(device: torch.device) -> str | None:
+    """Why Triton's kernels do not run on `device`, None where they do. Warns where they should run but do not."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if interpreted else "on the CPU Triton runs only under TRITON_INTERPRET=1, for tests"
+    if device.type not in ("cuda", "xpu"):
+        return f"Triton does not compile for a device of type {device.type!r}"
+    try:
+        off_by = _difference(device)
+        wrong = None if off_by < 1e-4 else f"on {device} its kernels are off by {off_by:.1e} from torch's results"
+    except torch.OutOfMemoryError:
+        raise  # not cached: there may be memory the next time
+    except Exception as error:  # whatever the compiler, the driver or a missing C compiler may raise
+        wrong = f"on {device} its kernels fail: {type(error).__name__}: {error}"
+    if wrong is not None:
+        warnings.warn(f"The head works without Triton, since {wrong}", stacklevel=2)
+    return wrong
+
+
+def _difference(device: torch.device) -> float:
+    """The largest difference between Triton's and torch's numbers in a small problem, relative to the largest."""
+    from .triton_work import TritonWork
+
+    transform = LogitTransform(0.7, 1.3, 30.0)
+    pairs = zip(*(_numbers(work(transform), transform, device) for work in (TorchWork, TritonWork)), strict=True)
+    return max(float((ours - right).abs().max() / right.abs().max()) for right, ours in pairs)
+
+
+def _numbers(work: TileWork, transform: LogitTransform, device: torch.device) -> list[Tensor]:
+    """Coefficients, sums, results and a gradient of two tiles, the second of which moves the shift."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    tokens, width, units = 8, 300, 48
+
+    def normal(size: int) -> Tensor:
+        # Independent of the caller's default device and dtype
+        return torch.randn(tokens, size, generator=generator, device="cpu", dtype=torch.float32).to(device)
+
+    sums_nH, given = normal(units), normal(2)
+    targets = torch.arange(tokens, device=device) * (2 * width // tokens)
+    first, second = (
+        Tile(slice(0, tokens), slice(i * width, (i + 1) * width), product, None, sums_nH, sums_nH, None, None)
+        for i, product in enumerate([3 * normal(width), 30 * normal(width)])
+    )
+    outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    statistics = RunningStatistics(targets, 2 * width, outputs, torch.float32)
+    again = second._replace(product=second.product.clone())
+    work.fold(statistics, first, None, None)
+    written = work.fold(statistics, second, torch.float32, sums_nH)
+    found = [None if written is None else written.clone(), sums_nH.clone()]
+    statistics.move_to_(statistics.maxima())
+    results = statistics.results(outputs)
+    numbers = (statistics.max, statistics.sum_exp, statistics.target_logit, results.entropy)
+    coefficients = Coefficients(*numbers, LinearLogProbs(given[:, 0], given[:, 1]), transform, 2 * width)
+    coefficients.use_unit(coefficients.unit())
+    dtypes = {"nontarget_grad": torch.float32, "grad_logits": torch.float32}
+    found += [*results, *work.gradient(coefficients, again, targets, **dtypes)]
+    return [x.double().cpu() for x in found if x is not None]
