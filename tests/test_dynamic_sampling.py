@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import trl_ext
 from rewards import half_dead_reward
 from tiny import Workshop, prompts, scripted_rollout
-from trl_ext.planning.dynamic_sampling import FurtherPrompts, replaced
+from trl_ext.planning.dynamic_sampling import FurtherPrompts, with_live_groups
 
 GROUP = 4
 
@@ -143,7 +143,7 @@ def test_groups_of_another_width_are_padded_as_trl_pads():
         "advantages": torch.tensor([0.0, 0.0, 2.0, -2.0]),
         "num_items_in_batch": torch.tensor(7),
     }
-    merged, still_dead = replaced(
+    merged, still_dead = with_live_groups(
         *(batch, torch.tensor([True, False]), draw, torch.tensor([True, False]), 2),
         {"prompt_ids": 99, "completion_ids": 99, "tool_mask": 1},
     )

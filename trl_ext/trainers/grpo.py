@@ -164,7 +164,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
         # Left by an earlier training that ended before it scored them: their weights are gone
         unscored = any("old_per_token_logps" not in inputs for inputs in self._buffer.to_come())
-        if unscored and not self._make_plan().trust_sampler:
+        if unscored and not self._make_plan().facts.trust_sampling_log_probs:
             self._buffer.drop()
 
     def resumed(self, state: Any) -> None:
@@ -208,13 +208,10 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        with self._generation.fills_buffer(), internals.shuffled_then(self._shuffled):
+        with self._generation.fills_buffer(), internals.shuffled_then(self._generation.rearranged):
             inputs = super()._prepare_inputs(generation_batch)
         self._scoring.before_micro_batch()
         return inputs
-
-    def _shuffled(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return self._generation.rearranged(batch)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self._generation.of_batch(inputs)

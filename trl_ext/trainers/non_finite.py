@@ -32,7 +32,7 @@ class NonFiniteLoss:
             optimizer=OptimizerNames(trainer.args.optim).value,
         )
         if reason is not None:
-            raise ValueError(f"`on_non_finite_loss='skip'` cannot be had here: {reason}. Use 'stop'.")
+            raise ValueError(f"`on_non_finite_loss='skip'` is not supported here: {reason}. Use 'stop'.")
 
     def step_begins(self) -> None:
         self._spoilt = False
