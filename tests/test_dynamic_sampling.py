@@ -75,7 +75,7 @@ def test_training_is_that_of_trl_on_the_prompts_kept(workshop, tmp_path, options
     ours, fed = build(trl_ext, workshop, tmp_path, dataset, dynamic_sampling=True, **options)
     start = weights(ours)
     ours.train()
-    assert all(int(prompt.split()[0][1:]) % 2 == 0 for prompt in ours.kept)  # odd prompts are rewarded alike
+    assert all(int(prompt.split()[0][1:]) % 2 == 0 for prompt in ours.kept)  # rewards of odd prompts are identical
     draws = [log["dynamic_sampling/draws"] for log in ours.state.log_history if "dynamic_sampling/draws" in log]
     assert max(draws) > 1
     assert not any(log.get("dynamic_sampling/dead_groups") for log in ours.state.log_history)

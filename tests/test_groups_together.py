@@ -353,7 +353,7 @@ def test_trls_order_stays_where_other_code_is_given_micro_batches(
 ) -> None:
     def decided(keep: bool | None) -> tuple[str, str]:
         trainer = plain(build(case_of(2, 2, keep=keep), OURS, workshop, str(tmp_path), Record()))
-        assert trainer._make_plan().keep_groups_together
+        assert trainer._make_plan().keeps_groups_together
         if where == "subclass":
             trainer.__class__ = _of_its_own(method)
         else:
