@@ -59,8 +59,10 @@ CASES = {
     "dpo, dropout": _dpo(
         *(*_LORA[:-1], "0.5", "--disable_dropout", "false", *_EVALUATION), reference="reuse", words=("dropout is",)
     ),
-    "grpo": _grpo(words=("whose advantage is exactly 0",), reward="half_dead"),
-    "grpo, LoRA, beta": _grpo(*(*_LORA, "--beta", "0.1"), reference="run", words=("are fed too",), reward="half_dead"),
+    "grpo": _grpo(words=("all but dead rows",), reward="half_dead"),
+    "grpo, LoRA, beta": _grpo(
+        *(*_LORA, "--beta", "0.1"), reference="run", words=("zero-advantage completions too",), reward="half_dead"
+    ),
     "grpo, a reference model": _grpo("--beta", "0.1", reference="run"),
     "grpo, two iterations": _grpo("--num_iterations", "2", "--max_steps", "4", words=("for the later iterations",)),
     "grpo, two steps of a generation": _grpo(*_slices(4, 2, 4), words=("scored just before", "kept together")),
@@ -135,7 +137,7 @@ def _check_grpo(plan: dict[str, tuple[str, str]], run: Run, seen: Happened) -> N
     tests = [x for x in seen.sampled if x.rows[0][0] not in run.prompts["train"]]
     assert sum(len(x.rows) for x in tests) == _evaluations(seen) * args.num_generations_eval * len(run.data["test"])
 
-    live = "not those whose advantage is exactly 0" in plan["policy"][1]
+    live = "all but dead rows" in plan["policy"][1]
     rows = Counter(row for batch in batches for row in (batch.live if live else batch.sequences))
     assert live or rows == Counter(row for batch in batches for row in batch.sequences)
     assert seen.scored("policy") == Counter({row: args.num_iterations * count for row, count in rows.items()})
@@ -186,7 +188,7 @@ def _check_packing(plan: dict[str, tuple[str, str]], run: Run, seen: Happened) -
     assert len({x.fed for x in seen.forwards}) > 1
     for forward in seen.forwards:
         if action == "run":
-            shared = "fed once" in reason and not (forward.training and "not in training" in reason)
+            shared = "computed once" in reason and not (forward.training and "not in training" in reason)
             assert forward.fed == least(forward.rows, shared=shared), forward
         else:
             assert forward.fed == len(forward.given) * _width(run, seen, forward), forward

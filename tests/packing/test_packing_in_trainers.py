@@ -96,7 +96,7 @@ def test_what_can_be_had_is_had_without_a_word(kind: str, workshop: Workshop, tm
 
 
 ROWS = {
-    "default": ({}, {}, "run", "fed once"),
+    "default": ({}, {}, "run", "computed once"),
     "padded": ({"padding_free": False}, {}, "skip", "`padding_free=False`"),
     "unshared": ({"share_prompts": False}, {}, "run", "its own prompt"),
     "dropout": ({}, {"setup": "lora", "lora": DROPOUT, "disable_dropout": False}, "run", "not in training"),

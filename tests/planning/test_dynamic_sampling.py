@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import trl_ext
 from rewards import half_dead_reward
 from tiny import Workshop, prompts, scripted_rollout
-from trl_ext.planning.dynamic_sampling import FurtherPrompts, replaced
+from trl_ext.planning.dynamic_sampling import FurtherPrompts, with_live_groups
 
 GROUP = 4
 
@@ -75,7 +75,7 @@ def test_training_is_that_of_trl_on_the_prompts_kept(workshop, tmp_path, options
     ours, fed = build(trl_ext, workshop, tmp_path, dataset, dynamic_sampling=True, **options)
     start = weights(ours)
     ours.train()
-    assert all(int(prompt.split()[0][1:]) % 2 == 0 for prompt in ours.kept)  # odd prompts are rewarded alike
+    assert all(int(prompt.split()[0][1:]) % 2 == 0 for prompt in ours.kept)  # rewards of odd prompts are identical
     draws = [log["dynamic_sampling/draws"] for log in ours.state.log_history if "dynamic_sampling/draws" in log]
     assert max(draws) > 1
     assert not any(log.get("dynamic_sampling/dead_groups") for log in ours.state.log_history)
@@ -143,7 +143,7 @@ def test_groups_of_another_width_are_padded_as_trl_pads():
         "advantages": torch.tensor([0.0, 0.0, 2.0, -2.0]),
         "num_items_in_batch": torch.tensor(7),
     }
-    merged, still_dead = replaced(
+    merged, still_dead = with_live_groups(
         *(batch, torch.tensor([True, False]), draw, torch.tensor([True, False]), 2),
         {"prompt_ids": 99, "completion_ids": 99, "tool_mask": 1},
     )

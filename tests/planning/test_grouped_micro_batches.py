@@ -324,7 +324,7 @@ def test_trls_order_stays_where_rows_cannot_move(name: str, workshop: Workshop, 
     assert decision.action == "skip"
     assert words in decision.reason
     batch: dict[str, Any] = {}
-    assert trainer._shuffled(batch) is batch
+    assert trainer._generation.rearranged(batch) is batch
 
 
 def plain(trainer: Any) -> Any:
@@ -348,7 +348,7 @@ def test_trls_order_stays_where_other_code_is_given_micro_batches(
 ) -> None:
     def decided(keep: bool | None) -> tuple[str, str]:
         trainer = plain(build(case_of(2, 2, keep=keep), OURS, workshop, str(tmp_path), Record()))
-        assert trainer._make_plan().keep_groups_together
+        assert trainer._make_plan().keeps_groups_together
         if where == "subclass":
             trainer.__class__ = _of_its_own(method)
         else:
@@ -358,7 +358,7 @@ def test_trls_order_stays_where_other_code_is_given_micro_batches(
 
     action, reason = decided(None)
     assert action == "skip"
-    assert f"a `{method}` of its own" in reason
+    assert f"overrides `{method}`" in reason
     assert decided(True)[0] == "run"
 
 
@@ -403,17 +403,17 @@ def test_the_plan_says_what_becomes_of_the_order(workshop: Workshop, tmp_path: P
     action, reason = decided(case_of(4, 2))
     assert action == "run"
     assert "within 2 micro-batches" in reason
-    assert decided(case_of(4, 2, keep=False)) == ("skip", "rows in TRL's order (`keep_groups_together=False`).")
+    assert decided(case_of(4, 2, keep=False)) == ("skip", "rows in TRL's order: `keep_groups_together=False`.")
     assert decided(case_of(2, 1)) == ("skip", "rows in TRL's order: a generation batch is one micro-batch.")
     own = replace(OURS, grpo_trainer=_with_own_loss(OURS.grpo_trainer))
     action, reason = decided(case_of(4, 2, keep=None), own)
     assert action == "skip"
-    assert "a loss of its own" in reason
-    with pytest.raises(ValueError, match=r"keep_groups_together=True.*a loss of its own"):
+    assert "overrides the loss" in reason
+    with pytest.raises(ValueError, match=r"keep_groups_together=True.*overrides the loss"):
         decided(case_of(4, 2), own)
     trainer = build(case_of(4, 2), OURS, workshop, str(tmp_path), Record())
     trainer._compute_loss = trainer._compute_loss
-    with pytest.raises(ValueError, match=r"keep_groups_together=True.*a loss of its own"):
+    with pytest.raises(ValueError, match=r"keep_groups_together=True.*overrides the loss"):
         trainer.explain()
 
 
@@ -455,7 +455,7 @@ WHEN = "in training, where groups are kept together"
 def test_a_batch_with_images_stays_as_it_is(workshop: Workshop, tmp_path: Path) -> None:
     trainer = build(case_of(2, 2), OURS, workshop, str(tmp_path), Record())
     batch = {"pixel_values": torch.zeros(8)}
-    assert trainer._shuffled(batch) is batch
+    assert trainer._generation.rearranged(batch) is batch
 
 
 def test_trls_shuffle_is_put_back(workshop: Workshop, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_ext.planning.micro_batches import FedTokens, grouped_order, kept_together, micro_batches_per_step
+from trl_ext.planning.micro_batches import RowTokens, grouped_order, kept_together, micro_batches_per_step
 from trl_ext.planning.rows import ScoredTokens
 
 
-def costs(fed: FedTokens, slices: list[list[int]]) -> list[int]:
+def costs(fed: RowTokens, slices: list[list[int]]) -> list[int]:
     """Tokens of each forward, by definition."""
     tokens = []
     for rows in slices:
@@ -24,7 +24,7 @@ def costs(fed: FedTokens, slices: list[list[int]]) -> list[int]:
 
 
 @st.composite
-def generation_batches(draw: st.DrawFn) -> tuple[FedTokens, int, int]:
+def generation_batches(draw: st.DrawFn) -> tuple[RowTokens, int, int]:
     """Rows in any order, rows of a slice, slices of a unit; group sizes differ, and some rows are not fed."""
     capacity = draw(st.integers(1, 6))
     unit = draw(st.integers(1, 4))
@@ -33,7 +33,7 @@ def generation_batches(draw: st.DrawFn) -> tuple[FedTokens, int, int]:
     prompt_B = draw(st.lists(st.integers(-1, 5), min_size=rows, max_size=rows))
     own_B = draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows))
     own_B = [own if prompt >= 0 else 0 for own, prompt in zip(own_B, prompt_B, strict=True)]
-    return FedTokens(prompt_B, [lengths[prompt] for prompt in prompt_B], own_B), capacity, unit
+    return RowTokens(prompt_B, [lengths[prompt] for prompt in prompt_B], own_B), capacity, unit
 
 
 def cut(order: list[int], size: int) -> list[list[int]]:
@@ -42,7 +42,7 @@ def cut(order: list[int], size: int) -> list[list[int]]:
 
 @settings(max_examples=100, deadline=None)
 @given(generation_batches())
-def test_any_batch_is_rearranged_within_units_and_never_feeds_more(batch: tuple[FedTokens, int, int]) -> None:
+def test_any_batch_is_rearranged_within_units_and_never_feeds_more(batch: tuple[RowTokens, int, int]) -> None:
     fed, capacity, unit = batch
     order = grouped_order(fed, rows_of_a_slice=capacity, micro_batches_per_step=unit)
     before = list(range(len(fed.prompt_B)))
@@ -79,7 +79,7 @@ def test_groups_that_fit_are_whole(size: int, groups: int, factor: int, longest:
         prompt_B = [row // size if row < groups * size else -1 for row in range(slices * capacity)]
         random.shuffle(prompt_B)
         own_B = [random.randint(0, longest) if prompt >= 0 else 0 for prompt in prompt_B]
-        fed = FedTokens(prompt_B, [50] * len(prompt_B), own_B)
+        fed = RowTokens(prompt_B, [50] * len(prompt_B), own_B)
         order = grouped_order(fed, rows_of_a_slice=capacity, micro_batches_per_step=slices)
         met = [{prompt_B[row] for row in rows} - {-1} for rows in cut(order, capacity)]
         assert sum(map(len, met)) == groups or (longest > 0 and order == list(range(len(prompt_B))))
@@ -87,16 +87,16 @@ def test_groups_that_fit_are_whole(size: int, groups: int, factor: int, longest:
 
 def test_slices_are_balanced() -> None:
     """Four groups of two with 40, 30, 20 and 10 tokens, in slices of four rows: 50 and 50."""
-    fed = FedTokens([0, 0, 1, 1, 2, 2, 3, 3], [10] * 8, [15, 15, 10, 10, 5, 5, 0, 0])
+    fed = RowTokens([0, 0, 1, 1, 2, 2, 3, 3], [10] * 8, [15, 15, 10, 10, 5, 5, 0, 0])
     order = grouped_order(fed, rows_of_a_slice=4, micro_batches_per_step=2)
     assert [fed.of_rows(rows) for rows in cut(order, 4)] == [50, 50]
     # A group of four in two slices: its longest rows lie apart
-    fed = FedTokens([0] * 4, [10] * 4, [9, 8, 2, 1])
+    fed = RowTokens([0] * 4, [10] * 4, [9, 8, 2, 1])
     order = grouped_order(fed, rows_of_a_slice=2, micro_batches_per_step=2)
     assert [fed.of_rows(rows) for rows in cut(order, 2)] == [20, 20]
     # So they do where a group is cut because no slice has room for it
     prompt_B = [0, 0, 1, 2, 2, 0, 1, 1, 2, 2]
-    fed = FedTokens(prompt_B, [(50, 50, 10)[x] for x in prompt_B], [0, 0, 0, 9, 9, 0, 0, 0, 1, 1])
+    fed = RowTokens(prompt_B, [(50, 50, 10)[x] for x in prompt_B], [0, 0, 0, 9, 9, 0, 0, 0, 1, 1])
     order = grouped_order(fed, rows_of_a_slice=5, micro_batches_per_step=2)
     assert [fed.of_rows(rows) for rows in cut(order, 5)] == [70, 70]
 
@@ -108,7 +108,7 @@ def test_what_a_row_feeds_is_found_by_content() -> None:
         "prompt_mask": torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1], [0, 1, 1]]),
     }
     tokens_BC = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool()
-    fed = FedTokens.of(batch, ScoredTokens(torch.tensor([0, 1, 2]), tokens_BC))
+    fed = RowTokens.of(batch, ScoredTokens(torch.tensor([0, 1, 2]), tokens_BC))
     assert fed.prompt_B[0] == fed.prompt_B[1] != fed.prompt_B[2]
     assert fed.prompt_B[3] == -1
     assert fed.prompt_tokens_B == [2, 2, 3, 2]
@@ -127,7 +127,7 @@ def test_a_unit_divides_every_distance_between_steps(epoch: int | None, began: i
 
 
 def test_entries_of_every_kind_follow_their_rows() -> None:
-    fed = FedTokens([0, 1, 0, 1], [5] * 4, [1] * 4)
+    fed = RowTokens([0, 1, 0, 1], [5] * 4, [1] * 4)
     order = grouped_order(fed, rows_of_a_slice=2, micro_batches_per_step=2)
     assert order in ([0, 2, 1, 3], [1, 3, 0, 2])
     batch = {
@@ -145,11 +145,11 @@ def test_entries_of_every_kind_follow_their_rows() -> None:
 
 def test_an_order_that_feeds_no_more_stays() -> None:
     # Groups would be whole in another order, and a slice without a live row, which feeds one token
-    fed = FedTokens([1, 1, 0, -1, -1, 1], [100, 100, 1, 0, 0, 100], [6, 1, 3, 0, 0, 2])
+    fed = RowTokens([1, 1, 0, -1, -1, 1], [100, 100, 1, 0, 0, 100], [6, 1, 3, 0, 0, 2])
     assert grouped_order(fed, rows_of_a_slice=2, micro_batches_per_step=3) == list(range(6))
     # A group of long completions would lie in one slice: fewer tokens, and a forward of twice as many
-    fed = FedTokens([0, 1, 0, 1], [10] * 4, [100, 1, 100, 1])
+    fed = RowTokens([0, 1, 0, 1], [10] * 4, [100, 1, 100, 1])
     assert grouped_order(fed, rows_of_a_slice=2, micro_batches_per_step=2) == list(range(4))
     # Nothing to gain
-    fed = FedTokens([0, 0, 1, 1], [10] * 4, [1] * 4)
+    fed = RowTokens([0, 0, 1, 1], [10] * 4, [1] * 4)
     assert grouped_order(fed, rows_of_a_slice=2, micro_batches_per_step=2) == list(range(4))

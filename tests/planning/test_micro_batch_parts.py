@@ -24,7 +24,7 @@ from run_losses import Record, Trainers, build
 from tiers import fast_first
 from tiny import Workshop
 from training_comparison import POLICY_BATCHES, tensors_differ
-from trl_ext.planning.micro_batches import FedTokens
+from trl_ext.planning.micro_batches import RowTokens
 from trl_ext.planning.parts import Parts
 from trl_ext.planning.rows import ScoredTokens
 
@@ -200,7 +200,7 @@ def test_a_loss_of_ones_own_is_refused(workshop: Workshop, tmp_path: Path) -> No
             return super()._compute_loss(model, inputs)
 
     own = Trainers(OURS.dpo_trainer, OURS.dpo_config, OwnLoss, OURS.grpo_config)
-    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=24.*a loss of its own"):
+    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=24.*overrides the loss"):
         build(case_of(BUDGET), own, workshop, str(tmp_path), Record())
 
 
@@ -291,7 +291,7 @@ def test_any_micro_batch_is_cut_within_its_budget(
 ) -> None:
     batch, scored = micro_batch
     parts = Parts.of(batch, scored, budget, packed=packed, shared=shared)
-    fed = FedTokens.of(batch, scored, packed=packed, shared=shared)
+    fed = RowTokens.of(batch, scored, packed=packed, shared=shared)
     assert sorted(row for part in parts for row in part.rows_R.tolist()) == scored.rows_R.tolist()
     for part in parts:
         assert len(part.rows_R) == 1 or fed.of_rows(part.rows_R.tolist()) <= budget

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid, softplus
 
-import trl_ext
 from crafted_batches import LIVE, OURS, STOCK, WITH_TOOL, built, crafted, is_finite, loss_and_gradients
 from drop_in_cases import DPO_LOSSES, GRPO_LOSSES, Case
 from run_losses import Record, Trainers, build
@@ -265,8 +264,8 @@ def of_pairs(loss_type: str, divergence: str, ratio_2B: torch.Tensor, tokens_2B:
 
 
 @contextmanager
-def dpo(trainers: Trainers, workshop: Workshop, pairs: int, **config: Any) -> Iterator[Any]:
-    case = Case("far", "dpo", "ref_model", config={"per_device_train_batch_size": pairs, **config})
+def dpo(trainers: Trainers, workshop: Workshop, pairs: int, model: str = "tied", **config: Any) -> Iterator[Any]:
+    case = Case("far", "dpo", "ref_model", model, config={"per_device_train_batch_size": pairs, **config})
     with TemporaryDirectory() as output_dir:
         trainer = build(case, trainers, workshop, output_dir, Record())
         trainer.model.train()
@@ -373,12 +372,12 @@ def test_a_pair_far_from_its_reference_has_the_gradient_of_float64(
     ("loss_type", "divergence", "far"), [("sigmoid", "forward_kl", -80.0), ("discopop", "reverse_kl", -800.0)]
 )
 def test_a_pair_that_does_not_overflow_is_left_bit_for_bit(
-    loss_type: str, divergence: str, far: float, workshop: Workshop
+    loss_type: str, divergence: str, far: float, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with dpo(OURS, workshop, 4, loss_type=loss_type, f_divergence_type=divergence) as ours:
         batch = far_batch(ours, far, 0.0)
         loss, gradients = loss_and_gradients(ours, batch)
-        ours._exponentials = lambda but: {}  # TRL's loss alone
+        monkeypatch.setattr(PairExponential, "of", lambda *_, **__: None)  # TRL's loss alone
         trls_loss, trls_gradients = loss_and_gradients(ours, batch)
         assert loss == trls_loss
         assert math.isfinite(loss)
@@ -405,17 +404,23 @@ def test_other_loss_types_beside_read_the_reference_as_it_is(workshop: Workshop)
 
 
 def test_a_far_pair_hides_no_nan_from_the_watch(workshop: Workshop) -> None:
-    with dpo(OURS, workshop, 4, loss_type="discopop", on_non_finite_loss="stop") as ours:
-        batch = far_batch(ours, -1000.0, 0.0)
+    """One pair's reference is moved; a NaN in that of another stays in the loss, and its row is named."""
+    apart = {"padding_free": False, "share_prompts": False}  # in one packed row a NaN reaches the others
+    config = {"loss_type": "discopop", "beta": 1e4, "on_non_finite_loss": "stop", "reference_store": "off", **apart}
+    with dpo(OURS, workshop, 4, "untied", **config) as ours:
+        batch = next(iter(ours.get_train_dataloader()))
+        with torch.no_grad():
+            ours.model.get_output_embeddings().weight.mul_(2.0)
+            ratio_2B = sums(ours.model, batch) - sums(ours.ref_model, batch)
+        assert not (1e4 * ratio_2B.diff(dim=0)).exp().sum().isfinite()
         assert ours.compute_loss(ours.model, batch).isfinite()
-        reference = torch.cat([batch.pop("ref_chosen_logps"), batch.pop("ref_rejected_logps")])
-        reference[6] = torch.nan
-        log_probs = torch.zeros(batch["completion_mask"][:, 1:].shape) + reference[:, None]
-        with (
-            internals.reference_given(ours, log_probs),
-            pytest.raises(FloatingPointError, match=r"Rank 0: row 6 \(reference\)"),
-        ):
-            trl_ext.DPOTrainer.compute_loss(ours, ours.model, batch)
+        rows_of = {token: (batch["input_ids"] == token).any(dim=1) for token in batch["input_ids"].unique()}
+        token, rows = next((token, rows) for token, rows in rows_of.items() if rows.sum() == 1)
+        with torch.no_grad():
+            ours.ref_model.get_input_embeddings().weight[token] = torch.nan
+        row = int(rows.nonzero())
+        with pytest.raises(FloatingPointError, match=rf"Rank 0: row {row} \(reference\) of the prompt"):
+            ours.compute_loss(ours.model, batch)
 
 
 FAR_RATIOS = st.lists(
@@ -508,7 +513,9 @@ def test_it_is_the_sum_of_a_micro_batch_that_overflows() -> None:
 def test_stocks_other_loss_types_are_finite_far_away_and_left_alone(loss_type: str, workshop: Workshop) -> None:
     config = {"loss_type": loss_type, **DPO_LOSSES[loss_type]}
     with dpo(STOCK, workshop, 4, **config) as stock, dpo(OURS, workshop, 4, **config) as ours:
-        assert not ours._exponentials(but=())
+        assert (
+            PairExponential.of(loss_type, "reverse_kl", alpha=ALPHA, beta=BETA, label_smoothing=0.0, weight=1.0) is None
+        )
         for chosen, rejected in [(1e4, 0.0), (-1e4, 0.0), (0.0, 1e4), (0.0, -1e4), (1e3, -1e3), (-1e3, 1e3)]:
             for trainer in (stock, ours):
                 assert is_finite(trainer, *loss_and_gradients(trainer, far_batch(trainer, chosen, rejected)))

@@ -43,7 +43,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     "on-policy": (
         {},
         {
-            "policy": ("run", "advantage is exactly 0"),
+            "policy": ("run", "all but dead rows"),
             "old policy": ("reuse", "training forward"),
             "reference": ("skip", "beta is 0"),
         },

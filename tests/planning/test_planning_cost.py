@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_ext.planning.micro_batches import FedTokens, grouped_order
+from trl_ext.planning.micro_batches import RowTokens, grouped_order
 from trl_ext.planning.parts import Parts
 from trl_ext.planning.rows import ScoredTokens
 
@@ -43,7 +43,7 @@ def assert_grows_as_n_log_n(call_with: Callable[[int], Callable[[], Any]], rows:
     assert many < 5 * few
 
 
-def shuffled_groups(rows: int, size: int, dead: float = 0.0) -> FedTokens:
+def shuffled_groups(rows: int, size: int, dead: float = 0.0) -> RowTokens:
     """Groups of `size` rows, some dead, with prompts and completions of many lengths."""
     draw = random.Random(0)
     prompt_B = [-1 if draw.random() < dead else row // size for row in range(rows)]
@@ -51,10 +51,10 @@ def shuffled_groups(rows: int, size: int, dead: float = 0.0) -> FedTokens:
     own_B = [0 if prompt == -1 else int(draw.lognormvariate(5, 1)) for prompt in prompt_B]
     order = draw.sample(range(rows), rows)
     prompt_tokens_B = [lengths[prompt] for prompt in prompt_B]
-    return FedTokens(*([values[row] for row in order] for values in (prompt_B, prompt_tokens_B, own_B)))
+    return RowTokens(*([values[row] for row in order] for values in (prompt_B, prompt_tokens_B, own_B)))
 
 
-SHAPES: dict[str, Callable[[int], tuple[FedTokens, int]]] = {
+SHAPES: dict[str, Callable[[int], tuple[RowTokens, int]]] = {
     "8 slices": lambda rows: (shuffled_groups(rows, 8), rows // 8),
     "groups are cut": lambda rows: (shuffled_groups(rows, 6), 8),
     "groups of many sizes": lambda rows: (shuffled_groups(rows, 8, dead=0.4), 16),

@@ -48,7 +48,7 @@ class Sampled:
 
     @property
     def live(self) -> list[Tokens]:
-        """The sequences of groups that were not rewarded alike."""
+        """The sequences of groups whose rewards are not all identical."""
         of_prompt: dict[Tokens, set[float]] = {}
         for (prompt, _), reward in zip(self.rows, self.rewards, strict=True):
             of_prompt.setdefault(prompt, set()).add(reward)

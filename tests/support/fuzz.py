@@ -270,7 +270,7 @@ def _grpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
 # What ours may refuse while TRL trains: in the message, and the option that asks for it
 REFUSED: dict[str, str] = {
     "`max_tokens_per_micro_batch=": "max_tokens_per_micro_batch",
-    "`padding_free=True` cannot be had here": "padding_free",
+    "`padding_free=True` is not supported here": "padding_free",
     "`precompute_ref_log_probs=True` fills the store, so `reference_store`": "reference_store",
 }
 

@@ -128,7 +128,7 @@ def test_a_subclass_that_buffers_its_batches_has_all_log_probs(
 def test_the_plan_says_that_a_subclass_buffers_its_batches(workshop: Workshop, tmp_path: Path, caplog):
     bench = Bench(workshop, tmp_path)
     bench.grpo(subclass=with_a_buffer, num_iterations=2, max_steps=3)
-    assert "a buffer of its own" in bench.trainer.explain()["old policy"].reason
+    assert "buffers batches itself" in bench.trainer.explain()["old policy"].reason
     assert sum("The plan has changed" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -195,7 +195,7 @@ def test_the_plan_follows_the_loss_of_training(evaluates_first: bool, workshop: 
         weights.append(torch.cat([x.detach().flatten() for x in bench.trainer.model.parameters()]))
     assert (weights[1] - weights[0]).norm() <= 1e-5 * weights[0].norm()
     plan = bench.trainer.explain()
-    assert plan["policy"].reason.startswith("every row: this trainer has a loss of its own")
+    assert plan["policy"].reason.startswith("every row, dead ones too: this trainer overrides the loss")
     assert plan["old policy"].action == "run"
 
 

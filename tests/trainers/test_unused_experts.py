@@ -96,4 +96,4 @@ def test_experts_that_are_not_trained_cost_nothing(workshop: Workshop, tmp_path:
     adapter = {"peft_config": lora_config(target_modules=["q_proj", "v_proj"])}
     _, _, trainer = run("grpo", trl_ext, workshop, tmp_path, **adapter)
     assert trainer.explain()["packing"].action == "run"
-    assert trainer.plan.leave_zero_advantages
+    assert trainer.plan.skips_zero_advantages

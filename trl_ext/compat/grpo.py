@@ -1,10 +1,10 @@
-"""What of TRL's `GRPOTrainer` is not public, as functions of a trainer."""
+"""The private parts of TRL's `GRPOTrainer`, as functions of a trainer."""
 
 import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,35 +21,31 @@ def nan_rewards_noted(reward: Any, noted: set[int]) -> Any:
     """The reward function, which puts into `noted` the places of completions that it gives NaN; a model as it is."""
     if isinstance(reward, nn.Module):
         return reward
-    if is_async_callable(reward):
 
-        @functools.wraps(reward)
-        async def awaited(*positional: Any, **keywords: Any) -> list[Any]:
-            return _noted(await reward(*positional, **keywords), reward, keywords["completions"], noted)
+    def checked(rewards: Any, completions: list[Any]) -> list[Any]:
+        try:
+            given = list(rewards)
+            noted.update(place for place, value in enumerate(given) if value is not None and math.isnan(value))
+            fits = len(given) == len(completions)
+        except TypeError:
+            fits = False
+        if not fits:
+            name = getattr(reward, "__name__", type(reward).__name__)
+            raise TypeError(
+                f"`reward_funcs`: `{name}` returned {rewards!r:.80} for {len(completions)} completions. Return a list "
+                "with a number for each of them, or None where the function does not apply."
+            )
+        return given
 
-        return awaited
+    @functools.wraps(reward)
+    async def awaited(*positional: Any, **keywords: Any) -> list[Any]:
+        return checked(await reward(*positional, **keywords), keywords["completions"])
 
     @functools.wraps(reward)
     def called(*positional: Any, **keywords: Any) -> list[Any]:
-        return _noted(reward(*positional, **keywords), reward, keywords["completions"], noted)
+        return checked(reward(*positional, **keywords), keywords["completions"])
 
-    return called
-
-
-def _noted(rewards: Any, reward: Any, completions: list[Any], noted: set[int]) -> list[Any]:
-    try:
-        given = list(rewards)
-        noted.update(place for place, value in enumerate(given) if value is not None and math.isnan(value))
-        fits = len(given) == len(completions)
-    except TypeError:
-        fits = False
-    if not fits:
-        name = getattr(reward, "__name__", type(reward).__name__)
-        raise TypeError(
-            f"`reward_funcs`: `{name}` returned {rewards!r:.80} for {len(completions)} completions. Return a list with "
-            "a number for each of them, or None where the function does not apply."
-        )
-    return given
+    return awaited if is_async_callable(reward) else called
 
 
 PASS = "_get_per_token_logps_and_entropies"
@@ -59,16 +55,11 @@ _VISION_INPUTS = (
 )
 
 
-@contextmanager
-def sequence_parallelism_hidden(config: Any) -> Iterator[None]:
+def sequence_parallelism_hidden(config: Any) -> AbstractContextManager[None]:
     """Within, TRL's `GRPOConfig` does not find the context or sequence parallelism that it refuses."""
     asked = config.parallelism_config
-    if asked is not None and (asked.cp_enabled or asked.sp_enabled):
-        config.parallelism_config = None
-    try:
-        yield
-    finally:
-        config.parallelism_config = asked
+    hidden = asked is not None and (asked.cp_enabled or asked.sp_enabled)
+    return replaced(config, **({"parallelism_config": None} if hidden else {}))
 
 
 def has_images(batch: dict[str, Any]) -> bool:
@@ -83,15 +74,13 @@ def mode_metrics(trainer: Any) -> dict[str, list[float]]:
     return trainer._metrics[mode(trainer)]
 
 
-@contextmanager
-def metrics_set_aside(trainer: Any) -> Iterator[None]:
-    with replaced(trainer, _metrics={name: defaultdict(list) for name in trainer._metrics}):
-        yield
+def metrics_set_aside(trainer: Any) -> AbstractContextManager[None]:
+    return replaced(trainer, _metrics={name: defaultdict(list) for name in trainer._metrics})
 
 
 @contextmanager
 def answered_by(trainer: Any, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]) -> Iterator[None]:
-    """Within, TRL's pass of `model` over `batch` is `answer`: log-probs, entropies and router loss. Others run."""
+    """Within, TRL's pass of `model` over `batch` returns `answer`: log-probs, entropies, router loss. Others run."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     unanswered = getattr(trainer, PASS)
 
@@ -134,7 +123,7 @@ def own_step(trainer: Any) -> str | None:
 
 
 class Generation:
-    """One call of TRL's generation, with its log-prob passes deferred; `rewards` are what it was rewarded with."""
+    """TRL's generation, with its log-prob passes deferred; `rewards` are those of the last call."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -170,15 +159,13 @@ class Generation:
         ):
             return trl.GRPOTrainer._generate_and_score_completions(trainer, inputs)
 
-    @contextmanager
-    def _nan_noted(self, calculate: Any) -> Iterator[None]:
+    def _nan_noted(self, calculate: Any) -> AbstractContextManager[None]:
         trainer, self.gave_nan_at = self.trainer, set()
         is_trls = getattr(calculate, "__func__", None) is trl.GRPOTrainer._calculate_rewards
         noted = {}
         if is_trls and mode(trainer) == "train" and trainer.state.global_step == 0:
             noted["reward_funcs"] = [nan_rewards_noted(reward, self.gave_nan_at) for reward in trainer.reward_funcs]
-        with replaced(trainer, **noted):
-            yield
+        return replaced(trainer, **noted)
 
     def gave_nan(self) -> torch.Tensor:
         """The completions of the batch, `(B,)` over all ranks, to which a reward gave NaN itself."""
@@ -206,13 +193,12 @@ class Buffer:
         return len(loader) if has_length(loader) else None
 
     def to_come(self) -> list[dict[str, Any]]:
-        """The slices from that of the present micro-batch to the last before generation (see `GRPOInternals`)."""
-        trainer, buffer = self.trainer, self.trainer._buffered_inputs
+        """The slices that come before the next generation, the present one first; it is last again if it recurs."""
+        step, buffer = self.trainer._step, self.trainer._buffered_inputs
         if buffer is None:
             return []
-        every = len(buffer) * trainer.num_iterations
-        visits = min(every - trainer._step % every, len(buffer) + 1)
-        return [buffer[(trainer._step + loss_inputs) % len(buffer)] for loss_inputs in range(visits)]
+        every = len(buffer) * self.trainer.num_iterations
+        return [buffer[(step + i) % len(buffer)] for i in range(min(every - step % every, len(buffer) + 1))]
 
     def present(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
         to_come = self.to_come()
@@ -221,7 +207,7 @@ class Buffer:
         return to_come[0] if _same_rows(inputs, to_come[0]) else None
 
     def with_kept(self, inputs: dict[str, Any], name: str) -> dict[str, Any]:
-        """`inputs` with an entry of the slice that it was made of, where a subclass has left that out."""
+        """`inputs` with an entry of its slice that a subclass has left out."""
         for present in self.to_come()[:1]:
             if name in present and name not in inputs and "old_per_token_logps" in inputs:
                 return {**inputs, name: present[name]} if _same_rows(inputs, present) else inputs
@@ -251,12 +237,9 @@ class Buffer:
                 next(iter(self.sampler), None)
 
     def training_rows(self) -> Any:
-        dataset = self.trainer.train_dataset
-        return (
-            self.trainer._remove_unused_columns(dataset, description="training")
-            if isinstance(dataset, Dataset)
-            else dataset
-        )
+        trainer, dataset = self.trainer, self.trainer.train_dataset
+        is_table = isinstance(dataset, Dataset)
+        return trainer._remove_unused_columns(dataset, description="training") if is_table else dataset
 
     def padding(self) -> dict[str, float]:
         pad = self.trainer._tokenizer.pad_token_id
@@ -264,17 +247,14 @@ class Buffer:
 
 
 def _same_rows(inputs: dict[str, Any], present: dict[str, Any]) -> bool:
-    return all(_equal(inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
+    pairs = ((inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
+    return all(x is known or (isinstance(x, torch.Tensor) and torch.equal(x, known)) for x, known in pairs)
 
 
-def _equal(value: Any, tensor: torch.Tensor) -> bool:
-    return value is tensor or (isinstance(value, torch.Tensor) and torch.equal(value, tensor))
-
-
-def shuffled_then(rearrange: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def shuffled_then(rearrange: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:
     shuffle = module_of(trl.GRPOTrainer).shuffle_sequence_dict
     return names_replaced(trl.GRPOTrainer, shuffle_sequence_dict=lambda batch: rearrange(shuffle(batch)))
 
 
-def gathered_by(accelerator: Any) -> Any:
+def gathered_by(accelerator: Any) -> AbstractContextManager[None]:
     return names_replaced(trl.GRPOTrainer, gather=accelerator.gather, gather_object=accelerator.gather_object)

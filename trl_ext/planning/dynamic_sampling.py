@@ -1,7 +1,7 @@
-"""Dynamic sampling: dead groups of a generation batch are replaced by live ones of further draws.
+"""Dynamic sampling: live groups of further draws replace the dead groups of a generation batch.
 
-As DAPO does (https://huggingface.co/papers/2503.14476, section 3.2): every prompt of the training batch then has
-completions that were rewarded differently.
+As in DAPO (https://huggingface.co/papers/2503.14476, section 3.2): every prompt of the training batch then has
+completions with different rewards.
 """
 
 import itertools
@@ -15,13 +15,11 @@ from .rows import is_rowwise
 
 
 class FurtherPrompts:
-    """Prompts of the data set in an order of their own, again and again; the same on every rank.
+    """Prompts of a map-style or streaming data set in a separate order, epoch after epoch; the same on every rank.
 
     Args:
-        dataset: a map-style or a streaming data set.
-        shuffle (`bool`): whether the order is drawn anew each time.
-        seed (`int`): of the order.
-        taken (`int`): how many were taken before.
+        shuffle (`bool`): whether each epoch has another order.
+        taken (`int`): how many prompts were taken before.
     """
 
     def __init__(self, dataset: Any, *, shuffle: bool, seed: int, taken: int = 0) -> None:
@@ -48,12 +46,12 @@ class FurtherPrompts:
             first = 0
 
 
-def dead_groups(advantages_B: Tensor, rewarded_alike_B: Tensor, group_size: int) -> Tensor:
+def dead_groups(advantages_B: Tensor, equal_rewards_B: Tensor, group_size: int) -> Tensor:
     """Which groups have no advantage to learn from: `(G,)`, bool."""
-    return (rewarded_alike_B | (advantages_B == 0)).view(-1, group_size).all(dim=1)
+    return (equal_rewards_B | (advantages_B == 0)).view(-1, group_size).all(dim=1)
 
 
-def replaced(
+def with_live_groups(
     batch: dict[str, Any],
     dead_G: Tensor,
     draw: dict[str, Any],
@@ -61,11 +59,11 @@ def replaced(
     group_size: int,
     padding: dict[str, float],
 ) -> tuple[dict[str, Any], Tensor]:
-    """`batch` with its first dead groups replaced by the live groups of `draw`, and which are dead still.
+    """`batch` with its first dead groups replaced by the live groups of `draw`, and the groups that are still dead.
 
     Args:
-        padding (`dict[str, float]`): what each entry with a width is padded with, where the two widths differ: prompts
-            on the left, everything else on the right.
+        padding (`dict[str, float]`): what pads an entry whose two widths differ: prompts on the left, all else on the
+            right.
     """
     empty = dead_G.nonzero().squeeze(1)
     found = (~dead_in_draw_G).nonzero().squeeze(1)

@@ -1,7 +1,7 @@
-"""What the loss reads of a micro-batch, and statistics of it."""
+"""What GRPO's loss reads of a micro-batch, and the metrics of one."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +15,17 @@ from .sampler_ratio import SamplerRatio
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What TRL's loss is given for B rows of C completion tokens.
+    """What TRL's loss gets for B rows of C completion tokens.
 
     Args:
         policy_BC (`Tensor`): log-probs with the graph of the training forward.
         entropies_BC (`Tensor`): 0 where nothing was scored.
-        old_BC (`Tensor`): log-probs of the old policy, moved where the ratio overflows (see `overflow.py`).
+        old_BC (`Tensor`): log-probs of the old policy, moved where the ratio overflows (see `non_finite.py`).
         reference_BC (`Tensor`, *optional*): log-probs of the reference, likewise.
-        ratio (`Tensor`, *optional*): of the old policy to the sampler, where that is corrected for.
-        formed (`SamplerRatio`, *optional*): how `ratio` was formed, if in this visit.
-        scored (`ScoredTokens`): what was fed and scored.
-        kept (`dict[str, Tensor]`): what later visits of the same micro-batch need.
+        ratio (`Tensor`, *optional*): of the old policy to the sampler, if the loss corrects for it.
+        formed (`SamplerRatio`, *optional*): how `ratio` was formed, if for this micro-batch just now.
+        scored (`ScoredTokens`): what ran and was scored.
+        kept (`dict[str, Tensor]`): what later iterations over the micro-batch need.
     """
 
     policy_BC: Tensor
@@ -39,24 +39,20 @@ class LossInputs:
 
     @classmethod
     def of(
-        cls,
-        inputs: dict[str, Any],
-        scored: ScoredTokens,
-        policy_RC: Tensor,
-        entropies_RC: Tensor,
-        plan: GRPOPlan,
+        cls, inputs: dict[str, Any], scored: ScoredTokens, policy_RC: Tensor, entropies_RC: Tensor, plan: GRPOPlan
     ) -> "LossInputs":
-        """From TRL's micro-batch and the policy's pass over its fed rows.
+        """From TRL's micro-batch and the policy's pass over its rows.
 
         Raises:
-            `ValueError`: the sampler's log-probs are needed and not there.
+            `ValueError`: the sampler's log-probs are needed and missing.
         """
+        facts = plan.facts
         remembered_BC = inputs.get("old_per_token_logps")
-        in_loss_BC = scored.tokens_BC & loss_mask(inputs)  # for a subclass's own loss, a tool's tokens are scored too
+        in_loss_BC = scored.tokens_BC & loss_mask(inputs)  # a subclass's loss also reads a tool's tokens
         if remembered_BC is None:
             policy_BC = scored.spread(policy_RC)
             old_BC = policy_BC.detach()
-            if plan.trust_sampler:
+            if facts.trust_sampling_log_probs:
                 sampler_BC = sampler_log_probs(inputs)
                 old_BC = torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
         else:
@@ -67,8 +63,8 @@ class LossInputs:
         if reference_BC is not None:
             reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
         ratio, formed = inputs.get("importance_sampling_ratio"), None
-        if plan.sampler_ratio is not None and ratio is None:
-            formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), in_loss_BC, plan.sampler_ratio)
+        if facts.sampler_ratio is not None and ratio is None:
+            formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), in_loss_BC, facts.sampler_ratio)
             ratio = formed.ratio
         scale = inputs["advantages"].abs().max()
         bounded_old_BC, reference_BC = bounded_old_and_reference(
@@ -79,7 +75,7 @@ class LossInputs:
             scale if ratio is None else scale * ratio.max(),
             of_sequences=plan.of_sequences,
             bounds_ratio=plan.bounds_ratio,
-            kl_times_ratio=plan.kl_times_ratio,
+            kl_times_ratio=facts.kl_times_ratio,
         )
         kept = {"importance_sampling_ratio": ratio} if ratio is not None else {}
         if remembered_BC is None:
@@ -88,14 +84,14 @@ class LossInputs:
         return cls(policy_BC, entropies_BC, bounded_old_BC, reference_BC, ratio, formed, scored, kept)
 
     def given_to_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """`inputs` with what this visit found."""
+        """`inputs` with these log-probs and this ratio."""
         given = {**inputs, "old_per_token_logps": self.old_BC, "ref_per_token_logps": self.reference_BC}
         if self.ratio is not None:
             given["importance_sampling_ratio"] = self.ratio
         return given
 
     def not_finite(self, inputs: dict[str, Any]) -> dict[int, list[str]]:
-        """The rows in which a value is not finite, each with the passes that it is from."""
+        """The rows with a value that is not finite, and the passes that it comes from."""
         values = {
             "policy": self.policy_BC,
             "old policy": self.old_BC,
@@ -120,20 +116,19 @@ _BY_TOKEN = (
 def with_padding(inputs: dict[str, Any], *scored_BC: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
     """A micro-batch whose completions have one token, and what was scored of it, with a column of padding.
 
-    TRL takes a tensor of shape (B, 1) for one value a sequence, and would count masked rows in the means of its
-    metrics.
+    TRL reads a tensor of shape (B, 1) as one value per sequence, and would count masked rows in its metrics.
     """
     padded = {name: pad(inputs[name], (0, 1)) for name in _BY_TOKEN if inputs.get(name) is not None}
     return {**inputs, **padded}, [pad(x, (0, 1)) for x in scored_BC]
 
 
 def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> dict[str, Tensor]:
-    """Of an old policy, for later visits."""
+    """The old policy's log-probs as a micro-batch keeps them."""
     return dict(zip(KEPT, (torch.where(tokens_BC, log_probs_BC, 0.0), tokens_BC), strict=True))
 
 
 def with_scored(inputs: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch of a checkpoint. Without the mask, NaN says where nothing was scored, and inf what was NaN."""
+    """A micro-batch of a checkpoint. In one without the mask, NaN marks what was not scored, and inf stands for NaN."""
     old_BC = inputs.get("old_per_token_logps")
     if old_BC is None or SCORED in inputs:
         return inputs
@@ -149,9 +144,9 @@ def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
 def _check_remembered(known_BC: Tensor, scored: ScoredTokens) -> None:
     if not known_BC[scored.tokens_BC].all():
         raise RuntimeError(
-            "A token is in the loss whose old-policy log-prob was not kept, because its row could not change the "
-            "gradient when it was first met: its advantage was 0. Something has changed the advantages since. Change "
-            "them where they are made, in a reward function or right after generation, and not between two visits."
+            "A token is in the loss whose old-policy log-prob was not kept, because its row had a zero advantage and "
+            "could not change the gradient when it was first trained on. Something has changed the advantages since. "
+            "Change them where they are made, in a reward function or right after generation, not between iterations."
         )
 
 
@@ -167,42 +162,55 @@ def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
     return log_probs
 
 
-def statistics(loss_inputs: LossInputs, tokens: list[int]) -> Tensor:
-    """This rank's part of what `over_scored_rows` takes, to be summed over ranks: `(5 + len(tokens),)`.
+class MicroBatchTotals(NamedTuple):
+    """Sums over a micro-batch: of one rank, or of all ranks once `packed` is summed over them."""
 
-    The fifth number, and those after it, are the rows that were skipped, and `tokens`.
-    """
-    scored = loss_inputs.scored
-    rows = len(scored.tokens_BC)
-    return torch.stack(
-        [
-            torch.where(scored.tokens_BC, loss_inputs.entropies_BC.detach(), 0.0).sum(),
-            scored.tokens_BC.sum().float(),
-            scored.tokens_BC.any(dim=1).sum().float(),
-            *loss_inputs.entropies_BC.new_tensor([rows, rows - len(scored.rows_R), *tokens]),
-        ]
-    )
+    entropy: Tensor  # over scored tokens
+    scored_tokens: Tensor
+    scored_rows: Tensor  # rows with a scored token
+    rows: Tensor
+    skipped_rows: Tensor
+    skipped_tokens: Tensor
+    tokens_with_gradient: Tensor
+    tokens_without_gradient: Tensor
+    head_tokens: Tensor
 
+    @classmethod
+    def of(cls, loss_inputs: LossInputs, skipped_tokens: int, fed: list[int]) -> "MicroBatchTotals":
+        """Of this rank. `fed`: the tokens of passes with a gradient, of those without, and those of the head."""
+        tokens_BC, entropies_BC = loss_inputs.scored.tokens_BC, loss_inputs.entropies_BC.detach()
+        rows = len(tokens_BC)
+        counts = entropies_BC.new_tensor([rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *fed])
+        entropy = torch.where(tokens_BC, entropies_BC, 0.0).sum()
+        return cls(entropy, tokens_BC.sum(), tokens_BC.any(dim=1).sum(), *counts)
 
-def over_scored_rows(metrics: dict[str, list[float]], totals: Tensor) -> None:
-    """Correct the values that TRL has just appended to `metrics` in training; absent where no rank has scored a row.
+    def packed(self) -> Tensor:
+        """One tensor of `(9,)`; `unpacked` undoes it."""
+        return torch.stack([value.float() for value in self])
 
-    Args:
-        totals (`Tensor`): the `statistics` of all ranks, summed.
-    """
-    entropy, tokens, scored_rows, rows = totals[:4].tolist()
-    if scored_rows == rows:
-        return
-    _replace_last(metrics, "entropy", entropy / tokens if tokens else None)
-    phi = metrics.get("vespo/phi_seq_mean")
-    if phi:
-        # A row that was not scored has a ratio of 1, and phi(1) is 1
-        mean = (phi[-1] * rows - (rows - scored_rows)) / scored_rows if scored_rows else None
-        _replace_last(metrics, "vespo/phi_seq_mean", mean)
+    @classmethod
+    def unpacked(cls, totals: Tensor) -> "MicroBatchTotals":
+        return cls(*totals.cpu())
+
+    @property
+    def fed(self) -> list[int]:
+        return [int(self.tokens_with_gradient), int(self.tokens_without_gradient), int(self.head_tokens)]
+
+    def correct(self, metrics: dict[str, list[float]]) -> None:
+        """Make TRL's last `metrics` of training means over scored rows; remove them where no rank has scored a row."""
+        rows, scored_rows, tokens = int(self.rows), int(self.scored_rows), int(self.scored_tokens)
+        if scored_rows == rows:
+            return
+        _replace_last(metrics, "entropy", float(self.entropy) / tokens if tokens else None)
+        phi = metrics.get("vespo/phi_seq_mean")
+        if phi:
+            # A row that was not scored has a ratio of 1, and phi(1) is 1
+            mean = (phi[-1] * rows - (rows - scored_rows)) / scored_rows if scored_rows else None
+            _replace_last(metrics, "vespo/phi_seq_mean", mean)
 
 
 def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:
-    if name not in metrics:  # a loss of a subclass's own
+    if name not in metrics:  # a subclass's loss
         return
     metrics[name].pop()
     if value is not None:

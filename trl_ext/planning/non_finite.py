@@ -1,4 +1,4 @@
-"""Losses that are not finite: bounds that avoid them, and the rows behind them."""
+"""Losses that are not finite: the rows behind them, and bounds on exponentials that would overflow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ ON_NON_FINITE_LOSS = ("stop", "skip")
 
 
 def not_finite_rows(values: dict[str, Tensor | None], tokens_BC: Tensor) -> dict[int, list[str]]:
-    """The rows in which a value is not finite, each with the names of such values, first come first.
+    """The rows with a value that is not finite, each with the names of these values in order.
 
     Args:
-        values (`dict[str, Tensor]`): by the name of the pass they are from, of shape `(B,)`, `(B, 1)` or `(B, C)`.
-            A value that a later one takes over where it is not finite itself is named alone.
+        values (`dict[str, Tensor]`): by the name of their pass, of shape `(B,)`, `(B, 1)` or `(B, C)`. Of several
+            values that are not finite at one token, only the first is named.
         tokens_BC (`Tensor`, bool): the tokens that count.
     """
     rows: dict[int, list[str]] = {}
@@ -23,12 +23,11 @@ def not_finite_rows(values: dict[str, Tensor | None], tokens_BC: Tensor) -> dict
     for name, value in values.items():
         if value is None:
             continue
-        value = value.detach()
-        wide = value.unsqueeze(1) if value.ndim == 1 else value
-        # TRL makes the largest number of an infinite advantage
-        bad_BC = ~wide.isfinite() | (wide.abs() == torch.finfo(wide.dtype).max)
-        bad_BC = bad_BC.expand_as(tokens_BC) & tokens_BC & ~named_BC
-        named_BC = named_BC | bad_BC
+        wide = value.detach().view(len(value), -1)
+        # TRL replaces an infinite advantage by the largest number
+        bad = ~wide.isfinite() | (wide.abs() == torch.finfo(wide.dtype).max)
+        bad_BC = bad & tokens_BC & ~named_BC
+        named_BC |= bad_BC
         for row in bad_BC.any(dim=1).nonzero().flatten().tolist():
             rows.setdefault(row, []).append(name)
     return rows
@@ -52,10 +51,10 @@ def steps_in_backward(optimizer: str) -> bool:
 
 
 def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str) -> str | None:
-    """Why an optimizer step cannot be left out once its gradients are there.
+    """Why training cannot skip an optimizer step after its backward.
 
     Args:
-        engine (`str`, *optional*): that trains several processes together, or shards for one.
+        engine (`str`, *optional*): the distributed engine.
         precision (`str`, *optional*): accelerate's mixed precision.
         optimizer (`str`): `args.optim`.
     """
@@ -64,21 +63,21 @@ def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str
     if steps_in_backward(optimizer):
         return f"the optimizer `{optimizer}` takes its step within the backward"
     if precision == "fp16":
-        return "the gradient scaler of fp16, which leaves out such steps itself, needs their gradients"
+        return "the gradient scaler of fp16, which skips such steps itself, needs their gradients"
     return None
 
 
 def check_first_rewards(
     rewards_BF: Tensor, gave_nan_B: Tensor, names: Sequence[str], *, infinite_is_watched: bool
 ) -> None:
-    """Raise `ValueError` if a completion of the first generation batch has no reward to learn from, by mistake.
+    """Raise `ValueError` if a completion of the first generation batch has no finite reward, by mistake.
 
     Args:
         rewards_BF (`Tensor`): of each reward function; NaN where it gave NaN or None.
-        gave_nan_B (`Tensor`, bool): a reward function gave NaN. One that none of them scores, for which all give None,
-            is no mistake: TRL leaves it out.
+        gave_nan_B (`Tensor`, bool): where a function gave NaN. If all give None it is no mistake: TRL leaves the
+            completion out.
         names (`Sequence[str]`): of the reward functions.
-        infinite_is_watched (`bool`): the user has said what is to happen at a loss that is not finite.
+        infinite_is_watched (`bool`): whether `on_non_finite_loss` is set.
     """
     unrewarded_B = rewards_BF.isnan().all(dim=1) & gave_nan_B
     infinite_B = rewards_BF.isinf().any(dim=1)
@@ -95,7 +94,7 @@ BOUND = 40.0  # exp(40) is 2e17: a sum of squares of such gradients, their norm,
 
 
 def bounded_log_ratios(log_ratio: Tensor) -> Tensor:
-    """`log_ratio` as it is, or, where the sum of its exponentials overflows, at most `BOUND`."""
+    """`log_ratio` unchanged, or at most `BOUND` if the sum of its exponentials overflows."""
     return torch.where(log_ratio.exp().sum().isfinite(), log_ratio, log_ratio.clamp(max=BOUND))
 
 
@@ -110,19 +109,19 @@ def bounded_old_and_reference(
     bounds_ratio: bool,
     kl_times_ratio: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`old_BC` and `reference_BC` as they are, or, where GRPO's loss would overflow, moved towards the policy.
+    """`old_BC` and `reference_BC` unchanged, or moved towards the policy where GRPO's loss would overflow.
 
-    The ratio of policy to old policy, and that of reference to policy in the KL term, are looked at apart, each in sum
-    over the micro-batch.
+    The sums over the micro-batch of the ratio of policy to old policy, and of that of reference to policy in the KL
+    term, are checked separately.
 
     Args:
         policy_BC, old_BC, reference_BC (`Tensor` of shape `(B, C)`): log-probs.
         tokens_BC (`Tensor`, bool): the tokens of the loss.
         scale (`Tensor`, scalar): the largest factor of the ratio in the loss.
-        of_sequences (`bool`): whether the mean log-ratio of a row is exponentiated, instead of each token's. Its
-            tokens are moved by one amount.
-        bounds_ratio (`bool`): whether the loss bounds the ratio itself, and reads it without a gradient: it is left as
-            it is, since a mask of far rows reads the same values.
+        of_sequences (`bool`): whether the loss exponentiates the mean log-ratio of a row, instead of each token's. All
+            tokens of a row then move by the same amount.
+        bounds_ratio (`bool`): whether the loss bounds the ratio itself, and reads it without a gradient. The ratio then
+            stays, because the off-policy mask reads the same values.
         kl_times_ratio (`bool`): whether the KL term is multiplied by the ratio.
     """
     policy_BC = policy_BC.detach()
@@ -141,26 +140,26 @@ def bounded_old_and_reference(
             too_large = too_large | kl_too_large
     excess = (seen - BOUND).clamp(min=0.0)
     moved_BC = policy_BC - BOUND
-    if of_sequences:  # by one amount, but where that is infinite
+    if of_sequences:  # by the same amount, unless it is infinite
         moved_BC = torch.where(excess.isfinite(), old_BC + excess, moved_BC)
     return torch.where(too_large & tokens_BC & (excess > 0), moved_BC, old_BC), reference_BC
 
 
-# Loss types of TRL that read the scores which an f-divergence makes of log-ratios, and the power in which they do
+# TRL's loss types that read the scores of an f-divergence, and the power in which they do
 _DEGREES = {"sigmoid": 1, "sigmoid_norm": 1, "hinge": 1, "exo_pair": 1, "robust": 1, "discopop": 1, "ipo": 2}
-_LARGEST_OF_ALPHA = 80.0  # TRL cuts the exponents of `alpha_divergence` there
+_LARGEST_OF_ALPHA = 80.0  # TRL clamps the exponents of `alpha_divergence` here
 
 
 @dataclass(frozen=True)
 class PairExponential:
-    """What one of DPO's loss types exponentiates of the log-ratios of a pair.
+    """The exponential of a pair's log-ratios in one of DPO's loss types.
 
     Args:
         divergence (`str`): TRL's `f_divergence_type`.
         power (`float`, *optional*): of a divergence whose scores are (exp(power * log-ratio) - 1) / power.
         degree (`int`): the power in which the loss reads the scores.
         of_margin (`bool`): whether the loss has exp(-beta * margin), the margin of chosen over rejected score.
-        weight (`float`): the factor of what is exponentiated in the loss.
+        weight (`float`): the factor of the exponential in the loss.
     """
 
     divergence: str
@@ -174,7 +173,7 @@ class PairExponential:
     def of(
         cls, loss_type: str, divergence: str, *, alpha: float, beta: float, label_smoothing: float, weight: float
     ) -> "PairExponential | None":
-        """That of a loss type, or `None` where it exponentiates nothing that can overflow."""
+        """That of a loss type, or `None` if it has no exponential that can overflow."""
         power = {"forward_kl": -1.0, "alpha_divergence": alpha - 1.0}.get(divergence)
         if power is not None and abs(power) < 1e-6:  # TRL's limit case
             divergence, power = "reverse_kl", None
@@ -187,10 +186,10 @@ class PairExponential:
         return cls(divergence, power, degree, of_margin, beta, weight)
 
     def bounded(self, ratio_2B: Tensor) -> Tensor:
-        """`ratio_2B` as it is, or, where this overflows in sum over the micro-batch, nearer to 0 in the pairs at fault.
+        """`ratio_2B` unchanged, or nearer to 0 in the pairs that make the sum over the micro-batch overflow.
 
-        The two of a pair are moved by one amount where each is exponentiated, so that their order stays, and with it
-        the direction of the gradient.
+        Where the loss exponentiates both of a pair, they move by the same amount: their order stays, and with it the
+        direction of the gradient.
         """
         weight = max(1.0, abs(self.weight))
         if self.power is not None:
@@ -218,7 +217,7 @@ class PairExponential:
         return scores_2B[0] - scores_2B[1]
 
     def _with_margin_at_bound(self, ratio_2B: Tensor, margin_B: Tensor) -> Tensor:
-        """Log-ratios with a margin of -`BOUND` / beta, of those with a lower one."""
+        """`ratio_2B` with a margin raised to -`BOUND` / beta."""
         wanted = -BOUND / self.beta
         if self.power is not None:
             return (self._exponents(ratio_2B) - (margin_B / wanted).log()) / self.power
@@ -232,16 +231,16 @@ class PairExponential:
 
 
 def _at_fault(size_B: Tensor) -> Tensor:
-    """Where the sum of `size_B` is not finite: those without which it is."""
+    """Which of `size_B` make their sum overflow."""
     return ~size_B.sum().isfinite() & ~size_B.mul(len(size_B)).isfinite()
 
 
 def bounded_pairs(policy_2B: Tensor, reference_2B: Tensor, exponential: PairExponential) -> Tensor | None:
-    """`reference_2B` moved towards the policy where DPO's loss would overflow, or `None` where it does not.
+    """`reference_2B` moved towards the policy where DPO's loss would overflow, or `None` if it does not.
 
     Args:
         policy_2B, reference_2B (`Tensor` of shape `(2, B)`): log-probs of chosen and rejected completions, without a
-            gradient. A pair with one that is not finite is left as it is.
+            gradient. A pair with a value that is not finite stays.
     """
     ratio_2B = policy_2B - reference_2B
     ratio_2B = torch.where(ratio_2B.isfinite().all(dim=0), ratio_2B, 0.0)

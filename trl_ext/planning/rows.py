@@ -1,6 +1,6 @@
-"""Which rows of a GRPO batch are fed to a model, and which of their completion tokens are scored.
+"""Which rows of a GRPO batch a model runs on, and which of their completion tokens are scored.
 
-Dimensions: B rows, R fed rows, C completion tokens, P prompt tokens.
+Dimensions: B rows, R rows that run, C completion tokens, P prompt tokens.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ class ScoredTokens:
     """The tokens of a batch whose log-probs can change something.
 
     Args:
-        rows_R (`Tensor` of shape `(R,)`): the rows that are fed, ascending; never none, as every rank must run a pass.
-        tokens_BC (`Tensor` of shape `(B, C)`, bool): the tokens that are scored, all of them in fed rows.
+        rows_R (`Tensor` of shape `(R,)`): the rows that run, ascending; at least one, because every rank runs a pass.
+        tokens_BC (`Tensor` of shape `(B, C)`, bool): the tokens that are scored, all of them in these rows.
     """
 
     rows_R: Tensor
@@ -25,13 +25,12 @@ class ScoredTokens:
 
     @property
     def every_row(self) -> bool:
-        """Whether no row is left out."""
         return len(self.rows_R) == len(self.tokens_BC)
 
     def spread(self, values_RC: Tensor, unscored_BC: Tensor | float = 0.0) -> Tensor:
-        """`values_RC` of the fed rows, as `(B, C)`, with `unscored_BC` where nothing was scored.
+        """`values_RC` as `(B, C)`, with `unscored_BC` where nothing was scored.
 
-        It stays in the graph of `values_RC`, also where no token is scored.
+        It stays in the graph of `values_RC`, even if no token is scored.
         """
         values_BC = values_RC
         if not self.every_row:
@@ -39,14 +38,14 @@ class ScoredTokens:
         return torch.where(self.tokens_BC, values_BC, unscored_BC)
 
     def tokens_left_out(self, batch: dict[str, Any]) -> int:
-        """How many tokens of `batch`, padding included, are not fed."""
+        """How many tokens of `batch`, padding included, do not run."""
         left_out: int = tokens_of(batch) // len(self.tokens_BC) * (len(self.tokens_BC) - len(self.rows_R))
         return left_out
 
     def labelled(self, model: Callable[..., Any], outputs: tuple[str, ...]) -> Callable[..., Any]:
-        """`model(..., labels=labels)`, which scores the tokens of these rows alone, and computes `outputs` of them.
+        """`model(..., labels=labels)`, which scores only these tokens, and computes `outputs` of them.
 
-        It is called with the fed rows, whole or in successive chunks.
+        Call it with the R rows, whole or in successive chunks.
         """
         tokens_RC = self.tokens_BC[self.rows_R]
         start = 0
@@ -61,12 +60,9 @@ class ScoredTokens:
         return call
 
     def fed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What a pass reads of `batch`, with the fed rows alone."""
-        return batch if self.every_row else {name: batch[name][self.rows_R] for name in _FED}
-
-
-# What a pass without images reads of a batch
-_FED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        """What a pass reads of `batch`, reduced to the R rows. Batches with images always run whole."""
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        return batch if self.every_row else {name: batch[name][self.rows_R] for name in names}
 
 
 def is_rowwise(value: Any) -> bool:
@@ -75,28 +71,28 @@ def is_rowwise(value: Any) -> bool:
 
 
 def tokens_of(batch: dict[str, Any]) -> int:
-    """How many tokens TRL feeds for `batch`, padding included."""
+    """How many tokens TRL runs for `batch`, padding included."""
     return batch["prompt_ids"].numel() + batch["completion_ids"].numel()
 
 
 def every_token(batch: dict[str, Any], *, of_tools: bool = False) -> ScoredTokens:
-    """Every row is fed, and every token of the loss scored; with `of_tools` those that a tool wrote, too."""
+    """Every row, and every token of the loss; with `of_tools` also those that a tool wrote."""
     tokens_BC = batch["completion_mask"].bool() if of_tools else loss_mask(batch)
     return ScoredTokens(torch.arange(len(tokens_BC), device=tokens_BC.device), tokens_BC)
 
 
-def scored_tokens(batch: dict[str, Any], *, leave_masked: bool, leave_zero_advantages: bool) -> ScoredTokens:
-    """The tokens to score in `batch`, whose rows are left out as far as the two rules allow.
+def scored_tokens(batch: dict[str, Any], *, skip_masked: bool, skip_zero_advantages: bool) -> ScoredTokens:
+    """The tokens of the loss, without those of dead rows.
 
     Tokens of padding, of masked completions and of tools are never scored: the loss multiplies them by 0.
 
     Args:
-        leave_masked (`bool`): whether to leave out rows without a token in the loss.
-        leave_zero_advantages (`bool`): whether to leave out rows whose advantage is exactly 0.
+        skip_masked (`bool`): whether rows without a token in the loss are dead.
+        skip_zero_advantages (`bool`): whether rows whose advantage is exactly 0 are dead.
     """
     tokens_BC = loss_mask(batch)
-    live_B = torch.ones_like(tokens_BC[:, 0]) if not leave_masked else tokens_BC.any(dim=1)
-    if leave_zero_advantages:
+    live_B = torch.ones_like(tokens_BC[:, 0]) if not skip_masked else tokens_BC.any(dim=1)
+    if skip_zero_advantages:
         live_B = live_B & (batch["advantages"] != 0).reshape(len(live_B), -1).any(dim=1)
     rows_R = live_B.nonzero().squeeze(1)
     if not len(rows_R):
@@ -114,19 +110,18 @@ def loss_mask(batch: dict[str, Any]) -> Tensor:
 
 
 def rows_of_equal_rewards(rewards_BF: Tensor, weights_F: Tensor, group_size: int, *, normalized_apart: bool) -> Tensor:
-    """The rows of groups in which every completion was rewarded alike, bit for bit: `(B,)`, bool.
+    """The rows of groups whose rewards are all identical: `(B,)`, bool.
 
-    Their advantage is 0 in exact arithmetic. In fp32 the mean of equal numbers can differ from each of them in the last
-    bit, and divided by a standard deviation of about 0 plus 1e-4 that is no longer small: eight rewards of 0.7 get
-    advantages of 6e-4. An unscorable completion (NaN from every function) has advantage 0 already.
+    Their advantage is 0 in exact arithmetic. In fp32 the mean of equal numbers can differ from them in the last bit,
+    and TRL divides that by a standard deviation of about 0 plus 1e-4: eight rewards of 0.7 get advantages of 6e-4. A
+    completion that no function scores (NaN from each) already has advantage 0.
 
     Args:
-        rewards_BF (`Tensor` of shape `(B, F)`): rewards of all ranks, a column for each function, NaN where one gave
-            none.
+        rewards_BF (`Tensor` of shape `(B, F)`): rewards of all ranks, a column per function, NaN where it gave none.
         weights_F (`Tensor` of shape `(F,)`): the functions' weights.
         group_size (`int`): completions of a prompt; groups are contiguous.
         normalized_apart (`bool`): whether TRL normalises each function's rewards before it adds them
-            (`multi_objective_aggregation="normalize_then_sum"`). Then each function must reward alike.
+            (`multi_objective_aggregation="normalize_then_sum"`). Then those of each function must be identical.
     """
     unscorable_B1 = rewards_BF.isnan().all(dim=1, keepdim=True)
     if normalized_apart:
@@ -139,5 +134,5 @@ def rows_of_equal_rewards(rewards_BF: Tensor, weights_F: Tensor, group_size: int
     lowest_GK = values_GSK.masked_fill(missing_GSK, torch.inf).amin(dim=1)
     highest_GK = values_GSK.masked_fill(missing_GSK, -torch.inf).amax(dim=1)
     # Without any value the lowest is +inf and the highest -inf
-    alike_G = (lowest_GK >= highest_GK).all(dim=1)
-    return alike_G.repeat_interleave(group_size)
+    equal_G = (lowest_GK >= highest_GK).all(dim=1)
+    return equal_G.repeat_interleave(group_size)

@@ -1,12 +1,13 @@
-"""The importance ratio of the old policy to the sampler that drew the completions (vLLM), and what to log of it.
+"""The importance ratio of the old policy to the sampler that drew the completions (vLLM), and its metrics.
 
-The sampler's log-probs of its own tokens differ from the training model's, by kernels and by precision. TRL multiplies
-the loss by the ratio of the two, truncated or masked (TRL's documentation: "Truncated Importance Sampling" and "Masked
-Importance Sampling").
+The sampler's log-probs differ from the training model's because of kernels and precision. TRL multiplies the loss by
+the ratio of the two, truncated or masked (TRL's documentation: "Truncated Importance Sampling" and "Masked Importance
+Sampling").
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,13 +30,8 @@ class RatioRule:
     lowest: float | None
     highest: float | None
 
-    @property
-    def of_sequences(self) -> bool:
-        """Whether one ratio is formed for a completion, instead of one for a token."""
-        return self.mode.startswith("sequence")
-
     def bounded(self, ratio: Tensor) -> Tensor:
-        """`ratio`, with what lies outside the bounds moved to them, or made 0 in the mask modes."""
+        """`ratio`, clamped to the bounds, or 0 outside of them in the mask modes."""
         lowest = -math.inf if self.lowest is None else self.lowest
         highest = math.inf if self.highest is None else self.highest
         if self.mode.endswith("truncate"):
@@ -48,11 +44,11 @@ class SamplerRatio:
     """The ratio of one micro-batch.
 
     Args:
-        ratio (`Tensor` of shape `(B, C)`, or `(B, 1)` for sequences): what the loss is multiplied by; where nothing
-            was scored, or the sampler has no log-prob, that of a log-ratio of 0.
-        unbounded (`Tensor`): the same before it was bounded by the rule; finite.
+        ratio (`Tensor` of shape `(B, C)`, or `(B, 1)` for sequences): the factor of the loss; where nothing was scored,
+            or the sampler has no log-prob, that of a log-ratio of 0.
+        unbounded (`Tensor`): the same before the rule bounds it; finite.
         counted (`Tensor`, bool): the entries of both that stand for something scored.
-        log_ratio_T (`Tensor` of shape `(T,)`): old policy less sampler, of each token that both have scored.
+        log_ratio_T (`Tensor` of shape `(T,)`): old policy minus sampler, for each token that both have scored.
     """
 
     ratio: Tensor
@@ -65,37 +61,26 @@ class SamplerRatio:
         """From the log-probs of the tokens that are scored."""
         known_BC = tokens_BC & ~sampler_BC.isnan()
         log_ratio_BC = torch.where(known_BC, old_BC - sampler_BC, 0.0)
-        if rule.of_sequences:
-            unbounded = bounded_log_ratios(log_ratio_BC.sum(dim=1, keepdim=True)).exp()
-            counted = tokens_BC.any(dim=1, keepdim=True)
-        else:
-            unbounded, counted = bounded_log_ratios(log_ratio_BC).exp(), tokens_BC
+        log_ratio, counted = log_ratio_BC, tokens_BC
+        if rule.mode.startswith("sequence"):
+            log_ratio, counted = log_ratio_BC.sum(dim=1, keepdim=True), tokens_BC.any(dim=1, keepdim=True)
+        unbounded = bounded_log_ratios(log_ratio).exp()
         return cls(rule.bounded(unbounded), unbounded, counted, log_ratio_BC[known_BC])
 
     def statistics(self) -> Tensor:
-        """This rank's part of `metrics`: sums, counts and extremes, `(12,)`."""
+        """This rank's part of `sampler_metrics`: sum, minimum, maximum and count of each of five values, `(5, 4)`."""
         ratio, unbounded = self.ratio[self.counted], self.unbounded[self.counted]
         log_ratio = self.log_ratio_T
         mismatch = torch.expm1(log_ratio) - log_ratio
-        return torch.stack(
-            [
-                *_sum_and_extremes(ratio),
-                *_sum_and_extremes(unbounded),
-                ratio.new_tensor(ratio.numel()),
-                (ratio != unbounded).sum().to(ratio.dtype),
-                mismatch.sum(),
-                log_ratio.abs().sum(),
-                _sum_and_extremes(log_ratio.abs())[2],
-                log_ratio.new_tensor(log_ratio.numel()),
-            ]
-        )
+        values = (ratio, unbounded, (ratio != unbounded).to(ratio.dtype), mismatch, log_ratio.abs())
+        return torch.stack([_summary(x) for x in values])
 
 
 def sampler_metrics(statistics: Tensor) -> dict[str, float]:
     """The metrics of all ranks; none where no rank has scored anything.
 
     Args:
-        statistics (`Tensor` of shape `(W, 12)`): `SamplerRatio.statistics` of each rank.
+        statistics (`Tensor` of shape `(W, 5, 4)`): `SamplerRatio.statistics` of each rank.
 
     Returns:
         `sampling/importance_sampling_ratio/{min,mean,max}` as TRL has them, and the same of the ratio
@@ -103,25 +88,33 @@ def sampler_metrics(statistics: Tensor) -> dict[str, float]:
         `sampling/mismatch_kl`, the estimate E[r - log r - 1] of KL(sampler || old policy) (the "k3" of
         http://joschu.net/blog/kl-approx.html).
     """
-    sums = statistics.sum(dim=0).tolist()
-    lowest, highest = statistics.amin(dim=0).tolist(), statistics.amax(dim=0).tolist()
-    entries, tokens = sums[6], sums[11]
+    sums, counts = statistics[:, :, 0].sum(dim=0), statistics[:, :, 3].sum(dim=0)
+    lowest, highest = statistics[:, :, 1].amin(dim=0), statistics[:, :, 2].amax(dim=0)
+    values = torch.stack([sums / counts, lowest, highest, counts], dim=1).tolist()
+    ratio, unclipped, clipped, mismatch, distance = (_Summary(*value) for value in values)
     metrics: dict[str, float] = {}
-    if entries:
-        for name, first in (("", 0), ("_unclipped", 3)):
-            metrics[f"sampling/importance_sampling_ratio{name}/min"] = lowest[first + 1]
-            metrics[f"sampling/importance_sampling_ratio{name}/mean"] = sums[first] / entries
-            metrics[f"sampling/importance_sampling_ratio{name}/max"] = highest[first + 2]
-        metrics["sampling/importance_sampling_ratio_clipped_share"] = sums[7] / entries
-    if tokens:
-        metrics["sampling/mismatch_kl"] = sums[8] / tokens
-        metrics["sampling/sampling_logp_difference/mean"] = sums[9] / tokens
-        metrics["sampling/sampling_logp_difference/max"] = highest[10]
+    if ratio.entries:
+        for name, summary in (("", ratio), ("_unclipped", unclipped)):
+            metrics[f"sampling/importance_sampling_ratio{name}/min"] = summary.lowest
+            metrics[f"sampling/importance_sampling_ratio{name}/mean"] = summary.mean
+            metrics[f"sampling/importance_sampling_ratio{name}/max"] = summary.highest
+        metrics["sampling/importance_sampling_ratio_clipped_share"] = clipped.mean
+    if distance.entries:
+        metrics["sampling/mismatch_kl"] = mismatch.mean
+        metrics["sampling/sampling_logp_difference/mean"] = distance.mean
+        metrics["sampling/sampling_logp_difference/max"] = distance.highest
     return metrics
 
 
-def _sum_and_extremes(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum, minimum (+inf of nothing) and maximum (-inf of nothing)."""
-    if not values.numel():
-        return values.new_zeros(()), values.new_full((), math.inf), values.new_full((), -math.inf)
-    return values.sum(), values.min(), values.max()
+class _Summary(NamedTuple):
+    mean: float
+    lowest: float
+    highest: float
+    entries: float
+
+
+def _summary(values: Tensor) -> Tensor:
+    """Sum, minimum (+inf if empty), maximum (-inf if empty) and count: `(4,)`."""
+    bounds = values.new_tensor([math.inf, -math.inf])
+    lowest, highest = torch.cat([values, bounds[:1]]).amin(), torch.cat([values, bounds[1:]]).amax()
+    return torch.stack([values.sum(), lowest, highest, values.new_tensor(values.numel())])

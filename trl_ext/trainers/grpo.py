@@ -1,6 +1,6 @@
-"""GRPO: TRL's trainer and config, with our scoring forward and no pass, row or token that changes nothing.
+"""GRPO: TRL's trainer with our scoring forward, without the passes, rows and tokens that cannot change anything.
 
-Each method of TRL's that differs is here, once, or in `base.py` where DPO's differs alike.
+Each override of TRL's methods is here, or in `base.py` if DPO shares it.
 """
 
 import functools
@@ -39,8 +39,8 @@ logger = logging.getLogger("trl_ext")
 
 class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     """
-    TRL's [`~trl.GRPOTrainer`], with per-token log-probs that are exact, and without the passes, rows and tokens that
-    change nothing: same arguments, losses and metrics.
+    TRL's [`~trl.GRPOTrainer`] with exact per-token log-probs, without the passes, rows and tokens that cannot change
+    anything: same arguments, losses and metrics.
 
     Takes [`GRPOConfig`], or TRL's own config (then the added fields have their defaults).
     """
@@ -75,12 +75,12 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._ready(keywords.get("callbacks"))
         self._make_plan()  # a wrong argument is an error here, not at the first step
         if self.ranks.tensor_parallel is not None:
-            set_seed(self.args.seed + self.ranks.tensor_parallel.copy)  # TRL's seed is another one on each rank
+            set_seed(self.args.seed + self.ranks.tensor_parallel.copy)  # TRL's seed differs between ranks
         self._check_data()
 
     def _check_data(self) -> None:
         rolled_out = self.rollout_func is not None or self._replaces("generation")
-        if not rolled_out:  # else they may be as long as they like
+        if not rolled_out:  # else completions have any length
             check_completion_length(self.args, self.model)
         if self._replaces("batches") or self.environment_factories is not None:
             return
@@ -95,7 +95,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return bool(self.args.beta != 0)
 
     def _entropy_has_gradient(self) -> bool:
-        # The entropy bonus alone: the quantile of top entropies only compares them
+        # Only the entropy bonus: the quantile of top entropies just compares them
         return bool(self._entropy_bonus_enabled)
 
     @property
@@ -103,7 +103,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return bool(getattr(self.args, "activation_offloading", False))
 
     def _on_accelerator(self) -> None:
-        """The ranks of a group get the same prompts, which TRL's sizes of a generation batch do not know."""
+        """Ranks of a group get the same prompts, which TRL's generation batch sizes do not account for."""
         check_groups(self.args, self.ranks)
 
     def _make_plan(self) -> GRPOPlan:
@@ -164,9 +164,9 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _before_training(self) -> None:
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
-        # Left by an earlier training that ended before it scored them: their weights are gone
+        # An earlier training ended before it scored them, and the weights that sampled them are gone
         unscored = any("old_per_token_logps" not in inputs for inputs in self._buffer.to_come())
-        if unscored and not self._make_plan().trust_sampler:
+        if unscored and not self._make_plan().facts.trust_sampling_log_probs:
             self._buffer.drop()
 
     def resumed(self, state: Any) -> None:
@@ -175,13 +175,13 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             self._generation.resume(folder)
 
     def flush(self) -> None:
-        """GRPO keeps no reference log-probs."""
+        """GRPO stores no reference log-probs."""
 
     def release(self) -> None:
-        """Nor lets go of its reference."""
+        """GRPO keeps its reference."""
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, *positional: Any, **keywords: Any) -> Tensor:
-        """TRL's own, and what is below its threshold by a rounding error alone: tokens of one context tie."""
+        """TRL's own, and tokens below its threshold by a rounding error: tokens in the same context tie."""
         chosen: Tensor = super().get_high_entropy_mask(entropies, mask, *positional, **keywords)
         lowest = torch.where(chosen, entropies, torch.inf).amin()
         rounding = 8 * torch.finfo(entropies.dtype).eps * lowest.clamp(min=1.0)
@@ -192,7 +192,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return self._buffer.sampler
 
     def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
-        """Transformers' own; called when an accumulation window begins."""
+        """Transformers' own, which begins an accumulation window."""
         self._buffer.window_begins()
         return super().get_batch_samples(*positional, **keywords)
 
@@ -210,13 +210,10 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        with self._generation.fills_buffer(), internals.shuffled_then(self._shuffled):
+        with self._generation.fills_buffer(), internals.shuffled_then(self._generation.rearranged):
             inputs = super()._prepare_inputs(generation_batch)
         self._scoring.before_micro_batch()
         return inputs
-
-    def _shuffled(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return self._generation.rearranged(batch)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self._generation.of_batch(inputs)
@@ -224,7 +221,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """TRL's own loss, on the log-probs of the passes that the plan has."""
+        """TRL's own loss, on the log-probs of the plan's passes."""
         self._loss_reached = True
         self.ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss

@@ -1,8 +1,7 @@
-"""GRPO's generation: what is drawn and rewarded, which groups are replaced, and its place in a checkpoint."""
+"""GRPO's generation: sampling and rewards, the groups that it replaces, and its place in a checkpoint."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from ..checkpoints.generation import SavedGeneration, position_in_data, read_generation, write_generation
 from ..compat import grpo as internals
-from ..compat.replaced import replaced as set_aside
+from ..compat.replaced import replaced
 from ..distributed.tensor_parallel import TensorParallel
-from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, replaced
+from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
 from ..planning.loss_inputs import with_scored
-from ..planning.micro_batches import FedTokens, kept_together, micro_batches_per_step
+from ..planning.micro_batches import RowTokens, kept_together, micro_batches_per_step
 from ..planning.non_finite import check_first_rewards
 from ..planning.rows import loss_mask, rows_of_equal_rewards
 
@@ -29,48 +28,44 @@ class GRPOGeneration:
         self.trainer, self.ranks, self.scoring, self.buffer = trainer, ranks, scoring, buffer
         self._trl = internals.Generation(trainer)
         self._further: FurtherPrompts | None = None
-        self.buffers_batches = False  # whether a subclass keeps what is generated in a buffer of its own
+        self.buffers_batches = False  # whether a subclass keeps generation batches in its own buffer
         self._fills_buffer = False
 
     def of_batch(self, inputs: Any) -> dict[str, Any]:
-        """Completions, rewarded, with the reference's log-probs: what TRL's method is replaced by."""
-        trainer, plan = self.trainer, self.trainer.plan
+        """Completions with rewards and the reference's log-probs: it replaces TRL's method."""
+        trainer, training = self.trainer, internals.mode(self.trainer) == "train"
         batch = self._draw(inputs)
-        if internals.mode(trainer) == "train":
+        if training:
             self.scoring.sampled_at_step = trainer.state.global_step
             if trainer.state.global_step == 0:
                 watched = trainer.non_finite.action is not None
                 names = trainer.reward_func_names
                 check_first_rewards(self._trl.rewards, self._trl.gave_nan(), names, infinite_is_watched=watched)
-            alike_B = self._dead_groups(batch)
-            if plan.max_draws > 1:
-                batch = self._without_dead_groups(batch, alike_B)
-        if internals.mode(trainer) == "train" and not self._fills_buffer and not self.buffers_batches:
+            equal_B = self._equal_rewards(batch)
+            if trainer.plan.facts.max_draws > 1:
+                batch = self._without_dead_groups(batch, equal_B)
+        if training and not self._fills_buffer and not self.buffers_batches:
             self.buffers_batches = True
             trainer.plan_again()
             if trainer.accelerator.is_main_process:
                 logger.warning(f"The plan has changed:\n{trainer.explain()}")
         if trainer.plan.scores_at_generation:
             self.scoring.score_as_trl(batch)
-        elif internals.mode(trainer) == "eval":
+        elif not training:
             self.scoring.score_reference([batch])
         # The user's functions may have drawn random numbers, and TRL shuffles by them next
         self.ranks.share_random_state()
         return batch
 
-    @contextmanager
-    def fills_buffer(self) -> Iterator[None]:
-        """Within, what is generated in training goes into TRL's buffer."""
-        self._fills_buffer = True
-        try:
-            yield
-        finally:
-            self._fills_buffer = False
+    def fills_buffer(self) -> AbstractContextManager[None]:
+        """Within, generation in training fills TRL's buffer."""
+        return replaced(self, _fills_buffer=True)
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
         ranks = self.ranks
         if ranks.tensor_parallel is not None:
-            with internals.gathered_by(ranks.accelerator), self._sampling_in_step(ranks.tensor_parallel):
+            ranks.tensor_parallel.share_random_state(ranks.device)
+            with internals.gathered_by(ranks.accelerator), self._same_samples(ranks.tensor_parallel):
                 return self._trl.draw(inputs)
         if ranks.sequence is None:
             return self._trl.draw(inputs)
@@ -87,9 +82,7 @@ class GRPOGeneration:
             )
         return batch
 
-    @contextmanager
-    def _sampling_in_step(self, ranks: TensorParallel) -> Iterator[None]:
-        ranks.share_random_state(self.ranks.device)
+    def _same_samples(self, ranks: TensorParallel) -> AbstractContextManager[None]:
         model = self.trainer.model
         generate = model.generate
 
@@ -97,29 +90,30 @@ class GRPOGeneration:
             processors = LogitsProcessorList([*(logits_processor or []), _SameScores(ranks)])
             return generate(*positional, logits_processor=processors, **keywords)
 
-        with set_aside(model, generate=in_step):
-            yield
+        return replaced(model, generate=in_step)
 
-    def _dead_groups(self, batch: dict[str, Any]) -> Tensor:
+    def _equal_rewards(self, batch: dict[str, Any]) -> Tensor:
+        """This rank's rows of groups whose rewards are all identical, `(B,)`; if planned, their advantages become 0."""
         trainer, rewards = self.trainer, self._trl.rewards
-        alike = rows_of_equal_rewards(
+        equal = rows_of_equal_rewards(
             rewards,
             trainer.reward_weights.to(rewards.device),
             trainer.num_generations,
             normalized_apart=trainer.multi_objective_aggregation == "normalize_then_sum",
         )
-        alike_B = alike.view(trainer.accelerator.num_processes, -1)[trainer.accelerator.process_index]
-        if trainer.plan.zero_equal_rewards:
-            batch["advantages"] = batch["advantages"].masked_fill(alike_B, 0.0)
-        return alike_B
+        equal_B = equal.view(trainer.accelerator.num_processes, -1)[trainer.accelerator.process_index]
+        if trainer.plan.zeroes_equal_rewards:
+            batch["advantages"] = batch["advantages"].masked_fill(equal_B, 0.0)
+        return equal_B
 
-    def _without_dead_groups(self, batch: dict[str, Any], alike_B: Tensor) -> dict[str, Any]:
+    def _without_dead_groups(self, batch: dict[str, Any], equal_B: Tensor) -> dict[str, Any]:
         trainer, size = self.trainer, self.trainer.num_generations
-        dead_G, draws = dead_groups(batch["advantages"], alike_B, size), 1
-        while (left := int(self.ranks.reduce(dead_G.sum()))) and draws < trainer.plan.max_draws:
+        dead_G, draws = dead_groups(batch["advantages"], equal_B, size), 1
+        while (left := int(self.ranks.reduce(dead_G.sum()))) and draws < trainer.plan.facts.max_draws:
             draw = self._draw(self._further_inputs(len(batch["advantages"])))
-            dead_in_draw_G = dead_groups(draw["advantages"], self._dead_groups(draw), size)
-            batch, dead_G = replaced(batch, dead_G, draw, dead_in_draw_G, size, self.buffer.padding())
+            equal_in_draw_B = self._equal_rewards(draw)
+            dead_in_draw_G = dead_groups(draw["advantages"], equal_in_draw_B, size)
+            batch, dead_G = with_live_groups(batch, dead_G, draw, dead_in_draw_G, size, self.buffer.padding())
             draws += 1
         if draws > 1:
             batch["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(batch).sum()).sum()
@@ -142,13 +136,13 @@ class GRPOGeneration:
         return FurtherPrompts(rows, shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken)
 
     def rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A generation batch that TRL has shuffled, with a group's rows together within what meets one step."""
+        """A generation batch that TRL has shuffled, with a group's rows together within an optimizer step."""
         args = self.trainer.args
-        if not self.trainer.plan.keep_groups_together or internals.has_images(batch):
+        if not self.trainer.plan.keeps_groups_together or internals.has_images(batch):
             return batch
         return kept_together(
             batch,
-            FedTokens.of(batch, self.scoring.policy_tokens(batch)),
+            RowTokens.of(batch, self.scoring.policy_tokens(batch)),
             slices=args.steps_per_generation,
             micro_batches_per_step=micro_batches_per_step(
                 steps_per_generation=args.steps_per_generation,
@@ -166,7 +160,7 @@ class GRPOGeneration:
             return
         slices, lost = self.buffer.mid_cycle_slices(), None
         unscored = any("old_per_token_logps" not in x for x in self.buffer.to_come())
-        if slices is not None and unscored and not self.trainer.plan.trust_sampler:
+        if slices is not None and unscored and not self.trainer.plan.facts.trust_sampling_log_probs:
             slices = None
             lost = "training had ended, so they were not scored with the weights they were sampled with"
         saved = SavedGeneration(
@@ -205,7 +199,7 @@ class GRPOGeneration:
             epoch_begins_again=args.ignore_data_skip,
         )
         self.buffer.draw_orders_of(epochs)
-        problem = self._why_not(saved)
+        problem = self._lost_reason(saved)
         problems = self.ranks.every.reduce(torch.tensor(int(problem is not None), device=self.ranks.device), "sum")
         if saved is None or int(problems):
             self.buffer.continue_at(micro_batch, None)
@@ -222,7 +216,7 @@ class GRPOGeneration:
         self.scoring.sampled_at_step = saved.sampled_at_step
         self._further = self._further_after(saved.further_prompts)
 
-    def _why_not(self, saved: SavedGeneration | None) -> str | None:
+    def _lost_reason(self, saved: SavedGeneration | None) -> str | None:
         if self.trainer.args.ignore_data_skip:
             return "with `ignore_data_skip` the epoch begins again"
         if saved is None:
@@ -233,7 +227,7 @@ class GRPOGeneration:
 
 
 def truncated_sampling(args: Any) -> tuple[str, ...]:
-    """The arguments that cut the distribution from which completions are drawn."""
+    """The arguments that truncate the distribution of completions."""
     whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     # TRL's `generation_kwargs` override its own arguments
     given = {name: (args.generation_kwargs or {}).get(name, getattr(args, name)) or whole[name] for name in whole}
@@ -242,7 +236,7 @@ def truncated_sampling(args: Any) -> tuple[str, ...]:
 
 
 class _SameScores(LogitsProcessor):
-    """The next token's scores as the first of `ranks` has them: rounding may differ between devices."""
+    """The first rank's scores of the next token on all `ranks`, because devices may round differently."""
 
     def __init__(self, ranks: TensorParallel) -> None:
         self.ranks = ranks

@@ -1,4 +1,4 @@
-"""GRPO's log-prob passes: which rows and tokens each feeds, in how many forwards, and what is kept for later visits."""
+"""GRPO's log-prob passes: which rows and tokens each one runs, in how many forwards, and what is kept."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,25 +16,24 @@ from ..planning.loss_inputs import (
     KEPT,
     SCORED,
     LossInputs,
+    MicroBatchTotals,
     kept_log_probs,
-    over_scored_rows,
     sampler_log_probs,
-    statistics,
     with_padding,
 )
-from ..planning.parts import Parts, check_all_trained, check_gradients_alike
+from ..planning.parts import Parts, check_all_trained, check_equal_gradients
 from ..planning.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
 from ..planning.sampler_ratio import SamplerRatio, sampler_metrics
 
 
 class GRPOScoring:
-    """`of_micro_batch` is the loss of one visit of a micro-batch: score, form what TRL's loss is given, measure."""
+    """`of_micro_batch` scores a micro-batch, forms what TRL's loss reads, and measures it."""
 
     def __init__(self, trainer: Any, ranks: Any, scorer: Any, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
         self.sampled_at_step = 0
         self._skipped_tokens = 0  # of this rank, since the last loss
-        self._gradients: list[Tensor] = []  # what the losses of a micro-batch's parts have got
+        self._gradients: list[Tensor] = []  # of the losses of a micro-batch's parts
         self._last_parts_to_come = 0
         self._in_training_step = False
 
@@ -42,7 +41,7 @@ class GRPOScoring:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Only within are micro-batches fed in parts, as only there a backward of the loss follows."""
+        """Only within do micro-batches run in parts, because only there a backward of the loss follows."""
         self._in_training_step, self._last_parts_to_come = True, 0
         try:
             yield
@@ -58,7 +57,7 @@ class GRPOScoring:
         self._trl_loss = trl_loss
         inputs = self.buffer.with_kept(inputs, SCORED)
         scored = self.policy_tokens(inputs)
-        with trainer.policy_scored(internals.own_pass(trainer) if plan.own_pass else None):
+        with trainer.policy_scored(internals.own_pass(trainer) if plan.facts.has_own_pass else None):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
         if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
@@ -75,14 +74,13 @@ class GRPOScoring:
         return loss, loss_inputs
 
     def _last_part_trained(self, of_others: list[Tensor], gradient: Tensor) -> None:
-        check_gradients_alike(of_others, gradient)
+        check_equal_gradients(of_others, gradient)
         self._last_parts_to_come -= 1
 
     def _loss_of(self, model: Any, inputs: Any, loss_inputs: LossInputs, aux_loss: Any) -> Tensor:
         given, scored = loss_inputs.given_to_loss(inputs), [loss_inputs.policy_BC, loss_inputs.entropies_BC]
-        if (
-            loss_inputs.policy_BC.size(1) == 1 and not self.trainer.plan.score_tools
-        ):  # a user's own loss gets what TRL gives it
+        # A subclass's loss gets what TRL gives it
+        if loss_inputs.policy_BC.size(1) == 1 and not self.trainer.plan.facts.has_own_loss:
             given, scored = with_padding(given, *scored)
         with internals.answered_by(self.trainer, model, given, (*scored, aux_loss)):
             return self._trl_loss(given)
@@ -90,13 +88,13 @@ class GRPOScoring:
     def _measure(self, loss_inputs: LossInputs) -> None:
         trainer, mode = self.trainer, internals.mode(self.trainer)
         packed_away, *fed = self.scorer.take_counts()
-        totals = self.ranks.reduce(statistics(loss_inputs, [self._skipped_tokens + packed_away, *fed]))
+        of_rank = MicroBatchTotals.of(loss_inputs, self._skipped_tokens + packed_away, fed)
+        totals = MicroBatchTotals.unpacked(self.ranks.reduce(of_rank.packed()))
         self._skipped_tokens = 0
-        rows, tokens, *fed = (int(count) for count in totals[4:].tolist())
-        trainer.fed.add(mode, fed)
-        trainer.skipped.add(mode, passes=0, rows=rows, tokens=tokens)
-        if mode == "train" and not trainer.plan.score_tools:
-            over_scored_rows(internals.mode_metrics(trainer), totals)
+        trainer.fed.add(mode, totals.fed)
+        trainer.skipped.add(mode, passes=0, rows=int(totals.skipped_rows), tokens=int(totals.skipped_tokens))
+        if mode == "train" and not trainer.plan.facts.has_own_loss:
+            totals.correct(internals.mode_metrics(trainer))
         if loss_inputs.formed is not None:
             self._measure_sampler(loss_inputs.formed)
 
@@ -107,17 +105,23 @@ class GRPOScoring:
 
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         plan = self.trainer.plan
-        if internals.mode(self.trainer) == "eval" or internals.has_images(inputs) or plan.score_tools:
-            return every_token(inputs, of_tools=plan.score_tools)
-        return scored_tokens(inputs, leave_masked=plan.leave_masked, leave_zero_advantages=plan.leave_zero_advantages)
+        own_loss = plan.facts.has_own_loss  # it may read a tool's tokens
+        if internals.mode(self.trainer) == "eval" or internals.has_images(inputs) or own_loss:
+            return every_token(inputs, of_tools=own_loss)
+        return scored_tokens(inputs, skip_masked=plan.skips_masked, skip_zero_advantages=plan.skips_zero_advantages)
 
     # The passes
 
+    @property
+    def _budget(self) -> int | None:
+        budget: int | None = self.trainer.plan.facts.max_tokens_per_micro_batch
+        return budget
+
     def _policy_pass(self, model: Any, inputs: Any, scored: ScoredTokens, num_items: Any) -> tuple[Any, Any, Any]:
-        if self.trainer.plan.max_tokens is None or not self._in_training_step or not torch.is_grad_enabled():
+        if self._budget is None or not self._in_training_step or not torch.is_grad_enabled():
             options = {"compute_entropy": True, "compute_aux_loss": self.trainer.aux_loss_enabled}
             return self._pass(model, inputs, scored, **options)
-        parts = self._parts(inputs, scored)
+        parts = self._parts(inputs, scored, self._budget)
         passes = [
             self._run(model, inputs, part, compute_entropy=True)[:2]
             if number == len(parts)
@@ -128,7 +132,7 @@ class GRPOScoring:
         return log_probs_RC, entropies_RC, None
 
     def _trained_part(self, model: Any, inputs: Any, part: ScoredTokens, num_items: Any) -> tuple[Tensor, Tensor]:
-        """The part's pass, after its backward: TRL's loss of the micro-batch, in which nothing else was scored."""
+        """The part's pass, after its backward: TRL's loss of the micro-batch, with only the part scored."""
         found: list[Tensor] = []
 
         def loss_of_part(*_: Any, **__: Any) -> Tensor:
@@ -147,7 +151,7 @@ class GRPOScoring:
 
     @contextmanager
     def _window_goes_on(self, model: Any) -> Iterator[None]:
-        """Within, no gradients are exchanged, and no engine steps, as before the last micro-batch of a window."""
+        """Within, ranks exchange no gradients and no engine steps, as before the last micro-batch of a window."""
         accelerator = self.trainer.accelerator
         if not accelerator.sync_gradients:
             yield
@@ -161,12 +165,12 @@ class GRPOScoring:
             accelerator.gradient_state._set_sync_gradients(True)
 
     def before_micro_batch(self) -> None:
-        """Score a new generation batch with the reference, and the slices that will meet other weights with the policy,
-        while its weights are still those they were sampled with."""
+        """Score a new generation batch with the reference, and, while the weights are those that sampled them, the
+        slices that come after the next optimizer step with the policy."""
         trainer = self.trainer
         present, *others = self.buffer.to_come()
         self.score_reference([present, *others])
-        if trainer.plan.trust_sampler:
+        if trainer.plan.facts.trust_sampling_log_probs:
             return
         waiting = [x for x in others if x is not present and "old_per_token_logps" not in x]
         ends = 0 < trainer.state.max_steps <= trainer.state.global_step + 1
@@ -192,8 +196,8 @@ class GRPOScoring:
     def score_reference(self, batches: list[dict[str, Any]]) -> None:
         """Add the reference's log-probs to the batches that lack them.
 
-        From the rows and in the layout of the policy's own pass: equal weights then give equal bits, so the KL term has
-        a gradient of exactly 0. Of one rounding error AdamW would make steps of the full learning rate.
+        They come from the rows and the layout of the policy's own pass. Equal weights then give equal bits, and the KL
+        term a gradient of exactly 0; AdamW would turn a rounding error into steps of the full learning rate.
         """
         if self.trainer.plan["reference"].action != "run":
             return
@@ -208,12 +212,13 @@ class GRPOScoring:
         """Add to a generation batch the log-probs that stock TRL adds, of every row."""
         trainer, plan = self.trainer, self.trainer.plan
         every = every_token(batch, of_tools=True)
-        if plan.trl_scores_old_policy and not plan.trust_sampler:
+        if plan.trl_scores_old_policy and not plan.facts.trust_sampling_log_probs:
             with unrecorded_pass(trainer):
                 old_BC = every.spread(self._log_probs_at_generation(trainer.model, batch, every))
             batch["old_per_token_logps"] = old_BC
-            if plan.sampler_ratio is not None:
-                formed = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_mask(batch), plan.sampler_ratio)
+            rule = plan.facts.sampler_ratio
+            if rule is not None:
+                formed = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_mask(batch), rule)
                 batch["importance_sampling_ratio"] = formed.ratio
                 self._measure_sampler(formed)
         if plan["reference"].action == "run" and "ref_per_token_logps" not in batch:
@@ -222,7 +227,7 @@ class GRPOScoring:
             batch["ref_per_token_logps"] = every.spread(log_probs_RC)
 
     def _log_probs_at_generation(self, model: Any, batch: dict[str, Any], every: ScoredTokens) -> Tensor:
-        if self.trainer.plan.max_tokens is not None:
+        if self._budget is not None:
             return self._unrecorded_log_probs(model, batch, every)
         args, in_training = self.trainer.args, internals.mode(self.trainer) == "train"
         size = args.per_device_train_batch_size if in_training else args.per_device_eval_batch_size
@@ -230,7 +235,7 @@ class GRPOScoring:
         return log_probs
 
     def score_all_as_trl(self) -> None:
-        """The same for the slices to come: what was scored for our loss alone lacks rows."""
+        """The same for the slices to come, which lack the rows that our loss skips."""
         for inputs in {id(x): x for x in self.buffer.to_come()}.values():
             for name in KEPT:
                 inputs.pop(name, None)
@@ -241,9 +246,9 @@ class GRPOScoring:
 
     def _unrecorded_log_probs(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
         """Log-probs `(R, C)` of the old policy or the reference, from as many forwards as the policy's pass."""
-        if self.trainer.plan.max_tokens is None or internals.mode(self.trainer) == "eval":
+        if self._budget is None or internals.mode(self.trainer) == "eval":
             return self._pass(model, inputs, scored)[0]
-        parts = self._parts(inputs, scored)
+        parts = self._parts(inputs, scored, self._budget)
         return parts.joined([self._run(model, inputs, part)[0] for part in parts])
 
     def _pass(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
@@ -251,14 +256,13 @@ class GRPOScoring:
         return self._run(model, batch, scored, **options)
 
     def _run(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
-        if not self.trainer.plan.own_pass:
+        if not self.trainer.plan.facts.has_own_pass:
             outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
             model = scored.labelled(model, outputs)
         return internals.completion_log_probs(self.trainer, model, scored.fed(batch), **options)
 
-    def _parts(self, inputs: dict[str, Any], scored: ScoredTokens) -> Parts:
+    def _parts(self, inputs: dict[str, Any], scored: ScoredTokens, budget: int) -> Parts:
         packing, accelerator = self.trainer._packing_plan(), self.trainer.accelerator
-        budget = self.trainer.plan.max_tokens
         parts = Parts.of(inputs, scored, budget, packed=packing.padding_free, shared=packing.share_in_training)
         counts = accelerator.gather(torch.tensor([len(parts)], device=accelerator.device))
         parts = parts.at_least(int(counts.max()))
