@@ -182,22 +182,37 @@ def _hands_on(method: Any) -> bool:
 
 def _written(found: Names) -> str:
     """The source of names.py: of a name that was there before, what it took is kept."""
-    lines = [
-        '"""The internals of TRL and transformers that trl_ext uses, and the parameters that each function takes.',
-        "",
-        "Written by `python tests/support/compat_names.py`. Without parameters the name is enough.",
-        '"""',
-        "",
-        "NAMES: dict[str, dict[str, tuple[str, ...]]] = {",
-    ]
+    plain, functions = ["_NAMES = {"], ["_FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {"]
     for owner, names in found.items():
-        lines.append(f"    {owner!r}: {{")
-        for name, parameters in names.items():
-            before = NAMES.get(owner, {}).get(name, ())
-            accepted = dict.fromkeys((*before, parameters)) if parameters else ()
-            lines.append(f"        {name!r}: ({''.join(f'{_wrapped(x)},' for x in accepted)}),")
-        lines.append("    },")
-    return "\n".join([*lines, "}", ""])
+        of_owner = " ".join(name for name, parameters in names.items() if not parameters)
+        if of_owner:
+            plain.append(f"{owner!r}: {_wrapped(of_owner)},")
+        accepted = {
+            name: dict.fromkeys((*NAMES.get(owner, {}).get(name, ()), parameters))
+            for name, parameters in names.items()
+            if parameters
+        }
+        if accepted:
+            each = [
+                f"{name!r}: ({' '.join(f'{_wrapped(x)},' for x in of_name)})," for name, of_name in accepted.items()
+            ]
+            functions.append(f"{owner!r}: {{{' '.join(each)}}},")
+    return "\n".join(
+        [
+            '"""The internals of TRL and transformers that trl_ext uses, and the parameters that each function takes.',
+            "",
+            "Written by `python tests/support/compat_names.py`.",
+            '"""',
+            "",
+            "# Of a class also the attributes of `self`, and the quoted words in its source",
+            *(*plain, "}", "# Functions, with the parameters of every supported release", *functions, "}"),
+            "NAMES: dict[str, dict[str, tuple[str, ...]]] = {",
+            "owner: dict.fromkeys(_NAMES.get(owner, '').split(), ()) | _FUNCTIONS.get(owner, {})",
+            "for owner in sorted({*_NAMES, *_FUNCTIONS})",
+            "}",
+            "",
+        ]
+    )
 
 
 def _wrapped(parameters: str) -> str:

@@ -1,21 +1,51 @@
 """The internals of TRL and transformers that trl_ext uses, and the parameters that each function takes.
 
-Written by `python tests/support/compat_names.py`. Without parameters the name is enough.
+Written by `python tests/support/compat_names.py`.
 """
 
-NAMES: dict[str, dict[str, tuple[str, ...]]] = {
-    "transformers.modeling_layers": {
-        "GradientCheckpointingLayer": (),
-    },
-    "transformers.modeling_utils": {
-        "ALL_ATTENTION_FUNCTIONS": (),
-    },
+# Of a class also the attributes of `self`, and the quoted words in its source
+_NAMES = {
+    "transformers.modeling_layers": "GradientCheckpointingLayer",
+    "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
+    "transformers.trainer": "OPTIMIZER_NAME SCHEDULER_NAME",
+    "transformers.trainer_callback:ProgressCallback": "training_bar",
+    "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
+    "transformers.training_args": "OptimizerNames",
+    "trl.scripts.utils:TrlParser": "add_argument add_argument_group parse_args_and_config prog",
+    "trl.trainer.dpo_config:DPOConfig": "padding_free",
+    "trl.trainer.dpo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
+    "trl.trainer.dpo_trainer:DPOTrainer": (
+        '"completion_mask" "input_ids" "ref_chosen_logps" "ref_rejected_logps" __init__ '
+        "_init_training_state _is_vision_dataset _metrics _precompute_engine _signature_columns "
+        "_tokenizer _total_train_tokens accelerator add_callback args aux_loss_enabled beta "
+        "callback_handler create_model_card data_collator eval_dataset evaluation_loop "
+        "f_alpha_divergence_coef f_divergence_type gather_function is_deepspeed_enabled is_fsdp_enabled "
+        "is_world_process_zero label_smoothing loss_types loss_weights lr_scheduler model model_wrapped "
+        "optimizer padding_free precompute_ref_logps push_to_hub ref_model save_model state train "
+        "train_dataset training_step"
+    ),
+    "trl.trainer.grpo_trainer": "BaseTunerLayer gather gather_object get_peft_model is_peft_model",
+    "trl.trainer.grpo_trainer:GRPOTrainer": (
+        '"completion_ids" "completion_mask" "pixel_values" "prompt_ids" "prompt_mask" "tool_mask" '
+        "__init__ _buffered_inputs _entropy_bonus_enabled _get_train_sampler _init_training_state "
+        "_is_vlm _last_loaded_step _metrics _step _tokenize_prompts _tokenizer _total_train_tokens "
+        "accelerator add_callback args aux_loss_enabled beta callback_handler create_model_card "
+        "data_collator environment_factories eval_dataset gather_function get_batch_samples "
+        "get_high_entropy_mask get_train_dataloader importance_sampling_level is_deepspeed_enabled "
+        "is_fsdp_enabled is_world_process_zero loss_type lr_scheduler model model_wrapped "
+        "multi_objective_aggregation num_generations num_iterations optimizer processing_class "
+        "push_to_hub ref_model reward_func_names reward_funcs reward_weights rollout_func save_model "
+        "scale_rewards shuffle_dataset state top_entropy_quantile train train_dataset training_step "
+        "use_vllm vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode"
+    ),
+}
+# Functions, with the parameters of every supported release
+_FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.models.mixtral.modeling_mixtral": {
         "load_balancing_loss_func": ("(gate_logits, num_experts=..., top_k=..., attention_mask=...)",),
     },
     "transformers.trainer": {
-        "OPTIMIZER_NAME": (),
-        "SCHEDULER_NAME": (),
         "rotate_checkpoints": (
             ("(output_dir, save_total_limit=..., best_model_checkpoint=..., use_mtime=..., checkpoint_prefix=...)"),
         ),
@@ -26,7 +56,6 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     "transformers.trainer_callback:ProgressCallback": {
         "on_log": ("(self, args, state, control, logs=..., **kwargs)",),
         "on_train_begin": ("(self, args, state, control, **kwargs)",),
-        "training_bar": (),
     },
     "transformers.trainer_callback:TrainerCallback": {
         "on_epoch_end": ("(self, args, state, control, **kwargs)",),
@@ -40,11 +69,7 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "on_train_end": ("(self, args, state, control, **kwargs)",),
     },
     "transformers.trainer_utils": {
-        "PREFIX_CHECKPOINT_DIR": (),
         "has_length": ("(dataset)",),
-    },
-    "transformers.training_args": {
-        "OptimizerNames": (),
     },
     "trl.cli.accelerate_config": {
         "resolve_accelerate_config_argument": ("(launch_args)",),
@@ -56,9 +81,8 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "disable_gradient_checkpointing": ("(model, gradient_checkpointing_kwargs=...)",),
     },
     "trl.scripts.utils:TrlParser": {
+        "__init__": ("(self, dataclass_types=..., **kwargs)",),
         "error": ("(self, message)",),
-        "parse_args_and_config": (),
-        "prog": (),
         "set_defaults_with_config": ("(self, **kwargs)",),
     },
     "trl.trainer.callbacks:SyncRefModelCallback": {
@@ -67,31 +91,18 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "trl.trainer.dpo_config:DPOConfig": {
         "__post_init__": ("(self)",),
-        "padding_free": (),
     },
     "trl.trainer.dpo_trainer": {
-        "BaseTunerLayer": (),
         "add_fused_lm_head": ("(model, temperature=..., cast_lm_head_to_fp32=..., outputs=...)",),
         "create_model_from_path": ("(model_id, architecture=..., **kwargs)",),
-        "get_peft_model": (),
         "hash_module": ("(module)",),
-        "is_peft_model": (),
     },
     "trl.trainer.dpo_trainer:DPOTrainer": {
-        '"completion_mask"': (),
-        '"input_ids"': (),
-        '"ref_chosen_logps"': (),
-        '"ref_rejected_logps"': (),
-        "__init__": (),
         "_compute_loss": ("(self, model, inputs, return_outputs)",),
         "_get_output_dir": ("(self, trial)",),
-        "_init_training_state": (),
-        "_is_vision_dataset": (),
         "_load_best_model": ("(self)",),
         "_load_from_checkpoint": ("(self, resume_from_checkpoint, model=...)",),
         "_load_optimizer_and_scheduler": ("(self, checkpoint)",),
-        "_metrics": (),
-        "_precompute_engine": (),
         "_precompute_ref_logps": ("(self, dataset, name, batch_size)",),
         "_prepare_context_parallel_inputs": ("(self, model, inputs)",),
         "_prepare_dataset": ("(self, dataset, processing_class, args, dataset_name)",),
@@ -101,74 +112,25 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "_save_checkpoint": ("(self, model, trial)",),
         "_save_optimizer_and_scheduler": ("(self, output_dir)",),
         "_set_signature_columns_if_needed": ("(self)",),
-        "_signature_columns": (),
-        "_tokenizer": (),
-        "_total_train_tokens": (),
-        "accelerator": (),
-        "add_callback": (),
-        "args": (),
-        "aux_loss_enabled": (),
-        "beta": (),
-        "callback_handler": (),
         "compute_loss": ("(self, model, inputs, return_outputs=..., num_items_in_batch=...)",),
         "compute_ref_log_probs": ("(self, model, inputs)",),
         "create_accelerator_and_postprocess": ("(self)",),
-        "create_model_card": (),
-        "data_collator": (),
-        "eval_dataset": (),
-        "evaluation_loop": (),
-        "f_alpha_divergence_coef": (),
-        "f_divergence_type": (),
         "floating_point_ops": ("(self, inputs)",),
-        "gather_function": (),
         "get_sp_size": ("(self)",),
         "get_total_train_batch_size": ("(self, args)",),
-        "is_deepspeed_enabled": (),
-        "is_fsdp_enabled": (),
-        "is_world_process_zero": (),
-        "label_smoothing": (),
         "log": ("(self, logs, start_time=...)",),
-        "loss_types": (),
-        "loss_weights": (),
-        "lr_scheduler": (),
-        "model": (),
-        "model_wrapped": (),
-        "optimizer": (),
-        "padding_free": (),
-        "precompute_ref_logps": (),
-        "push_to_hub": (),
-        "ref_model": (),
-        "save_model": (),
-        "state": (),
-        "train": (),
-        "train_dataset": (),
-        "training_step": (),
     },
     "trl.trainer.grpo_config:GRPOConfig": {
         "__post_init__": ("(self)",),
     },
     "trl.trainer.grpo_trainer": {
-        "BaseTunerLayer": (),
         "add_fused_lm_head": ("(model, temperature=..., cast_lm_head_to_fp32=..., outputs=...)",),
-        "gather": (),
-        "gather_object": (),
-        "get_peft_model": (),
-        "is_peft_model": (),
         "shuffle_sequence_dict": ("(seq_dict)",),
         "use_adapter": ("(model, adapter_name)",),
     },
     "trl.trainer.grpo_trainer:GRPOTrainer": {
-        '"completion_ids"': (),
-        '"completion_mask"': (),
-        '"pixel_values"': (),
-        '"prompt_ids"': (),
-        '"prompt_mask"': (),
-        '"tool_mask"': (),
-        "__init__": (),
-        "_buffered_inputs": (),
         "_calculate_rewards": ("(self, inputs, prompts, completions, completion_ids_list)",),
         "_compute_loss": ("(self, model, inputs)",),
-        "_entropy_bonus_enabled": (),
         "_generate": ("(self, prompts)",),
         "_generate_and_score_completions": ("(self, inputs)",),
         "_generate_single_turn": (
@@ -183,76 +145,21 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
                 "token_type_ids=..., mm_token_type_ids=..., image_position_ids=...)"
             ),
         ),
-        "_get_train_sampler": (),
-        "_init_training_state": (),
-        "_is_vlm": (),
-        "_last_loaded_step": (),
         "_load_best_model": ("(self)",),
         "_load_from_checkpoint": ("(self, resume_from_checkpoint, model=...)",),
         "_load_optimizer_and_scheduler": ("(self, checkpoint)",),
-        "_metrics": (),
         "_prepare_context_parallel_inputs": ("(self, model, inputs)",),
         "_prepare_inputs": ("(self, generation_batch)",),
         "_push_from_checkpoint": ("(self, checkpoint_folder)",),
         "_remove_unused_columns": ("(self, dataset, description=...)",),
         "_save_checkpoint": ("(self, model, trial)",),
         "_save_optimizer_and_scheduler": ("(self, output_dir)",),
-        "_step": (),
-        "_tokenize_prompts": (),
-        "_tokenizer": (),
-        "_total_train_tokens": (),
-        "accelerator": (),
-        "add_callback": (),
-        "args": (),
-        "aux_loss_enabled": (),
-        "beta": (),
-        "callback_handler": (),
         "compute_loss": ("(self, model, inputs, return_outputs=..., num_items_in_batch=...)",),
         "create_accelerator_and_postprocess": ("(self)",),
-        "create_model_card": (),
-        "data_collator": (),
-        "environment_factories": (),
-        "eval_dataset": (),
         "floating_point_ops": ("(self, inputs)",),
-        "gather_function": (),
-        "get_batch_samples": (),
-        "get_high_entropy_mask": (),
         "get_sp_size": ("(self)",),
         "get_total_train_batch_size": ("(self, args)",),
-        "get_train_dataloader": (),
-        "importance_sampling_level": (),
-        "is_deepspeed_enabled": (),
-        "is_fsdp_enabled": (),
-        "is_world_process_zero": (),
         "log": ("(self, logs, start_time=...)",),
-        "loss_type": (),
-        "lr_scheduler": (),
-        "model": (),
-        "model_wrapped": (),
-        "multi_objective_aggregation": (),
-        "num_generations": (),
-        "num_iterations": (),
-        "optimizer": (),
-        "processing_class": (),
-        "push_to_hub": (),
-        "ref_model": (),
-        "reward_func_names": (),
-        "reward_funcs": (),
-        "reward_weights": (),
-        "rollout_func": (),
-        "save_model": (),
-        "scale_rewards": (),
-        "shuffle_dataset": (),
-        "state": (),
-        "top_entropy_quantile": (),
-        "train": (),
-        "train_dataset": (),
-        "training_step": (),
-        "use_vllm": (),
-        "vllm_importance_sampling_clip_max": (),
-        "vllm_importance_sampling_clip_min": (),
-        "vllm_importance_sampling_correction": (),
-        "vllm_importance_sampling_mode": (),
     },
     "trl.trainer.utils": {
         "FusedCausalLMOutput": (
@@ -265,4 +172,8 @@ NAMES: dict[str, dict[str, tuple[str, ...]]] = {
         "is_async_callable": ("(func)",),
         "maybe_gather_lm_head_ctx": ("(*params)",),
     },
+}
+NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    owner: dict.fromkeys(_NAMES.get(owner, "").split(), ()) | _FUNCTIONS.get(owner, {})
+    for owner in sorted({*_NAMES, *_FUNCTIONS})
 }
