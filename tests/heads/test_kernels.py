@@ -118,7 +118,8 @@ def compare(problem):
             assert (want.dtype, want.shape) == (got.dtype, got.shape)
             # exp of a logit is as exact as the logit's last place; a half's last place may round the other way
             rounding = torch.finfo(want.dtype).eps if want.dtype in HALVES[:2] else 0
-            logits = max(1.0, (5 * problem.spread + 2 * problem.climb) / problem.transform.temperature)
+            biases = 4 if problem.bias is not None else 0
+            logits = max(1.0, (5 * problem.spread + 2 * problem.climb + biases) / problem.transform.temperature)
             largest = float(want.double().nan_to_num(posinf=0, neginf=0).abs().max())
             if problem.transform.softcap is not None:
                 largest = max(largest, 1.0)  # torch reads 1 - tanh^2 off the logits, to fp32 rounding beside 1
@@ -146,11 +147,18 @@ CANCELS = {
     "upstream": set(DIFFERENTIABLE),
     "asks": ("nontarget_grad", "grad_logits"),
 }
+# Biases make the logits, and so the rounding of their exponentials
+LARGE_BIASES = CANCELS | {
+    **{"seed": 1605251, "tokens": 4, "widths": [30, 17, 30], "bias": torch.float16, "operand": torch.bfloat16},
+    **{"transform": LogitTransform(temperature=0.3, softcap=50.0), "outputs": ("log_sum_sq_probs",)},
+    "upstream": {"mean_log_probs"},
+}
 
 
 @FEW
 @given(problems())
 @example(CANCELS)
+@example(LARGE_BIASES)
 def test_every_kernel_equals_torch_tile_for_tile(problem):
     compare(problem)
 
