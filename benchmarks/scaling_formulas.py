@@ -13,9 +13,8 @@ from typing import Literal
 
 import torch
 
-from trl_ext.heads.parallel import _GATHERED_TOKENS
-from trl_ext.heads.rows import _SLICE
-from trl_ext.heads.tiles import columns_per_tile, rows_per_tile
+from trl_ext.heads.parallel import _GATHERED_TOKENS, _SLICE
+from trl_ext.heads.tiled import columns_per_tile, rows_per_tile
 
 Way = Literal["here", "local", "in turn", "whole", "tensor parallel"]
 Engine = Literal["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2", "TP", "TP x FSDP2"]

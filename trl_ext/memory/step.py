@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..heads.linear_log_probs import run_head
-from ..heads.tiles import columns_per_tile, rows_per_tile
+from ..heads.tiled import columns_per_tile, rows_per_tile
 from ..packing.layout import Layout, index_select_fp32_grad
 from ..packing.packing import Packing
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head

@@ -22,7 +22,7 @@ from ..packing.layout import Layout, index_select_fp32_grad
 from ..packing.packing import Packing
 from ..packing.support import has_dropout
 from .checks import check_adapter, check_head
-from .head import LinearHead, OpaqueHead, device_of, logit_transform, resolve_head, score_by_module
+from .head import LinearHead, OpaqueHead, logit_transform, resolve_head, score_by_module
 from .weight_layout import WeightLayout, weight_layout_of
 
 
@@ -96,10 +96,11 @@ class ScoringForward:
             backbone_outputs = _backbone(model)(*args, **kwargs)
         else:
             backbone_outputs = self.packing.run(model, layout, kwargs)
-        head = resolve_head(model.get_output_embeddings())
+        lm_head = model.get_output_embeddings()
+        head = resolve_head(lm_head)
         hidden = backbone_outputs.last_hidden_state
         # With `device_map` the backbone can end on another device than the head's
-        shift_labels = shift_labels.to(device_of(head))
+        shift_labels = shift_labels.to(next(lm_head.parameters()).device)
         mask_BS = shift_labels != -100
         targets_N, outputs = shift_labels[mask_BS], self.options.outputs if head_outputs is None else head_outputs
         self.fed[0 if torch.is_grad_enabled() else 1] += hidden.shape[:2].numel() if layout is None else layout.tokens

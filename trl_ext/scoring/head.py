@@ -131,13 +131,6 @@ def _refuse_sharded(reason: str) -> NoReturn:
     )
 
 
-def device_of(head: LinearHead | OpaqueHead) -> torch.device:
-    """Where the head computes."""
-    weight = next(head.module.parameters()) if isinstance(head, OpaqueHead) else parameter_of(head.linear, "weight")
-    device: torch.device = weight.device
-    return device
-
-
 def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
     """Take PEFT's layers off one by one, and note what each adds."""
     factors: list[Factors] = []

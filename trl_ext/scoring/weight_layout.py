@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from ..compat.choices import maybe_gather_lm_head_ctx
 from ..distributed.gradients import scale_grad
 from ..distributed.shards import ShardedWeight, is_zero3, sharded_weight, whole_tensor
-from ..heads.parallel import ReplicatedTokens, ShardedTokens, VocabularyShard, tokens_of_ranks
-from ..heads.rows import Block, BroadcastShards, LocalShards
+from ..heads.parallel import Block, BroadcastShards, Exchange, LocalShards, VocabularyShard, tokens_of_ranks
 from .head import HeadAdapter, LinearHead
 
 WHOLE_HERE = "the whole weight is on this rank"
@@ -56,22 +55,17 @@ def weight_layout_of(
         return rows._replace(reason=f"{rows.reason}, beside {head.description}", adapter=head.adapter)
     sharded = None if whole else sharded_weight(head.linear)
     if sharded is not None and sharded.engine == "tensor parallel":
-        exchange = ReplicatedTokens(sharded.group)
-        return _local(sharded, exchange, "each rank scores with its rows of the weight (tensor parallel)")
+        return _local(sharded, None, "each rank scores with its rows of the weight (tensor parallel)")
     if sharded is not None and sharded.blocks[0][1].device == hidden_NH.device:
         counts = counts or tokens_of_ranks(len(hidden_NH), sharded.group, hidden_NH.device)
-        options: dict[str, Any] = {
-            "outputs": outputs,
-            "gradient": torch.is_grad_enabled(),
-            "entropy_grad": entropy_grad,
-        }
-        tokens, weight = bytes_moved(sharded, counts, hidden_NH, **options)
+        options: dict[str, Any] = {"gradient": torch.is_grad_enabled(), "entropy_grad": entropy_grad}
+        tokens, weight = bytes_moved(sharded, counts, hidden_NH, outputs=outputs, **options)
         if tokens <= weight:
             reason = (
                 f"each rank scores the tokens of all with its rows of the weight ({sharded.engine}): its tokens cost "
                 f"{_mib(tokens)} a pass to move, the weight {_mib(weight)}"
             )
-            return _local(sharded, ShardedTokens(sharded.group, counts), reason)
+            return _local(sharded, counts, reason)
         if not sharded.trained and sharded.blocks[0][2] is None:
             reason = (
                 f"the ranks send their rows of the weight in slices ({sharded.engine}): the weight costs "
@@ -113,17 +107,17 @@ def bytes_moved(
     return (ranks - 1) * max(counts) * of_token, weight * passes * (ranks - 1) // ranks
 
 
-def _local(sharded: ShardedWeight, exchange: ReplicatedTokens | ShardedTokens, reason: str) -> WeightLayout:
+def _local(sharded: ShardedWeight, counts: tuple[int, ...] | None, reason: str) -> WeightLayout:
     first, weight, bias = sharded.blocks[0]
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
-    if isinstance(exchange, ShardedTokens):
+    if counts is not None:
         # The engine takes the mean of gradients over its ranks; this gradient is that of the sum of their losses
         mean = 1 / sharded.group.size()
         weight, bias = scale_grad(weight, mean), None if bias is None else scale_grad(bias, mean)
     blocks = tuple(Block(*block) for block in sharded.blocks)
     # A trained weight is one block, and goes through autograd
     rows_for = None if len(blocks) == 1 else lambda targets: LocalShards(blocks, targets, sharded.vocabulary)
-    shard = VocabularyShard(sharded.vocabulary, first, exchange, rows_for)
+    shard = VocabularyShard(sharded.vocabulary, first, Exchange(sharded.group, counts), rows_for)
     return WeightLayout(weight, bias, trained, shard, sharded, nullcontext, reason)
 
 
