@@ -54,22 +54,15 @@ class BroadcastShards:
     """As `LocalShards`, with rows spread over a group: each rank broadcasts its own to the others in turn.
 
     The next slice travels while the tiles of this one are folded: two slices take memory beside a rank's own rows.
-
-    Args:
-        here (`tuple[Block, ...]`): this rank's rows; without a bias.
-        ranges (`list[list[tuple[int, int]]]`): (first class, rows) of each block of each rank of the group.
-        group (`ProcessGroup`): the ranks, which all read the rows equally often.
-        like (`Tensor`): a tensor on the weight's device, of its dtype and with H columns.
-        targets (`Tensor` of shape `(N,)`): this rank's own.
     """
 
     def __init__(
         self,
-        here: tuple[Block, ...],
-        ranges: list[list[tuple[int, int]]],
-        group: dist.ProcessGroup,
-        like: Tensor,
-        targets: Tensor,
+        here: tuple[Block, ...],  # this rank's rows; without a bias
+        ranges: list[list[tuple[int, int]]],  # (first class, rows) of each block of each rank of the group
+        group: dist.ProcessGroup,  # the ranks, which all read the rows equally often
+        like: Tensor,  # on the weight's device, of its dtype and with H columns
+        targets: Tensor,  # (N,), this rank's own
     ) -> None:
         self._here, self._ranges, self._group, self._like, self._targets = here, ranges, group, like, targets
         self.vocabulary = sum(count for blocks in ranges for _, count in blocks)
