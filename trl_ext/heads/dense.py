@@ -106,12 +106,13 @@ class _LogProbsFromLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        product, targets, *numbers = ctx.saved_tensors
+        product, targets, maximum, sum_exp, target_logit, entropy = ctx.saved_tensors
         if all(x is None for x in gradients):
             return None, None, None, None, None
         every = slice(0, len(product))
         with exact_arithmetic(product.device):
-            coefficients = Coefficients(*numbers, LinearLogProbs(*gradients), ctx.transform, product.shape[1])
+            numbers = maximum, sum_exp, target_logit, entropy, LinearLogProbs(*gradients)
+            coefficients = Coefficients(*numbers, ctx.transform, product.shape[1])
             logits = ctx.transform.apply_(product.clone())
             nontarget_grad = coefficients.nontarget_grad_(every, targets, logits, torch.empty_like(logits))
             gradient = coefficients.add_target_grad_(every, targets, nontarget_grad).mul_(coefficients.size[:, None])

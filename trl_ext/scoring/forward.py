@@ -103,7 +103,8 @@ class ScoringForward:
         shift_labels = shift_labels.to(next(lm_head.parameters()).device)
         mask_BS = shift_labels != -100
         targets_N, outputs = shift_labels[mask_BS], self.options.outputs if head_outputs is None else head_outputs
-        self.fed[0 if torch.is_grad_enabled() else 1] += hidden.shape[:2].numel() if layout is None else layout.tokens
+        tokens = hidden.shape[:2].numel() if layout is None else layout.tokens
+        self.fed[0 if torch.is_grad_enabled() else 1] += tokens
         self.fed[2] += len(targets_N)
         if layout is None:
             hidden_NH = hidden[:, width].to(mask_BS.device)[mask_BS]
@@ -112,7 +113,7 @@ class ScoringForward:
             at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)].to(hidden.device)
             scored = self._score_row(hidden.squeeze(0), at_N, shard, head, targets_N, outputs)
             if layout.shared and scored.entropy is not None:
-                scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N.to(mask_BS.device), layout.tokens))
+                scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N.to(mask_BS.device), tokens))
         if factor != 1.0:
             scored = LinearLogProbs(*(None if x is None else scale_grad(x, factor) for x in scored))
         # A batch without labels gives a zero that stays in the graph, so that it can be backpropagated
