@@ -141,7 +141,7 @@ def head_held(case: HeadCase, way: Way) -> int:
 
 
 def chosen_way(case: HeadCase, *, can_stream: bool = True) -> Way:
-    """What the rule of `scoring/weight_layout.py` chooses where a weight is spread over ranks with tokens of their own."""
+    """What `scoring/weight_layout.py` chooses where a weight is spread over ranks with different tokens."""
     if head_received(case, "local") <= head_received(case, "in turn" if not case.trained else "whole"):
         return "local"
     return "in turn" if can_stream and not case.trained else "whole"
