@@ -229,8 +229,8 @@ def score_by_module(
     *,
     transform: LogitTransform,
     outputs: tuple[str, ...],
-    vocabulary: int,
-    head: str,
+    vocabulary: int,  # V, for the size of a tile
+    head: str,  # "dense" takes all tokens at once, and log-probs by their definition
     entropy_requires_grad: bool,
     chunk_size: int | None,
 ) -> LinearLogProbs:
@@ -238,10 +238,6 @@ def score_by_module(
 
     The backward computes each tile's product again, with the same random numbers. At least one tile is called, so that
     every parameter has a gradient even without tokens.
-
-    Args:
-        vocabulary (`int`): V, for the size of a tile.
-        head (`str`): `"dense"` takes all tokens at once, and log-probs by their definition.
     """
     if head == "dense":
         product = lm_head(hidden_NH)
