@@ -94,8 +94,7 @@ class _LogProbsFromLogits(torch.autograd.Function):
             logits = transform.apply_(product.clone())
             scratch = torch.empty_like(logits)
             statistics = RunningStatistics(targets, product.shape[1], outputs, product.dtype)
-            statistics.take_target_(every, 0, logits, scratch)
-            statistics.fold_(every, logits, scratch)
+            statistics.fold_(every, 0, logits, scratch)
             results = statistics.results(outputs)
         numbers = statistics.shift, statistics.sum_exp, statistics.target_logit
         ctx.save_for_backward(product, targets, *numbers, results.entropy if entropy_grad else None)

@@ -60,7 +60,7 @@ class RunningStatistics:
         self.sum_logits = full(0.0) if {"mean_logits", "mean_log_probs"} & {*outputs} else None
         self.max_before_target = full(-torch.inf) if "is_top1" in outputs else None
 
-    def take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
+    def _take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
         """Replace the target's logit by `ABSENT` in the tile (n, v) of the columns from `start` on; uses `scratch`."""
         local = (self.targets[rows] - start)[:, None]
         inside = (local >= 0) & (local < logits.shape[1])
@@ -75,11 +75,12 @@ class RunningStatistics:
         self.target_logit[rows] = torch.where(inside, target, self.target_logit[rows, None])[:, 0]
         logits.scatter_(1, column, torch.where(inside, ABSENT, target))
 
-    def fold_(self, rows: slice, logits: Tensor, exponentials: Tensor) -> Tensor:
-        """Fold in a tile without its targets; returns the factor that rescales earlier sums, of shape (n, 1).
+    def fold_(self, rows: slice, start: int, logits: Tensor, exponentials: Tensor) -> Tensor:
+        """Fold in a tile, the columns from `start` on; returns the factor that rescales earlier sums, of shape (n, 1).
 
         Leaves exp(z - shift), 0 for the target, in `exponentials`, and overwrites `logits`.
         """
+        self._take_target_(rows, start, logits, exponentials)
         largest, old = logits.amax(-1), self.shift[rows]
         shift = torch.where(largest > old + FAR, largest, old)
         rescale = torch.exp(old - shift)

@@ -59,10 +59,9 @@ class TorchWork:
                 where the shift moves.
         """
         logits, scratch = self._logits(tile)
-        # Before `take_target_`, which leaves no logit in the target's column
+        # Before `fold_`, which overwrites the logits
         softcap_derivative = self.transform.softcap_derivative(logits) if coefficients is not None else None
-        statistics.take_target_(tile.tokens, tile.classes.start, logits, scratch)
-        rescale = statistics.fold_(tile.tokens, logits, scratch)
+        rescale = statistics.fold_(tile.tokens, tile.classes.start, logits, scratch)
         # On other devices the test would wait for the device
         if sums_nH is not None and (sums_nH.device.type != "cpu" or bool((rescale != 1).any())):
             sums_nH.mul_(rescale)
