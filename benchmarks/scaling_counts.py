@@ -112,7 +112,6 @@ class HeadOfRank:
                 LinearHead(self.head),
                 self.hidden,
                 whole=self.way == "whole",
-                gradient=self.case.gradient,
                 entropy_grad=self.case.entropy_grad,
                 outputs=self.outputs,
             )

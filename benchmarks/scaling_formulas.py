@@ -13,9 +13,8 @@ from typing import Literal
 
 import torch
 
-from trl_ext.heads.parallel import _GATHERED_TOKENS
-from trl_ext.heads.rows import _SLICE
-from trl_ext.heads.tiles import columns_per_tile, rows_per_tile
+from trl_ext.heads.parallel import _GATHERED_TOKENS, _SLICE
+from trl_ext.heads.tiled import columns_per_tile, rows_per_tile
 
 Way = Literal["here", "local", "in turn", "whole", "tensor parallel"]
 Engine = Literal["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2", "TP", "TP x FSDP2"]
@@ -142,7 +141,7 @@ def head_held(case: HeadCase, way: Way) -> int:
 
 
 def chosen_way(case: HeadCase, *, can_stream: bool = True) -> Way:
-    """What the rule of `scoring/head_rows.py` chooses where a weight is spread over ranks with tokens of their own."""
+    """What `scoring/weight_layout.py` chooses where a weight is spread over ranks with different tokens."""
     if head_received(case, "local") <= head_received(case, "in turn" if not case.trained else "whole"):
         return "local"
     return "in turn" if can_stream and not case.trained else "whole"

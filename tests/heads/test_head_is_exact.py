@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fp32_precision import WAYS, fewer_digits, fp32_switches
 from head_definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, relative
 from trl_ext import linear_log_probs
-from trl_ext.heads import tiled, tiles
+from trl_ext.heads import tiled
 from trl_ext.heads.adapters import Factors, low_rank_term
 from trl_ext.heads.kernels.work import work_of
 from trl_ext.heads.linear_log_probs import run_head
@@ -31,7 +31,7 @@ def kernels(request, monkeypatch):
     of a tile takes milliseconds, so there are fewer.
     """
     name = getattr(request, "param", "torch")
-    monkeypatch.setitem(tiles._ELEMENTS, "cpu", 2**14 if name == "torch" else 2**18)
+    monkeypatch.setitem(tiled._ELEMENTS, "cpu", 2**14 if name == "torch" else 2**18)
     monkeypatch.setattr(tiled, "work_of", lambda kernels, *about: work_of(kernels or name, *about))
     return name
 
@@ -202,8 +202,8 @@ def problems(draw):
 @SMALL
 @given(problem=problems())
 def test_every_shape_option_and_tile_gives_the_definition_and_its_gradients(monkeypatch, problem):
-    monkeypatch.setattr(tiles, "_FEWEST_COLUMNS", problem["columns"])
-    monkeypatch.setitem(tiles._ELEMENTS, "cpu", 1)
+    monkeypatch.setattr(tiled, "_FEWEST_COLUMNS", problem["columns"])
+    monkeypatch.setitem(tiled._ELEMENTS, "cpu", 1)
     dtype, shape = problem["dtype"], problem["shape"]
     generator = torch.Generator().manual_seed(problem["seed"])
 
@@ -264,8 +264,8 @@ def test_every_shape_option_and_tile_gives_the_definition_and_its_gradients(monk
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("mean", [False, True])
 def test_gradcheck_in_float64(trained, entropy, mean, options, monkeypatch):
-    monkeypatch.setattr(tiles, "_FEWEST_COLUMNS", 4)
-    monkeypatch.setitem(tiles._ELEMENTS, "cpu", 1)
+    monkeypatch.setattr(tiled, "_FEWEST_COLUMNS", 4)
+    monkeypatch.setitem(tiled._ELEMENTS, "cpu", 1)
     torch.manual_seed(0)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 3, dtype=torch.float64, requires_grad=trained)

@@ -5,7 +5,7 @@ import torch
 from allocations import peak_bytes
 
 from trl_ext import linear_log_probs
-from trl_ext.heads import tiles
+from trl_ext.heads import tiled
 
 TOKENS, VOCABULARY, WIDTH = 4096, 32768, 1024
 
@@ -43,8 +43,8 @@ def test_peak_memory_is_that_of_inputs_outputs_gradients_and_one_tile(dtype, hea
     # The gradient of the hidden states is held in fp32 until it is whole, then once in its own dtype
     gradients = 0 if head == "no_grad" else TOKENS * WIDTH * 4 + hidden.nbytes
     gradients += weight.nbytes if head == "trained" else 0
-    rows = tiles.rows_per_tile(TOKENS, hidden.device, None)
-    tile = rows * tiles.columns_per_tile(rows, VOCABULARY, hidden.device) * 4
+    rows = tiled.rows_per_tile(TOKENS, hidden.device, None)
+    tile = rows * tiled.columns_per_tile(rows, VOCABULARY, hidden.device) * 4
     allowed = 1.2 * (inputs + returned + tile + gradients)
     print(f"{dtype} {head}: {inputs + extra} bytes, {(inputs + extra) / allowed * 1.2:.3f} of inputs, outputs, ...")
     assert inputs + extra <= allowed

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from head_definition import ALL, FROZEN, defined, floats_apart, log_p_where_certain, relative
-from trl_ext.heads import tiles
+from trl_ext.heads import tiled
 from trl_ext.heads.adapters import Factors, ReplacedRows, low_rank_term
 from trl_ext.heads.dense import log_probs_from_logits
 from trl_ext.heads.linear_log_probs import run_head
@@ -49,8 +49,8 @@ def problems(draw):
 @SMALL
 @given(problem=problems())
 def test_every_adapter_gives_the_definition_and_its_gradients(monkeypatch, problem):
-    monkeypatch.setattr(tiles, "_FEWEST_COLUMNS", problem["columns"])
-    monkeypatch.setitem(tiles._ELEMENTS, "cpu", 1)
+    monkeypatch.setattr(tiled, "_FEWEST_COLUMNS", problem["columns"])
+    monkeypatch.setitem(tiled._ELEMENTS, "cpu", 1)
     generator = torch.Generator().manual_seed(problem["seed"])
     N, H, V, dtype = problem["tokens"], problem["width"], problem["vocabulary"], problem["dtype"]
 

@@ -15,10 +15,9 @@ from trl_ext import DPOConfig, DPOTrainer, linear_log_probs
 from trl_ext.heads import products
 from trl_ext.heads.gradients import Coefficients
 from trl_ext.heads.kernels import work as kernels_work
-from trl_ext.heads.kernels.work import TorchWork, check_kernels, triton_unavailable_reason, work_of
+from trl_ext.heads.kernels.work import Tile, TorchWork, check_kernels, triton_unavailable_reason, work_of
 from trl_ext.heads.logits import OUTPUTS, LinearLogProbs, LogitTransform
 from trl_ext.heads.statistics import RunningStatistics
-from trl_ext.heads.tiles import Tile
 
 # The interpreter computes with NumPy, which warns of what a device does silently
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -90,7 +89,7 @@ class Problem:
             written = work.fold(statistics, tile, self.operand, None if first else sums)
             numbers = {name: x.clone() for name, x in vars(statistics).items() if isinstance(x, torch.Tensor)}
             seen.append({**numbers, "coefficients": written.clone(), "sums": sums.clone()})
-        statistics.move_to_(statistics.maxima())
+        statistics.combine_()
         asked = {name: x if name in self.upstream else None for name, x in self.given.items()}
         entropy = self.given["log_probs"].abs()
         numbers = (column(statistics.max), statistics.sum_exp.clamp(min=1), statistics.target_logit, entropy)

@@ -21,8 +21,7 @@ from head_definition import ALL, FROZEN, defined, floats_apart
 from model_families import batch
 from run_losses import Trainers, train
 from training_comparison import tensors_differ
-from trl_ext.heads import tiled as trained
-from trl_ext.heads import tiles
+from trl_ext.heads import tiled
 from trl_ext.heads.adapters import ReplacedRows
 from trl_ext.heads.logits import LogitTransform
 from trl_ext.scoring import head as module_head
@@ -36,8 +35,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def _several_tiles(monkeypatch):
-    monkeypatch.setitem(tiles._ELEMENTS, "cpu", 1)
-    monkeypatch.setattr(tiles, "_FEWEST_COLUMNS", 40)
+    monkeypatch.setitem(tiled._ELEMENTS, "cpu", 1)
+    monkeypatch.setattr(tiled, "_FEWEST_COLUMNS", 40)
     monkeypatch.setitem(module_head._ELEMENTS, "cpu", 5 * 97)
 
 
@@ -366,8 +365,8 @@ def test_an_adapter_that_is_taken_for_another_stops_training(workshop, monkeypat
 
 
 def test_the_check_of_the_first_batch_sees_a_wrong_gradient_of_an_adapter(workshop, monkeypatch):
-    right = trained.Coefficients.add_target_grad_
-    monkeypatch.setattr(trained.Coefficients, "add_target_grad_", lambda self, *args: right(self, *args).mul_(1.5))
+    right = tiled.Coefficients.add_target_grad_
+    monkeypatch.setattr(tiled.Coefficients, "add_target_grad_", lambda self, *args: right(self, *args).mul_(1.5))
     model = build(CASES["LoRA"], workshop)
     attach_scoring_forward(model.get_base_model(), ScoringOptions())
     inputs, labels = full_batch()

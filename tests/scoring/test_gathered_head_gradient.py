@@ -40,7 +40,7 @@ def gradients(copies):
         head.zero_grad()
         hidden_NH = hidden[own].clone().requires_grad_()
         rows = weight_layout_of(
-            *(LinearHead(head), hidden_NH), outputs=("log_probs",), whole=gathered, gradient=True, entropy_grad=False
+            *(LinearHead(head), hidden_NH), outputs=("log_probs",), whole=gathered, entropy_grad=False
         )
         scored = run_head(
             *("tiled", hidden_NH, rows.weight, targets[own]),

@@ -101,9 +101,7 @@ def test_a_right_head_passes_however_confident_the_policy_is(dtype, certainty, t
         for parameter, values, grad in zip((head.weight, head.bias), (weight, bias), trained, strict=True):
             parameter.data = values
             parameter.requires_grad_(grad)
-        rows = weight_layout_of(
-            LinearHead(head), hidden, outputs=outputs, whole=False, gradient=True, entropy_grad=entropy
-        )
+        rows = weight_layout_of(LinearHead(head), hidden, outputs=outputs, whole=False, entropy_grad=entropy)
         assert check_head(hidden, rows, targets, transform, outputs, entropy)
 
 

@@ -167,14 +167,14 @@ def times_1_5(right: Any, self: Any, *args: Any) -> Any:
     return right(self, *args) * 1.5
 
 
-def not_combined(right: Any, self: Any, sums: Any) -> None:
+def not_combined(right: Any, self: Any, group: Any) -> None:
     pass
 
 
 # Where, what, and for which cases
 BREAKS = {
     "values": (tiled.RunningStatistics, "results", wrong_values, "log_probs", ("frozen", "trained", "in turn")),
-    "sums of all ranks": (tiled.RunningStatistics, "take_sums_", not_combined, "log_probs", ("frozen", "trained")),
+    "sums of all ranks": (tiled.RunningStatistics, "sum_over_", not_combined, "log_probs", ("frozen", "trained")),
     "rescaling": (tiled.RunningStatistics, "fold_", times_1_5, "hidden states", ("frozen", "in turn")),
     "recomputation": (tiled.Coefficients, "nontarget_grad_", times_1_5, "hidden states", ("trained",)),
     "weight gradient": (tiled.Coefficients, "add_target_grad_", times_1_5, "gradient of the weight", ("trained",)),

@@ -14,12 +14,11 @@ from torch import Tensor
 from head_definition import ALL, FROZEN
 from trl_ext import linear_log_probs
 from trl_ext.heads import parallel as exchange
-from trl_ext.heads import rows, tiles
+from trl_ext.heads import tiled
 from trl_ext.heads.adapters import Operands as HeadOperands
 from trl_ext.heads.linear_log_probs import operand_dtype
 from trl_ext.heads.logits import LogitTransform
-from trl_ext.heads.parallel import ReplicatedTokens, ShardedTokens, VocabularyShard
-from trl_ext.heads.rows import Block, BroadcastShards, LocalShards
+from trl_ext.heads.parallel import Block, BroadcastShards, Exchange, LocalShards, VocabularyShard
 from trl_ext.heads.tiled import Head, tiled_log_probs
 
 
@@ -175,10 +174,10 @@ class Scored(NamedTuple):
 def scored_on(group: dist.ProcessGroup, problem: Problem, way: str) -> Scored:
     """As a rank of the group: `"public"` function, rows in several `"blocks"`, or rows that come `"in turn"`."""
     with pytest.MonkeyPatch.context() as sizes:  # undone: the ranks stay for other cases, each after its own last one
-        sizes.setitem(tiles._ELEMENTS, "cpu", 1)
-        sizes.setattr(tiles, "_FEWEST_COLUMNS", problem.columns)
+        sizes.setitem(tiled._ELEMENTS, "cpu", 1)
+        sizes.setattr(tiled, "_FEWEST_COLUMNS", problem.columns)
         sizes.setitem(exchange._GATHERED_TOKENS, "cpu", problem.gathered_tokens)
-        sizes.setitem(rows._SLICE, "cpu", problem.slice_bytes)
+        sizes.setitem(exchange._SLICE, "cpu", problem.slice_bytes)
         return _scored(group, problem, way)
 
 
@@ -234,7 +233,7 @@ def _shard(group: dist.ProcessGroup, problem: Problem, way: str, own: Block) -> 
         return VocabularyShard(
             problem.vocabulary, rows_for=lambda x: BroadcastShards(tuple(blocks), ranges, group, own.weight.detach(), x)
         )
-    tokens = ShardedTokens(group, problem.tokens) if problem.own else ReplicatedTokens(group)
+    tokens = Exchange(group, problem.tokens if problem.own else None)
     vocabulary = problem.vocabulary
     return VocabularyShard(vocabulary, own.first, tokens, lambda x: LocalShards(tuple(blocks), x, vocabulary))
 

@@ -39,13 +39,9 @@ class Parsed(NamedTuple):
 
 
 class OneLineParser(TrlParser):
-    """TRL's parser with errors of one line, and a group in `--help` for the fields that trl_ext adds to a config.
+    """TRL's parser with errors of one line, and a group in `--help` for the fields that trl_ext adds to a config."""
 
-    Attributes:
-        set_environment (`bool`): whether `env` in the file of `--config` has changed the environment.
-    """
-
-    set_environment = False
+    set_environment = False  # whether `env` in the file of `--config` has changed the environment
 
     def __init__(self, dataclass_types: Any = None, **keywords: Any) -> None:
         added = [x for x in (AddedDPOFields, AddedGRPOFields) for of in dataclass_types or () if issubclass(of, x)]
@@ -92,11 +88,7 @@ def method_of(arguments: list[str], command: str) -> tuple[str, list[str]]:
 
 
 def parse(parser: Any, arguments: list[str], *, may_launch: bool) -> tuple[Any, ...]:
-    """The parser's dataclasses, then the arguments for `accelerate launch` of the file of `--config` and of the line.
-
-    Raises:
-        `CommandError`: an argument that neither knows, or a file that cannot be read.
-    """
+    """The parser's dataclasses, then `accelerate launch`'s arguments in the file of `--config` and on the line."""
     arguments = [part for x in arguments for part in (x.split("=", 1) if x.startswith("--config=") else [x])]
     without_config = arguments
     if "--config" in arguments:

@@ -1,6 +1,5 @@
 """The command `estimate`: the memory of a training step with these arguments, and the longest sequence that fits."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -14,7 +13,7 @@ from ..config import with_help
 from ..memory.step import Engine, Step, StepMemory, memory_of_step
 from . import CommandError
 from .arguments import OneLineParser, Parsed, dataclasses_of, method_of, parse
-from .training import model_init_arguments, require_model
+from .training import is_adapter, model_init_arguments, require_model
 
 # Lengths at which memory is taken for a straight line before the rest is halved
 _STRAIGHT = 8
@@ -23,22 +22,15 @@ _STRAIGHT = 8
 def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, most: int, step: int = 64) -> int:
     """The largest multiple of `step`, up to `most`, of which `bytes_of` is at most `limit`; 0 if none is.
 
-    Each call takes seconds, and memory is nearly a straight line in the length, so the search follows the line through
-    the two lengths nearest to `limit`, and bisects where that does not converge.
-
-    Args:
-        bytes_of (`Callable`): grows with its argument, a length.
-        first (`int`): where to begin.
+    Each call takes seconds, and memory is nearly a straight line in the length, so the search follows from `first` on
+    the line through the two lengths nearest to `limit`, and bisects where that does not converge.
     """
     fits, exceeds = 0, most // step + 1
     known: dict[int, int] = {}
     count = max(1, min(first, most) // step)
     while exceeds - fits > 1:
         known[count] = bytes_of(count * step)
-        if known[count] <= limit:
-            fits = count
-        else:
-            exceeds = count
+        fits, exceeds = (count, exceeds) if known[count] <= limit else (fits, count)
         if len(known) < 2:
             count = fits * 2 if fits else exceeds // 2
         elif len(known) > _STRAIGHT:
@@ -98,8 +90,7 @@ def run(arguments: list[str]) -> int:
         )
     _refuse_what_is_not_covered(training, model_args)
     _check_devices(method, asked)
-    parsed = Parsed(script, training, model_args, mixture, [], [])
-    step = step_of(method, parsed, asked)
+    step = step_of(method, Parsed(script, training, model_args, mixture, [], []), asked)
     memory = memory_of_step(step)
     print(_table(step, memory))
     limit = None if asked.device_memory is None else int(asked.device_memory * _GIB)
@@ -112,11 +103,7 @@ def run(arguments: list[str]) -> int:
 
 
 def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
-    """The training step with these arguments, on one device, with the longest rows.
-
-    Raises:
-        `CommandError`: the length of a row is unknown, or no model was named.
-    """
+    """The training step with these arguments, on one device, with the longest rows."""
     training, dpo = parsed.training, method == "dpo"
     if dpo and training.max_length is None:
         raise CommandError("`--max_length` is None, so rows may be of any length: give `--max_length`.")
@@ -126,7 +113,7 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
         raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
     tokens = longest - 1  # nothing is scored after a row's last token
     half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
-    adapted = parsed.model.use_peft or _is_adapter(parsed.model.model_name_or_path)
+    adapted = parsed.model.use_peft or is_adapter(parsed.model.model_name_or_path)
     return Step(
         model=_policy(method, parsed),
         rows=training.per_device_train_batch_size * (2 if dpo else 1),
@@ -145,16 +132,12 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     )
 
 
-def _is_adapter(name: str) -> bool:
-    return os.path.isfile(os.path.join(name, "adapter_config.json"))
-
-
 def _policy(method: str, parsed: Parsed) -> Callable[[], Any]:
     """A function that makes the policy as the trainer does, from its config alone."""
     _, training, model_args, *_ = parsed
     require_model(model_args)
     name, adapter = model_args.model_name_or_path, get_peft_config(model_args)
-    if _is_adapter(name):
+    if is_adapter(name):
         adapter = PeftConfig.from_pretrained(name)
         adapter.inference_mode = False
         name = adapter.base_model_name_or_path
@@ -244,12 +227,11 @@ def _longest(step: Step, limit: int) -> str:
 
 
 def _table(step: Step, memory: StepMemory) -> str:
-    reference = "a model of its own" if step.reference_model else "none beside the policy"
     gathered = ", with weights that are gathered then" if step.engine == "fsdp2" else ""
     where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {_ENGINES[step.engine]}"
     lines = [
         ("weights", memory.weights, "adapters too"),
-        ("reference", memory.reference, reference),
+        ("reference", memory.reference, "a model of its own" if step.reference_model else "none beside the policy"),
         ("optimizer", memory.optimizer, f"{step.states} numbers for each trained one"),
         ("gradients", memory.gradients, "when the backward has ended"),
         ("buckets", memory.buckets, "of DDP, in which gradients are summed"),

@@ -25,11 +25,7 @@ _NAMES = ("accuracy_reward", "get_soft_overlong_punishment", "reasoning_accuracy
 
 
 def rewards_of(script_args: Any) -> list[Any]:
-    """The reward model, if any, and the functions of `--reward_funcs`, in TRL's order.
-
-    Raises:
-        `CommandError`: no reward is given, or a name or path does not exist.
-    """
+    """The reward model, if any, and the functions of `--reward_funcs`, in TRL's order."""
     model = script_args.reward_model_name_or_path
     rewards: list[Any] = [] if model is None else [model]
     rewards += [_function(path) for path in script_args.reward_funcs or []]
@@ -73,14 +69,7 @@ def _function(path: str) -> Any:
 
 
 def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
-    """The trainer, ready to train.
-
-    Args:
-        most_rows (`int`, *optional*): rows to take of each data set, to show the plan alone.
-
-    Raises:
-        `CommandError`: an argument that a trainer needs is missing.
-    """
+    """The trainer, ready to train; with the first `most_rows` of each data set, to show the plan alone."""
     script, training, model_args, mixture, *_ = parsed
     rewards = {"reward_funcs": rewards_of(script)} if method == "grpo" else {}
     require_model(model_args)
@@ -120,11 +109,16 @@ def model_init_arguments(training: Any, model_args: Any) -> dict[str, Any]:
     }
 
 
+def is_adapter(name: str) -> bool:
+    """Whether `name` is the folder of a PEFT adapter."""
+    return os.path.isfile(os.path.join(name, "adapter_config.json"))
+
+
 def _model(training: Any, model_args: Any) -> tuple[Any, Any]:
     """The model or its name, and the quantization with which the trainer loads it."""
     name, arguments = model_args.model_name_or_path, model_init_arguments(training, model_args)
     quantization_config = get_quantization_config(model_args)
-    if not os.path.isfile(os.path.join(name, "adapter_config.json")):
+    if not is_adapter(name):
         training.model_init_kwargs = {"revision": model_args.model_revision, **arguments}
         return name, quantization_config
     # The trainer loads no adapter from a folder; PEFT loads adapters for inference by default
@@ -166,8 +160,7 @@ def needs_launch(launch_arguments: list[str]) -> bool:
 def launch(launch_arguments: list[str], arguments: list[str]) -> int:
     """Run the command line with `arguments` in the processes that accelerate starts; the status of the first to fail.
 
-    Raises:
-        `subprocess.CalledProcessError`: a single process has failed.
+    If a single process fails, it raises `subprocess.CalledProcessError`.
     """
     options = [*resolve_accelerate_config_argument(launch_arguments), "-m", "trl_ext.cli", *arguments]
     try:

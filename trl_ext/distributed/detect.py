@@ -25,19 +25,12 @@ class RequestedEngine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """What the environment and the arguments request.
+    """What the environment and the arguments request."""
 
-    Args:
-        processes (`int`, *optional*): how many; `None` if only "several" is known.
-        processes_by (`str`, *optional*): the setting that requests several.
-        cpu (`bool`): whether the CPU is requested.
-        engines (`tuple[RequestedEngine, ...]`): the launcher's, then the arguments'.
-    """
-
-    processes: int | None
-    processes_by: str | None
+    processes: int | None  # `None` if only "several" is known
+    processes_by: str | None  # the setting that requests several
     cpu: bool
-    engines: tuple[RequestedEngine, ...]
+    engines: tuple[RequestedEngine, ...]  # the launcher's, then the arguments'
 
     @property
     def sources(self) -> list[str]:
@@ -50,13 +43,10 @@ def requested_engine(environment: Mapping[str, str], args: Any) -> EngineRequest
 
     Pass the `environment` from before the trainer creates its `Accelerator`, which writes the arguments into it.
     """
-    processes, processes_by = _requested_processes(environment)
-    return EngineRequest(
-        processes=processes,
-        processes_by=processes_by,
-        cpu=_is_true(environment, "ACCELERATE_USE_CPU") or args.use_cpu,
-        engines=(*_engines_of_launcher(environment), *_engines_of_arguments(args)),
-    )
+    processes, by = _requested_processes(environment)
+    cpu = _is_true(environment, "ACCELERATE_USE_CPU") or args.use_cpu
+    engines = (*_engines_of_launcher(environment), *_engines_of_arguments(args))
+    return EngineRequest(processes=processes, processes_by=by, cpu=cpu, engines=engines)
 
 
 def _is_true(environment: Mapping[str, str], name: str) -> bool:
@@ -88,10 +78,8 @@ def _engines_of_launcher(environment: Mapping[str, str]) -> Iterator[RequestedEn
         else:
             yield RequestedEngine(f"DeepSpeed ZeRO-{stage}", f"`ACCELERATE_DEEPSPEED_ZERO_STAGE={stage}`")
     if _is_true(environment, "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        names = {
-            "PARALLELISM_CONFIG_TP_SIZE": _TENSOR_PARALLEL,
-            "PARALLELISM_CONFIG_DP_SHARD_SIZE": _SHARDED_PARAMETERS,
-        }
+        prefix = "PARALLELISM_CONFIG_"
+        names = {f"{prefix}TP_SIZE": _TENSOR_PARALLEL, f"{prefix}DP_SHARD_SIZE": _SHARDED_PARAMETERS}
         yield from _engines_of_sizes(environment, "", names)
 
 
@@ -119,43 +107,24 @@ def _engines_of_sizes(sizes: Mapping[str, Any], owner: str, names: dict[str, str
 
 
 _WHOLE_MODEL = "each holds the whole model, and gradients are averaged"
-_SHARDED_AT_STAGE = (
-    None,
-    "optimizer states",
-    "optimizer states and gradients",
-    "optimizer states, gradients and parameters",
-)
+_SHARDED = ("", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetectedEngine:
-    """What runs, as far as it is known.
+    """What runs, as far as it is known."""
 
-    Args:
-        distributed_type (`str`): accelerate's, such as `"NO"`, `"MULTI_GPU"`, `"FSDP"`.
-        processes (`int`): that train together, by accelerate's state.
-        in_group (`int`): size of torch's default process group; 1 without one.
-        backend (`str`, *optional*): of the process group.
-        device (`str`): its type.
-        fsdp_version (`int`, *optional*): of accelerate's FSDP.
-        zero_stage (`int`, *optional*): of DeepSpeed.
-        autotp_size (`int`): processes over which DeepSpeed's AutoTP splits layers; 0 or 1 for none.
-        sizes (`dict[str, int]`): the sizes over 1 of accelerate's `ParallelismConfig`, by axis.
-        model_axes (`dict[str, int]`): the sizes of the named mesh dimensions of the model's parameters.
-        wrapping (`str`, *optional*): what averages the gradients, by the model's wrapper; `None` before it is wrapped.
-    """
-
-    distributed_type: str
-    processes: int
-    in_group: int
-    backend: str | None
-    device: str
+    distributed_type: str  # accelerate's, such as "NO", "MULTI_GPU", "FSDP"
+    processes: int  # that train together, by accelerate's state
+    in_group: int  # size of torch's default process group; 1 without one
+    backend: str | None  # of the process group
+    device: str  # its type
     fsdp_version: int | None = None
-    zero_stage: int | None = None
-    autotp_size: int = 0
-    sizes: dict[str, int] = field(default_factory=dict)
-    model_axes: dict[str, int] = field(default_factory=dict)
-    wrapping: str | None = None
+    zero_stage: int | None = None  # of DeepSpeed
+    autotp_size: int = 0  # processes over which DeepSpeed's AutoTP splits layers; 0 or 1 for none
+    sizes: dict[str, int] = field(default_factory=dict)  # over 1 of accelerate's `ParallelismConfig`, by axis
+    model_axes: dict[str, int] = field(default_factory=dict)  # sizes of the named mesh dimensions of its parameters
+    wrapping: str | None = None  # what averages the gradients, by the model's wrapper; `None` before it is wrapped
 
     @property
     def tensor_parallel(self) -> int:
@@ -206,8 +175,8 @@ class DetectedEngine:
         yield from (f"each sequence cut over {self.sizes[axis]}" for axis in ("cp", "sp") if axis in self.sizes)
         others = self.processes // self.tensor_parallel
         if self.zero_stage is not None:
-            sharded = _SHARDED_AT_STAGE[self.zero_stage]
-            yield _WHOLE_MODEL if sharded is None else f"{sharded} sharded over {others}"
+            sharded = _SHARDED[self.zero_stage]
+            yield f"{sharded} sharded over {others}" if sharded else _WHOLE_MODEL
         elif self.sharded_at_loading:
             yield f"parameters sharded over {self.model_axes.get('fsdp', 1)} as they were loaded"
         elif self.fsdp_version is not None:
@@ -262,8 +231,6 @@ _FIND_GPU = (
     "accelerate found no GPU and was not told to use the CPU. Make the GPUs visible (`CUDA_VISIBLE_DEVICES`); or set "
     f"`ACCELERATE_USE_CPU=true`, which trains with DDP on the CPU (`{_CONFIGS}/ddp.yaml`)."
 )
-# What averages the gradients under an engine, if not the engine itself
-_WRAPPING = {"FSDP2": "DTensor", None: "DTensor"}
 
 
 def engine_mismatch(requested: EngineRequest, running: DetectedEngine) -> str | None:
@@ -304,8 +271,7 @@ def _missing_engine(requested: EngineRequest, running: DetectedEngine) -> str | 
     """An error if a requested engine does not run."""
     for engine, by in requested.engines:
         if not running.provides(engine):
-            name = engine[0].upper() + engine[1:]
-            remedy = _remedy(engine, by, requested, running)
+            name, remedy = engine[0].upper() + engine[1:], _remedy(engine, by, requested, running)
             return f"{name} was asked for (by {by}), but what runs is {running}. {remedy}"
     return None
 
@@ -327,10 +293,8 @@ def _remedy(engine: str, by: str, requested: EngineRequest, running: DetectedEng
     if other is not None:
         return f"That is what {other} asks for. Ask for one engine, in one place."
     if requested.cpu:
-        name, on_cpu = "FSDP", ""
-        if not engine.startswith("FSDP"):
-            name = "DeepSpeed"
-            on_cpu = ", where `DS_ACCELERATOR=cpu` and `ddp_backend='gloo'` have it run on the CPU"
+        on_cpu = ", where `DS_ACCELERATOR=cpu` and `ddp_backend='gloo'` have it run on the CPU"
+        name, on_cpu = ("FSDP", "") if engine.startswith("FSDP") else ("DeepSpeed", on_cpu)
         return (
             f"accelerate leaves {name} out where it is told to use the CPU (`ACCELERATE_USE_CPU`, `use_cpu`): do not "
             f"tell it{on_cpu}; or launch with `{_CONFIGS}/ddp.yaml` for DDP on the CPU."
@@ -347,7 +311,7 @@ def _wrong_engine(running: DetectedEngine) -> str | None:
             "The model was sharded as it was loaded (`distributed_config`), and the config of `accelerate launch`, or "
             f"the argument `fsdp`, asks to shard it again. Leave out one: launch with `{_CONFIGS}/tp_fsdp2.yaml`."
         )
-    wrapping = _WRAPPING.get(running.data_engine, running.data_engine)
+    wrapping = "DTensor" if running.data_engine in ("FSDP2", None) else running.data_engine
     if running.name != "one process" and running.wrapping not in (None, wrapping):
         return (
             f"The engine is {running}; but the model that trains is wrapped in {running.wrapping}, so gradients are "

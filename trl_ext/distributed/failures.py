@@ -78,11 +78,7 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
 
 class RankMonitor:
-    """A thread that answers for this rank, and that collects all answers if this rank is the first to fail.
-
-    Args:
-        store (`Store`): for these answers alone.
-    """
+    """A thread that answers for this rank in `store`, and collects all answers if this rank is the first to fail."""
 
     def __init__(self, store: Store) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()

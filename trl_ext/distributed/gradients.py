@@ -47,18 +47,14 @@ def sum_gradients_once(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _remove_transformers_sum(module: nn.Module) -> bool:
     """Remove transformers' sum of gradients from `module`; whether there was one."""
-    hooks = [key for key, hook in module._backward_hooks.items() if _is_transformers_sum(hook)]
-    for key in hooks:
-        del module._backward_hooks[key]
-    own: dict[str, Any] = vars(module)
-    forward = _is_transformers_sum(own.get("forward"))
-    if forward:
-        del own["forward"]
-    return forward or bool(hooks)
-
-
-def _is_transformers_sum(function: Any) -> bool:
-    return getattr(function, "__qualname__", "").startswith("ReplicatedWithGradAllReduce.")
+    found = False
+    hooks: dict[Any, Any] = module._backward_hooks
+    for own, keys in ((hooks, [*hooks]), (vars(module), ["forward"])):
+        for key in keys:
+            if getattr(own.get(key), "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
+                del own[key]
+                found = True
+    return found
 
 
 def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -68,11 +64,7 @@ def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_checkpointing(wrapped: nn.Module) -> None:
-    """Check that DDP can train the model that it has `wrapped`.
-
-    Raises:
-        `ValueError`: checkpointing is reentrant, and DDP looks for unused parameters.
-    """
+    """Raise `ValueError` if checkpointing in `wrapped` is reentrant, and DDP looks for unused parameters."""
     ddp = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's wrapper is the outermost
     if not isinstance(ddp, DistributedDataParallel) or not ddp.find_unused_parameters or ddp.static_graph:
         return

@@ -63,9 +63,6 @@ def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
     """Give PEFT's LoRA layers on a split model the whole width, which transformers' row-wise style reads from them.
 
     PEFT gives a split factor the width of its part.
-
-    Raises:
-        `ValueError`: an adapter is on a layer that PEFT has not split with the model.
     """
     if not isinstance(model, PeftModel):
         return
@@ -89,9 +86,6 @@ def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, 
     """`make(model, config, ...)`; under tensor parallelism the adapter starts with the values of a single process.
 
     PEFT alone would draw each rank's part of a factor on its own. Afterwards every rank has one random state.
-
-    Raises:
-        `ValueError`: see [`check_adapter`].
     """
     ranks = TensorParallel.of(model)
     if ranks is None:

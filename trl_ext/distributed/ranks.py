@@ -15,16 +15,11 @@ from .tensor_parallel import DataParallelAccelerator, TensorParallel
 
 
 class Ranks:
-    """Collectives for the parts of a trainer, and this rank's group, whose ranks must do the same.
+    """Collectives for the parts of a trainer, and this rank's group, whose ranks must do the same."""
 
-    Attributes:
-        accelerator: accelerate's, or the proxy that counts each group as one process.
-        tensor_parallel (`TensorParallel`, *optional*), sequence (`SequenceGroup`, *optional*): this rank's group.
-    """
-
-    accelerator: Any = None
-    tensor_parallel: TensorParallel | None = None
-    sequence: SequenceGroup | None = None
+    accelerator: Any = None  # accelerate's, or the proxy that counts each group as one process
+    tensor_parallel: TensorParallel | None = None  # this rank's group
+    sequence: SequenceGroup | None = None  # this rank's group
 
     def join(self, accelerator: Any, model: Any) -> Any:
         """Find this rank's group; returns the accelerator to train with."""

@@ -22,27 +22,19 @@ from .tensor_parallel import DataParallelAccelerator, TensorParallel, signature
 
 
 class SequenceGroup:
-    """Consecutive ranks that get the same batch and each compute a share of its tokens.
-
-    Attributes:
-        size (`int`): ranks in it.
-        rank (`int`): of this process in it.
-        kind (`str`): `"cp"` or `"sp"`, as in accelerate's `ParallelismConfig`.
-        made (`dist.ProcessGroup`, *optional*): the process group of `"sp"`, once DeepSpeed has created it.
-        gradient_factor (`float`): multiplies the sum of the ranks' gradients, because the engine divides it by more
-            than the number of batches.
-    """
+    """Consecutive ranks that get the same batch and each compute a share of its tokens."""
 
     def __init__(self, accelerator: Any) -> None:
         config = accelerator.parallelism_config
-        self.kind = "cp" if config.cp_enabled else "sp"
+        self.kind = "cp" if config.cp_enabled else "sp"  # as in accelerate's `ParallelismConfig`
         self.size: int = config.cp_size if config.cp_enabled else config.sp_size
         self.rank: int = accelerator.process_index % self.size
+        # The factor multiplies the sum of the ranks' gradients, since the engine divides it by more than the batches.
         # FSDP takes the mean over all ranks, and so does ZeRO-3 (deepspeed 0.19.8, stage3.py:1931). ZeRO-1 and 2 take
         # the sum over a group and the mean over the groups (stage_1_and_2.py:1508 and :1688)
         sums = not config.cp_enabled and _zero_stage(accelerator) in (1, 2)
         self.gradient_factor = 1.0 if sums else float(self.size)
-        self.made: dist.ProcessGroup | None = None
+        self.made: dist.ProcessGroup | None = None  # of "sp", once DeepSpeed has created it
         self.device: torch.device = accelerator.device
         self._accelerator = accelerator
 
@@ -80,19 +72,12 @@ class SequenceGroup:
 
 
 class Shard(NamedTuple):
-    """One rank's tokens of a row. Every rank has equally many; padding fills up the last.
+    """One rank's tokens of a row. Every rank has equally many; padding fills up the last."""
 
-    Args:
-        tokens (`int`): T, of the whole row.
-        width (`int`): c, of this rank's shard.
-        rank, size (`int`): of this rank in the group, and of the group.
-        processes (`dist.ProcessGroup`): the group.
-    """
-
-    tokens: int
-    width: int
+    tokens: int  # T, of the whole row
+    width: int  # c, of this rank's shard
     rank: int
-    size: int
+    size: int  # of the group
     processes: dist.ProcessGroup
 
     @property
@@ -234,11 +219,7 @@ def _zero_stage(accelerator: Any) -> int | None:
 
 
 def unsplit_reason(accelerator: Any, group: SequenceGroup, config: Any) -> str | None:
-    """Why the group cannot split the tokens of a batch; `None` if it can.
-
-    Args:
-        config (`PreTrainedConfig`): of the text model.
-    """
+    """Why the group cannot split the tokens of a batch of the model with the text `config`; `None` if it can."""
     stage = _zero_stage(accelerator)
     if group.kind == "sp" and stage is None:
         return (

@@ -17,26 +17,18 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 @dataclass(frozen=True)
 class ShardedWeight:
-    """A weight `(V, H)` whose rows are spread over a group of ranks.
-
-    Args:
-        engine (`str`): the one that spread them.
-        group (`ProcessGroup`): the ranks, in the order of their rows.
-        ranges (`list[list[tuple[int, int]]]`): for each rank, (first row, rows) of each of its blocks.
-        blocks (`tuple`): (first row, weight `(v, H)`, bias `(v,)` or `None`) of each of this rank's blocks. A trained
-            weight is one block, through which the gradient of this rank's rows flows back.
-        trained (`bool`): whether weight or bias gets a gradient.
-    """
+    """A weight `(V, H)` whose rows are spread over a group of ranks, which is in the order of their rows."""
 
     engine: Literal["tensor parallel", "FSDP2", "ZeRO-3"]
     group: dist.ProcessGroup
-    ranges: list[list[tuple[int, int]]]
+    ranges: list[list[tuple[int, int]]]  # for each rank, (first row, rows) of each of its blocks
+    # (first row, weight (v, H), bias (v,)) of each of this rank's blocks. A trained weight is one block, through which
+    # the gradient of this rank's rows flows back
     blocks: tuple[tuple[int, Tensor, Tensor | None], ...]
-    trained: bool
+    trained: bool  # whether weight or bias gets a gradient
 
     @property
     def vocabulary(self) -> int:
-        """V."""
         return sum(count for blocks in self.ranges for _, count in blocks)
 
 
@@ -51,9 +43,7 @@ def sharded_weight(lm_head: nn.Module) -> ShardedWeight | None:
     weight, bias = parameter_of(lm_head, "weight"), parameter_of(lm_head, "bias")
     if isinstance(weight, DTensor):
         return _of_dtensor(weight, bias)
-    if hasattr(weight, "ds_tensor"):
-        return _of_zero3(weight, bias)
-    return None
+    return _of_zero3(weight, bias) if is_zero3(weight) else None
 
 
 def whole_tensor(x: DTensor) -> Tensor:
@@ -92,13 +82,8 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
     first, count = ranges[weight.device_mesh.get_local_rank(axis)][0]
     if len(local) != count or (local_bias is not None and len(local_bias) != count):
         return None
-    return ShardedWeight(
-        engine,
-        weight.device_mesh.get_group(axis),
-        ranges,
-        ((first, local, local_bias),),
-        trained=weight.requires_grad or (bias is not None and bias.requires_grad),
-    )
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    return ShardedWeight(engine, weight.device_mesh.get_group(axis), ranges, ((first, local, local_bias),), trained)
 
 
 def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
@@ -127,7 +112,11 @@ def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
         return None
     ranges = rows_of_parts(rows, width, size, ranks)
     flat = part.detach().view(-1)
-    heads = _first_elements(flat, width, group) if any(len(of_rank) > 1 for of_rank in ranges) else None
+    heads = None
+    if any(len(of_rank) > 1 for of_rank in ranges):
+        heads = flat.new_empty(ranks * width)
+        all_gather(heads, flat[:width].contiguous(), group=group)
+        heads = heads.view(-1, width)
     blocks = tuple((first, x, None) for first, x in blocks_of_part(flat, rank, ranges[rank], width, heads))
     return ShardedWeight("ZeRO-3", group, ranges, blocks, trained=False)
 
@@ -150,8 +139,7 @@ def blocks_of_part(
 ) -> list[tuple[int, Tensor]]:
     """(first row, rows) of each block of a rank's part `flat`: views of it, except a row that its end splits.
 
-    Args:
-        heads (`Tensor` of shape `(R, width)`, *optional*): the first elements of each part, if any part splits a row.
+    `heads` `(R, width)` are the first elements of each part, if any part splits a row.
     """
     size, blocks = len(flat), []
     for first, count in ranges:
@@ -164,10 +152,3 @@ def blocks_of_part(
             assert heads is not None
             blocks.append((first, torch.cat([flat[start:], heads[rank + 1, : stop - size]]).view(1, width)))
     return blocks
-
-
-def _first_elements(flat: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
-    """The first `width` elements of each rank's part: `(R, width)`."""
-    heads = flat.new_empty(group.size() * width)
-    all_gather(heads, flat[:width].contiguous(), group=group)
-    return heads.view(-1, width)

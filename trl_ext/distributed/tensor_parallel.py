@@ -18,21 +18,13 @@ _MESH_DIMENSION = "tp"  # transformers' and accelerate's name
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group of this rank.
-
-    Args:
-        group (`ProcessGroup`): its ranks.
-        rank (`int`): of this process in it.
-        size (`int`): ranks that hold one copy of the model.
-        copy (`int`): index of the copy that this rank holds a part of; ranks of one copy get the same data.
-        copies (`int`): copies of the model.
-    """
+    """The group of this rank, whose ranks hold one copy of the model and get the same data."""
 
     group: Any
-    rank: int
-    size: int
-    copy: int
-    copies: int
+    rank: int  # of this process in it
+    size: int  # ranks that hold one copy of the model
+    copy: int  # index of the copy that this rank holds a part of
+    copies: int  # of the model
 
     @classmethod
     def of(cls, model: nn.Module) -> "TensorParallel | None":
@@ -83,11 +75,7 @@ class TensorParallel:
             accelerated.set_rng_state(on_device)
 
     def check_same(self, ids: Tensor) -> None:
-        """Raise on every rank of the group if token ids differ between ranks. One all-gather of four integers.
-
-        Raises:
-            `ValueError`: the ranks have different batches.
-        """
+        """Raise `ValueError` on every rank if their token ids differ. One all-gather of four integers."""
         mine = signature(ids)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(found, mine, group=self.group)
@@ -133,10 +121,8 @@ class DataParallelAccelerator:
         setattr(self._accelerator, name, value)
 
     @property
-    def of_every_rank(self) -> Accelerator:
-        """The accelerator itself."""
-        accelerator: Accelerator = self._accelerator
-        return accelerator
+    def of_every_rank(self) -> Any:
+        return self._accelerator
 
     @property
     def num_processes(self) -> int:
@@ -145,7 +131,6 @@ class DataParallelAccelerator:
 
     @property
     def process_index(self) -> int:
-        """The index of this rank's copy."""
         return int(self._ranks.copy)
 
     def gather(self, tensor: Any) -> Any:

@@ -14,31 +14,19 @@ from .products import ExactLinear
 
 
 class LowRank(NamedTuple):
-    """The term `down @ up.T + bias` of the product.
+    """The term `down @ up.T + bias` of the product."""
 
-    Args:
-        down (`Tensor` of shape `(N, R)`): hidden states times the first factor and the scaling; fp32 or float64.
-        up (`Tensor` of shape `(V, R)`): the second factor.
-        dtype (`torch.dtype`): the dtype to which `up` is rounded as an operand.
-        bias (`Tensor` of shape `(V,)`, *optional*): the sum of the adapters' biases, fp32 or float64.
-    """
-
-    down: Tensor
-    up: Tensor
-    dtype: torch.dtype
-    bias: Tensor | None = None
+    down: Tensor  # (N, R), hidden states times the first factor and the scaling; fp32 or float64
+    up: Tensor  # (V, R), the second factor
+    dtype: torch.dtype  # to which `up` is rounded as an operand
+    bias: Tensor | None = None  # (V,), the sum of the adapters' biases, fp32 or float64
 
 
 class ReplacedRows(NamedTuple):
-    """The classes whose rows of the weight an adapter replaces.
+    """The classes whose rows of the weight an adapter replaces."""
 
-    Args:
-        classes (`tuple[int, ...]`): in ascending order, without duplicates.
-        ids (`Tensor` of shape `(K,)`): the same as a tensor, on the weight's device.
-    """
-
-    classes: tuple[int, ...]
-    ids: Tensor
+    classes: tuple[int, ...]  # in ascending order, without duplicates
+    ids: Tensor  # (K,), the same as a tensor, on the weight's device
 
     @classmethod
     def of(cls, classes: tuple[int, ...], device: torch.device) -> "ReplacedRows":
@@ -87,17 +75,11 @@ class Operands(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """One adapter's factors: it adds `scaling * (hidden @ first.T @ second.T + bias)` to the product.
+    """One adapter's factors: it adds `scaling * (hidden @ first.T @ second.T + bias)` to the product."""
 
-    Args:
-        first (`Tensor` of shape `(R, H)`), second (`Tensor` of shape `(V, R)`), bias (`Tensor` of shape `(V,)`,
-            *optional*): the trained parameters.
-        scaling (`float`): the adapter's scaling.
-    """
-
-    first: Tensor
-    second: Tensor
-    bias: Tensor | None
+    first: Tensor  # (R, H)
+    second: Tensor  # (V, R)
+    bias: Tensor | None  # (V,)
     scaling: float
 
 

@@ -94,8 +94,7 @@ class _LogProbsFromLogits(torch.autograd.Function):
             logits = transform.apply_(product.clone())
             scratch = torch.empty_like(logits)
             statistics = RunningStatistics(targets, product.shape[1], outputs, product.dtype)
-            statistics.take_target_(every, 0, logits, scratch)
-            statistics.fold_(every, logits, scratch)
+            statistics.fold_(every, 0, logits, scratch)
             results = statistics.results(outputs)
         numbers = statistics.shift, statistics.sum_exp, statistics.target_logit
         ctx.save_for_backward(product, targets, *numbers, results.entropy if entropy_grad else None)
@@ -107,13 +106,12 @@ class _LogProbsFromLogits(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         product, targets, maximum, sum_exp, target_logit, entropy = ctx.saved_tensors
-        upstream = LinearLogProbs(*gradients)
-        if all(x is None for x in upstream):
+        if all(x is None for x in gradients):
             return None, None, None, None, None
         every = slice(0, len(product))
         with exact_arithmetic(product.device):
-            numbers = maximum, sum_exp, target_logit, entropy
-            coefficients = Coefficients(*numbers, upstream, ctx.transform, product.shape[1])
+            numbers = maximum, sum_exp, target_logit, entropy, LinearLogProbs(*gradients)
+            coefficients = Coefficients(*numbers, ctx.transform, product.shape[1])
             logits = ctx.transform.apply_(product.clone())
             nontarget_grad = coefficients.nontarget_grad_(every, targets, logits, torch.empty_like(logits))
             gradient = coefficients.add_target_grad_(every, targets, nontarget_grad).mul_(coefficients.size[:, None])

@@ -21,10 +21,6 @@ class Coefficients:
 
     `row_factor` and `target` are in units of `size` (N,), a power of two near the largest of g, e and k: neither
     overflows where the gradient itself does not. So is `grad_logits`, until `use_unit`.
-
-    Args:
-        upstream (`LinearLogProbs`): the incoming gradients, None where there is none.
-        vocabulary (`int`): V, the rows of all ranks together.
     """
 
     def __init__(
@@ -33,9 +29,9 @@ class Coefficients:
         sum_exp: Tensor,
         target_logit: Tensor,
         entropy: Tensor | None,
-        upstream: LinearLogProbs,
+        upstream: LinearLogProbs,  # the incoming gradients
         transform: LogitTransform,
-        vocabulary: int,
+        vocabulary: int,  # V, the rows of all ranks together
     ) -> None:
         self.maximum, self.transform = maximum, transform
         zeros = torch.zeros_like(maximum)

@@ -1,14 +1,12 @@
-"""The head on several ranks: which rank has which tokens and which rows of the weight."""
+"""The head on several ranks: which rank has which tokens, and the rows of the weight that it has or is sent in turn."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from .rows import Rows
-from .statistics import RunningStatistics
 
 # torch 2.13 renames both and warns about the old names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -17,6 +15,110 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # Tokens of all ranks that are gathered and scored at a time. Their hidden states and fp32 sums take memory beside this
 # rank's rows: 8192 tokens of 4096 units are 200 MB in bf16.
 _GATHERED_TOKENS = {"cuda": 8192, "cpu": 2048}
+# Bytes of a slice that travels: large enough for a link's full rate, small beside a weight of 1 GB
+_SLICE = {"cuda": 2**25, "cpu": 2**21}
+
+
+class Block(NamedTuple):
+    """Consecutive rows of the weight: `weight` (v, H) and `bias` (v,) of the classes from `first` on."""
+
+    first: int
+    weight: Tensor
+    bias: Tensor | None
+
+
+class LocalShards:
+    """Some or all rows of a weight of `vocabulary` rows, on this rank. A pass reads the blocks once, in order."""
+
+    def __init__(self, blocks: tuple[Block, ...], targets: Tensor, vocabulary: int) -> None:
+        self._blocks, self._targets, self.vocabulary = blocks, targets, vocabulary
+
+    def blocks(self) -> Iterator[Block]:
+        """Every block, in ascending order of classes. Asking for the next one may overwrite a block."""
+        return iter(self._blocks)
+
+    def of_targets(self, rows: slice) -> Tensor:
+        """The rows of the targets `rows`, of shape (n, H), 0 where no block has them; after all blocks are read."""
+        targets = self._targets[rows]
+        weight = self._blocks[0].weight
+        if len(weight) == self.vocabulary:
+            # Clamped for devices where targets are not checked: one out of range has NaN as its coefficient
+            return weight[targets.clamp(0, weight.shape[0] - 1)]
+        found = weight.new_zeros(len(targets), weight.shape[1])
+        for block in self._blocks:
+            _take_targets_(found, targets, block)
+        return found
+
+
+class BroadcastShards:
+    """As `LocalShards`, with rows spread over a group: each rank broadcasts its own to the others in turn.
+
+    The next slice travels while the tiles of this one are folded: two slices take memory beside a rank's own rows.
+    """
+
+    def __init__(
+        self,
+        here: tuple[Block, ...],  # this rank's rows; without a bias
+        ranges: list[list[tuple[int, int]]],  # (first class, rows) of each block of each rank of the group
+        group: dist.ProcessGroup,  # the ranks, which all read the rows equally often
+        like: Tensor,  # on the weight's device, of its dtype and with H columns
+        targets: Tensor,  # (N,), this rank's own
+    ) -> None:
+        self._here, self._ranges, self._group, self._like, self._targets = here, ranges, group, like, targets
+        self.vocabulary = sum(count for blocks in ranges for _, count in blocks)
+
+    def blocks(self) -> Iterator[Block]:
+        width = self._like.shape[1]
+        self._found = self._like.new_zeros(len(self._targets), width)
+        most = max(count for blocks in self._ranges for _, count in blocks)
+        size = _SLICE["cpu" if self._like.device.type == "cpu" else "cuda"]
+        step = min(max(1, size // (width * self._like.element_size())), most)
+        self._buffers = self._like.new_empty(2, step, width)
+        coming: tuple[dist.Work, Block] | None = None
+        for number, (owner, block, start, stop) in enumerate(self._slices(step)):
+            came, coming = coming, self._send(number, owner, block, start, stop)
+            if came is not None:
+                yield self._arrived(*came)
+        if coming is not None:
+            yield self._arrived(*coming)
+        del self._buffers
+
+    def of_targets(self, rows: slice) -> Tensor:
+        return self._found[rows]
+
+    def _slices(self, step: int) -> Iterator[tuple[int, int, int, int]]:
+        """(rank, number of its block, first row, last row + 1) of each slice: the same on all ranks."""
+        for owner, blocks in enumerate(self._ranges):
+            for block, (_, count) in enumerate(blocks):
+                for start in range(0, count, step):
+                    yield owner, block, start, min(start + step, count)
+
+    def _send(self, number: int, owner: int, block: int, start: int, stop: int) -> tuple[dist.Work, Block]:
+        if owner == self._group.rank():
+            rows = self._here[block].weight.detach()[start:stop]
+        else:
+            # Free again: the slice before the last was folded before this one was asked for
+            rows = self._buffers[number % 2, : stop - start]
+        work = dist.broadcast(rows, group=self._group, group_src=owner, async_op=True)
+        return work, Block(self._ranges[owner][block][0] + start, rows, None)
+
+    def _arrived(self, work: dist.Work, block: Block) -> Block:
+        work.wait()
+        _take_targets_(self._found, self._targets, block)
+        return block
+
+
+Rows = LocalShards | BroadcastShards
+
+
+def _take_targets_(found: Tensor, targets: Tensor, block: Block) -> None:
+    """Copy the rows of the targets that lie in the block to the targets' places in `found` (n, H)."""
+    if not len(block.weight):
+        return
+    local = targets - block.first
+    inside = (local >= 0) & (local < len(block.weight))
+    rows = block.weight[local.clamp(0, len(block.weight) - 1)]
+    torch.where(inside[:, None], rows, found, out=found)
 
 
 class Part:
@@ -29,9 +131,9 @@ class Part:
         """Of `x` (N, ...), the rows that are scored together: (M, ...)."""
         return x[self.rows]
 
-    def own(self, x: Tensor) -> Tensor:
-        """Of `x` (M, ...), the rows of this rank's tokens."""
-        return x
+    def own(self, *results: Tensor | None) -> list[Any]:
+        """Of each tensor (M, ...), the rows of this rank's tokens."""
+        return list(results)
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of `x` (M, ...) over the group, for this rank's tokens."""
@@ -56,9 +158,9 @@ class _Gathered(Part):
         all_gather(every, own, group=self.group)
         return every
 
-    def own(self, x: Tensor) -> Tensor:
+    def own(self, *results: Tensor | None) -> list[Any]:
         first = self.group.rank() * self.width
-        return x[first : first + self.count]
+        return [None if x is None else x[first : first + self.count] for x in results]
 
     def summed(self, x: Tensor) -> Tensor:
         own = x.new_empty(self.width, *x.shape[1:])
@@ -66,46 +168,20 @@ class _Gathered(Part):
         return own[: self.count]
 
 
+@dataclass(frozen=True)
 class Exchange:
-    """How tokens and statistics of ranks come together. Without a group, this rank reads every row of the weight."""
+    """How the tokens of ranks come together over which the rows of the weight are spread.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    The ranks have the same tokens, as under tensor parallelism; or different ones, or none, as under FSDP2 and ZeRO-3.
+    """
+
+    group: dist.ProcessGroup | None = None  # None: this rank reads every row of the weight
+    counts: tuple[int, ...] | None = None  # how many tokens each rank has, if they are different ones
 
     def parts(self, tokens: int, device: torch.device) -> list[Part]:
         """The `tokens` of this rank in parts that are scored one after another; equally many on every rank."""
-        return [Part(slice(0, tokens), self.group)]
-
-    def combine_(self, statistics: RunningStatistics) -> Tensor:
-        """Combine the statistics of all rows; returns the factor that rescales this rank's sums, of shape (M, 1)."""
-        maxima = statistics.maxima()
-        if self.group is None or not maxima.numel():
-            return statistics.move_to_(maxima)[:, None]
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
-        factor = statistics.move_to_(maxima)
-        sums = statistics.sums()
-        dist.all_reduce(sums, group=self.group)
-        statistics.take_sums_(sums)
-        return factor[:, None]
-
-
-class ReplicatedTokens(Exchange):
-    """The rows are spread over a group whose ranks all have the same tokens, as under tensor parallelism."""
-
-
-class ShardedTokens(Exchange):
-    """The rows are spread over a group whose ranks have different tokens, or none, as under FSDP2 and ZeRO-3.
-
-    `counts`: how many tokens each rank has.
-    """
-
-    group: dist.ProcessGroup
-
-    def __init__(self, group: dist.ProcessGroup, counts: tuple[int, ...]) -> None:
-        super().__init__(group)
-        self.counts = counts
-
-    def parts(self, tokens: int, device: torch.device) -> list[Part]:
+        if self.group is None or self.counts is None:
+            return [Part(slice(0, tokens), self.group)]
         most = max(self.counts)
         step = max(1, _GATHERED_TOKENS["cpu" if device.type == "cpu" else "cuda"] // len(self.counts))
         parts: list[Part] = []
@@ -124,19 +200,12 @@ def tokens_of_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device)
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Which part of the vocabulary the weight on this rank holds.
+    """Which part of the vocabulary the weight on this rank holds."""
 
-    Args:
-        vocabulary (`int`, *optional*): V, the rows of all ranks together. `None`: the rows of the weight here.
-        first (`int`): class of the first row here.
-        exchange (`Exchange`): how tokens, statistics and sums come together.
-        rows_for (`Callable`, *optional*): makes the rows to read for given targets, where they are no plain tensor.
-    """
-
-    vocabulary: int | None = None
-    first: int = 0
-    exchange: Exchange = field(default_factory=Exchange)
-    rows_for: Callable[[Tensor], Rows] | None = None
+    vocabulary: int | None = None  # V, the rows of all ranks together; None: the rows of the weight here
+    first: int = 0  # class of the first row here
+    exchange: Exchange = Exchange()
+    rows_for: Callable[[Tensor], Rows] | None = None  # the rows to read for given targets, if no plain tensor
 
     @property
     def spread(self) -> bool:
@@ -185,7 +254,7 @@ def shard_of_group(
             "`own_tokens=True` if each rank has its own."
         )
     check_range(min(lowest for *_, lowest, _ in numbers), max(highest for *_, highest in numbers), total)
-    return VocabularyShard(total, first, ShardedTokens(group, tuple(tokens)) if own_tokens else ReplicatedTokens(group))
+    return VocabularyShard(total, first, Exchange(group, tuple(tokens) if own_tokens else None))
 
 
 def range_of(targets: Tensor) -> tuple[int, int]:

@@ -14,6 +14,7 @@ max.
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -33,14 +34,10 @@ def log_odds(target_logit: Tensor, shift: Tensor, sum_exp: Tensor) -> Tensor:
 
 
 class RunningStatistics:
-    """Statistics of N tokens, updated with every tile of logits.
+    """Statistics in `dtype` (fp32 or float64) of the tokens with `targets` (N,), updated with every tile of logits.
 
-    Args:
-        targets (`Tensor` of shape `(N,)`): class ids.
-        vocabulary (`int`): V, at least 2.
-        outputs (`tuple[str, ...]`): the fields of `LinearLogProbs` that `results` will return.
-        dtype (`torch.dtype`): fp32 or float64.
-        partial (`bool`): whether other ranks fold the rest of the vocabulary.
+    `outputs` are the fields of `LinearLogProbs` that `results` will return. With `partial`, other ranks fold the rest
+    of the vocabulary.
     """
 
     def __init__(
@@ -63,11 +60,8 @@ class RunningStatistics:
         self.sum_logits = full(0.0) if {"mean_logits", "mean_log_probs"} & {*outputs} else None
         self.max_before_target = full(-torch.inf) if "is_top1" in outputs else None
 
-    def take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
-        """Read the target's logit where this tile has it, and replace it by `ABSENT`.
-
-        `logits` (n, v) are the columns from `start` on of the tokens `rows`. Overwrites `scratch`, of the same shape.
-        """
+    def _take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
+        """Replace the target's logit by `ABSENT` in the tile (n, v) of the columns from `start` on; uses `scratch`."""
         local = (self.targets[rows] - start)[:, None]
         inside = (local >= 0) & (local < logits.shape[1])
         column = local.clamp(0, logits.shape[1] - 1)
@@ -81,11 +75,12 @@ class RunningStatistics:
         self.target_logit[rows] = torch.where(inside, target, self.target_logit[rows, None])[:, 0]
         logits.scatter_(1, column, torch.where(inside, ABSENT, target))
 
-    def fold_(self, rows: slice, logits: Tensor, exponentials: Tensor) -> Tensor:
-        """Fold in a tile without its targets; returns the factor that rescales earlier sums, of shape (n, 1).
+    def fold_(self, rows: slice, start: int, logits: Tensor, exponentials: Tensor) -> Tensor:
+        """Fold in a tile, the columns from `start` on; returns the factor that rescales earlier sums, of shape (n, 1).
 
         Leaves exp(z - shift), 0 for the target, in `exponentials`, and overwrites `logits`.
         """
+        self._take_target_(rows, start, logits, exponentials)
         largest, old = logits.amax(-1), self.shift[rows]
         shift = torch.where(largest > old + FAR, largest, old)
         rescale = torch.exp(old - shift)
@@ -103,12 +98,12 @@ class RunningStatistics:
         self.shift[rows] = shift
         return rescale[:, None]
 
-    def maxima(self) -> Tensor:
-        """The statistics to maximize over the ranks, of shape (1 or 2, N)."""
-        return torch.stack([x for x in (self.max, self.max_before_target) if x is not None])
-
-    def move_to_(self, maxima: Tensor) -> Tensor:
-        """Move the shift to `maxima`, of this or all ranks; returns the factor that rescales sums, of shape (N,)."""
+    def combine_(self, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Move the shift to the max, and add up the ranks of `group`; returns the factor of this rank's sums, (N,)."""
+        maxima = torch.stack([x for x in (self.max, self.max_before_target) if x is not None])
+        others = group is not None and maxima.numel() > 0
+        if others:
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         moved = self.shift - maxima[0]
         rescale = torch.exp(moved)
         if self.sum_shifted_exp is not None:
@@ -119,19 +114,17 @@ class RunningStatistics:
         self.max = self.shift = maxima[0]
         if self.max_before_target is not None:
             self.max_before_target = maxima[1]
+        if others:
+            self.sum_over_(group)
         return rescale
 
-    _SUMS = ("sum_exp", "target_logit", "sum_shifted_exp", "sum_sq_exp", "sum_logits")
-
-    def sums(self) -> Tensor:
-        """The statistics to sum over the ranks, once all have the same maxima, of shape (2 to 5, N)."""
-        return torch.stack([x for x in (getattr(self, name) for name in self._SUMS) if x is not None])
-
-    def take_sums_(self, sums: Tensor) -> None:
-        """Replace this rank's sums by those of all ranks."""
-        names = [name for name in self._SUMS if getattr(self, name) is not None]
-        for name, total in zip(names, sums, strict=True):
-            setattr(self, name, total)
+    def sum_over_(self, group: dist.ProcessGroup | None) -> None:
+        """Replace this rank's sums by those of all ranks, which have the same maxima."""
+        names = ("sum_exp", "target_logit", "sum_shifted_exp", "sum_sq_exp", "sum_logits")
+        held = {name: x for name in names if (x := getattr(self, name)) is not None}
+        sums = torch.stack(list(held.values()))
+        dist.all_reduce(sums, group=group)
+        vars(self).update(zip(held, sums, strict=True))
 
     @property
     def log_odds(self) -> Tensor:

@@ -4,9 +4,11 @@ Dimensions: N tokens, H hidden size, V vocabulary, n and v those of a tile, M to
 R rank of a low-rank term.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -14,9 +16,9 @@ from torch import Tensor
 
 from .adapters import Operands, ReplacedRows
 from .gradients import Coefficients
-from .kernels.work import TileWork, work_of
+from .kernels.work import Tile, TileWork, work_of
 from .logits import LinearLogProbs, LogitTransform, without_gradient
-from .parallel import Part, VocabularyShard
+from .parallel import Block, LocalShards, Part, Rows, VocabularyShard
 from .products import (
     coefficients_dtype,
     exact_arithmetic,
@@ -25,9 +27,46 @@ from .products import (
     refuse_second_derivative,
     statistics_dtype,
 )
-from .rows import Block, LocalShards, Rows
 from .statistics import RunningStatistics
-from .tiles import Tile, columns_per_tile, rows_per_tile
+
+# Elements of one fp32 tile; on the CPU there are two such buffers at a time (three with a softcap), 4 MiB each
+_ELEMENTS = {"cpu": 2**20}
+_TOKENS = {"cpu": 1024, "accelerator": 4096}
+# A library's matrix product gives each multiprocessor blocks of this size; a few of them keep it busy to the end
+_BLOCK = 128 * 256
+_BLOCKS_EACH = 4
+_FEWEST_COLUMNS = 256
+# A limit also for few tokens: the tile's slice of the weight may have to be cast, and that copy has as many rows
+MOST_COLUMNS = 8192
+
+
+def rows_per_tile(tokens: int, device: torch.device, chunk_size: int | None) -> int:
+    """Tokens of a tile: the user's `chunk_size`, or an even share of all tokens."""
+    if chunk_size is not None:
+        return max(1, min(tokens, chunk_size))
+    most = _TOKENS["cpu" if device.type == "cpu" else "accelerator"]
+    if tokens <= most:
+        return max(1, tokens)
+    even = -(-tokens // -(-tokens // most))
+    return -(-even // 128) * 128
+
+
+def columns_per_tile(rows: int, vocabulary: int, device: torch.device, columns: int | None = None) -> int:
+    """Columns of a tile of `rows` tokens: the user's `columns` or as many as fit, at most `MOST_COLUMNS`."""
+    elements = _ELEMENTS.get(device.type) or _elements_of(device)
+    return min(vocabulary, MOST_COLUMNS, columns or max(_FEWEST_COLUMNS, elements // rows))
+
+
+@cache
+def _elements_of(device: torch.device) -> int:
+    """Elements that keep an accelerator busy: 2^24 on an H200, a buffer of 64 MiB beside 32 MiB of bf16 coefficients.
+
+    That is below the 256 MiB of TRL 1.16's one bf16 tile. Reasoned, not measured: `benchmarks/head.py --sweep` does.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 2**24
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return 2 ** min(25, max(21, round(math.log2(_BLOCKS_EACH * multiprocessors * _BLOCK))))
 
 
 @dataclass(frozen=True)
@@ -49,9 +88,14 @@ class Head:
     replaced: ReplacedRows | None = None
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    @cached_property
+    def accumulate(self) -> torch.dtype:
+        """The dtype of products and statistics."""
+        return statistics_dtype(self.dtype)
+
     def work(self, device: torch.device) -> TileWork:
         """The work on tiles between the products."""
-        return work_of(self.kernels, device, statistics_dtype(self.dtype), self.transform)
+        return work_of(self.kernels, device, self.accumulate, self.transform)
 
     def rows(self, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Rows:
         """The rows of the weight that this rank folds."""
@@ -63,11 +107,10 @@ class Head:
 
     def tiles(self, x: Operands, rows: Rows) -> Iterator[Tile]:
         """Every tile, classes outermost, so that each slice of the weight is cast once."""
-        accumulate = statistics_dtype(self.dtype)
         N = x.hidden.shape[0]
         n = rows_per_tile(N, x.hidden.device, self.chunk_size)
         v = columns_per_tile(n, rows.vocabulary, x.hidden.device, self.columns)
-        buffer = x.hidden.new_empty(n * v, dtype=accumulate)
+        buffer = x.hidden.new_empty(n * v, dtype=self.accumulate)
         for block in rows.blocks():
             for start in range(0, len(block.weight), v):
                 columns = slice(start, min(start + v, len(block.weight)))
@@ -76,7 +119,7 @@ class Head:
                 if self.replaced is not None and x.rows is not None:
                     weight_vH = self.replaced.put(weight_vH, classes, x.rows)
                 weight_vH = weight_vH.to(self.dtype)
-                up_vR = None if x.up is None else x.up[classes].to(self.up_dtype).to(accumulate)
+                up_vR = None if x.up is None else x.up[classes].to(self.up_dtype).to(self.accumulate)
                 bias_v = None if block.bias is None else block.bias[columns]
                 for first in range(0, N, n):
                     tokens = slice(first, min(first + n, N))
@@ -107,9 +150,8 @@ class Head:
 
 def _scan(head: Head, x: Operands, rows: Rows, targets: Tensor, others_NH: Tensor | None = None) -> RunningStatistics:
     """Fold every tile; if given, fill `others_NH` with sum_{v != t} exp(z_v - shift) dz_v/dx_v W_v (fp32)."""
-    statistics = RunningStatistics(
-        targets, rows.vocabulary, head.outputs, statistics_dtype(head.dtype), partial=head.shard.partial
-    )
+    partial = head.shard.exchange.group is not None
+    statistics = RunningStatistics(targets, rows.vocabulary, head.outputs, head.accumulate, partial=partial)
     work = head.work(x.hidden.device)
     operand = None if others_NH is None else coefficients_dtype(head.dtype, x.hidden.device)
     first_class = None
@@ -147,9 +189,9 @@ def _scored(
             rows = head.rows(x.weight, x.bias, targets_M)
             gradient_MH = None
             if form_gradient:
-                gradient_MH = x.hidden.new_empty(together.hidden.shape, dtype=statistics_dtype(head.dtype))
+                gradient_MH = x.hidden.new_empty(together.hidden.shape, dtype=head.accumulate)
             statistics = _scan(head, together, rows, targets_M, gradient_MH)
-            rescale = head.shard.exchange.combine_(statistics)
+            rescale = statistics.combine_(head.shard.exchange.group)[:, None]
             if gradient_MH is not None:
                 others_share = torch.sigmoid(-statistics.log_odds)[:, None]
                 factor = -others_share / statistics.sum_exp[:, None]
@@ -158,8 +200,8 @@ def _scored(
                 head.add_targets_(gradient_MH, others_share[:, 0] * slope, rows, targets_M, x.rows)
                 saved.append([part.summed(gradient_MH)])
             else:
-                saved.append([part.own(x) for x in (statistics.shift, statistics.sum_exp, statistics.target_logit)])
-            scored.append([None if x is None else part.own(x) for x in statistics.results(head.outputs)])
+                saved.append(part.own(statistics.shift, statistics.sum_exp, statistics.target_logit))
+            scored.append(part.own(*statistics.results(head.outputs)))
     results = (None if x[0] is None else _concatenated(x) for x in zip(*scored, strict=True))
     return LinearLogProbs(*results), [_concatenated(x) for x in zip(*saved, strict=True)]
 

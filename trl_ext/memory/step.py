@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..heads.linear_log_probs import run_head
-from ..heads.tiles import columns_per_tile, rows_per_tile
+from ..heads.tiled import columns_per_tile, rows_per_tile
 from ..packing.layout import Layout, index_select_fp32_grad
 from ..packing.packing import Packing
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
@@ -40,44 +40,27 @@ _AXIS = "dp_shard"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is trained, and on how much.
+    """What is trained, and on how much."""
 
-    Args:
-        model (`Callable`): makes the policy with its adapters, in training mode; called on the device "meta".
-        rows (`int`): of a micro-batch; two for each pair.
-        tokens (`int`): that the model processes of each row.
-        scored (`int`): of these, counted from the end of the row.
-        outputs (`tuple[str, ...]`): what the head computes.
-        device (`torch.device`): for which the head's tiles are chosen.
-        head, chunk_size (`str`, `int`): the config's `head` and `head_chunk_size`.
-        autocast (`torch.dtype`, *optional*): of mixed precision.
-        accumulates (`bool`): whether gradients of an earlier micro-batch are held.
-        states (`int`): numbers that the optimizer keeps for each trained one.
-        reference_model (`bool`): whether a model of the policy's size is held beside it.
-        engine (`str`): `"one_process"`, `"ddp"` or `"fsdp2"`.
-        devices (`int`): on how many it runs; everything else is of one of them.
-    """
-
-    model: Callable[[], Any]
-    rows: int
-    tokens: int
-    scored: int
-    outputs: tuple[str, ...]
-    device: torch.device
+    model: Callable[[], Any]  # makes the policy with its adapters, in training mode; called on the device "meta"
+    rows: int  # of a micro-batch; two for each pair
+    tokens: int  # that the model processes of each row
+    scored: int  # of these, counted from the end of the row
+    outputs: tuple[str, ...]  # what the head computes
+    device: torch.device  # for which the head's tiles are chosen
     head: str = "tiled"
-    chunk_size: int | None = None
-    autocast: torch.dtype | None = None
-    accumulates: bool = False
-    states: int = 2
-    reference_model: bool = False
+    chunk_size: int | None = None  # the config's `head_chunk_size`
+    autocast: torch.dtype | None = None  # of mixed precision
+    accumulates: bool = False  # whether gradients of an earlier micro-batch are held
+    states: int = 2  # numbers that the optimizer keeps for each trained one
+    reference_model: bool = False  # whether a model of the policy's size is held beside it
     engine: Engine = "one_process"
-    devices: int = 1
+    devices: int = 1  # on how many it runs; everything else is of one of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Bytes of one device. `activations` are held when the backbone has run, with the weights gathered then; `head` is
-    what the head takes beside them; `buckets` are DDP's, which sum gradients over the processes.
+    """Bytes of one device.
 
     Weights, reference, optimizer and buckets are held all the time. Activations are freed while gradients are made, so
     `peak` is below the sum.
@@ -87,9 +70,9 @@ class StepMemory:
     reference: int
     gradients: int
     optimizer: int
-    buckets: int
-    activations: int
-    head: int
+    buckets: int  # DDP's, which sum gradients over the processes
+    activations: int  # held when the backbone has run, with the weights gathered then
+    head: int  # what the head takes beside the activations
     peak: int
 
 
@@ -97,7 +80,11 @@ def memory_of_step(step: Step) -> StepMemory:
     """The parts and the peak of a step after the first, when the optimizer's states exist."""
     with torch.device("meta"):
         model = step.model()
-    layout = _layout(step, model.config.get_text_config()._attn_implementation)
+    # Rows without padding or shared tokens: no batch of this shape has more tokens
+    ids_BS = torch.zeros(step.rows, step.tokens, dtype=torch.long)
+    lengths_B, first_B = torch.full((step.rows,), step.tokens), torch.zeros(step.rows, dtype=torch.long)
+    attention = model.config.get_text_config()._attn_implementation
+    layout = Layout(ids_BS, lengths_B, first_B, share=False, rebase=False, implementation=attention)
     ranks: AbstractContextManager[Any] = _one_rank_of(step.devices) if step.engine == "fsdp2" else nullcontext()
     with ranks as mesh, FakeTensorMode() as fake:
         _move_from_meta(model)
@@ -189,15 +176,8 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     if isinstance(head, OpaqueHead) or head.module is not None:
         raise NotImplementedError("The memory of an adapter on the LM head is not known: leave `lm_head` out of it.")
     N = len(hidden_NH)
-    rows = weight_layout_of(
-        head,
-        hidden_NH,
-        outputs=step.outputs,
-        whole=step.head == "dense",
-        gradient=True,
-        entropy_grad=False,
-        counts=(N,) * step.devices,
-    )
+    whole, counts = step.head == "dense", (N,) * step.devices
+    rows = weight_layout_of(head, hidden_NH, outputs=step.outputs, whole=whole, entropy_grad=False, counts=counts)
     chunk = rows_per_tile(N, step.device, step.chunk_size)
     with rows.readable():
         scored = run_head(
@@ -229,26 +209,15 @@ def _move_from_meta(model: torch.nn.Module) -> None:
                 tensors[name] = moved[id(tensor)]  # type: ignore[assignment]
 
 
-def _layout(step: Step, implementation: str) -> Layout:
-    """Of rows without padding or shared tokens: no batch of this shape has more tokens."""
-    ids_BS = torch.zeros(step.rows, step.tokens, dtype=torch.long)
-    lengths_B, first_B = torch.full((step.rows,), step.tokens), torch.zeros(step.rows, dtype=torch.long)
-    return Layout(ids_BS, lengths_B, first_B, share=False, rebase=False, implementation=implementation)
-
-
 class AllocationRecords(TorchDispatchMode):
     """Within, every storage that an operator makes counts from then until it is freed or resized.
 
     What an operator allocates for itself while it runs is not counted.
-
-    Attributes:
-        held (`int`): bytes of the storages that are alive.
-        peak (`int`): the highest `held` since the last `mark()`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = self.peak = 0
+        self.held = self.peak = 0  # bytes of the storages that are alive, and the most since the last `mark()`
         self._known: dict[int, int] = {}  # bytes of each storage
 
     def count(self, tensor: Tensor) -> None:

@@ -17,14 +17,7 @@ from ..heads.adapters import Operands
 from ..heads.dense import dense_logits, log_probs_of
 from ..heads.linear_log_probs import operand_dtype, run_head
 from ..heads.logits import LinearLogProbs, LogitTransform
-from ..heads.parallel import (
-    Exchange,
-    ReplicatedTokens,
-    ShardedTokens,
-    VocabularyShard,
-    all_gather,
-    tokens_of_ranks,
-)
+from ..heads.parallel import Exchange, VocabularyShard, all_gather, tokens_of_ranks
 from ..heads.products import statistics_dtype
 from .head import OpaqueHead, resolve_head
 from .weight_layout import WHOLE_HERE, WeightLayout
@@ -141,15 +134,15 @@ class _Comparison:
     def sample(self, hidden_NH: Tensor, targets_N: Tensor) -> bool:
         """Choose the tokens; whether any rank has one."""
         N, sharded = len(targets_N), self.rows.sharded
-        self.exchange: Exchange = Exchange()
+        self.exchange = Exchange()
         n = tokens = min(N, _TOKENS)
         if sharded is not None and sharded.engine == "tensor parallel":
-            self.exchange = ReplicatedTokens(sharded.group)
+            self.exchange = Exchange(sharded.group)
         elif sharded is not None:
             every = tokens_of_ranks(N, sharded.group, hidden_NH.device)
             share = max(1, _TOKENS // len(every))
             counts = tuple(min(count, share) if rank < _TOKENS else 0 for rank, count in enumerate(every))
-            self.exchange = ShardedTokens(sharded.group, counts)
+            self.exchange = Exchange(sharded.group, counts)
             n, tokens = counts[sharded.group.rank()], sum(counts)
         if not tokens:
             return False
@@ -183,7 +176,7 @@ class _Comparison:
             shard=replace(shard, exchange=self.exchange) if shard.partial else shard,
             **rows.adapter.operands(hidden, rows.weight),
         )
-        loss = self._loss(scored, [self.part.own(upstream) for upstream in self.upstreams_M])
+        loss = self._loss(scored, self.part.own(*self.upstreams_M))
         return self._compared(scored, _gradients(loss, trained))
 
     def dense(self) -> tuple[dict[str, Tensor], Tensor]:
@@ -199,15 +192,12 @@ class _Comparison:
             counts = [sum(count for _, count in of_rank) for of_rank in sharded.ranges]
             logits_MV, first = _columns_of_all(logits_MV, counts, sharded.group), sharded.blocks[0][0]
         logits_MV.requires_grad_()
-        scored = log_probs_of(
-            *(logits_MV, part.gathered(self.targets_n), self.outputs),
-            entropy_requires_grad=self.entropy_requires_grad,
-        )
+        targets_M, entropy_grad = part.gathered(self.targets_n), self.entropy_requires_grad
+        scored = log_probs_of(logits_MV, targets_M, self.outputs, entropy_requires_grad=entropy_grad)
         grad_MV = _gradients(self._loss(scored, self.upstreams_M), {"logits": logits_MV})["logits"]
         gradients = _gradients(logits_Mv, trained, grad_MV[:, first : first + logits_Mv.shape[1]])
         gradients["hidden states"] = part.summed(gradients["hidden states"].double())
-        own = LinearLogProbs(*(None if x is None else part.own(x) for x in scored))
-        return self._compared(own, gradients), logits_MV.detach().abs().max()
+        return self._compared(LinearLogProbs(*part.own(*scored)), gradients), logits_MV.detach().abs().max()
 
     def gradient_sizes(self) -> dict[str, Tensor]:
         """The most that each gradient would be at p = 0."""
@@ -232,7 +222,7 @@ class _Comparison:
         named = {"hidden states": hidden, "weight": weight, "bias": bias} | rows.adapter.tensors()
         return hidden, rows, {name: x for name, x in named.items() if x is not None and x.requires_grad}
 
-    def _loss(self, scored: LinearLogProbs, upstreams: Iterable[Tensor]) -> Tensor:
+    def _loss(self, scored: LinearLogProbs, upstreams: Iterable[Any]) -> Tensor:
         entropy = scored.entropy if self.entropy_requires_grad else None
         differentiable = zip((scored.log_probs, entropy, scored.mean_log_probs), upstreams, strict=True)
         return torch.stack([(x * upstream).sum() for x, upstream in differentiable if x is not None]).sum()

@@ -22,59 +22,38 @@ from ..packing.layout import Layout, index_select_fp32_grad
 from ..packing.packing import Packing
 from ..packing.support import has_dropout
 from .checks import check_adapter, check_head
-from .head import LinearHead, OpaqueHead, device_of, logit_transform, resolve_head, score_by_module
+from .head import LinearHead, OpaqueHead, logit_transform, resolve_head, score_by_module
 from .weight_layout import WeightLayout, weight_layout_of
 
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """How a model's tokens are scored.
+    """How a model's tokens are scored."""
 
-    Args:
-        temperature (`float`): the divisor of the logits.
-        cast_lm_head_to_fp32 (`bool`): whether the head multiplies fp32 operands, outside autocast.
-        outputs (`tuple[str, ...]`): per-token fields of `FusedCausalLMOutput` to compute.
-        head (`str`): a name in `trl_ext.heads.HEADS`.
-        chunk_size (`int`, *optional*): tokens in a tile of the head.
-        kernels (`str`, *optional*): a name in `trl_ext.heads.KERNELS`; `None` chooses by the device.
-        entropy_requires_grad (`bool`): whether a loss term needs the entropy's gradient.
-        padding_free (`bool`): whether padding is left out, where the model can do without.
-        share_prompts (`bool`): whether leading tokens that rows have in common are processed once, where that changes
-            nothing.
-    """
-
-    temperature: float = 1.0
-    cast_lm_head_to_fp32: bool = False
-    outputs: tuple[str, ...] = ("log_probs",)
-    head: str = "tiled"
-    chunk_size: int | None = None
-    kernels: str | None = None
-    entropy_requires_grad: bool = False
-    padding_free: bool = True
-    share_prompts: bool = True
+    temperature: float = 1.0  # the divisor of the logits
+    cast_lm_head_to_fp32: bool = False  # whether the head multiplies fp32 operands, outside autocast
+    outputs: tuple[str, ...] = ("log_probs",)  # per-token fields of `FusedCausalLMOutput` to compute
+    head: str = "tiled"  # one of `HEADS`
+    chunk_size: int | None = None  # tokens in a tile of the head
+    kernels: str | None = None  # one of `KERNELS`; None chooses by the device
+    entropy_requires_grad: bool = False  # whether a loss term needs the entropy's gradient
+    padding_free: bool = True  # whether padding is left out, where the model can do without
+    share_prompts: bool = True  # whether leading tokens of several rows are processed once, where that changes nothing
 
 
 class ScoringForward:
-    """The scoring forward of one model.
+    """The scoring forward of one model."""
 
-    Attributes:
-        used (`bool`): set by every call, for a caller to reset and read.
-        packing (`Packing`): makes one row of the batch, where the model can process that.
-        fed (`list[int]`): tokens so far: processed with a gradient, processed without, and scored by the head.
-        head_rows (`str`, *optional*): which rows of the head's weight scored the last pass, and why.
-        sequence_group (`SequenceGroup`, *optional*): the ranks over which the tokens of a row are split.
-    """
-
-    sequence_group: SequenceGroup | None = None
+    sequence_group: SequenceGroup | None = None  # the ranks over which the tokens of a row are split
 
     def __init__(self, model: nn.Module, options: ScoringOptions) -> None:
         self.options = options
         self.transform: LogitTransform = logit_transform(model.config, options.temperature)
         config: Any = model.config
         self.vocabulary: int = config.get_text_config().vocab_size
-        self.used = False
-        self.fed = [0, 0, 0]
-        self.head_rows: str | None = None
+        self.used = False  # set by every call, for a caller to reset and read
+        self.fed = [0, 0, 0]  # tokens so far: processed with a gradient, processed without, and scored by the head
+        self.head_rows: str | None = None  # which rows of the head's weight scored the last pass, and why
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._dropout: bool | None = None
         self._checked: set[tuple[bool, bool, str]] = set()
@@ -117,13 +96,15 @@ class ScoringForward:
             backbone_outputs = _backbone(model)(*args, **kwargs)
         else:
             backbone_outputs = self.packing.run(model, layout, kwargs)
-        head = resolve_head(model.get_output_embeddings())
+        lm_head = model.get_output_embeddings()
+        head = resolve_head(lm_head)
         hidden = backbone_outputs.last_hidden_state
         # With `device_map` the backbone can end on another device than the head's
-        shift_labels = shift_labels.to(device_of(head))
+        shift_labels = shift_labels.to(next(lm_head.parameters()).device)
         mask_BS = shift_labels != -100
         targets_N, outputs = shift_labels[mask_BS], self.options.outputs if head_outputs is None else head_outputs
-        self.fed[0 if torch.is_grad_enabled() else 1] += hidden.shape[:2].numel() if layout is None else layout.tokens
+        tokens = hidden.shape[:2].numel() if layout is None else layout.tokens
+        self.fed[0 if torch.is_grad_enabled() else 1] += tokens
         self.fed[2] += len(targets_N)
         if layout is None:
             hidden_NH = hidden[:, width].to(mask_BS.device)[mask_BS]
@@ -132,10 +113,12 @@ class ScoringForward:
             at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)].to(hidden.device)
             scored = self._score_row(hidden.squeeze(0), at_N, shard, head, targets_N, outputs)
             if layout.shared and scored.entropy is not None:
-                scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N.to(mask_BS.device), layout.tokens))
+                scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N.to(mask_BS.device), tokens))
+        if factor != 1.0:
+            scored = LinearLogProbs(*(None if x is None else scale_grad(x, factor) for x in scored))
         # A batch without labels gives a zero that stays in the graph, so that it can be backpropagated
         fields = {
-            name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, scale_grad(x, factor))
+            name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x)
             for name, x in scored._asdict().items()
         }
         log_probs = fields["log_probs"]
@@ -153,11 +136,7 @@ class ScoringForward:
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
 
     def _split(self, layout: Layout | None, *batch: Tensor | None) -> tuple[Shard | None, float]:
-        """This rank's shard of the row, and the factor of the gradient.
-
-        Raises:
-            `RuntimeError`: the ranks of the group run a forward with gradients on different batches.
-        """
+        """This rank's shard of the row, and the factor of the gradient."""
         group = self.sequence_group
         if group is None or group.processes is None:
             return None, 1.0
@@ -220,14 +199,9 @@ class ScoringForward:
         if options.cast_lm_head_to_fp32:
             hidden_NH = hidden_NH.float()
             autocast = torch.autocast(hidden_NH.device.type, enabled=False)
-        rows = weight_layout_of(
-            head,
-            hidden_NH,
-            outputs=outputs,
-            whole=options.head == "dense",
-            gradient=torch.is_grad_enabled(),
-            entropy_grad=options.entropy_requires_grad and "entropy" in outputs,
-        )
+        entropy_grad = options.entropy_requires_grad and "entropy" in outputs
+        whole = options.head == "dense"
+        rows = weight_layout_of(head, hidden_NH, outputs=outputs, whole=whole, entropy_grad=entropy_grad)
         self.head_rows = rows.reason
         # Entered once by every rank, also one without a token to check
         with autocast, rows.readable():

@@ -41,17 +41,11 @@ def logit_transform(config: Any, temperature: float) -> LogitTransform:
 
 @dataclass(frozen=True)
 class HeadAdapter:
-    """What the active adapters add to a linear head.
+    """What the active adapters add to a linear head."""
 
-    Args:
-        factors (`tuple[Factors, ...]`): low-rank terms.
-        classes (`tuple[int, ...]`): token ids whose rows of the weight are replaced, in ascending order.
-        rows (`Tensor` of shape `(K, H)`, *optional*): the rows of `classes`.
-    """
-
-    factors: tuple[Factors, ...] = ()
-    classes: tuple[int, ...] = ()
-    rows: Tensor | None = None
+    factors: tuple[Factors, ...] = ()  # low-rank terms
+    classes: tuple[int, ...] = ()  # token ids whose rows of the weight are replaced, in ascending order
+    rows: Tensor | None = None  # (K, H), the rows of `classes`
 
     def low_rank(self, hidden: Tensor, weight: Tensor, accumulate: torch.dtype | None = None) -> LowRank | None:
         """The low-rank term for hidden states `(N, H)`; differentiable. `accumulate` is by default the head's."""
@@ -61,7 +55,6 @@ class HeadAdapter:
         return low_rank_term(hidden, self.factors, operand_dtype(hidden, self.factors[0].first), accumulate)
 
     def replaced(self) -> ReplacedRows | None:
-        """The classes with replaced rows."""
         return None if self.rows is None else ReplacedRows.of(self.classes, self.rows.device)
 
     def operands(self, hidden: Tensor, weight: Tensor) -> dict[str, Any]:
@@ -87,19 +80,12 @@ class HeadAdapter:
 
 
 class LinearHead(NamedTuple):
-    """A linear layer, and what adapters add to it.
+    """A linear layer, and what adapters add to it."""
 
-    Args:
-        linear (`nn.Module`): holds the head's own weight and bias.
-        adapter (`HeadAdapter`): empty where no adapter is active.
-        description (`str`): of the adapter.
-        module (`nn.Module`, *optional*): the layer with its adapters, where one is active.
-    """
-
-    linear: nn.Module
+    linear: nn.Module  # holds the head's own weight and bias
     adapter: HeadAdapter = HeadAdapter()
-    description: str = ""
-    module: nn.Module | None = None
+    description: str = ""  # of the adapter
+    module: nn.Module | None = None  # the layer with its adapters, where one is active
 
 
 class OpaqueHead(NamedTuple):
@@ -143,14 +129,6 @@ def _refuse_sharded(reason: str) -> NoReturn:
         "process, and LoRA and `trainable_token_indices` also under FSDP2. Leave `lm_head` out of the adapter, put it "
         "into `modules_to_save`, or use such an engine."
     )
-
-
-def device_of(head: LinearHead | OpaqueHead) -> torch.device:
-    """Where the head computes."""
-    if isinstance(head, OpaqueHead):
-        return next(head.module.parameters()).device
-    device: torch.device = parameter_of(head.linear, "weight").device
-    return device
 
 
 def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
@@ -251,8 +229,8 @@ def score_by_module(
     *,
     transform: LogitTransform,
     outputs: tuple[str, ...],
-    vocabulary: int,
-    head: str,
+    vocabulary: int,  # V, for the size of a tile
+    head: str,  # "dense" takes all tokens at once, and log-probs by their definition
     entropy_requires_grad: bool,
     chunk_size: int | None,
 ) -> LinearLogProbs:
@@ -260,10 +238,6 @@ def score_by_module(
 
     The backward computes each tile's product again, with the same random numbers. At least one tile is called, so that
     every parameter has a gradient even without tokens.
-
-    Args:
-        vocabulary (`int`): V, for the size of a tile.
-        head (`str`): `"dense"` takes all tokens at once, and log-probs by their definition.
     """
     if head == "dense":
         product = lm_head(hidden_NH)

@@ -5,39 +5,29 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..compat.choices import maybe_gather_lm_head_ctx
 from ..distributed.gradients import scale_grad
 from ..distributed.shards import ShardedWeight, is_zero3, sharded_weight, whole_tensor
-from ..heads.parallel import ReplicatedTokens, ShardedTokens, VocabularyShard, tokens_of_ranks
-from ..heads.rows import Block, BroadcastShards, LocalShards
+from ..heads.parallel import Block, BroadcastShards, Exchange, LocalShards, VocabularyShard, tokens_of_ranks
 from .head import HeadAdapter, LinearHead
 
 WHOLE_HERE = "the whole weight is on this rank"
 
 
 class WeightLayout(NamedTuple):
-    """The head's weight as one pass reads it.
+    """The head's weight as one pass reads it."""
 
-    Args:
-        weight (`Tensor` of shape `(v, H)`), bias (`Tensor` of shape `(v,)`, *optional*): the rows on this rank.
-        trained (`tuple[bool, bool]`): whether weight and bias get a gradient.
-        shard (`VocabularyShard`, *optional*): which rank has which rows, if not this one has all.
-        sharded (`ShardedWeight`, *optional*): the weight as the engine shards it, if `shard` is given.
-        readable (`Callable`): makes a context in which weight and bias can be read.
-        reason (`str`): what was chosen, and why.
-        adapter (`HeadAdapter`): what is added to the weight.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    trained: tuple[bool, bool]
-    shard: VocabularyShard | None
-    sharded: ShardedWeight | None
-    readable: Callable[[], AbstractContextManager[Any]]
-    reason: str
+    weight: Tensor  # (v, H), the rows on this rank
+    bias: Tensor | None  # (v,)
+    trained: tuple[bool, bool]  # whether weight and bias get a gradient
+    shard: VocabularyShard | None  # which rank has which rows, if not this one has all
+    sharded: ShardedWeight | None  # the weight as the engine shards it, if `shard` is given
+    readable: Callable[[], AbstractContextManager[Any]]  # makes a context in which weight and bias can be read
+    reason: str  # what was chosen, and why
     adapter: HeadAdapter = HeadAdapter()
 
 
@@ -47,7 +37,6 @@ def weight_layout_of(
     *,
     outputs: tuple[str, ...],
     whole: bool,
-    gradient: bool,
     entropy_grad: bool,
     counts: tuple[int, ...] | None = None,
 ) -> WeightLayout:
@@ -58,7 +47,6 @@ def weight_layout_of(
     Args:
         outputs (`tuple[str, ...]`): what the head will compute.
         whole (`bool`): whether the head needs the whole weight.
-        gradient (`bool`): whether the hidden states get a gradient.
         entropy_grad (`bool`): whether the entropy gets a gradient, for which the weight is read once more.
         counts (`tuple[int, ...]`, *optional*): tokens of each rank; `None`: the ranks exchange them.
     """
@@ -67,18 +55,17 @@ def weight_layout_of(
         return rows._replace(reason=f"{rows.reason}, beside {head.description}", adapter=head.adapter)
     sharded = None if whole else sharded_weight(head.linear)
     if sharded is not None and sharded.engine == "tensor parallel":
-        exchange = ReplicatedTokens(sharded.group)
-        return _local(sharded, exchange, "each rank scores with its rows of the weight (tensor parallel)")
+        return _local(sharded, None, "each rank scores with its rows of the weight (tensor parallel)")
     if sharded is not None and sharded.blocks[0][1].device == hidden_NH.device:
         counts = counts or tokens_of_ranks(len(hidden_NH), sharded.group, hidden_NH.device)
-        options: dict[str, Any] = {"outputs": outputs, "gradient": gradient, "entropy_grad": entropy_grad}
-        tokens, weight = bytes_moved(sharded, counts, hidden_NH, **options)
+        options: dict[str, Any] = {"gradient": torch.is_grad_enabled(), "entropy_grad": entropy_grad}
+        tokens, weight = bytes_moved(sharded, counts, hidden_NH, outputs=outputs, **options)
         if tokens <= weight:
             reason = (
                 f"each rank scores the tokens of all with its rows of the weight ({sharded.engine}): its tokens cost "
                 f"{_mib(tokens)} a pass to move, the weight {_mib(weight)}"
             )
-            return _local(sharded, ShardedTokens(sharded.group, counts), reason)
+            return _local(sharded, counts, reason)
         if not sharded.trained and sharded.blocks[0][2] is None:
             reason = (
                 f"the ranks send their rows of the weight in slices ({sharded.engine}): the weight costs "
@@ -120,38 +107,37 @@ def bytes_moved(
     return (ranks - 1) * max(counts) * of_token, weight * passes * (ranks - 1) // ranks
 
 
-def _local(sharded: ShardedWeight, exchange: ReplicatedTokens | ShardedTokens, reason: str) -> WeightLayout:
+def _local(sharded: ShardedWeight, counts: tuple[int, ...] | None, reason: str) -> WeightLayout:
     first, weight, bias = sharded.blocks[0]
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
-    if isinstance(exchange, ShardedTokens):
+    if counts is not None:
         # The engine takes the mean of gradients over its ranks; this gradient is that of the sum of their losses
         mean = 1 / sharded.group.size()
         weight, bias = scale_grad(weight, mean), None if bias is None else scale_grad(bias, mean)
     blocks = tuple(Block(*block) for block in sharded.blocks)
     # A trained weight is one block, and goes through autograd
     rows_for = None if len(blocks) == 1 else lambda targets: LocalShards(blocks, targets, sharded.vocabulary)
-    shard = VocabularyShard(sharded.vocabulary, first, exchange, rows_for)
+    shard = VocabularyShard(sharded.vocabulary, first, Exchange(sharded.group, counts), rows_for)
     return WeightLayout(weight, bias, trained, shard, sharded, nullcontext, reason)
 
 
 def _in_turn(sharded: ShardedWeight, reason: str) -> WeightLayout:
     blocks = tuple(Block(*block) for block in sharded.blocks)
     like = blocks[0].weight.detach()
-    shard = VocabularyShard(
-        sharded.vocabulary,
-        rows_for=lambda targets: BroadcastShards(blocks, sharded.ranges, sharded.group, like, targets),
-    )
+
+    def rows_for(targets: Tensor) -> BroadcastShards:
+        return BroadcastShards(blocks, sharded.ranges, sharded.group, like, targets)
+
+    shard = VocabularyShard(sharded.vocabulary, rows_for=rows_for)
     return WeightLayout(like, None, (False, False), shard, sharded, nullcontext, reason)
 
 
 def _whole(linear: nn.Module) -> WeightLayout:
     weight, bias = cast(Any, linear.weight), cast(Any, linear.bias)
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
-    reason = WHOLE_HERE
+    reason = "DeepSpeed gathers the whole weight" if is_zero3(weight) else WHOLE_HERE
     if isinstance(weight, DTensor):
         reason = "the whole weight is gathered for each pass"
-    elif is_zero3(weight):
-        reason = "DeepSpeed gathers the whole weight"
     weight, bias = (whole_tensor(x) if isinstance(x, DTensor) else x for x in (weight, bias))
     # ZeRO-3 gathers weight and bias while they are read, here and again in the backward
     return WeightLayout(weight, bias, trained, None, None, partial(maybe_gather_lm_head_ctx, weight, bias), reason)

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..gradients import Coefficients
 from ..logits import LogitTransform
 from ..statistics import ABSENT, FAR, RunningStatistics
-from ..tiles import Tile
 from . import triton_kernels
+from .work import Tile
 
 
 class TritonWork:

@@ -4,7 +4,7 @@ import os
 import warnings
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -12,12 +12,28 @@ from torch import Tensor
 from ..gradients import Coefficients
 from ..logits import LinearLogProbs, LogitTransform
 from ..statistics import RunningStatistics
-from ..tiles import Tile
 
 if TYPE_CHECKING:
     from .triton_work import TritonWork
 
 KERNELS = ("torch", "triton")
+
+
+class Tile(NamedTuple):
+    """The product x = h W^T of some tokens and consecutive classes, and its operands.
+
+    The next tile overwrites `product` (n, v). It includes the low-rank term of `down` (n, R) and `up` (v, R), but not
+    yet `bias` (v,), of any dtype.
+    """
+
+    tokens: slice
+    classes: slice
+    product: Tensor
+    bias: Tensor | None
+    hidden: Tensor
+    weight: Tensor
+    down: Tensor | None
+    up: Tensor | None
 
 
 class TorchWork:
@@ -43,10 +59,9 @@ class TorchWork:
                 where the shift moves.
         """
         logits, scratch = self._logits(tile)
-        # Before `take_target_`, which leaves no logit in the target's column
+        # Before `fold_`, which overwrites the logits
         softcap_derivative = self.transform.softcap_derivative(logits) if coefficients is not None else None
-        statistics.take_target_(tile.tokens, tile.classes.start, logits, scratch)
-        rescale = statistics.fold_(tile.tokens, logits, scratch)
+        rescale = statistics.fold_(tile.tokens, tile.classes.start, logits, scratch)
         # On other devices the test would wait for the device
         if sums_nH is not None and (sums_nH.device.type != "cpu" or bool((rescale != 1).any())):
             sums_nH.mul_(rescale)
@@ -163,7 +178,7 @@ def _numbers(work: TileWork, transform: LogitTransform, device: torch.device) ->
     work.fold(statistics, first, None, None)
     written = work.fold(statistics, second, torch.float32, sums_nH)
     found = [None if written is None else written.clone(), sums_nH.clone()]
-    statistics.move_to_(statistics.maxima())
+    statistics.combine_()
     results = statistics.results(outputs)
     numbers = (statistics.max, statistics.sum_exp, statistics.target_logit, results.entropy)
     coefficients = Coefficients(*numbers, LinearLogProbs(given[:, 0], given[:, 1]), transform, 2 * width)
