@@ -1,28 +1,24 @@
 """The DPO loss of a batch: metrics of all ranks, the terms that TRL lacks, and TRL's own without overflow."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..compat import dpo as internals
-from ..losses.preference import (
-    PREFERENCE_LOSSES,
-    READ_REWARDS,
-    LossOptions,
-    pairs_of,
-    rpo_margins,
-    smoothing_term,
-)
+from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, pairs_of, rpo_margins, smoothing_term
 from ..losses.reward_columns import REWARD_COLUMNS
 from ..losses.weighted_metrics import Counts, counts_of, of_all_ranks, weighted
 from ..planning.non_finite import PairExponential, bounded_pairs
 
+if TYPE_CHECKING:
+    from .dpo import DPOTrainer
+
 
 class DPOLoss:
-    """The loss of one trainer. `options` are the added config fields, `take_counts` counts the tokens of its passes."""
+    """The loss of one trainer."""
 
-    def __init__(self, trainer: Any, options: Any, ranks: Any, take_counts: Any) -> None:
-        self.trainer, self.options, self.ranks, self._take_counts = trainer, options, ranks, take_counts
+    def __init__(self, trainer: "DPOTrainer") -> None:
+        self.trainer, self.options, self.ranks = trainer, trainer.added, trainer.ranks
         self.classes = 0
         self.columns: tuple[str, ...] = ()
         self.counted: list[int] | None = None  # the tokens of a batch's passes, if gathered with its metrics
@@ -56,9 +52,9 @@ class DPOLoss:
         values = {name: of_batch[-1] for name, of_batch in found.items()}
         tokens = values.pop("num_tokens", 0)
         mean = weighted(values, counts)
-        numbers = [*mean, tokens if counts.pairs else 0, *self._take_counts()]
-        device = self.ranks.device
-        gathered = self.ranks.accelerator.gather(torch.tensor([numbers], dtype=torch.float64, device=device))
+        numbers = [*mean, tokens if counts.pairs else 0, *self.trainer.scorer.take_counts()]
+        row = torch.tensor([numbers], dtype=torch.float64, device=self.ranks.device)
+        gathered = self.ranks.accelerator.gather(row)
         internals.log_metrics(self.trainer, of_all_ranks(sorted(values), gathered[:, : len(mean)]))
         total, *self.counted = map(int, gathered[:, len(mean) :].sum(0).tolist())
         internals.log_tokens(self.trainer, total)
