@@ -109,7 +109,7 @@ def test_computes_on_copies_and_of_the_layers_holds_two_at_most():
     assert places(model) == home
     gc.collect()
     assert all(ref() is None for ref in memory)
-    assert hosted._rest_on_device is None
+    assert not hosted._places
 
 
 def layer_bytes(model, index):
@@ -125,7 +125,7 @@ def test_an_exception_leaves_every_weight_on_the_host():
     with pytest.raises(ZeroDivisionError):
         score(model)
     assert places(model) == home
-    assert hosted._rest_on_device is None
+    assert not hosted._places
     broken.remove()
     # An interrupt is no `Exception`: no hook runs after it, and the next call cleans up
     broken = model.model.layers[3].mlp.register_forward_pre_hook(interrupt)

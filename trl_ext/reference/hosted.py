@@ -46,7 +46,6 @@ class HostedReference:
         model.requires_grad_(False)
         self._rest = _Group((param for param in model.parameters() if id(param) not in inside), pinned)
         self._layers = [_Group((param for param in x.parameters() if id(param) in inside), pinned) for x in layers]
-        self._rest_on_device: Tensor | None = None
         self._places: list[_Place] = []
         self.rest_bytes, self.layer_bytes = self._rest.size, max(layer.size for layer in self._layers)
         for module in model.modules():
@@ -74,12 +73,12 @@ class HostedReference:
 
     def _enter(self) -> None:
         self._leave()  # an interrupt may have ended the last call
-        self._rest_on_device = torch.empty(self._rest.size, dtype=torch.uint8, device=self._device)
+        rest = torch.empty(self._rest.size, dtype=torch.uint8, device=self._device)
         self._places = [_Place(torch.empty(self.layer_bytes, dtype=torch.uint8, device=self._device)) for _ in range(2)]
         # Kernels that still run may use this memory for other tensors
         _wait(self._copies, _event(self._compute))
-        self._rest_on_device.copy_(self._rest.host, non_blocking=True)
-        self._rest.point_at(self._rest_on_device)
+        rest.copy_(self._rest.host, non_blocking=True)
+        self._rest.point_at(rest)
         self._fetch(0)
 
     def _leave(self) -> None:
@@ -87,7 +86,7 @@ class HostedReference:
         _wait(self._compute, _event(self._copies))
         for group in (self._rest, *self._layers):
             group.point_at(group.host)
-        self._rest_on_device, self._places = None, []
+        self._places = []
 
     def _fetch(self, index: int) -> None:
         """Start to copy layer `index` to its place, after the layer there has computed."""

@@ -85,12 +85,9 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """TRL's own, on rows that have been checked."""
-        dataset = checked_pairs(
-            dataset,
-            f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]",
-            has_template=processing_class.chat_template is not None,
-            has_end=self._tokenizer.eos_token is not None,
-        )
+        where = f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]"
+        has_template, has_end = processing_class.chat_template is not None, self._tokenizer.eos_token is not None
+        dataset = checked_pairs(dataset, where, has_template=has_template, has_end=has_end)
         if self._loss.columns:
             dataset = _with_rewards(dataset, f"the {dataset_name} data set", self._loss.columns)
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)

@@ -78,14 +78,10 @@ class DPOLoss:
     def _of_trl(self, model: Any, batch: dict[str, Any], return_outputs: bool, but: set[str]) -> Any:
         """TRL's terms. Those whose exponentials overflow are computed again, with a reference nearer to the policy."""
         trainer, exponentials = self.trainer, {}
+        given = {"beta": trainer.beta, "label_smoothing": trainer.label_smoothing}
+        given["alpha"] = trainer.f_alpha_divergence_coef
         for name, weight in zip(trainer.loss_types, trainer.loss_weights, strict=True):
-            found = PairExponential.of(
-                *(name, trainer.f_divergence_type),
-                alpha=trainer.f_alpha_divergence_coef,
-                beta=trainer.beta,
-                label_smoothing=trainer.label_smoothing,
-                weight=weight,
-            )
+            found = PairExponential.of(name, trainer.f_divergence_type, weight=weight, **given)
             if found is not None and name not in but:
                 exponentials[name] = found
         if not exponentials:
@@ -129,11 +125,6 @@ class DPOLoss:
     def _of_smoothing(self, outputs: Any, completion_mask: torch.Tensor) -> torch.Tensor:
         mask = completion_mask[:, 1:].chunk(2)[0]
         of_chosen, means = (x[: len(mask), -mask.shape[1] :] for x in (outputs.log_probs, outputs.mean_log_probs))
-        return smoothing_term(
-            of_chosen,
-            means,
-            mask,
-            smoothing=self.options.sft_label_smoothing,
-            convention=self.options.sft_label_smoothing_convention,
-            vocabulary=self.classes,
-        )
+        smoothing, convention = self.options.sft_label_smoothing, self.options.sft_label_smoothing_convention
+        given = {"smoothing": smoothing, "convention": convention, "vocabulary": self.classes}
+        return smoothing_term(of_chosen, means, mask, **given)

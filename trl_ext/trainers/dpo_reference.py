@@ -145,7 +145,9 @@ class DPOReference:
         with nullcontext() if self.weights.own is None else self.weights.own.copies_in_place():
             digest = weights.hash(*gathering)
         facts = identity_facts(
-            *(digest, weights.config, weights.in_memory(*gathering)),
+            digest,
+            weights.config,
+            weights.in_memory(*gathering),
             head=self.scorer.options.head,
             mixed_precision=accelerator.mixed_precision,
             device=accelerator.device.type,
