@@ -194,23 +194,22 @@ class DPOReference:
             weights, copied = self._weights(), set() if self.weights.own is None else self.weights.own.copied()
             trained = next((name for name, x in weights.trained_parameters() if id(x) not in copied), None)
             varies = self._varies_reason(weights)
-        return plan_dpo(
-            DPOFacts(
-                loss_types=tuple(args.loss_type),
-                best_metric=args.metric_for_best_model,
-                reference=self.kind,
-                datasets=tuple(columns),
-                with_columns=with_columns,
-                precompute=args.precompute_ref_log_probs,
-                storage=self.options.reference_store,
-                folder=str(self.options.folder),
-                not_storable=not_storable,
-                drifts=f"it changes in training, which moves `{trained}`, a tensor that it reads" if trained else None,
-                varies=varies,
-                uncacheable=self._uncacheable,
-                own_loss=self.host.bypassed_by(),
-            )
+        facts = DPOFacts(
+            loss_types=tuple(args.loss_type),
+            best_metric=args.metric_for_best_model,
+            reference=self.kind,
+            datasets=tuple(columns),
+            with_columns=with_columns,
+            precompute=args.precompute_ref_log_probs,
+            storage=self.options.reference_store,
+            folder=str(self.options.folder),
+            not_storable=not_storable,
+            drifts=f"it changes in training, which moves `{trained}`, a tensor that it reads" if trained else None,
+            varies=varies,
+            uncacheable=self._uncacheable,
+            own_loss=self.host.bypassed_by(),
         )
+        return plan_dpo(facts)
 
     # For each batch
 
