@@ -5,7 +5,6 @@ can be told by address.
 """
 
 import gc
-import sys
 import weakref
 from dataclasses import replace
 
@@ -230,13 +229,12 @@ def test_training_is_stock_trls(name, workshop, hosted_models):
 def hosted_models(monkeypatch):
     """The models that trainers keep on the host, as they are hosted."""
     models = []
-    module = sys.modules["trl_ext.trainers.reference_weights"]
 
     def host(model, device):
         models.append(model)
         return HostedReference(model, device)
 
-    monkeypatch.setattr(module, "HostedReference", host)
+    monkeypatch.setattr("trl_ext.trainers.reference_weights.HostedReference", host)
     return models
 
 

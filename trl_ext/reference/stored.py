@@ -142,7 +142,7 @@ class StoredReference:
         return self._of_first(canary.difference(log_probs, self._variants.tolerance))
 
     def _search(self, sequences: Sequences, reference_pass: ReferencePass, wanted: bool) -> list[int]:
-        """Open this reference's store, if there is one; returns the tokens of each pass that this took."""
+        """Open this reference's store before any value is read; returns the tokens of each pass that this took."""
         if self._variants is None or self._searched:
             return []
         if not any(count[0] for count in self._gather_counts([int(wanted and sequences.keys is not None)])):
