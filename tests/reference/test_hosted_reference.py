@@ -5,7 +5,6 @@ can be told by address.
 """
 
 import gc
-import sys
 import weakref
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from model_families import batch
 from run_losses import Trainers, train
 from tiny import MODELS, lora_config, preferences
 from training_comparison import assert_same
-from trl_ext.reference.hosted import host_reference
+from trl_ext.reference.hosted import HostedReference
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 DEVICE = torch.device("cpu")
@@ -57,7 +56,7 @@ def test_log_probs_are_those_of_the_model_on_the_device_bit_for_bit(name, precis
     plain, hosted = deep(name), deep(name)
     if precision == "bf16 weights":
         plain, hosted = plain.bfloat16(), hosted.bfloat16()
-    host_reference(hosted, DEVICE)
+    HostedReference(hosted, DEVICE)
     before = {key: value.clone() for key, value in hosted.state_dict().items()}
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast"):
         for context in (torch.no_grad, torch.inference_mode, torch.no_grad):
@@ -72,7 +71,7 @@ def test_computes_on_copies_and_of_the_layers_holds_two_at_most():
     model = deep("tied")
     shared = "model.layers.2.input_layernorm.weight"
     model.model.layers[2].input_layernorm.weight = model.model.norm.weight
-    hosted = host_reference(model, DEVICE)
+    hosted = HostedReference(model, DEVICE)
     home = places(model)
     of_layer = {name: int(name.split(".")[2]) for name in home if "layers." in name and name != shared}
     assert set(of_layer.values()) == set(range(LAYERS))
@@ -109,7 +108,7 @@ def test_computes_on_copies_and_of_the_layers_holds_two_at_most():
     assert places(model) == home
     gc.collect()
     assert all(ref() is None for ref in memory)
-    assert hosted._rest_on_device is None
+    assert not hosted._places
 
 
 def layer_bytes(model, index):
@@ -119,13 +118,13 @@ def layer_bytes(model, index):
 def test_an_exception_leaves_every_weight_on_the_host():
     model = deep("untied")
     want = score(model).log_probs
-    hosted = host_reference(model, DEVICE)
+    hosted = HostedReference(model, DEVICE)
     home = places(model)
     broken = model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         score(model)
     assert places(model) == home
-    assert hosted._rest_on_device is None
+    assert not hosted._places
     broken.remove()
     # An interrupt is no `Exception`: no hook runs after it, and the next call cleans up
     broken = model.model.layers[3].mlp.register_forward_pre_hook(interrupt)
@@ -151,7 +150,7 @@ def test_layers_that_are_skipped_repeated_or_shared_compute_with_their_own_weigh
         layers[3].mlp = layers[1].mlp
         layers[4] = layers[2]
         model.model.layers = nn.ModuleList(layers)
-    host_reference(models[1], DEVICE)
+    HostedReference(models[1], DEVICE)
     home, results = places(models[1]), []
     for order in orders:
         for model in models:
@@ -170,7 +169,7 @@ def test_prepare_model_moves_nothing_and_nothing_else_may():
     device = torch.device("meta")  # where a tensor that moves is lost
     for buffer_owner in model.modules():
         buffer_owner._buffers.clear()
-    host_reference(model, device)
+    HostedReference(model, device)
     assert model.to(device) is model
     assert {param.device.type for param in model.parameters()} == {"cpu"}
     for wrong in (torch.bfloat16, "cpu"):
@@ -180,7 +179,7 @@ def test_prepare_model_moves_nothing_and_nothing_else_may():
 
 def test_a_part_of_the_model_by_itself_is_refused():
     model = deep("tied")
-    host_reference(model, DEVICE)
+    HostedReference(model, DEVICE)
     inputs, _ = batch()
     with pytest.raises(RuntimeError, match="call the model"):
         model.model(**inputs)
@@ -199,7 +198,7 @@ def test_a_model_that_is_not_whole_is_refused(change, words):
     model = deep("untied")
     change(model)
     with pytest.raises(ValueError, match=words):
-        host_reference(model, DEVICE)
+        HostedReference(model, DEVICE)
 
 
 TRAINED = [
@@ -230,13 +229,12 @@ def test_training_is_stock_trls(name, workshop, hosted_models):
 def hosted_models(monkeypatch):
     """The models that trainers keep on the host, as they are hosted."""
     models = []
-    module = sys.modules["trl_ext.trainers.reference_weights"]
 
     def host(model, device):
         models.append(model)
-        return host_reference(model, device)
+        return HostedReference(model, device)
 
-    monkeypatch.setattr(module, "host_reference", host)
+    monkeypatch.setattr("trl_ext.trainers.reference_weights.HostedReference", host)
     return models
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import trl_ext
 from device_memory import allocated_by
 from tiny import V_WORDS, preferences, word_tokenizer
-from trl_ext.reference.hosted import host_reference
+from trl_ext.reference.hosted import HostedReference
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="measures CUDA")
@@ -41,7 +41,7 @@ def test_values_are_those_of_the_model_on_the_device_and_memory_is_two_layers(pr
     for model in (plain, hosted):
         attach_scoring_forward(model, ScoringOptions())
     plain.to(DEVICE)
-    reference = host_reference(hosted, DEVICE)
+    reference = HostedReference(hosted, DEVICE)
     assert all(param.is_pinned() for param in hosted.parameters())
     autocast = precision == "bf16 autocast"
     # Short calls and long ones: the copies are late in some and early in others

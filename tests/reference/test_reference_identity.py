@@ -21,7 +21,7 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 from reference_changes import LISTED, forward, norm
 from tiny import MODELS, lora_config
 from trl_ext.reference import code
-from trl_ext.reference.hosted import host_reference
+from trl_ext.reference.hosted import HostedReference
 from trl_ext.reference.weights import ReferenceWeights, identity_facts, identity_of
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
@@ -342,7 +342,7 @@ LIBRARIES = {
     "mixed precision": in_mixed_precision,
     "hooked": lambda model: add_hook_to_module(model.model.layers[0].mlp, AlignDevicesHook("cpu")),
     "dispatched": lambda model: dispatch_model(model, {"": "cpu"}, force_hooks=True),
-    "on the host": lambda model: host_reference(model, torch.device("cpu")),
+    "on the host": lambda model: HostedReference(model, torch.device("cpu")),
     "path": lambda model: setattr(model, "name_or_path", "elsewhere"),
 }
 
@@ -366,7 +366,7 @@ def test_every_model_that_is_loaded_again_is_the_same_reference(name, base):
 _IN_A_PROCESS = """
 from contextlib import nullcontext
 from transformers import AutoModelForCausalLM
-from trl_ext.reference import ReferenceWeights
+from trl_ext.reference.weights import ReferenceWeights
 model = AutoModelForCausalLM.from_pretrained({path!r})
 norm, own = model.model.norm, model.model.norm.forward
 norm.forward = lambda x: own(x) if x.device.type in {{"cpu", "cuda", "mps", "xpu"}} else x

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow.compute as pc
 import torch
@@ -49,24 +49,8 @@ class _AsIfAlone(_Wrapper):
         return input_data
 
 
-class DPOInternals(Protocol):
-    """The attributes of TRL's trainer that only this file reads or replaces."""
-
-    accelerator: Any
-    args: Any
-    model: Any
-    ref_model: Any
-    loss_types: list[str]
-    loss_weights: list[float]
-    precompute_ref_logps: bool
-    aux_loss_enabled: bool
-    _metrics: dict[str, dict[str, list[float]]]
-    _total_train_tokens: int
-    _precompute_engine: Any
-
-
 def trl_loss(
-    trainer: DPOInternals, model: Any, batch: dict[str, Any], return_outputs: bool = False, but: Collection[str] = ()
+    trainer: trl.DPOTrainer, model: Any, batch: dict[str, Any], return_outputs: bool = False, but: Collection[str] = ()
 ) -> Any:
     """TRL's loss of its loss types except those in `but`; 0.0 if none is left."""
     kept = [x for x in zip(trainer.loss_types, trainer.loss_weights, strict=True) if x[0] not in but]
@@ -75,7 +59,7 @@ def trl_loss(
 
 
 def recompute_trl_loss(
-    trainer: DPOInternals, outputs: Any, batch: dict[str, Any], but: Collection[str], sums: Any = None
+    trainer: trl.DPOTrainer, outputs: Any, batch: dict[str, Any], but: Collection[str], sums: Any = None
 ) -> Any:
     """The loss of `outputs`, without metrics; with `sums`, these are the reference's log-probs."""
     given: dict[str, Any] = {}
@@ -86,18 +70,18 @@ def recompute_trl_loss(
         return trl_loss(trainer, lambda **_: outputs, batch, False, but)
 
 
-def policy_sums(trainer: DPOInternals, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def policy_sums(trainer: trl.DPOTrainer, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return trl.DPOTrainer.compute_ref_log_probs(trainer, lambda **_: outputs, batch)
 
 
-def reference_sums(trainer: DPOInternals, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_sums(trainer: trl.DPOTrainer, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     if trainer.precompute_ref_logps:
         return batch["ref_chosen_logps"], batch["ref_rejected_logps"]
     return trl.DPOTrainer.compute_ref_log_probs(trainer, trainer.ref_model, batch)
 
 
 @contextmanager
-def metrics_of_this_rank(trainer: DPOInternals) -> Iterator[dict[str, list[float]]]:
+def metrics_of_this_rank(trainer: trl.DPOTrainer) -> Iterator[dict[str, list[float]]]:
     """Within, TRL logs only this rank's rows, into the yielded dict."""
     found: dict[str, list[float]] = defaultdict(list)
     alone = _AsIfAlone(trainer.accelerator)
@@ -105,39 +89,39 @@ def metrics_of_this_rank(trainer: DPOInternals) -> Iterator[dict[str, list[float
         yield found
 
 
-def _logged(trainer: DPOInternals) -> dict[str, list[float]]:
+def _logged(trainer: trl.DPOTrainer) -> dict[str, list[float]]:
     return trainer._metrics["train" if trainer.model.training else "eval"]
 
 
-def log_metrics(trainer: DPOInternals, values: dict[str, float]) -> None:
+def log_metrics(trainer: trl.DPOTrainer, values: dict[str, float]) -> None:
     for name, value in values.items():
         _logged(trainer)[name].append(value)
 
 
-def log_tokens(trainer: DPOInternals, count: int) -> None:
+def log_tokens(trainer: trl.DPOTrainer, count: int) -> None:
     trainer._total_train_tokens += count
     _logged(trainer)["num_tokens"] = [trainer._total_train_tokens]
 
 
-def drop_metrics(trainer: DPOInternals, prefix: str) -> None:
+def drop_reward_metrics(trainer: trl.DPOTrainer) -> None:
     metrics = _logged(trainer)
-    for name in [name for name in metrics if name.startswith(prefix)]:
+    for name in [name for name in metrics if name.startswith("rewards/")]:
         del metrics[name]
 
 
-def pairs_not_repeated(trainer: DPOInternals, pairs: int) -> int:
+def pairs_not_repeated(trainer: trl.DPOTrainer, pairs: int) -> int:
     """How many of this rank's `pairs` are not repeats with which Accelerate fills up the last batch."""
-    precomputed = trainer.precompute_ref_logps
     replaceable = trainer.ref_model is not None and not isinstance(trainer.ref_model, torch.nn.Module)
-    state = trainer.accelerator.gradient_state
+    replaceable = replaceable or trainer.precompute_ref_logps
+    accelerator, state = trainer.accelerator, trainer.accelerator.gradient_state
     last = state.end_of_dataloader and (state.sync_gradients or not trainer.model.training)
-    if not ((precomputed or replaceable) and last and state.remainder > 0 and trainer.accelerator.even_batches):
+    if not (replaceable and last and state.remainder > 0 and accelerator.even_batches):
         return pairs
-    return min(max(state.remainder - trainer.accelerator.process_index * pairs, 0), pairs)
+    return min(max(state.remainder - accelerator.process_index * pairs, 0), pairs)
 
 
 def loss_of_first_pairs(
-    trainer: DPOInternals, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
+    trainer: trl.DPOTrainer, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
 ) -> Any:
     """`loss` of the first `pairs` of a batch, from `outputs` of the whole batch."""
     every = len(batch["completion_mask"]) // 2
@@ -145,9 +129,8 @@ def loss_of_first_pairs(
     rows = rows[rows % every < pairs]
 
     def first(scored: Any) -> Any:
-        return FusedCausalLMOutput(
-            **{name: x[rows.to(x.device)].detach() if x.dim() > 1 else x for name, x in scored.items()}
-        )
+        parts = {name: x[rows.to(x.device)].detach() if x.dim() > 1 else x for name, x in scored.items()}
+        return FusedCausalLMOutput(**parts)
 
     batch = {name: x[:pairs] if name in _PAIR_COLUMNS else x for name, x in batch.items()}
     batch |= {name: batch[name][rows] for name in ("input_ids", "attention_mask", "completion_mask")}
@@ -160,14 +143,14 @@ def loss_of_first_pairs(
 
 
 @contextmanager
-def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> Iterator[None]:
+def reference_given(trainer: trl.DPOTrainer, log_probs: torch.Tensor | None) -> Iterator[None]:
     """Within, TRL's loss reads these `(2B, S - 1)` log-probs, or, for None, the sums in the batch's columns."""
     outputs = FusedCausalLMOutput(log_probs=log_probs)
     with replaced(trainer, ref_model=lambda **_: outputs, precompute_ref_logps=log_probs is None):
         yield
 
 
-def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def score_as_reference(trainer: trl.DPOTrainer, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
     inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
     text_config = trainer.accelerator.unwrap_model(model).config.get_text_config()
@@ -178,22 +161,24 @@ def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any])
     return scored.log_probs[:, -(labels.shape[1] - 1) :]
 
 
-def policy_before_training(trainer: Any) -> Any:
-    if trainer.is_deepspeed_enabled and trainer._precompute_engine is None:
+def policy_before_training(trainer: trl.DPOTrainer) -> Any:
+    if not trainer.is_deepspeed_enabled:
+        return trainer.model
+    if trainer._precompute_engine is None:
         trainer._precompute_engine = prepare_deepspeed(trainer.model, trainer.accelerator)
-    return trainer._precompute_engine if trainer.is_deepspeed_enabled else trainer.model
+    return trainer._precompute_engine
 
 
-def holds_images(trainer: Any) -> bool:
+def holds_images(trainer: trl.DPOTrainer) -> bool:
     return bool(trainer._is_vision_dataset)
 
 
-def training_columns(trainer: Any, dataset: Dataset) -> Dataset:
+def training_columns(trainer: trl.DPOTrainer, dataset: Dataset) -> Dataset:
     """The data set with only the columns that the collator gets."""
     return trainer._remove_unused_columns(dataset, description="training")
 
 
-def made_as_reference(trainer: DPOInternals, load: Callable[[], Any]) -> Any:
+def made_as_reference(trainer: trl.DPOTrainer, load: Callable[[], Any]) -> Any:
     model = load()
     if trainer.args.disable_dropout:
         disable_dropout_in_model(model)

@@ -67,17 +67,13 @@ class AdapterChoice:
                     f"`ref_adapter_name={self._ref_name!r}` is the adapter that is active, which is trained. "
                     "Name the one to train in `policy_adapter_name`."
                 )
-            _freeze_adapter(policy, self._ref_name)
+            _set_trained(policy, self._ref_name, False)
         self.trl_may_copy = not loaded or fresh is not None
-        if loaded and not names and not moves and "default" in policy.peft_config:
-            self.trl_may_copy = self.trl_may_copy or _trl_copies_whole(policy)
+        if not self.trl_may_copy and not names and not moves and "default" in policy.peft_config:
+            self.trl_may_copy = _trl_copies_whole(policy)
 
     def reference(self, policy: Any, moves: bool) -> "OwnReference":
-        """The reference of `policy`, once TRL has built it.
-
-        Args:
-            moves (`bool`): whether training moves the reference.
-        """
+        """The reference of `policy`, once TRL has built it. `moves`: whether training moves it."""
         if moves:
             own = OwnReference(policy, "initial", moves=True)
             if self.fresh is not None:
@@ -91,7 +87,7 @@ class AdapterChoice:
             return OwnReference(policy, "initial")
         own = OwnReference(policy, "trl")
         if self.fresh is None:
-            _freeze_adapter(policy, "ref")
+            _set_trained(policy, "ref", False)
         return own
 
 
@@ -156,14 +152,7 @@ class OwnReference:
                 self.copies[name] = param.detach().clone()
 
     def begin_as_base(self, fresh: Any) -> None:
-        """Make the copies of a fresh adapter those of one that adds nothing to the base model.
-
-        Args:
-            fresh (`PeftConfig`): of the adapter.
-
-        Raises:
-            `ValueError`: there are no such values.
-        """
+        """Make the copies of a `fresh` adapter add nothing to the base model. Raises `ValueError` if none could."""
         begins = "`sync_ref_model=True` moves a reference that begins as the base model"
         if fresh.is_prompt_learning:
             raise ValueError(
@@ -183,11 +172,7 @@ class OwnReference:
                 copy.zero_()
 
     def begin_as(self, adapter: str) -> None:
-        """Give the copies of the policy's adapter the values of another one.
-
-        Raises:
-            `ValueError`: their tensors differ in name or shape.
-        """
+        """Give the copies of the policy's adapter the values of another one of the same kind."""
         own = str(self.policy.active_adapter)
         settings, others = (adapter_settings(self.policy.peft_config[name].to_dict()) for name in (own, adapter))
         params = dict(self.policy.named_parameters())
@@ -210,7 +195,8 @@ class OwnReference:
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each copied parameter of the policy and its copy, sharded alike."""
-        self._reshard()  # a gathered parameter of FSDP2 is whole, and is dropped later
+        if self.copies:
+            reshard(self.policy)  # a gathered parameter of FSDP2 is whole, and is dropped later
         found = []
         for name, copy in self.copies.items():
             param = self.policy.get_parameter(name)
@@ -248,30 +234,23 @@ class OwnReference:
     def copies_in_place(self) -> Iterator[None]:
         """Within, the policy's parameters have the values of the copies."""
         pairs = self.pairs()
-        held = [param.detach().clone() for param, _ in pairs]
+        held = [(param, param.detach().clone()) for param, _ in pairs]
         try:
-            self._put([(param, copy) for param, copy in pairs])
+            self._put(pairs)
             yield
         finally:
-            self._put([(param, value) for (param, _), value in zip(pairs, held, strict=True)])
+            self._put(held)
 
     def _put(self, values: list[tuple[Tensor, Tensor]]) -> None:
         for param, value in values:
             param.data.copy_(value)  # hidden from autograd: the value is back before a backward reads it
-        self._reshard()  # parameters that stay gathered, as after an evaluation, have the old values
-
-    def _reshard(self) -> None:
-        if self.copies:
-            reshard(self.policy)
+        if values:
+            reshard(self.policy)  # parameters that stay gathered, as after an evaluation, have the old values
 
     # In a checkpoint
 
     def load(self, folder: Path) -> None:
-        """Take the copies from a checkpoint.
-
-        Raises:
-            `ValueError`: `folder` has those of another model, or none and the reference moves.
-        """
+        """Take the copies from a checkpoint, which must have them if the reference moves."""
         if not load_weights(self.copies, folder) and self.moves:
             raise ValueError(
                 f"The checkpoint {folder} has no `{FILE}`, the state of the reference that "
@@ -281,11 +260,7 @@ class OwnReference:
 
 
 def save_weights(named: Iterable[tuple[str, Tensor]], folder: Path, writes: bool) -> None:
-    """Write a reference's tensors, whole, to `folder`, if there are any. Every rank must call it.
-
-    Args:
-        writes (`bool`): whether this process writes.
-    """
+    """Write a reference's tensors, whole, to `folder`, if this process `writes`. Every rank must call it."""
     tensors = {}
     for name, tensor in named:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -300,8 +275,7 @@ def save_weights(named: Iterable[tuple[str, Tensor]], folder: Path, writes: bool
 def load_weights(tensors: dict[str, Tensor], folder: Path) -> bool:
     """Give `tensors` the values that [`save_weights`] wrote, and return whether there are any. Every rank must call it.
 
-    Raises:
-        `ValueError`: they are another model's.
+    Raises `ValueError` if they are another model's.
     """
     path = folder / FILE
     if not path.exists():
@@ -389,13 +363,12 @@ def _train_adapter(policy: Any, name: str) -> None:
     if _active_adapters(policy) != [name]:
         policy.set_adapter(name)
     if not any(param.requires_grad for param in _parameters_of(policy, name)):
-        for param in _parameters_of(policy, name):
-            param.requires_grad_(True)
+        _set_trained(policy, name, True)
 
 
-def _freeze_adapter(policy: Any, name: str) -> None:
+def _set_trained(policy: Any, name: str, trained: bool) -> None:
     for param in _parameters_of(policy, name):
-        param.requires_grad_(False)
+        param.requires_grad_(trained)
 
 
 def _parameters_of(policy: Any, name: str) -> list[nn.Parameter]:

@@ -48,24 +48,18 @@ def tolerance_of(weights: ReferenceWeights, accelerator: Any) -> Tolerance:
 
 @dataclass(frozen=True)
 class Canary:
-    """A few rows and their log-probs.
+    """A few rows and their log-probs."""
 
-    Args:
-        identity (`str`): of the reference.
-        arrays (`dict[str, ndarray]`):
-            `input_ids`, `attention_mask` and `completion_mask` of shape `(R, S)`; `values`, the log-probs, of shape
-            `(R, S - 1)`, 0 without a label.
-    """
-
-    identity: str
+    identity: str  # of the reference
+    # `input_ids`, `attention_mask`, `completion_mask` `(R, S)`; `values`, log-probs `(R, S - 1)`, 0 without a label
     arrays: dict[str, NDArray[Any]]
 
     @classmethod
     def of(cls, identity: str, sequences: Sequences, entries: dict[int, NDArray[np.float32]]) -> "Canary | None":
         """The four longest rows of at most 512 tokens with finite `entries`, or the shortest row; None without any."""
         rows = [row for row, values in entries.items() if len(values) and np.isfinite(values).all()]
-        rows.sort(key=sequences.length)
-        chosen = [row for row in rows if sequences.length(row) <= _TOKENS][-_ROWS:] or rows[:1]
+        rows.sort(key=lambda row: sequences.lengths[row])
+        chosen = [row for row in rows if sequences.lengths[row] <= _TOKENS][-_ROWS:] or rows[:1]
         if not chosen:
             return None
         batch = {name: tensor.cpu().numpy().astype(np.int64) for name, tensor in sequences.subset(chosen).items()}

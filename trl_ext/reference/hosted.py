@@ -5,7 +5,7 @@ that module's own forward, which a scoring forward never calls.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 _ALIGNMENT = 256  # bytes: that of a CUDA allocation, by which kernels are chosen
 
 
-def host_reference(model: Any, device: torch.device) -> "HostedReference":
-    """Keep the weights of `model` on the host, and copy them to `device` in each call of `model`.
+class HostedReference:
+    """Keeps the weights of `model` on the host, and copies them to `device` in each call of `model`.
 
     During a call the device holds everything outside the decoder layers (embeddings, last norm, head; tied weights
     once), the layer that computes, and the next one, whose copy runs meanwhile. After a call, even a failed one, every
@@ -27,33 +27,25 @@ def host_reference(model: Any, device: torch.device) -> "HostedReference":
         model (`PreTrainedModel`): whole on one device, not quantized, not wrapped.
         device (`torch.device`): where `model` computes. A CUDA device copies on a separate stream.
 
+    Attributes:
+        layer_bytes (`int`), rest_bytes (`int`): of the largest decoder layer, and of the weights outside the layers.
+
     Raises:
         `ValueError`: the model is spread over devices or ranks, is quantized, or has no list of layers.
-    """
-    return HostedReference(model, device)
-
-
-class HostedReference:
-    """The weights of one model: groups on the host, and two places on the device that its layers take in turn.
-
-    Attributes:
-        layer_bytes (`int`): of the largest decoder layer.
-        rest_bytes (`int`): of the weights outside the layers.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
         _refuse(model)
         layers = _decoder_layers(model)
         self._device = device
-        self._streams = _Streams(device)
+        pinned = device.type == "cuda"
+        self._copies: Any = torch.cuda.Stream(device) if pinned else None
         # A parameter that a layer shares with the rest stays as long as the rest does
         inside = {id(param) for layer in layers for param in layer.parameters()}
         inside -= {id(param) for param in _outside(model, layers)}
-        pinned = device.type == "cuda"
         model.requires_grad_(False)
         self._rest = _Group((param for param in model.parameters() if id(param) not in inside), pinned)
         self._layers = [_Group((param for param in x.parameters() if id(param) in inside), pinned) for x in layers]
-        self._rest_on_device: Tensor | None = None
         self._places: list[_Place] = []
         self.rest_bytes, self.layer_bytes = self._rest.size, max(layer.size for layer in self._layers)
         for module in model.modules():
@@ -75,39 +67,43 @@ class HostedReference:
 
         model.to = to  # Accelerate's `prepare_model` moves every model to the device
 
+    @property
+    def _compute(self) -> Any:
+        return None if self._copies is None else torch.cuda.current_stream(self._device)
+
     def _enter(self) -> None:
         self._leave()  # an interrupt may have ended the last call
-        self._rest_on_device = torch.empty(self._rest.size, dtype=torch.uint8, device=self._device)
+        rest = torch.empty(self._rest.size, dtype=torch.uint8, device=self._device)
         self._places = [_Place(torch.empty(self.layer_bytes, dtype=torch.uint8, device=self._device)) for _ in range(2)]
         # Kernels that still run may use this memory for other tensors
-        self._streams.copies_wait(self._streams.computed())
-        self._rest_on_device.copy_(self._rest.host, non_blocking=True)
-        self._rest.point_at(self._rest_on_device)
+        _wait(self._copies, _event(self._compute))
+        rest.copy_(self._rest.host, non_blocking=True)
+        self._rest.point_at(rest)
         self._fetch(0)
 
     def _leave(self) -> None:
         # The copy of a layer that was not called may still run
-        self._streams.compute_waits(self._streams.copied())
+        _wait(self._compute, _event(self._copies))
         for group in (self._rest, *self._layers):
             group.point_at(group.host)
-        self._rest_on_device, self._places = None, []
+        self._places = []
 
     def _fetch(self, index: int) -> None:
         """Start to copy layer `index` to its place, after the layer there has computed."""
         place, group = self._places[index % 2], self._layers[index]
         if place.layer == index:
             return
-        self._streams.copies_wait(place.computed)
-        with self._streams.copying():
+        _wait(self._copies, place.computed)
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             place.memory[: group.size].copy_(group.host, non_blocking=True)
-        place.layer, place.copied = index, self._streams.copied()
+        place.layer, place.copied = index, _event(self._copies)
 
     def _bring(self, index: int) -> None:
         if not self._places:
             raise RuntimeError("The reference model is kept on the host: call the model, not a part or its `forward`.")
         self._fetch(index)
         place = self._places[index % 2]
-        self._streams.compute_waits(place.copied)
+        _wait(self._compute, place.copied)
         self._layers[index].point_at(place.memory)
         if index + 1 < len(self._layers):
             self._fetch(index + 1)
@@ -115,7 +111,7 @@ class HostedReference:
     def _drop(self, index: int) -> None:
         place, group = self._places[index % 2], self._layers[index]
         group.point_at(group.host)
-        place.layer, place.computed = None, self._streams.computed()
+        place.layer, place.computed = None, _event(self._compute)
 
 
 class _Group:
@@ -154,34 +150,15 @@ class _Place:
     computed: Any = None
 
 
-class _Streams:
-    """Orders copies and compute: two CUDA streams that wait for each other's events; elsewhere it does nothing."""
+def _event(stream: Any) -> Any:
+    """An event after what `stream` has to do now; None without CUDA."""
+    return None if stream is None else stream.record_event()
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """Within, copies run on their own stream."""
-        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
-
-    def computed(self) -> Any:
-        """An event after what the compute stream has to do now."""
-        return None if self._copies is None else torch.cuda.current_stream(self._device).record_event()
-
-    def copied(self) -> Any:
-        """An event after the copies so far."""
-        return None if self._copies is None else self._copies.record_event()
-
-    def copies_wait(self, event: Any) -> None:
-        """Later copies start after `event`."""
-        if self._copies is not None and event is not None:
-            self._copies.wait_event(event)
-
-    def compute_waits(self, event: Any) -> None:
-        """Later computation starts after `event`."""
-        if self._copies is not None and event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+def _wait(stream: Any, event: Any) -> None:
+    """What `stream` gets from now on starts after `event`."""
+    if event is not None:
+        stream.wait_event(event)
 
 
 def _decoder_layers(model: nn.Module) -> list[nn.Module]:

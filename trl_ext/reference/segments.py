@@ -33,8 +33,7 @@ class Segment:
     Up to `_OPEN_FILES` files stay open, so their entries can be read after they are deleted.
 
     Args:
-        keys (`bytes`): of 16 bytes each.
-        checks (`bytes`): of 8 bytes each, a checksum of key and values.
+        keys (`bytes`), checks (`bytes`): 16 bytes each, and 8 bytes each, a checksum of key and values.
         bounds (`ndarray` of shape `(N + 1,)`): entry i is `values[bounds[i]:bounds[i + 1]]`.
         offset (`int`): of the values in the file, in bytes.
     """
@@ -66,15 +65,10 @@ class Segment:
 
     @property
     def keys(self) -> list[bytes]:
-        """The key of each entry."""
         return np.frombuffer(self._keys, f"V{KEY_BYTES}").tolist()  # type: ignore[no-any-return]
 
     def entry(self, i: int) -> NDArray[np.float32] | None:
-        """The log-probs of entry `i`, or None if its checksum is wrong.
-
-        Raises:
-            `OSError`: the file is gone.
-        """
+        """The log-probs of entry `i`, or None if its checksum is wrong. Raises `OSError` if the file is gone."""
         begin, end = self._bounds[i], self._bounds[i + 1]
         raw = self._read(4 * (end - begin), self._offset + 4 * begin)
         key = self._keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
@@ -114,8 +108,7 @@ def write_segment(folder: Path, identity: str, entries: Entries) -> Path:
 def write_file(path: Path, content: bytes) -> Path:
     """Write a file and return its path. It gets its name when all of its bytes are on disk.
 
-    Raises:
-        `OSError`: it could not be written. Nothing is left behind.
+    On `OSError`, nothing is left behind.
     """
     unfinished = path.with_name(f"{uuid.uuid4().hex}{_UNFINISHED}")
     try:
@@ -134,8 +127,7 @@ def write_file(path: Path, content: bytes) -> Path:
 def read_segment(path: Path, identity: str) -> Segment | None:
     """The file's entries; None, with a warning, if its index is damaged or it is another reference's.
 
-    Raises:
-        `FileNotFoundError`: another process has merged it into a new one.
+    Raises `FileNotFoundError` if another process has merged it into a new one.
     """
     try:
         metadata, arrays = read_file(path, ("keys", "checks", "bounds"))

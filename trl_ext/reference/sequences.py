@@ -35,6 +35,7 @@ class Sequences:
         keys (`list[bytes]`, *optional*):
             16 bytes a row, from its token ids and masks up to its last token. `None` if the batch has other model
             inputs, because then its rows cannot be told apart.
+        lengths (`ndarray`): tokens of each row up to its last one, padding before it included; if there are keys.
     """
 
     def __init__(self, batch: dict[str, Any], identity: str) -> None:
@@ -47,25 +48,17 @@ class Sequences:
         self._labelled = labelled[:, 1:] != 0
         columns = np.arange(1, self.shape[1] + 1)
         # Only padding on the right is left out: padding on the left shifts the positions
-        self._lengths = np.where((attended != 0) | (labelled != 0), columns, 0).max(axis=1, initial=1)
+        self.lengths = np.where((attended != 0) | (labelled != 0), columns, 0).max(axis=1, initial=1)
         marks = (attended != 0) + 2 * (labelled != 0)
-        self.keys = [_key(identity, ids[row, :length], marks[row, :length]) for row, length in enumerate(self._lengths)]
-
-    def length(self, row: int) -> int:
-        """Tokens of the row up to its last one, padding before it included."""
-        return int(self._lengths[row])
+        self.keys = [_key(identity, ids[row, :length], marks[row, :length]) for row, length in enumerate(self.lengths)]
 
     def labels_in(self, row: int) -> int:
         """How many positions of the row are scored."""
         return int(self._labelled[row].sum())
 
-    def shortest(self) -> int:
-        """The row with the fewest tokens."""
-        return int(self._lengths.argmin())
-
     def subset(self, rows: list[int]) -> dict[str, Tensor]:
         """Token ids and masks of these rows alone, as wide as the longest of them."""
-        width = int(self._lengths[rows].max())
+        width = int(self.lengths[rows].max())
         index = torch.as_tensor(rows, device=self.batch["input_ids"].device)
         return {name: self.batch[name][index, :width] for name in NEEDED}
 
@@ -75,11 +68,7 @@ class Sequences:
         return values
 
     def filled(self, values: dict[int, NDArray[np.float32]], device: torch.device) -> Tensor:
-        """fp32 `(2B, S - 1)`, with each row's values at its labelled positions and 0 elsewhere.
-
-        Raises:
-            `RuntimeError`: a row has no values.
-        """
+        """fp32 `(2B, S - 1)`, with each row's values at its labelled positions and 0 elsewhere."""
         rows, width = self.shape
         missing = sorted({*range(rows)} - values.keys())
         if missing:
@@ -102,19 +91,15 @@ def _key(identity: str, ids: NDArray[Any], marks: NDArray[Any]) -> bytes:
 
 
 def have_columns(names: Any, where: str) -> bool:
-    """Whether both columns are among `names`.
-
-    Raises:
-        `ValueError`: only one is.
-    """
-    there = [column for column in COLUMNS if column in names]
-    if len(there) == 1:
-        (missing,) = {*COLUMNS} - {*there}
+    """Whether both columns are among `names`; raises `ValueError` if only one is."""
+    missing = {*COLUMNS} - {*names}
+    if len(missing) == 1:
+        (there,) = {*COLUMNS} - missing
         raise ValueError(
-            f"{where} has the column `{there[0]}` but not `{missing}`. Reference log-probs are needed for both: add "
+            f"{where} has the column `{there}` but not `{missing.pop()}`. Reference log-probs are needed for both: add "
             "the other column, or remove this one to have the reference run."
         )
-    return len(there) == 2
+    return not missing
 
 
 def check_column_values(dataset: Any, where: str) -> None:
@@ -145,8 +130,7 @@ class CheckedCollator:
 
 
 def _check(value: Any, where: str, column: str) -> None:
-    finite = False
     with suppress(TypeError):
-        finite = math.isfinite(value)
-    if not finite:
-        raise ValueError(f"`{column}` of {where} is {value!r}, which is not a finite number. {_WHAT_TO_DO}")
+        if math.isfinite(value):
+            return
+    raise ValueError(f"`{column}` of {where} is {value!r}, which is not a finite number. {_WHAT_TO_DO}")

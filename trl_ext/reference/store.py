@@ -77,12 +77,10 @@ class DiskStore(MemoryStore):
         flush_seconds: float = 30.0,
     ) -> None:
         super().__init__()
-        self.folder = folder
-        self._identity = identity
-        self._writes = writes
+        self.folder, self._identity = folder, identity
+        self._writes = self._merges = writes
         self._flush_bytes, self._flush_seconds = flush_bytes, flush_seconds
         self._bytes, self._flushed_at = 0, time.monotonic()
-        self._merges = writes
         self._seen: set[str] = set()
         # The entries of all files are numbered on: `_places` has the number of a key, `_starts` of a file's first
         self._files: list[Segment | None] = []

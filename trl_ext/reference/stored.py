@@ -20,6 +20,7 @@ logger = logging.getLogger("trl_ext")
 
 _MOST_FOLDERS = 8  # checked, the newest first
 
+# A batch of shape `(rows, width)` -> log-probs of shape `(rows, width - 1)`, 0 without a label
 ReferencePass = Callable[[dict[str, Any]], Tensor]
 
 
@@ -70,11 +71,10 @@ class StoredReference:
     Args:
         store (`MemoryStore`): keeps entries; with `variants`, until one of these is open.
         identity (`str`): of the reference, a part of each key.
-        gather_counts (`Callable`): a list of integers -> such lists of all ranks.
-        gather (`Callable`): an object -> those of all ranks.
+        gather_counts (`Callable`), gather (`Callable`): a list of integers, an object -> those of all ranks.
         agreed (`Callable`):
-            An object of this rank, such as the entries that it found for a batch -> that of the first of the ranks that
-            get the same batch, whose passes must have the same rows.
+            An object of this rank -> that of the first of the ranks that get the same batch, whose passes must have the
+            same rows.
         variants (`Variants`, *optional*):
             The stores on disk. The first batch decides among them: the one whose canary the reference agrees with, as
             the first rank finds, or a new one.
@@ -96,19 +96,16 @@ class StoredReference:
         self._variants, self._searched = variants, False
 
     def __call__(self, batch: dict[str, Any], reference_pass: ReferencePass, wanted: bool = True) -> BatchLogProbs:
-        """Reference log-probs of `batch`. Every rank calls it, each with its own batch.
+        """Reference log-probs of `batch`, see [`Sequences`]. Every rank calls it, each with its own batch.
 
-        Args:
-            batch (`dict[str, Tensor]`): see [`Sequences`].
-            reference_pass (`Callable`): such a batch -> log-probs of shape `(rows, width - 1)`, 0 without a label.
-            wanted (`bool`): whether this rank needs them; another may.
+        `wanted`: whether this rank needs them; another may.
         """
         sequences = Sequences(batch, self.identity)
         rows, width = sequences.shape
         checks = self._search(sequences, reference_pass, wanted)
         found = self._agreed(self.store.find(sequences)) if wanted else {}
         missing = [row for row in range(rows) if row not in found] if wanted else []
-        chosen = missing if missing or sequences.keys is None else [sequences.shortest()]
+        chosen = missing if missing or sequences.keys is None else [int(sequences.lengths.argmin())]
         part = batch if sequences.keys is None or len(chosen) == rows else sequences.subset(chosen)
         sizes = [batch["input_ids"].numel(), part["input_ids"].numel(), sum(checks)]
         counts = self._gather_counts([len(missing), *sizes])
@@ -133,23 +130,19 @@ class StoredReference:
         sequences = Sequences(batch, self.identity)
         return len(self._agreed(self.store.find(sequences))) == sequences.shape[0]
 
-    def difference(self, reference_pass: ReferencePass, device: torch.device) -> str | None:
-        """How the reference differs from the one whose values are on disk, or None. Every rank calls it."""
-        return None if self.canary is None else self._difference(self.canary, reference_pass, device)
-
-    def _difference(self, canary: Canary, reference_pass: ReferencePass, device: torch.device) -> str | None:
-        assert self._variants is not None
+    def difference(
+        self, reference_pass: ReferencePass, device: torch.device, canary: Canary | None = None
+    ) -> str | None:
+        """How the reference differs from `canary`, by default the open store's, or None. Every rank calls it."""
+        canary = canary or self.canary
+        if canary is None or self._variants is None:
+            return None
         with self._variants.padded():
             log_probs = reference_pass(canary.batch(device))
-        difference: str | None = self._of_first(canary.difference(log_probs, self._variants.tolerance))
-        return difference
+        return self._of_first(canary.difference(log_probs, self._variants.tolerance))
 
     def _search(self, sequences: Sequences, reference_pass: ReferencePass, wanted: bool) -> list[int]:
-        """Open this reference's store, if there is one, before any value is read from disk.
-
-        Returns:
-            `list[int]`: the tokens of each pass that this took.
-        """
+        """Open this reference's store before any value is read; returns the tokens of each pass that this took."""
         if self._variants is None or self._searched:
             return []
         if not any(count[0] for count in self._gather_counts([int(wanted and sequences.keys is not None)])):
@@ -158,7 +151,7 @@ class StoredReference:
         tokens, differences = [], []
         for name, canary in self._of_first(self._variants.known()):
             tokens.append(canary.tokens)
-            difference = self._difference(canary, reference_pass, sequences.batch["input_ids"].device)
+            difference = self.difference(reference_pass, sequences.batch["input_ids"].device, canary)
             if difference is None:
                 self.canary, self.store = canary, self._variants.open(name, canary)
                 return tokens

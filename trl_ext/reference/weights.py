@@ -110,27 +110,19 @@ class ReferenceWeights:
 
     def dropout(self, in_training: bool = True) -> str | None:
         """Name of a module whose dropout is on, or None; without `in_training`, in the module's current mode."""
-        for name, module in self.base.named_modules():
-            if self._reads(name) and (in_training or module.training) and draws_at_random(module):
-                return name
-        return None
+        on = ((name, x) for name, x in self.base.named_modules() if self._reads(name) and (in_training or x.training))
+        return next((name for name, module in on if draws_at_random(module)), None)
 
     def hash(self, gathered: Gathered, here: bool = True) -> str:
         """Hash of all saved tensors, which depends neither on how they are sharded nor on adapters that are off.
 
-        Every rank must call it if tensors are sharded.
-
-        Args:
-            gathered (`Callable`): within `gathered(parameter)`, a parameter that ZeRO-3 has partitioned is whole.
-            here (`bool`): whether this rank hashes, or only takes part in gathering.
+        Every rank must call it if tensors are sharded. Within `gathered(parameter)`, a parameter that ZeRO-3 has
+        partitioned is whole. Without `here`, this rank only takes part in gathering.
         """
         return _hash(list(self._tensors()), gathered, here)
 
     def in_memory(self, gathered: Gathered, here: bool = True) -> dict[str, str]:
-        """Hashes of what neither checkpoints nor configurations have: buffers, and modules as by [`state_of`].
-
-        The arguments are those of [`hash`].
-        """
+        """Hashes of what neither checkpoints nor configurations have: buffers, and modules as by [`state_of`]."""
         named = self.base.named_modules() if here else ()
         states = {
             _without_wrappers(name): state_of(module)
@@ -182,11 +174,8 @@ def _without_wrappers(name: str) -> str:
 
 def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration and those in it, without `_NOT_IN_LOGITS`."""
-    return {
-        key: _without_origin(value) if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key not in _NOT_IN_LOGITS
-    }
+    kept = ((key, value) for key, value in config.items() if key not in _NOT_IN_LOGITS)
+    return {key: _without_origin(value) if isinstance(value, dict) else value for key, value in kept}
 
 
 def _places(param: Tensor) -> set[tuple[str, int]]:
@@ -252,18 +241,11 @@ def identity_facts(
 ) -> dict[str, Any]:
     """What determines the reference's log-probs of a sequence, as far as it can be listed.
 
-    Args:
-        weights_hash (`str`), config (`dict`), in_memory (`dict`): from `ReferenceWeights`.
-        computed_with (`Any`): head, mixed precision, device type, kernels.
+    The first three come from `ReferenceWeights`; `computed_with` is head, mixed precision, device type, kernels.
     """
     versions = {**{name: version(name) for name in _VERSIONS}, "trl_ext": __version__}
-    return {
-        "weights": weights_hash,
-        "config": config,
-        "in_memory": in_memory,
-        "computed_with": computed_with,
-        "versions": versions,
-    }
+    of_weights = {"weights": weights_hash, "config": config, "in_memory": in_memory}
+    return {**of_weights, "computed_with": computed_with, "versions": versions}
 
 
 def identity_of(facts: dict[str, Any]) -> str:

@@ -49,15 +49,13 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         given = self._begin(positional, keywords)
-        config = given.get("args")
-        if isinstance(given.get("ref_model"), str):
+        config, ref_model = given.get("args"), given.get("ref_model")
+        if isinstance(ref_model, str):
             raise TypeError(
-                f"`ref_model={given['ref_model']!r}` is a name, and must be a model. Load it: "
+                f"`ref_model={ref_model!r}` is a name, and must be a model. Load it: "
                 "`AutoModelForCausalLM.from_pretrained(...)`; leave it out if it is the model before training."
             )
-        self._loss = DPOLoss(self, self.added, self.ranks, self.scorer.take_counts)
-        weights, count = self.reference_weights, self._count_skipped
-        self._reference = DPOReference(self, weights, self.ranks, self.scorer, self.added, count)
+        self._loss, self._reference = DPOLoss(self), DPOReference(self)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)
@@ -87,12 +85,9 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """TRL's own, on rows that have been checked."""
-        dataset = checked_pairs(
-            dataset,
-            f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]",
-            has_template=processing_class.chat_template is not None,
-            has_end=self._tokenizer.eos_token is not None,
-        )
+        where = f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]"
+        has_template, has_end = processing_class.chat_template is not None, self._tokenizer.eos_token is not None
+        dataset = checked_pairs(dataset, where, has_template=has_template, has_end=has_end)
         if self._loss.columns:
             dataset = _with_rewards(dataset, f"the {dataset_name} data set", self._loss.columns)
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
@@ -111,7 +106,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             self._loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
         # A reference that was released comes here again
         if not self._reference.registered and (self.ref_model is None or model is self.ref_model):
-            self._reference.register(type(self).compute_ref_log_probs is not trl.DPOTrainer.compute_ref_log_probs)
+            self._reference.register()
 
     def _make_plan(self) -> DPOPlan:
         return self._reference.plan()
@@ -130,11 +125,10 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Transformers' own, except for rewards: under DeepSpeed it rounds every float to half precision."""
-        extra = {name: inputs[name] for name in self._loss.columns if name in inputs}
-        if not extra:
+        rewards = {name: inputs[name].to(self.args.device) for name in self._loss.columns if name in inputs}
+        if not rewards:
             return super()._prepare_inputs(inputs)
-        rest = super()._prepare_inputs({name: x for name, x in inputs.items() if name not in extra})
-        return {**rest, **{name: x.to(self.args.device) for name, x in extra.items()}}
+        return super()._prepare_inputs({name: x for name, x in inputs.items() if name not in rewards}) | rewards
 
     def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
         return self._watched_step(super().training_step, *positional, **keywords)
@@ -152,19 +146,18 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         with self._reference.supplied(inputs, from_columns), self.policy_scored():
             with recorded as policy:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+            def rows() -> Any:
+                return not_finite_rows({"policy": policy[0], "reference": self._reference_of(inputs)}, labelled(inputs))
+
             if watched:
-                self.non_finite.watch(
-                    loss[0] if return_outputs else loss,
-                    lambda: not_finite_rows(
-                        {"policy": policy[0], "reference": self._reference_of(inputs)}, labelled(inputs)
-                    ),
-                    lambda row: prompt_of(inputs, row),
-                )
+                self.non_finite.watch(loss[0] if return_outputs else loss, rows, lambda row: prompt_of(inputs, row))
         skipped, *scored = self._loss.counted or self.ranks.sum_counts(self.scorer.take_counts())
-        self._count_skipped(tokens=skipped)
-        self.fed.add("train" if self.model.training else "eval", scored)
+        mode = "train" if self.model.training else "eval"
+        self.skipped.add(mode, tokens=skipped)
+        self.fed.add(mode, scored)
         if self.plan.source == "nothing" and not from_columns:
-            internals.drop_metrics(self, "rewards/")
+            internals.drop_reward_metrics(self)
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
@@ -174,9 +167,6 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if "ref_chosen_logps" in inputs:
             return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
         return self.ref_model().log_probs
-
-    def _count_skipped(self, **counts: int) -> None:
-        self.skipped.add("train" if self.model.training else "eval", **counts)
 
     # Trained: the run
 

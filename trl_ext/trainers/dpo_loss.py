@@ -1,28 +1,24 @@
 """The DPO loss of a batch: metrics of all ranks, the terms that TRL lacks, and TRL's own without overflow."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..compat import dpo as internals
-from ..losses.preference import (
-    PREFERENCE_LOSSES,
-    READ_REWARDS,
-    LossOptions,
-    pairs_of,
-    rpo_margins,
-    smoothing_term,
-)
+from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, pairs_of, rpo_margins, smoothing_term
 from ..losses.reward_columns import REWARD_COLUMNS
 from ..losses.weighted_metrics import Counts, counts_of, of_all_ranks, weighted
 from ..planning.non_finite import PairExponential, bounded_pairs
 
+if TYPE_CHECKING:
+    from .dpo import DPOTrainer
+
 
 class DPOLoss:
-    """The loss of one trainer. `options` are the added config fields, `take_counts` counts the tokens of its passes."""
+    """The loss of one trainer."""
 
-    def __init__(self, trainer: Any, options: Any, ranks: Any, take_counts: Any) -> None:
-        self.trainer, self.options, self.ranks, self._take_counts = trainer, options, ranks, take_counts
+    def __init__(self, trainer: "DPOTrainer") -> None:
+        self.trainer, self.options, self.ranks = trainer, trainer.added, trainer.ranks
         self.classes = 0
         self.columns: tuple[str, ...] = ()
         self.counted: list[int] | None = None  # the tokens of a batch's passes, if gathered with its metrics
@@ -56,9 +52,9 @@ class DPOLoss:
         values = {name: of_batch[-1] for name, of_batch in found.items()}
         tokens = values.pop("num_tokens", 0)
         mean = weighted(values, counts)
-        numbers = [*mean, tokens if counts.pairs else 0, *self._take_counts()]
-        device = self.ranks.device
-        gathered = self.ranks.accelerator.gather(torch.tensor([numbers], dtype=torch.float64, device=device))
+        numbers = [*mean, tokens if counts.pairs else 0, *self.trainer.scorer.take_counts()]
+        row = torch.tensor([numbers], dtype=torch.float64, device=self.ranks.device)
+        gathered = self.ranks.accelerator.gather(row)
         internals.log_metrics(self.trainer, of_all_ranks(sorted(values), gathered[:, : len(mean)]))
         total, *self.counted = map(int, gathered[:, len(mean) :].sum(0).tolist())
         internals.log_tokens(self.trainer, total)
@@ -82,14 +78,10 @@ class DPOLoss:
     def _of_trl(self, model: Any, batch: dict[str, Any], return_outputs: bool, but: set[str]) -> Any:
         """TRL's terms. Those whose exponentials overflow are computed again, with a reference nearer to the policy."""
         trainer, exponentials = self.trainer, {}
+        given = {"beta": trainer.beta, "label_smoothing": trainer.label_smoothing}
+        given["alpha"] = trainer.f_alpha_divergence_coef
         for name, weight in zip(trainer.loss_types, trainer.loss_weights, strict=True):
-            found = PairExponential.of(
-                *(name, trainer.f_divergence_type),
-                alpha=trainer.f_alpha_divergence_coef,
-                beta=trainer.beta,
-                label_smoothing=trainer.label_smoothing,
-                weight=weight,
-            )
+            found = PairExponential.of(name, trainer.f_divergence_type, weight=weight, **given)
             if found is not None and name not in but:
                 exponentials[name] = found
         if not exponentials:
@@ -133,11 +125,6 @@ class DPOLoss:
     def _of_smoothing(self, outputs: Any, completion_mask: torch.Tensor) -> torch.Tensor:
         mask = completion_mask[:, 1:].chunk(2)[0]
         of_chosen, means = (x[: len(mask), -mask.shape[1] :] for x in (outputs.log_probs, outputs.mean_log_probs))
-        return smoothing_term(
-            of_chosen,
-            means,
-            mask,
-            smoothing=self.options.sft_label_smoothing,
-            convention=self.options.sft_label_smoothing_convention,
-            vocabulary=self.classes,
-        )
+        smoothing, convention = self.options.sft_label_smoothing, self.options.sft_label_smoothing_convention
+        given = {"smoothing": smoothing, "convention": convention, "vocabulary": self.classes}
+        return smoothing_term(of_chosen, means, mask, **given)

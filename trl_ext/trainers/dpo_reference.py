@@ -4,9 +4,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+import trl
 from accelerate.utils import is_peft_model, tqdm
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
@@ -15,58 +16,28 @@ from torch.utils.data import DataLoader
 from ..compat import dpo as internals
 from ..compat.choices import maybe_gather_lm_head_ctx
 from ..compat.replaced import unrecorded_pass
-from ..config import AddedDPOFields
-from ..distributed.ranks import Ranks
 from ..planning.dpo import DPOFacts, DPOPlan, plan_dpo
 from ..reference.canary import Canary, tolerance_of
 from ..reference.sequences import check_batch, check_column_values, have_columns
 from ..reference.store import DiskStore, MemoryStore
 from ..reference.stored import StoredReference, Variants, random_state_kept
 from ..reference.weights import ReferenceWeights, identity_facts, identity_of, write_about
-from ..scoring.scorer import Scorer
-from .reference_weights import ReferenceOfPolicy
+
+if TYPE_CHECKING:
+    from .dpo import DPOTrainer
 
 _ROWS_CHECKED_TOGETHER = 64
 
 
-class Host(internals.DPOInternals, Protocol):
-    """What the reference reads of a trainer. It sets only `ref_model`, to release or load one."""
-
-    train_dataset: Any
-    eval_dataset: Any
-    data_collator: Any
-
-    @property
-    def plan(self) -> DPOPlan: ...
-
-    def plan_again(self) -> None: ...
-
-    def bypassed_by(self) -> str | None: ...
-
-    def attach_model(self, model: Any) -> None: ...
-
-
 class DPOReference:
-    """Made before TRL's `__init__`. The trainer calls `register` when policy and reference model are there and whole.
+    """The reference of one trainer, the host. Of the trainer it sets only `ref_model`, to release or load one.
 
-    Args:
-        host (`Host`): the trainer.
-        weights (`ReferenceOfPolicy`): the reference, if it is part of the policy.
-        options (`AddedDPOFields`): where log-probs are kept.
-        count (`Callable`): called with the skipped `passes` and `tokens`.
+    Made before TRL's `__init__`. The trainer calls `register` when policy and reference model are there and whole.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        weights: ReferenceOfPolicy,
-        ranks: Ranks,
-        scorer: Scorer,
-        options: AddedDPOFields,
-        count: Callable[..., None],
-    ) -> None:
-        self.host, self.weights, self.ranks, self.scorer = host, weights, ranks, scorer
-        self.options, self._count = options, count
+    def __init__(self, host: "DPOTrainer") -> None:
+        self.host, self.weights, self.ranks, self.scorer = host, host.reference_weights, host.ranks, host.scorer
+        self.options = host.added
         self.loaded: list[tuple[Any, Callable[[], Any]]] = []  # by TRL, with their loaders
         self.registered = self.training_began = False
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
@@ -81,12 +52,8 @@ class DPOReference:
 
     # When the trainer is built
 
-    def register(self, overrides_ref_log_probs: bool) -> None:
-        """Find out what the reference is, and check the data sets' columns.
-
-        Args:
-            overrides_ref_log_probs (`bool`): whether a subclass overrides TRL's `compute_ref_log_probs`.
-        """
+    def register(self) -> None:
+        """Find out what the reference is, and check the data sets' columns."""
         host, self.registered = self.host, True
         self._describe()
         if self.kind == "model":
@@ -96,7 +63,8 @@ class DPOReference:
             self._shared = reference.shares_with(host.model)
             self._varies = self._varies_reason(reference)
         self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
-        if host.args.precompute_ref_log_probs and overrides_ref_log_probs and not all(self.with_columns.values()):
+        overrides = type(host).compute_ref_log_probs is not trl.DPOTrainer.compute_ref_log_probs
+        if host.args.precompute_ref_log_probs and overrides and not all(self.with_columns.values()):
             raise ValueError(
                 f"`{type(host).__name__}` overrides `compute_ref_log_probs`, which `precompute_ref_log_probs=True` "
                 "does not call here: log-probs are stored for each token. Give the values of your own as the columns "
@@ -223,26 +191,25 @@ class DPOReference:
             )
         trained, varies = self._shared, self._varies
         if self.kind != "model":
-            weights, copied = self._weights(), self.weights.own.copied() if self.weights.own is not None else set()
+            weights, copied = self._weights(), set() if self.weights.own is None else self.weights.own.copied()
             trained = next((name for name, x in weights.trained_parameters() if id(x) not in copied), None)
             varies = self._varies_reason(weights)
-        return plan_dpo(
-            DPOFacts(
-                loss_types=tuple(args.loss_type),
-                best_metric=args.metric_for_best_model,
-                reference=self.kind,
-                datasets=tuple(columns),
-                with_columns=with_columns,
-                precompute=args.precompute_ref_log_probs,
-                storage=self.options.reference_store,
-                folder=str(self.options.folder),
-                not_storable=not_storable,
-                drifts=f"it changes in training, which moves `{trained}`, a tensor that it reads" if trained else None,
-                varies=varies,
-                uncacheable=self._uncacheable,
-                own_loss=self.host.bypassed_by(),
-            )
+        facts = DPOFacts(
+            loss_types=tuple(args.loss_type),
+            best_metric=args.metric_for_best_model,
+            reference=self.kind,
+            datasets=tuple(columns),
+            with_columns=with_columns,
+            precompute=args.precompute_ref_log_probs,
+            storage=self.options.reference_store,
+            folder=str(self.options.folder),
+            not_storable=not_storable,
+            drifts=f"it changes in training, which moves `{trained}`, a tensor that it reads" if trained else None,
+            varies=varies,
+            uncacheable=self._uncacheable,
+            own_loss=self.host.bypassed_by(),
         )
+        return plan_dpo(facts)
 
     # For each batch
 
@@ -257,7 +224,8 @@ class DPOReference:
             found = self.stored(inputs, self._pass, wanted=plan.source == "store" and not from_columns)
             log_probs = found.log_probs
             if not self.host.args.precompute_ref_log_probs:
-                self._count(passes=1 - found.passes, tokens=found.tokens_of_batch - found.tokens)
+                mode = "train" if self.host.model.training else "eval"
+                self.host.skipped.add(mode, passes=1 - found.passes, tokens=found.tokens_of_batch - found.tokens)
         return internals.reference_given(self.host, None if from_columns else log_probs)
 
     def _pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
@@ -271,15 +239,10 @@ class DPOReference:
         if self._stored is None:
             ranks, identity, variants = self.ranks, "", None
             if self.host.plan.durable and self._identity is not None:
-                identity = self._identity
-                variants = Variants(
-                    self.options.folder,
-                    identity,
-                    self._open_store,
-                    tolerance_of(self._weights(), ranks.accelerator),
-                    self.scorer.padded,
-                    ranks.accelerator.is_main_process,
-                )
+                identity, is_main = self._identity, ranks.accelerator.is_main_process
+                tolerance = tolerance_of(self._weights(), ranks.accelerator)
+                folder, padded = self.options.folder, self.scorer.padded
+                variants = Variants(folder, identity, self._open_store, tolerance, padded, is_main)
             exchanges = ranks.gather_counts, ranks.gather_objects, ranks.shared
             self._stored = StoredReference(MemoryStore(), identity, *exchanges, variants)
         return self._stored
@@ -296,21 +259,14 @@ class DPOReference:
             self._stored.store.flush()
 
     def precompute(self, dataset: Any, name: str, batch_size: int) -> None:
-        host = self.host
+        host, args = self.host, self.host.args
         if host.plan.source != "store" or have_columns(dataset.column_names, f"The {name} data set"):
             return
-        loader = DataLoader(
-            dataset,
-            batch_size=batch_size,
-            collate_fn=host.data_collator,
-            num_workers=host.args.dataloader_num_workers,
-            pin_memory=host.args.dataloader_pin_memory,
-        )
-        for batch in tqdm(
-            iterable=self.ranks.accelerator.prepare(loader),
-            desc=f"Scoring the {name} dataset with the reference",
-            disable=bool(os.environ.get("TQDM_DISABLE", "")),
-        ):
+        workers = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+        loader = DataLoader(dataset, batch_size=batch_size, collate_fn=host.data_collator, **workers)
+        batches = self.ranks.accelerator.prepare(loader)
+        hidden = bool(os.environ.get("TQDM_DISABLE"))
+        for batch in tqdm(iterable=batches, desc=f"Scoring the {name} dataset with the reference", disable=hidden):
             self.stored(batch, partial(self._pass, prepared=False))
         self.flush()
         self.scorer.take_counts()
@@ -364,11 +320,8 @@ class DPOReference:
         """Whether the store has every sequence of the run's data sets."""
         if self.host.plan.source != "store":
             return False
-        needed = [
-            dataset
-            for name, dataset in self.datasets()
-            if not self.with_columns[name] and (name == "train_dataset" or self.host.args.eval_strategy != "no")
-        ]
+        evaluates, columns = self.host.args.eval_strategy != "no", self.with_columns
+        needed = [x for name, x in self.datasets() if not columns[name] and (evaluates or name == "train_dataset")]
         with random_state_kept():
             held = all(isinstance(dataset, Dataset) and self._holds(dataset) for dataset in needed)
         return all(count[0] for count in self.ranks.gather_counts([int(held)]))

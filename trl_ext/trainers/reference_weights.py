@@ -11,7 +11,7 @@ from peft import PeftModel
 
 from ..distributed.ranks import Ranks
 from ..reference.adapters import AdapterChoice, OwnReference, load_weights, reshard, save_weights
-from ..reference.hosted import host_reference
+from ..reference.hosted import HostedReference
 from ..reference.weights import ReferenceWeights
 
 logger = logging.getLogger("trl_ext")
@@ -68,7 +68,7 @@ class ReferenceOfPolicy:
                 "`reference_device='cpu'` moves the reference's weights to the host, and the policy is in the same "
                 f"memory (`{shared}`). Leave it unset, or load a reference model of its own."
             )
-        host_reference(model, self.trainer.accelerator.device)
+        HostedReference(model, self.trainer.accelerator.device)
 
     def restore(self, config: Any) -> None:
         """Give the config back the value that TRL must not see."""
