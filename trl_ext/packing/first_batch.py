@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import LayoutNotReadError
+from .attention import LayoutNotReadError, run_packed
 from .layout import Layout
 from .support import has_experts, longest_equal
 
@@ -39,15 +39,11 @@ class Rows(NamedTuple):
 
 
 def why_off(
-    model: Any,
-    batch: Rows,
-    run: Callable[[Layout], Any],
-    laid_out: Callable[..., Layout],
-    shares: tuple[bool, ...],
+    model: Any, batch: Rows, laid_out: Callable[..., Layout], shares: tuple[bool, ...]
 ) -> dict[bool, str | None]:
     """For each of `shares` (sharing leading tokens or not), why packed and padded results differ; None if they agree.
 
-    `run` makes the backbone's outputs of a layout; `laid_out` makes a layout of ids, lengths, first columns, `share`.
+    `laid_out` makes a layout of ids, lengths, first columns and `share`.
     """
     rows = _rows_to_check(model, batch)
     # Only the padded batch has a row's last token, as in training: nothing before it may see it
@@ -59,7 +55,7 @@ def why_off(
         for share in shares:
             layout = laid_out(rows.ids_BS, lengths_B, rows.first_B, share=share)
             try:
-                hidden_TH = run(layout).last_hidden_state[0]
+                hidden_TH = run_packed(model, layout, {"use_cache": False}).last_hidden_state[0]
             except LayoutNotReadError as error:
                 found[share] = str(error)
                 continue

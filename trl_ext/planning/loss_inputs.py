@@ -163,50 +163,39 @@ def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
 
 
 class MicroBatchTotals(NamedTuple):
-    """Sums over a micro-batch: of one rank, or of all ranks once `packed` is summed over them."""
+    """Sums over a micro-batch, of all ranks."""
 
-    entropy: Tensor  # over scored tokens
-    scored_tokens: Tensor
-    scored_rows: Tensor  # rows with a scored token
-    rows: Tensor
-    skipped_rows: Tensor
-    skipped_tokens: Tensor
-    tokens_with_gradient: Tensor
-    tokens_without_gradient: Tensor
-    head_tokens: Tensor
-
-    @classmethod
-    def of(cls, loss_inputs: LossInputs, skipped_tokens: int, fed: list[int]) -> "MicroBatchTotals":
-        """Of this rank. `fed`: the tokens of passes with a gradient, of those without, and those of the head."""
-        tokens_BC, entropies_BC = loss_inputs.scored.tokens_BC, loss_inputs.entropies_BC.detach()
-        rows = len(tokens_BC)
-        counts = entropies_BC.new_tensor([rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *fed])
-        entropy = torch.where(tokens_BC, entropies_BC, 0.0).sum()
-        return cls(entropy, tokens_BC.sum(), tokens_BC.any(dim=1).sum(), *counts)
-
-    def packed(self) -> Tensor:
-        """One tensor of `(9,)`; `unpacked` undoes it."""
-        return torch.stack([value.float() for value in self])
-
-    @classmethod
-    def unpacked(cls, totals: Tensor) -> "MicroBatchTotals":
-        return cls(*totals.cpu())
-
-    @property
-    def fed(self) -> list[int]:
-        return [int(self.tokens_with_gradient), int(self.tokens_without_gradient), int(self.head_tokens)]
+    entropy: float  # over scored tokens
+    scored_tokens: float
+    scored_rows: float  # rows with a scored token
+    rows: float
+    skipped_rows: float
+    skipped_tokens: float
+    with_gradient: float  # tokens that passes with a gradient ran
+    without_gradient: float
+    head: float  # tokens that the head scored
 
     def correct(self, metrics: dict[str, list[float]]) -> None:
         """Make TRL's last `metrics` of training means over scored rows; remove them where no rank has scored a row."""
-        rows, scored_rows, tokens = int(self.rows), int(self.scored_rows), int(self.scored_tokens)
-        if scored_rows == rows:
+        skipped = self.rows - self.scored_rows
+        if not skipped:
             return
-        _replace_last(metrics, "entropy", float(self.entropy) / tokens if tokens else None)
+        _replace_last(metrics, "entropy", self.entropy / self.scored_tokens if self.scored_tokens else None)
         phi = metrics.get("vespo/phi_seq_mean")
         if phi:
             # A row that was not scored has a ratio of 1, and phi(1) is 1
-            mean = (phi[-1] * rows - (rows - scored_rows)) / scored_rows if scored_rows else None
+            mean = (phi[-1] * self.rows - skipped) / self.scored_rows if self.scored_rows else None
             _replace_last(metrics, "vespo/phi_seq_mean", mean)
+
+
+def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int]) -> Tensor:
+    """This rank's `MicroBatchTotals`, `(9,)`. `ran`: the last three."""
+    tokens_BC, entropies_BC = loss_inputs.scored.tokens_BC, loss_inputs.entropies_BC.detach()
+    rows = len(tokens_BC)
+    counts = [rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *ran]
+    entropy = torch.where(tokens_BC, entropies_BC, 0.0).sum().float()
+    sums = torch.stack([entropy, tokens_BC.sum(), tokens_BC.any(dim=1).sum()])
+    return torch.cat([sums, sums.new_tensor(counts)])
 
 
 def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:

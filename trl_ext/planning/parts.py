@@ -82,22 +82,3 @@ def _best_fit(items: list[tuple[int, list[int]]], budget: int) -> list[list[int]
         parts[part] += rows
         insort(rooms, (room - tokens, part))
     return parts
-
-
-_CHANGED = (
-    "The loss was changed after it was computed, by a `compute_loss` of this trainer's class. With "
-    "`max_tokens_per_micro_batch` that reaches only the last of several forwards. Override `_compute_loss` "
-    "instead, and leave `max_tokens_per_micro_batch` at None."
-)
-
-
-def check_equal_gradients(of_parts: list[Tensor], of_last: Tensor) -> None:
-    """Raise `RuntimeError` if the loss of a part got another gradient than the last one's."""
-    if any(not torch.equal(gradient, of_last) for gradient in of_parts):
-        raise RuntimeError(_CHANGED)
-
-
-def check_all_trained(last_parts_to_come: int) -> None:
-    """Raise `RuntimeError` if, after a training step, the last part of a micro-batch got no gradient."""
-    if last_parts_to_come:
-        raise RuntimeError(_CHANGED)

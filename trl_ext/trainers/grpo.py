@@ -210,7 +210,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        with self._generation.fills_buffer(), internals.shuffled_then(self._generation.rearranged):
+        due = self._buffer.mid_cycle_slices() is None
+        with self._generation.fills_buffer() if due else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
         self._scoring.before_micro_batch()
         return inputs

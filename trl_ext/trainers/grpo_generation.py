@@ -1,7 +1,8 @@
 """GRPO's generation: sampling and rewards, the groups that it replaces, and its place in a checkpoint."""
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class GRPOGeneration:
 
     def of_batch(self, inputs: Any) -> dict[str, Any]:
         """Completions with rewards and the reference's log-probs: it replaces TRL's method."""
-        trainer, training = self.trainer, internals.mode(self.trainer) == "train"
+        trainer, training = self.trainer, self.trainer.model.training
         batch = self._draw(inputs)
         if training:
             self.scoring.sampled_at_step = trainer.state.global_step
@@ -57,9 +58,11 @@ class GRPOGeneration:
         self.ranks.share_random_state()
         return batch
 
-    def fills_buffer(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def fills_buffer(self) -> Iterator[None]:
         """Within, generation in training fills TRL's buffer."""
-        return replaced(self, _fills_buffer=True)
+        with replaced(self, _fills_buffer=True), internals.shuffled_then(self._rearranged):
+            yield
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
         ranks = self.ranks
@@ -135,7 +138,7 @@ class GRPOGeneration:
         rows = self.buffer.training_rows()
         return FurtherPrompts(rows, shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken)
 
-    def rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A generation batch that TRL has shuffled, with a group's rows together within an optimizer step."""
         args = self.trainer.args
         if not self.trainer.plan.keeps_groups_together or internals.has_images(batch):
