@@ -149,10 +149,7 @@ class Generation:
             "_calculate_rewards": recorded,
             "vllm_importance_sampling_correction": False,
         }
-        with (
-            names_replaced(trl.GRPOTrainer, use_adapter=lambda *_, **__: nullcontext()),
-            replaced(trainer, **deferred),
-        ):
+        with names_replaced(trl.GRPOTrainer, use_adapter=lambda *_, **__: nullcontext()), replaced(trainer, **deferred):
             return trl.GRPOTrainer._generate_and_score_completions(trainer, inputs)
 
     def _nan_noted(self, calculate: Any) -> AbstractContextManager[None]:

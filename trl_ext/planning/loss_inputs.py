@@ -12,30 +12,25 @@ from .non_finite import bounded_old_and_reference, not_finite_rows
 from .rows import ScoredTokens, loss_mask
 from .sampler_ratio import SamplerRatio
 
+_NOT_REMEMBERED = (
+    "A token is in the loss whose old-policy log-prob was not kept, because its row had a zero advantage and could not "
+    "change the gradient when it was first trained on. Something has changed the advantages since. Change them where "
+    "they are made, in a reward function or right after generation, not between iterations."
+)
+
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What TRL's loss gets for B rows of C completion tokens.
+    """What TRL's loss gets for B rows of C completion tokens."""
 
-    Args:
-        policy_BC (`Tensor`): log-probs with the graph of the training forward.
-        entropies_BC (`Tensor`): 0 where nothing was scored.
-        old_BC (`Tensor`): log-probs of the old policy, moved where the ratio overflows (see `non_finite.py`).
-        reference_BC (`Tensor`, *optional*): log-probs of the reference, likewise.
-        ratio (`Tensor`, *optional*): of the old policy to the sampler, if the loss corrects for it.
-        formed (`SamplerRatio`, *optional*): how `ratio` was formed, if for this micro-batch just now.
-        scored (`ScoredTokens`): what ran and was scored.
-        kept (`dict[str, Tensor]`): what later iterations over the micro-batch need.
-    """
-
-    policy_BC: Tensor
-    entropies_BC: Tensor
-    old_BC: Tensor
-    reference_BC: Tensor | None
-    ratio: Tensor | None
-    formed: SamplerRatio | None
-    scored: ScoredTokens
-    kept: dict[str, Tensor]
+    policy_BC: Tensor  # log-probs with the graph of the training forward
+    entropies_BC: Tensor  # 0 where nothing was scored
+    old_BC: Tensor  # log-probs of the old policy, moved where the ratio overflows (see `non_finite.py`)
+    reference_BC: Tensor | None  # log-probs of the reference, likewise
+    ratio: Tensor | None  # of the old policy to the sampler, if the loss corrects for it
+    formed: SamplerRatio | None  # how `ratio` was formed, if for this micro-batch just now
+    scored: ScoredTokens  # what ran and was scored
+    kept: dict[str, Tensor]  # what later iterations over the micro-batch need
 
     @classmethod
     def of(
@@ -57,7 +52,8 @@ class LossInputs:
                 old_BC = torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
         else:
             old_BC = remembered_BC
-            _check_remembered(inputs.get(SCORED, scored.tokens_BC), scored)
+            if not inputs.get(SCORED, scored.tokens_BC)[scored.tokens_BC].all():
+                raise RuntimeError(_NOT_REMEMBERED)
             policy_BC = scored.spread(policy_RC, old_BC)
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
@@ -77,7 +73,7 @@ class LossInputs:
             bounds_ratio=plan.bounds_ratio,
             kl_times_ratio=facts.kl_times_ratio,
         )
-        kept = {"importance_sampling_ratio": ratio} if ratio is not None else {}
+        kept = {} if ratio is None else {"importance_sampling_ratio": ratio}
         if remembered_BC is None:
             kept |= kept_log_probs(old_BC, scored.tokens_BC)
         entropies_BC = scored.spread(entropies_RC)
@@ -139,15 +135,6 @@ def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
     """The token ids of a row's prompt."""
     ids: list[int] = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
     return ids
-
-
-def _check_remembered(known_BC: Tensor, scored: ScoredTokens) -> None:
-    if not known_BC[scored.tokens_BC].all():
-        raise RuntimeError(
-            "A token is in the loss whose old-policy log-prob was not kept, because its row had a zero advantage and "
-            "could not change the gradient when it was first trained on. Something has changed the advantages since. "
-            "Change them where they are made, in a reward function or right after generation, not between iterations."
-        )
 
 
 def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:

@@ -14,18 +14,11 @@ from .rows import ScoredTokens, is_rowwise
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Tokens that each row adds to a forward, which computes a prompt once for all its rows.
+    """Tokens that each row adds to a forward, which computes a prompt once for all its rows."""
 
-    Args:
-        prompt_B (`list[int]`): the number of each row's prompt, equal where rows share it; -1 for a row that is left
-            out.
-        prompt_tokens_B (`list[int]`): tokens of the prompt.
-        own_tokens_B (`list[int]`): tokens of the completion.
-    """
-
-    prompt_B: list[int]
+    prompt_B: list[int]  # the number of each row's prompt, equal where rows share it; -1 for a row that is left out
     prompt_tokens_B: list[int]
-    own_tokens_B: list[int]
+    own_tokens_B: list[int]  # of the completion
 
     @classmethod
     def of(
@@ -79,11 +72,8 @@ def micro_batches_per_step(
 ) -> int:
     """How many slices of a generation batch, counted from its first, are sure to share an optimizer step.
 
-    Optimizer steps follow every `accumulation_steps` micro-batches from `window_began` on, and the end of every epoch.
-
-    Args:
-        micro_batches_of_an_epoch (`int`, *optional*): `None` if unknown.
-        window_began (`int`): a micro-batch, counted from the first of all, that began an accumulation window.
+    Optimizer steps follow every `accumulation_steps` micro-batches from `window_began` on, where an accumulation window
+    began (counted from the first micro-batch of all), and the end of every epoch.
     """
     if micro_batches_of_an_epoch is None:
         return 1

@@ -17,23 +17,14 @@ from .rows import ScoredTokens, tokens_of
 
 @dataclass(frozen=True)
 class Parts:
-    """A micro-batch's scored tokens in parts, one forward each. Iterating makes one part at a time.
+    """A micro-batch's scored tokens in parts, one forward each. Iterating makes one part at a time."""
 
-    Args:
-        whole (`ScoredTokens`): of the micro-batch.
-        rows (`list[list[int]]`): the rows of each part, ascending. A part without rows runs one, and scores nothing.
-    """
-
-    whole: ScoredTokens
-    rows: list[list[int]]
+    whole: ScoredTokens  # of the micro-batch
+    rows: list[list[int]]  # of each part, ascending; a part without rows runs one, and scores nothing
 
     @classmethod
     def of(cls, batch: dict[str, Any], scored: ScoredTokens, budget: int, *, packed: bool, shared: bool) -> "Parts":
-        """Few parts of at most `budget` tokens, a prompt's rows in one where there is room; a longer row is alone.
-
-        Args:
-            packed, shared (`bool`): see `RowTokens.of`.
-        """
+        """Few parts of at most `budget` tokens, a prompt's rows in one where there is room; a longer row is alone."""
         tokens = RowTokens.of(batch, scored, packed=packed, shared=shared)
         pieces: list[list[int]] = []
         for group in tokens.by_prompt(scored.rows_R.tolist()).values():

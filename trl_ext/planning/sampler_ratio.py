@@ -16,17 +16,10 @@ from .non_finite import bounded_log_ratios
 
 @dataclass(frozen=True)
 class RatioRule:
-    """How the ratio is bounded.
+    """How the ratio is bounded."""
 
-    Args:
-        mode (`str`): TRL's `vllm_importance_sampling_mode`: `"token_truncate"`, `"token_mask"`,
-            `"sequence_truncate"` or `"sequence_mask"`.
-        lowest (`float`, *optional*), highest (`float`, *optional*): TRL's `vllm_importance_sampling_clip_min` and
-            `_max`.
-    """
-
-    mode: str
-    lowest: float | None
+    mode: str  # TRL's `vllm_importance_sampling_mode`: "token_" or "sequence_", and "truncate" or "mask"
+    lowest: float | None  # TRL's `vllm_importance_sampling_clip_min` and `_max`
     highest: float | None
 
     def bounded(self, ratio: Tensor) -> Tensor:
@@ -40,20 +33,12 @@ class RatioRule:
 
 @dataclass(frozen=True)
 class SamplerRatio:
-    """The ratio of one micro-batch.
+    """The ratio of one micro-batch: `(B, C)`, or `(B, 1)` for sequences; T tokens with both log-probs."""
 
-    Args:
-        ratio (`Tensor` of shape `(B, C)`, or `(B, 1)` for sequences): the factor of the loss; where nothing was scored,
-            or the sampler has no log-prob, that of a log-ratio of 0.
-        unbounded (`Tensor`): the same before the rule bounds it; finite.
-        counted (`Tensor`, bool): the entries of both that stand for something scored.
-        log_ratio_T (`Tensor` of shape `(T,)`): old policy minus sampler, for each token that both have scored.
-    """
-
-    ratio: Tensor
-    unbounded: Tensor
-    counted: Tensor
-    log_ratio_T: Tensor
+    ratio: Tensor  # where nothing was scored, or the sampler has no log-prob, that of a log-ratio of 0
+    unbounded: Tensor  # the same before the rule bounds it; finite
+    counted: Tensor  # bool: the entries of both that stand for something scored
+    log_ratio_T: Tensor  # old policy minus sampler
 
     @classmethod
     def of(cls, old_BC: Tensor, sampler_BC: Tensor, tokens_BC: Tensor, rule: RatioRule) -> "SamplerRatio":

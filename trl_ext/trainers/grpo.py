@@ -24,12 +24,7 @@ from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import prompt_of
 from ..planning.sampler_ratio import RatioRule
 from .base import ExactTrainer
-from .checked_arguments import (
-    check_completion_length,
-    check_groups,
-    check_grpo_arguments,
-    check_offloading_device,
-)
+from .checked_arguments import check_completion_length, check_groups, check_grpo_arguments, check_offloading_device
 from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets
 from .grpo_generation import GRPOGeneration, truncated_sampling
 from .grpo_scoring import GRPOScoring
