@@ -93,19 +93,14 @@ def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
     return outputs
 
 
-def _switch_on(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _switch_on(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     if _KEYWORD in kwargs:
-        _set_attention(module, _NAME)
+        module.config._attn_implementation_internal = _NAME
 
 
-def _switch_off(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+def _switch_off(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     if _KEYWORD in kwargs:
-        _set_attention(module, kwargs[_KEYWORD].implementation)
-
-
-def _set_attention(module: nn.Module, name: str) -> None:
-    config: Any = module.config
-    config._attn_implementation_internal = name
+        module.config._attn_implementation_internal = kwargs[_KEYWORD].implementation
 
 
 # Not compiled: every batch has other lengths, and would be compiled again
@@ -150,17 +145,16 @@ def packed_attention(
     if sliding_window is None and _slides(module):
         raise LayoutNotReadError("its attention does not pass its sliding window on")
     layout.reads[0] += 1
-    query_THD, key_KHD, value_KHD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     special = {name: options[name] for name in ("softcap", "s_aux") if options.get(name) is not None}
     options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}
     shard = layout.shard
-    if shard is None:
-        return _attended(module, query_THD, key_KHD, value_KHD, layout, options), None
-    query_THD, key_KHD, value_KHD = (shard.to_heads(x) for x in (query_THD, key_KHD, value_KHD))
-    if "s_aux" in options:
-        options["s_aux"] = shard.heads(options["s_aux"])
+    query_THD, key_KHD, value_KHD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if shard is not None:
+        query_THD, key_KHD, value_KHD = (shard.to_heads(x) for x in (query_THD, key_KHD, value_KHD))
+        if "s_aux" in options:
+            options["s_aux"] = shard.heads(options["s_aux"])
     output = _attended(module, query_THD, key_KHD, value_KHD, layout, options)
-    return shard.to_tokens(output.squeeze(0)).unsqueeze(0), None
+    return output if shard is None else shard.to_tokens(output.squeeze(0)).unsqueeze(0), None
 
 
 def _attended(
@@ -181,9 +175,9 @@ def _attended(
     return _by_segments(module, query_THD, key_KHD, value_KHD, layout, sliding_window, options)
 
 
-def _slides(module: nn.Module) -> bool:
+def _slides(module: Any) -> bool:
     """Whether the config says that this layer has a sliding window."""
-    config: Any = module.config
+    config = module.config
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
@@ -289,10 +283,10 @@ def _varlen(
 
 
 def _flash(
-    module: nn.Module, query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, layout: Layout, options: dict[str, Any]
+    module: Any, query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
     """The flash attention that the user chose, by transformers' own function, which takes lengths of rows."""
-    _set_attention(module, layout.implementation)  # the function looks the kernel up by this name
+    module.config._attn_implementation_internal = layout.implementation  # the function looks the kernel up by this name
     try:
         output, _ = AttentionInterface()[layout.implementation](
             module,
@@ -305,5 +299,5 @@ def _flash(
             **options,
         )
     finally:
-        _set_attention(module, _NAME)
+        module.config._attn_implementation_internal = _NAME
     return output  # type: ignore[no-any-return]

@@ -30,13 +30,6 @@ class Rows(NamedTuple):
     first_B: Tensor
     lengths_B: Tensor
 
-    @property
-    def real_BS(self) -> Tensor:
-        """`(B, S)`, bool: the tokens that are not padding."""
-        columns_S = torch.arange(self.ids_BS.shape[1], device=self.ids_BS.device)
-        begun_BS = columns_S >= self.first_B.unsqueeze(1)
-        return begun_BS & (columns_S < (self.first_B + self.lengths_B).unsqueeze(1))
-
 
 def why_off(
     model: Any, batch: Rows, laid_out: Callable[..., Layout], shares: tuple[bool, ...]
@@ -50,8 +43,10 @@ def why_off(
     lengths_B = (rows.lengths_B - 1).clamp(min=1)
     found: dict[bool, str | None] = {}
     with _evaluating(model):
-        mask = rows.real_BS.to(rows.ids_BS.dtype)
-        padded_BSH = model.base_model(input_ids=rows.ids_BS, attention_mask=mask, use_cache=False).last_hidden_state
+        places_BS = torch.arange(rows.ids_BS.shape[1], device=rows.ids_BS.device) - rows.first_B.unsqueeze(1)
+        real_BS = (places_BS >= 0) & (places_BS < rows.lengths_B.unsqueeze(1))
+        padded = model.base_model(input_ids=rows.ids_BS, attention_mask=real_BS.to(rows.ids_BS.dtype), use_cache=False)
+        padded_BSH = padded.last_hidden_state
         for share in shares:
             layout = laid_out(rows.ids_BS, lengths_B, rows.first_B, share=share)
             try:

@@ -26,17 +26,10 @@ class Segment(NamedTuple):
 class Shard(Protocol):
     """This rank's share of a row that is split over ranks: c of T tokens; in attention, all tokens of some heads."""
 
-    def columns(self, row_1T: Tensor) -> Tensor:
-        """This rank's columns of a row: `(1, c)`."""
-
-    def to_heads(self, x_cAD: Tensor) -> Tensor:
-        """All tokens, of this rank's heads: `(T, A / n, D)`."""
-
-    def to_tokens(self, x_TAD: Tensor) -> Tensor:
-        """This rank's tokens, all heads: `(c, A, D)`."""
-
-    def heads(self, x_A: Tensor) -> Tensor:
-        """This rank's slice of a per-head vector: `(A / n,)`."""
+    def columns(self, row_1T: Tensor) -> Tensor: ...  # this rank's: `(1, c)`
+    def to_heads(self, x_cAD: Tensor) -> Tensor: ...  # all tokens of this rank's heads: `(T, A / n, D)`
+    def to_tokens(self, x_TAD: Tensor) -> Tensor: ...  # this rank's tokens, all heads: `(c, A, D)`
+    def heads(self, x_A: Tensor) -> Tensor: ...  # this rank's slice of a per-head vector: `(A / n,)`
 
 
 class Layout:
@@ -65,8 +58,7 @@ class Layout:
         """
         Args:
             input_ids (`Tensor` of shape `(B, S)`): the batch.
-            lengths_B (`Tensor` of shape `(B,)`): tokens that each row needs, from its first one on.
-            first_B (`Tensor` of shape `(B,)`): the column of each row's first token.
+            lengths_B, first_B (`Tensor`): tokens that each row needs from its first one on, and the column of that.
             share (`bool`): whether leading tokens that rows have in common are packed once.
             rebase (`bool`): whether a row's first token has position 0 instead of its column. If so, rows share any
                 common start, otherwise only one in the same columns.

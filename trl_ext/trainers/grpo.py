@@ -105,7 +105,10 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         args = self.args
         options = AddedGRPOFields.of(args)
         own = self.reference_weights.own
-        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        rule = None
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+            rule = RatioRule(self.vllm_importance_sampling_mode, *bounds)
         return plan_grpo(
             GRPOFacts(
                 per_device_batch_size=args.per_device_train_batch_size,
@@ -134,13 +137,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 trains_expert_modules=trains_expert_modules(self.model),
                 top_entropy_quantile=self.top_entropy_quantile,
                 active_dropout=has_dropout(self.model),
-                sampler_ratio=RatioRule(
-                    self.vllm_importance_sampling_mode,
-                    self.vllm_importance_sampling_clip_min,
-                    self.vllm_importance_sampling_clip_max,
-                )
-                if corrected
-                else None,
+                sampler_ratio=rule,
                 sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
                 truncated_sampling=() if CORRECTS_TRUNCATED_SAMPLING else truncated_sampling(args),
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,

@@ -123,16 +123,12 @@ class GRPOScoring:
 
     # The passes
 
-    @property
-    def _budget(self) -> int | None:
-        budget: int | None = self.trainer.plan.facts.max_tokens_per_micro_batch
-        return budget
-
     def _policy_pass(self, model: Any, inputs: Any, scored: ScoredTokens, num_items: Any) -> tuple[Any, Any, Any]:
-        if self._budget is None or not self._in_training_step or not torch.is_grad_enabled():
+        budget = self.trainer.plan.facts.max_tokens_per_micro_batch
+        if budget is None or not self._in_training_step or not torch.is_grad_enabled():
             options = {"compute_entropy": True, "compute_aux_loss": self.trainer.aux_loss_enabled}
             return self._pass(model, inputs, scored, **options)
-        parts = self._parts(inputs, scored, self._budget)
+        parts = self._parts(inputs, scored, budget)
         passes = [
             self._run(model, inputs, part, compute_entropy=True)[:2]
             if number == len(parts)
@@ -144,11 +140,11 @@ class GRPOScoring:
 
     def _trained_part(self, model: Any, inputs: Any, part: ScoredTokens, num_items: Any) -> tuple[Tensor, Tensor]:
         """The part's pass, after its backward: TRL's loss of the micro-batch, with only the part scored."""
-        found: list[Tensor] = []
+        scores: list[tuple[Tensor, Tensor]] = []
 
         def loss_of_part(*_: Any, **__: Any) -> Tensor:
             log_probs_RC, entropies_RC, aux_loss = self._run(model, inputs, part, compute_entropy=True)
-            found.extend((log_probs_RC.detach(), entropies_RC.detach()))
+            scores.append((log_probs_RC.detach(), entropies_RC.detach()))
             loss_inputs = LossInputs.of(inputs, part, log_probs_RC, entropies_RC, self.trainer.plan)
             loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
             loss.register_hook(self._gradients.append)
@@ -157,8 +153,7 @@ class GRPOScoring:
         step = {"_prepare_inputs": lambda inputs: inputs, "compute_loss": loss_of_part}
         with self._window_goes_on(model), internals.metrics_set_aside(self.trainer), replaced(self.trainer, **step):
             transformers.Trainer.training_step(self.trainer, model, inputs, num_items)
-        log_probs_RC, entropies_RC = found
-        return log_probs_RC, entropies_RC
+        return scores[0]
 
     @contextmanager
     def _window_goes_on(self, model: Any) -> Iterator[None]:
@@ -238,7 +233,7 @@ class GRPOScoring:
             batch["ref_per_token_logps"] = every.spread(log_probs_RC)
 
     def _log_probs_at_generation(self, model: Any, batch: dict[str, Any], every: ScoredTokens) -> Tensor:
-        if self._budget is not None:
+        if self.trainer.plan.facts.max_tokens_per_micro_batch is not None:
             return self._unrecorded_log_probs(model, batch, every)
         args, in_training = self.trainer.args, self.trainer.model.training
         size = args.per_device_train_batch_size if in_training else args.per_device_eval_batch_size
@@ -257,9 +252,10 @@ class GRPOScoring:
 
     def _unrecorded_log_probs(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
         """Log-probs `(R, C)` of the old policy or the reference, from as many forwards as the policy's pass."""
-        if self._budget is None or not self.trainer.model.training:
+        budget = self.trainer.plan.facts.max_tokens_per_micro_batch
+        if budget is None or not self.trainer.model.training:
             return self._pass(model, inputs, scored)[0]
-        parts = self._parts(inputs, scored, self._budget)
+        parts = self._parts(inputs, scored, budget)
         return parts.joined([self._run(model, inputs, part)[0] for part in parts])
 
     def _pass(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
