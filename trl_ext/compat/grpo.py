@@ -101,11 +101,6 @@ def completion_log_probs(trainer: Any, model: Any, batch: dict[str, Any], **opti
     )
 
 
-def own_pass(trainer: Any) -> str:
-    """The name of the method that scores."""
-    return f"`{type(trainer).__name__}.{PASS}`"
-
-
 def has_own_loss(trainer: Any) -> bool:
     return "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -109,14 +110,10 @@ def grouped_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_
         unit = list(range(start, start + size))
         before = [unit[i : i + rows_of_a_slice] for i in range(0, size, rows_of_a_slice)]
         after = _grouped(tokens, unit, rows_of_a_slice)
-        for rows_of_slice in after if _is_better(tokens, after, before) else before:
-            order += rows_of_slice
+        ours, theirs = ([tokens.of_rows(rows) for rows in slices] for slices in (after, before))
+        is_better = max(ours) <= max(theirs) and (sum(ours), max(ours)) < (sum(theirs), max(theirs))
+        order += chain.from_iterable(after if is_better else before)
     return order + list(range(len(order), rows))
-
-
-def _is_better(tokens: RowTokens, slices: list[list[int]], than: list[list[int]]) -> bool:
-    ours, theirs = ([tokens.of_rows(rows) for rows in either] for either in (slices, than))
-    return max(ours) <= max(theirs) and (sum(ours), max(ours)) < (sum(theirs), max(theirs))
 
 
 def _grouped(tokens: RowTokens, unit: list[int], capacity: int) -> list[list[int]]:

@@ -65,11 +65,11 @@ class GRPOScoring:
         self, model: Any, inputs: Any, num_items: Any, trl_loss: Callable[..., Tensor]
     ) -> tuple[Tensor, LossInputs]:
         trainer, plan = self.trainer, self.trainer.plan
-        self._gradients = []
-        self._trl_loss = trl_loss
+        self._gradients, self._trl_loss = [], trl_loss
         inputs = self.buffer.with_kept(inputs, SCORED)
         scored = self.policy_tokens(inputs)
-        with trainer.policy_scored(internals.own_pass(trainer) if plan.facts.has_own_pass else None):
+        own_pass = f"`{type(trainer).__name__}.{internals.PASS}`" if plan.facts.has_own_pass else None
+        with trainer.policy_scored(own_pass):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
         if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
