@@ -176,12 +176,12 @@ class MicroBatchTotals(NamedTuple):
 
 
 def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int]) -> Tensor:
-    """This rank's `MicroBatchTotals`, `(9,)`. `ran`: the last three."""
+    """This rank's `MicroBatchTotals`: `(9,)`, fp32. `ran` are the last three."""
     tokens_BC, entropies_BC = loss_inputs.scored.tokens_BC, loss_inputs.entropies_BC.detach()
     rows = len(tokens_BC)
     counts = [rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *ran]
-    entropy = torch.where(tokens_BC, entropies_BC, 0.0).sum().float()
-    sums = torch.stack([entropy, tokens_BC.sum(), tokens_BC.any(dim=1).sum()])
+    entropy = torch.where(tokens_BC, entropies_BC, 0.0).sum()
+    sums = torch.stack([x.float() for x in (entropy, tokens_BC.sum(), tokens_BC.any(dim=1).sum())])
     return torch.cat([sums, sums.new_tensor(counts)])
 
 
