@@ -85,16 +85,16 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     skips_zero_advantages = _zero_advantage_reason(facts) is None
     misaligned = facts.gradient_accumulation_steps % (facts.steps_per_generation * facts.num_iterations) != 0
     micro_batches = _micro_batches(facts)
-    warnings: tuple[str, ...] = ()
+    warnings = []
     if facts.sampler_ratio is not None and facts.truncated_sampling:
-        warnings = (
+        warnings.append(
             f"The importance ratio to the sampler is biased: {', '.join(facts.truncated_sampling)} cut(s) the "
             "distribution that completions are drawn from, while the policy's log-probs are those of the whole "
-            "distribution. Sample without them, or set `vllm_importance_sampling_correction=False`.",
+            "distribution. Sample without them, or set `vllm_importance_sampling_correction=False`."
         )
     return GRPOPlan(
         decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts), _in_parts(facts, micro_batches)),
-        warnings=warnings,
+        warnings=tuple(warnings),
         facts=facts,
         skips_masked=not _reads_every_row(facts),
         skips_zero_advantages=skips_zero_advantages,
