@@ -27,6 +27,7 @@ from steps import GROUP, Case, Shape, policy
 from torch import Tensor
 from turns import Line, begin, line_of, measure, now, sizes_of, take
 
+from trl_ext.packing.attention import run_packed
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 GRPO = Shape(hidden=256, layers=4, vocabulary=1024, prompt=512, completion=64, steps=4, rounds=2, ragged=True)
@@ -79,7 +80,7 @@ def backbone(shape: Shape, name: str, prompts: list[int], deadline: float) -> li
     def packed() -> Tensor:
         layout = packing.layout(model, (), batch, predicts_BS, share=True)
         assert layout is not None
-        return packing.run(model, layout, batch).last_hidden_state[0, layout.at_BS[predicts_BS]]
+        return run_packed(model, layout, batch).last_hidden_state[0, layout.at_BS[predicts_BS]]
 
     def step(hidden_of: Callable[[], Tensor]) -> None:
         model.zero_grad(set_to_none=True)

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from device_memory import allocated_by
-from trl_ext.packing.attention import _varlen, packed_attention
-from trl_ext.packing.layout import Layout, index_select_fp32_grad
+from trl_ext.packing.attention import _varlen, index_select_fp32_grad, packed_attention
+from trl_ext.packing.layout import Layout
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs a kernel of CUDA's")

@@ -28,8 +28,8 @@ from trl_ext.heads.adapters import Factors, ReplacedRows, low_rank_term
 from trl_ext.heads.dense import log_probs_from_logits
 from trl_ext.heads.linear_log_probs import linear_log_probs, run_head
 from trl_ext.heads.logits import LogitTransform
-from trl_ext.packing import layout as gather
-from trl_ext.packing.layout import index_select_fp32_grad
+from trl_ext.packing import attention as gather
+from trl_ext.packing.attention import index_select_fp32_grad
 
 TRANSFORM = LogitTransform(0.7, 1.3, 20.0)
 V, H = 300, 16

@@ -3,8 +3,8 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -66,20 +66,17 @@ def has_images(batch: dict[str, Any]) -> bool:
     return any(name in batch for name in _VISION_INPUTS)
 
 
-def mode(trainer: Any) -> str:
-    return "train" if trainer.model.training else "eval"
-
-
 def mode_metrics(trainer: Any) -> dict[str, list[float]]:
-    return trainer._metrics[mode(trainer)]
+    return trainer._metrics["train" if trainer.model.training else "eval"]
 
 
 def metrics_set_aside(trainer: Any) -> AbstractContextManager[None]:
     return replaced(trainer, _metrics={name: defaultdict(list) for name in trainer._metrics})
 
 
-@contextmanager
-def answered_by(trainer: Any, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]) -> Iterator[None]:
+def answered_by(
+    trainer: Any, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
+) -> AbstractContextManager[None]:
     """Within, TRL's pass of `model` over `batch` returns `answer`: log-probs, entropies, router loss. Others run."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     unanswered = getattr(trainer, PASS)
@@ -89,8 +86,7 @@ def answered_by(trainer: Any, model: Any, batch: dict[str, Any], answer: tuple[A
             return answer
         return unanswered(called, input_ids, *positional, **options)
 
-    with replaced(trainer, **{PASS: answered}):
-        yield
+    return replaced(trainer, **{PASS: answered})
 
 
 def completion_log_probs(trainer: Any, model: Any, batch: dict[str, Any], **options: Any) -> tuple[Any, Any, Any]:
@@ -103,11 +99,6 @@ def completion_log_probs(trainer: Any, model: Any, batch: dict[str, Any], **opti
         **options,
         **{name: batch[name] for name in _VISION_INPUTS if name in batch},
     )
-
-
-def own_pass(trainer: Any) -> str:
-    """The name of the method that scores."""
-    return f"`{type(trainer).__name__}.{PASS}`"
 
 
 def has_own_loss(trainer: Any) -> bool:
@@ -153,17 +144,14 @@ class Generation:
             "_calculate_rewards": recorded,
             "vllm_importance_sampling_correction": False,
         }
-        with (
-            names_replaced(trl.GRPOTrainer, use_adapter=lambda *_, **__: nullcontext()),
-            replaced(trainer, **deferred),
-        ):
+        with names_replaced(trl.GRPOTrainer, use_adapter=lambda *_, **__: nullcontext()), replaced(trainer, **deferred):
             return trl.GRPOTrainer._generate_and_score_completions(trainer, inputs)
 
     def _nan_noted(self, calculate: Any) -> AbstractContextManager[None]:
         trainer, self.gave_nan_at = self.trainer, set()
         is_trls = getattr(calculate, "__func__", None) is trl.GRPOTrainer._calculate_rewards
         noted = {}
-        if is_trls and mode(trainer) == "train" and trainer.state.global_step == 0:
+        if is_trls and trainer.model.training and trainer.state.global_step == 0:
             noted["reward_funcs"] = [nan_rewards_noted(reward, self.gave_nan_at) for reward in trainer.reward_funcs]
         return replaced(trainer, **noted)
 
@@ -200,11 +188,11 @@ class Buffer:
         every = len(buffer) * self.trainer.num_iterations
         return [buffer[(step + i) % len(buffer)] for i in range(min(every - step % every, len(buffer) + 1))]
 
-    def present(self, inputs: dict[str, Any]) -> dict[str, Any] | None:
+    def keep(self, inputs: dict[str, Any], entries: dict[str, Any]) -> None:
+        """Add `entries` to the slice of `inputs`, if it recurs."""
         to_come = self.to_come()
-        if not to_come or not any(x is to_come[0] for x in to_come[1:]):
-            return None
-        return to_come[0] if _same_rows(inputs, to_come[0]) else None
+        if to_come and any(x is to_come[0] for x in to_come[1:]) and _same_rows(inputs, to_come[0]):
+            to_come[0].update(entries)
 
     def with_kept(self, inputs: dict[str, Any], name: str) -> dict[str, Any]:
         """`inputs` with an entry of its slice that a subclass has left out."""

@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..heads.linear_log_probs import run_head
 from ..heads.tiled import columns_per_tile, rows_per_tile
-from ..packing.layout import Layout, index_select_fp32_grad
+from ..packing.attention import index_select_fp32_grad, run_packed
+from ..packing.layout import Layout
 from ..packing.packing import Packing
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
@@ -162,7 +163,7 @@ def _micro_batch(step: Step, model: Any, layout: Layout, records: "AllocationRec
 def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> Tensor:
     """`(N, H)`: of the scored tokens."""
     if packing.why_padded is None:
-        hidden_TH = packing.run(inner, layout, {"use_cache": False}).last_hidden_state.squeeze(0)
+        hidden_TH = run_packed(inner, layout, {"use_cache": False}).last_hidden_state.squeeze(0)
     else:
         ids_BS = layout.input_ids.view(step.rows, step.tokens)
         hidden_TH = inner.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)

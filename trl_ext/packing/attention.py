@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from .layout import Layout, index_select_fp32_grad
+from .layout import Layout
 
-KEYWORD = "packed_layout"
+_KEYWORD = "packed_layout"
 _NAME = "trl_ext_packed"
+_NOT_PASSED = "its layers do not pass their keyword arguments to their attention"
 # Of torch's varlen flash attention
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
@@ -35,6 +36,34 @@ class LayoutNotReadError(RuntimeError):
     """A layer's attention cannot follow the layout."""
 
 
+class _IndexSelectFP32Grad(torch.autograd.Function):
+    """torch's own backward adds half-precision copies in half precision: with 64 completions of a prompt, the sum's
+    error is 8 times that of one rounding."""
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor) -> Tensor:
+        return x.index_select(0, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        x, index = inputs
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        total = gradient.new_zeros(ctx.shape, dtype=torch.float32)
+        return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
+
+
+def index_select_fp32_grad(x: Tensor, index: Tensor) -> Tensor:
+    """`x[index]`, whose gradient sums repeated places in fp32 at least."""
+    if x.dtype not in _HALF:
+        return x.index_select(0, index)
+    return _IndexSelectFP32Grad.apply(x, index)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def accept_layouts(model: Any) -> None:
     """Make the attention modules of `model` follow the layout that they are called with, if any."""
     AttentionInterface.register(_NAME, packed_attention)
@@ -45,19 +74,33 @@ def accept_layouts(model: Any) -> None:
             module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
 
 
-def _switch_on(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    if KEYWORD in kwargs:
-        _set_attention(module, _NAME)
+def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
+    """The backbone's outputs for the packed row: hidden states of shape `(1, T, H)`, or of this rank's shard.
+
+    Raises:
+        `LayoutNotReadError`: its attention cannot follow the layout.
+    """
+    before = layout.reads[0]
+    row = layout.input_ids, layout.position_ids
+    input_ids, position_ids = row if layout.shard is None else (layout.shard.columns(x) for x in row)
+    # transformers passes a mask of four dimensions on unchanged. A layer that reads it instead of the layout gets NaN,
+    # which the check of the first batch notices.
+    mask = torch.full((1, 1, 1, 1), torch.nan, device=layout.input_ids.device)
+    packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": mask, _KEYWORD: layout}
+    outputs = model.base_model(**{**inputs, **packed})
+    if layout.reads[0] == before:
+        raise LayoutNotReadError(_NOT_PASSED)
+    return outputs
 
 
-def _switch_off(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    if KEYWORD in kwargs:
-        _set_attention(module, kwargs[KEYWORD].implementation)
+def _switch_on(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    if _KEYWORD in kwargs:
+        module.config._attn_implementation_internal = _NAME
 
 
-def _set_attention(module: nn.Module, name: str) -> None:
-    config: Any = module.config
-    config._attn_implementation_internal = name
+def _switch_off(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    if _KEYWORD in kwargs:
+        module.config._attn_implementation_internal = kwargs[_KEYWORD].implementation
 
 
 # Not compiled: every batch has other lengths, and would be compiled again
@@ -91,7 +134,7 @@ def packed_attention(
     """
     layout = packed_layout
     if layout is None:
-        raise LayoutNotReadError("its layers do not pass their keyword arguments to their attention")
+        raise LayoutNotReadError(_NOT_PASSED)
     if attention_mask is None or attention_mask.shape != (1, 1, 1, 1):
         raise LayoutNotReadError("its layers make a mask of their own")
     for name in options.keys() - _KNOWN_TENSORS:
@@ -101,18 +144,17 @@ def packed_attention(
         raise LayoutNotReadError("its attention is not causal")
     if sliding_window is None and _slides(module):
         raise LayoutNotReadError("its attention does not pass its sliding window on")
-    layout.mark_read()
-    query_THD, key_KHD, value_KHD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    layout.reads[0] += 1
     special = {name: options[name] for name in ("softcap", "s_aux") if options.get(name) is not None}
     options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}
     shard = layout.shard
-    if shard is None:
-        return _attended(module, query_THD, key_KHD, value_KHD, layout, options), None
-    query_THD, key_KHD, value_KHD = (shard.to_heads(x) for x in (query_THD, key_KHD, value_KHD))
-    if "s_aux" in options:
-        options["s_aux"] = shard.heads(options["s_aux"])
+    query_THD, key_KHD, value_KHD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if shard is not None:
+        query_THD, key_KHD, value_KHD = (shard.to_heads(x) for x in (query_THD, key_KHD, value_KHD))
+        if "s_aux" in options:
+            options["s_aux"] = shard.heads(options["s_aux"])
     output = _attended(module, query_THD, key_KHD, value_KHD, layout, options)
-    return shard.to_tokens(output.squeeze(0)).unsqueeze(0), None
+    return output if shard is None else shard.to_tokens(output.squeeze(0)).unsqueeze(0), None
 
 
 def _attended(
@@ -133,9 +175,9 @@ def _attended(
     return _by_segments(module, query_THD, key_KHD, value_KHD, layout, sliding_window, options)
 
 
-def _slides(module: nn.Module) -> bool:
+def _slides(module: Any) -> bool:
     """Whether the config says that this layer has a sliding window."""
-    config: Any = module.config
+    config = module.config
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
@@ -166,7 +208,7 @@ def _by_segments(
         window = sliding_window if sliding_window is not None and sliding_window < keys else None
         mask: Tensor | None = None
         if eager or window is not None or queries != keys:  # else sdpa is causal by itself
-            mask = layout.mask(queries, keys, window, query_THD.device)
+            mask = _mask(layout, queries, keys, window, query_THD.device)
             if eager:
                 lowest = torch.finfo(query_THD.dtype).min
                 mask = torch.zeros_like(mask, dtype=query_THD.dtype).masked_fill_(~mask, lowest)
@@ -175,6 +217,16 @@ def _by_segments(
         output, _ = attend(module, *by_row, mask, **options)
         outputs.append(output.flatten(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+
+
+def _mask(layout: Layout, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """`(queries, keys)`, bool: which of a row's `keys` tokens each of the last `queries` sees, `window` at most."""
+    name = queries, keys, window, device
+    if name not in layout.masks:
+        columns = torch.arange(keys, device=device)
+        distance = columns[keys - queries :].unsqueeze(1) - columns
+        layout.masks[name] = (distance >= 0) & (distance < (keys if window is None else window))
+    return layout.masks[name]
 
 
 def _eager_attention(module: nn.Module) -> Any:
@@ -231,10 +283,10 @@ def _varlen(
 
 
 def _flash(
-    module: nn.Module, query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, layout: Layout, options: dict[str, Any]
+    module: Any, query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
     """The flash attention that the user chose, by transformers' own function, which takes lengths of rows."""
-    _set_attention(module, layout.implementation)  # the function looks the kernel up by this name
+    module.config._attn_implementation_internal = layout.implementation  # the function looks the kernel up by this name
     try:
         output, _ = AttentionInterface()[layout.implementation](
             module,
@@ -247,5 +299,5 @@ def _flash(
             **options,
         )
     finally:
-        _set_attention(module, _NAME)
+        module.config._attn_implementation_internal = _NAME
     return output  # type: ignore[no-any-return]

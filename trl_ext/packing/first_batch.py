@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import LayoutNotReadError
+from .attention import LayoutNotReadError, run_packed
 from .layout import Layout
 from .support import has_experts, longest_equal
 
@@ -30,36 +30,27 @@ class Rows(NamedTuple):
     first_B: Tensor
     lengths_B: Tensor
 
-    @property
-    def real_BS(self) -> Tensor:
-        """`(B, S)`, bool: the tokens that are not padding."""
-        columns_S = torch.arange(self.ids_BS.shape[1], device=self.ids_BS.device)
-        begun_BS = columns_S >= self.first_B.unsqueeze(1)
-        return begun_BS & (columns_S < (self.first_B + self.lengths_B).unsqueeze(1))
-
 
 def why_off(
-    model: Any,
-    batch: Rows,
-    run: Callable[[Layout], Any],
-    laid_out: Callable[..., Layout],
-    shares: tuple[bool, ...],
+    model: Any, batch: Rows, laid_out: Callable[..., Layout], shares: tuple[bool, ...]
 ) -> dict[bool, str | None]:
     """For each of `shares` (sharing leading tokens or not), why packed and padded results differ; None if they agree.
 
-    `run` makes the backbone's outputs of a layout; `laid_out` makes a layout of ids, lengths, first columns, `share`.
+    `laid_out` makes a layout of ids, lengths, first columns and `share`.
     """
     rows = _rows_to_check(model, batch)
     # Only the padded batch has a row's last token, as in training: nothing before it may see it
     lengths_B = (rows.lengths_B - 1).clamp(min=1)
     found: dict[bool, str | None] = {}
     with _evaluating(model):
-        mask = rows.real_BS.to(rows.ids_BS.dtype)
-        padded_BSH = model.base_model(input_ids=rows.ids_BS, attention_mask=mask, use_cache=False).last_hidden_state
+        places_BS = torch.arange(rows.ids_BS.shape[1], device=rows.ids_BS.device) - rows.first_B.unsqueeze(1)
+        real_BS = (places_BS >= 0) & (places_BS < rows.lengths_B.unsqueeze(1))
+        padded = model.base_model(input_ids=rows.ids_BS, attention_mask=real_BS.to(rows.ids_BS.dtype), use_cache=False)
+        padded_BSH = padded.last_hidden_state
         for share in shares:
             layout = laid_out(rows.ids_BS, lengths_B, rows.first_B, share=share)
             try:
-                hidden_TH = run(layout).last_hidden_state[0]
+                hidden_TH = run_packed(model, layout, {"use_cache": False}).last_hidden_state[0]
             except LayoutNotReadError as error:
                 found[share] = str(error)
                 continue

@@ -15,33 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class _IndexSelectFP32Grad(torch.autograd.Function):
-    """torch's own backward adds half-precision copies in half precision: with 64 completions of a prompt, the sum's
-    error is 8 times that of one rounding."""
-
-    @staticmethod
-    def forward(x: Tensor, index: Tensor, dim: int) -> Tensor:
-        return x.index_select(dim, index)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-        x, index, ctx.dim = inputs
-        ctx.save_for_backward(index)
-        ctx.shape = x.shape
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (index,) = ctx.saved_tensors
-        sums = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else gradient.dtype
-        total = gradient.new_zeros(ctx.shape, dtype=sums)
-        return total.index_add_(ctx.dim, index, gradient.to(sums)).to(gradient.dtype), None, None
-
-
-def index_select_fp32_grad(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
-    """`x.index_select(dim, index)`, whose gradient sums repeated places in fp32 (float64 for float64)."""
-    return _IndexSelectFP32Grad.apply(x, index, dim)  # type: ignore[no-any-return, no-untyped-call]
-
-
 class Segment(NamedTuple):
     """So many successive rows, each with `queries` own tokens, which are the last of the `keys` tokens that it sees."""
 
@@ -53,17 +26,10 @@ class Segment(NamedTuple):
 class Shard(Protocol):
     """This rank's share of a row that is split over ranks: c of T tokens; in attention, all tokens of some heads."""
 
-    def columns(self, row_1T: Tensor) -> Tensor:
-        """This rank's columns of a row: `(1, c)`."""
-
-    def to_heads(self, x_cAD: Tensor) -> Tensor:
-        """All tokens, of this rank's heads: `(T, A / n, D)`."""
-
-    def to_tokens(self, x_TAD: Tensor) -> Tensor:
-        """This rank's tokens, all heads: `(c, A, D)`."""
-
-    def heads(self, x_A: Tensor) -> Tensor:
-        """This rank's slice of a per-head vector: `(A / n,)`."""
+    def columns(self, row_1T: Tensor) -> Tensor: ...  # this rank's: `(1, c)`
+    def to_heads(self, x_cAD: Tensor) -> Tensor: ...  # all tokens of this rank's heads: `(T, A / n, D)`
+    def to_tokens(self, x_TAD: Tensor) -> Tensor: ...  # this rank's tokens, all heads: `(c, A, D)`
+    def heads(self, x_A: Tensor) -> Tensor: ...  # this rank's slice of a per-head vector: `(A / n,)`
 
 
 class Layout:
@@ -80,7 +46,8 @@ class Layout:
         longest_query, longest_key (`int`): of a row.
         implementation (`str`): the attention that the user chose.
         shard (`Shard`, *optional*): this rank's share, if the tokens are split over ranks.
-        reads (`int`): how often an attention module has read this layout.
+        reads (`list[int]`): how often an attention module has read this layout; one list for the copies on all devices.
+        masks (`dict`): the attention masks made so far.
     """
 
     shard: Shard | None = None
@@ -91,8 +58,7 @@ class Layout:
         """
         Args:
             input_ids (`Tensor` of shape `(B, S)`): the batch.
-            lengths_B (`Tensor` of shape `(B,)`): tokens that each row needs, from its first one on.
-            first_B (`Tensor` of shape `(B,)`): the column of each row's first token.
+            lengths_B, first_B (`Tensor`): tokens that each row needs from its first one on, and the column of that.
             share (`bool`): whether leading tokens that rows have in common are packed once.
             rebase (`bool`): whether a row's first token has position 0 instead of its column. If so, rows share any
                 common start, otherwise only one in the same columns.
@@ -116,6 +82,7 @@ class Layout:
         self._device = device
         self.input_ids = ids_BS[order_B].flatten()[own_T].unsqueeze(0)
         position_BS = columns_S if rebase else first_B.unsqueeze(1) + columns_S
+        self.tokens = self.input_ids.numel()
         self.position_ids = position_BS.expand(B, S).flatten()[own_T].unsqueeze(0)
         self.at_BS = torch.full_like(input_ids, -1, dtype=torch.long)
         rows, columns = needed_BS.nonzero(as_tuple=True)
@@ -126,37 +93,16 @@ class Layout:
         self.keys_K = places[has_own_B[rows]]
         lengths = torch.stack([queries_B[has_own_B], keys_B[has_own_B]])
         starts = F.pad(lengths.cumsum(dim=1), (1, 0)).int()
-        self.query_starts, self.key_starts = starts[0], starts[1]
+        self.query_starts, self.key_starts = starts
         segments = itertools.groupby(lengths.T.tolist())
         self.segments = [Segment(len(list(rows)), queries, keys) for (queries, keys), rows in segments]
         self.shared = any(segment.queries != segment.keys for segment in self.segments)
         self.longest_query = max(segment.queries for segment in self.segments)
         self.longest_key = max(segment.keys for segment in self.segments)
         self.implementation = implementation
-        self._reads = [0]  # one list for the copies on all devices
-        self._masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
+        self.reads = [0]
+        self.masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
         self._copies: dict[torch.device, Layout] = {}
-
-    def mark_read(self) -> None:
-        self._reads[0] += 1
-
-    @property
-    def reads(self) -> int:
-        return self._reads[0]
-
-    @property
-    def tokens(self) -> int:
-        return self.input_ids.numel()
-
-    def mask(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-        """`(queries, keys)`, bool: which of a row's `keys` tokens each of the last `queries` sees, `window` at most."""
-        name = queries, keys, window, device
-        if name not in self._masks:
-            columns = torch.arange(keys, device=device)
-            distance = columns[keys - queries :].unsqueeze(1) - columns
-            seen = distance >= 0
-            self._masks[name] = seen if window is None else seen & (distance < window)
-        return self._masks[name]
 
     def to(self, device: Any, **_: Any) -> "Layout":
         """The layout for a layer on another device; `device_map` moves whatever has a `to`."""

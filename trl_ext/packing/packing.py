@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import KEYWORD, LayoutNotReadError, accept_layouts
+from .attention import accept_layouts
 from .first_batch import Rows, why_off
 from .layout import Layout
 from .support import longest_equal, rebases, why_padded
@@ -98,31 +98,10 @@ class Packing:
             implementation=model.config.get_text_config()._attn_implementation,
         )
 
-    def run(self, model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
-        """The backbone's outputs for the packed row: hidden states of shape `(1, T, H)`, or of this rank's shard."""
-        given = {name: x for name, x in inputs.items() if name not in {"input_ids", "attention_mask"}}
-        device = layout.input_ids.device
-        # transformers passes a mask of four dimensions on unchanged. A layer that reads it instead of the layout gets
-        # NaN, which the check notices.
-        mask = torch.full((1, 1, 1, 1), torch.nan, device=device)
-        before = layout.reads
-        row = layout.input_ids, layout.position_ids
-        input_ids, position_ids = row if layout.shard is None else (layout.shard.columns(x) for x in row)
-        given |= {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": mask, KEYWORD: layout}
-        outputs = model.base_model(**given)
-        if layout.reads == before:
-            raise LayoutNotReadError("its layers do not pass their keyword arguments to their attention")
-        return outputs
-
     def _check(self, model: Any, batch: Rows) -> None:
         """Compare a few rows of the first batch with their padded forward, and turn off what disagrees."""
-        off = why_off(
-            model,
-            batch,
-            run=lambda layout: self.run(model, layout, {"use_cache": False}),
-            laid_out=functools.partial(self._laid_out, model),
-            shares=(True, False) if self.why_unshared is None else (False,),
-        )
+        shares = (True, False) if self.why_unshared is None else (False,)
+        off = why_off(model, batch, functools.partial(self._laid_out, model), shares)
         if off[False] is not None:
             self.why_padded = off[False]
             self._say(f"Packing is off: {off[False]} ({type(model).__name__}).")

@@ -17,9 +17,7 @@ from .rows import is_rowwise
 class FurtherPrompts:
     """Prompts of a map-style or streaming data set in a separate order, epoch after epoch; the same on every rank.
 
-    Args:
-        shuffle (`bool`): whether each epoch has another order.
-        taken (`int`): how many prompts were taken before.
+    With `shuffle` each epoch has another order; `taken` prompts were taken before.
     """
 
     def __init__(self, dataset: Any, *, shuffle: bool, seed: int, taken: int = 0) -> None:
@@ -61,9 +59,7 @@ def with_live_groups(
 ) -> tuple[dict[str, Any], Tensor]:
     """`batch` with its first dead groups replaced by the live groups of `draw`, and the groups that are still dead.
 
-    Args:
-        padding (`dict[str, float]`): what pads an entry whose two widths differ: prompts on the left, all else on the
-            right.
+    `padding` fills entries whose two widths differ: prompts on the left, all else on the right.
     """
     empty = dead_G.nonzero().squeeze(1)
     found = (~dead_in_draw_G).nonzero().squeeze(1)

@@ -83,12 +83,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     """
     _check_options(facts)
     skips_zero_advantages = _zero_advantage_reason(facts) is None
+    misaligned = facts.gradient_accumulation_steps % (facts.steps_per_generation * facts.num_iterations) != 0
     micro_batches = _micro_batches(facts)
-    keeps_groups_together = micro_batches.action == "run"
-    if facts.max_tokens_per_micro_batch is not None:
-        micro_batches = _in_parts(facts, micro_batches)
-    every = facts.steps_per_generation * facts.num_iterations
-    misaligned = facts.gradient_accumulation_steps % every != 0
     warnings = []
     if facts.sampler_ratio is not None and facts.truncated_sampling:
         warnings.append(
@@ -97,7 +93,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
             "distribution. Sample without them, or set `vllm_importance_sampling_correction=False`."
         )
     return GRPOPlan(
-        decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts), micro_batches),
+        decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts), _in_parts(facts, micro_batches)),
         warnings=tuple(warnings),
         facts=facts,
         skips_masked=not _reads_every_row(facts),
@@ -108,7 +104,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         bounds_ratio=facts.loss_type in ("cispo", "vespo") and not facts.has_own_loss,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
         scores_at_generation=facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss,
-        keeps_groups_together=keeps_groups_together,
+        keeps_groups_together=micro_batches.action == "run",
     )
 
 
@@ -134,11 +130,8 @@ def _check_options(facts: GRPOFacts) -> None:
             "`trust_sampling_log_probs=True` needs a `compute_loss` that calls `super().compute_loss(...)`. Call it, "
             "or leave the option off."
         )
-    if facts.max_draws > 1:
-        _check_dynamic_sampling(facts)
-
-
-def _check_dynamic_sampling(facts: GRPOFacts) -> None:
+    if facts.max_draws == 1:
+        return
     rows = facts.per_device_batch_size * facts.steps_per_generation
     if rows % facts.num_generations:
         raise ValueError(
@@ -179,35 +172,31 @@ def _zero_advantage_reason(facts: GRPOFacts) -> str | None:
 
 def _policy(facts: GRPOFacts) -> Decision:
     reason = _zero_advantage_reason(facts)
-    drawn = ""
-    if facts.max_draws > 1:
-        drawn = f" Dead groups are replaced first, from up to {facts.max_draws} draws (`dynamic_sampling`)."
     if _reads_every_row(facts):
-        return Decision("policy", "run", f"every row, dead ones too: {reason}.{drawn}")
-    if reason is not None:
-        return Decision(
-            "policy", "run", f"rows with a token in the loss, zero-advantage completions too: {reason}.{drawn}"
+        rows = f"every row, dead ones too: {reason}."
+    elif reason is not None:
+        rows = f"rows with a token in the loss, zero-advantage completions too: {reason}."
+    else:
+        equal = "count as zero-advantage (`zero_advantages_of_equal_rewards`)"
+        if not facts.zero_advantages_of_equal_rewards:
+            equal = "keep the rounding noise of TRL's advantages (`zero_advantages_of_equal_rewards` is off)"
+        images = " Batches with images run whole." if facts.has_images else ""
+        rows = (
+            "all but dead rows (zero advantage, or no token in the loss), and at least one row on every rank. Groups "
+            f"whose rewards are all identical {equal}. Evaluation runs every row.{images}"
         )
-    equal = "count as zero-advantage (`zero_advantages_of_equal_rewards`)"
-    if not facts.zero_advantages_of_equal_rewards:
-        equal = "keep the rounding noise of TRL's advantages (`zero_advantages_of_equal_rewards` is off)"
-    images = " Batches with images run whole." if facts.has_images else ""
-    return Decision(
-        "policy",
-        "run",
-        "all but dead rows (zero advantage, or no token in the loss), and at least one row on every rank. Groups whose "
-        f"rewards are all identical {equal}. Evaluation runs every row.{images}{drawn}",
-    )
+    if facts.max_draws > 1:
+        rows += f" Dead groups are replaced first, from up to {facts.max_draws} draws (`dynamic_sampling`)."
+    return Decision("policy", "run", rows)
 
 
 def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     if facts.trust_sampling_log_probs:
-        return Decision(
-            "old policy",
-            "skip",
-            "the sampler's log-probs replace it (`trust_sampling_log_probs`). An approximation: their distance "
-            "from the policy's is a bias that nothing corrects.",
+        reason = (
+            "the sampler's log-probs replace it (`trust_sampling_log_probs`). An approximation: their distance from "
+            "the policy's is a bias that nothing corrects."
         )
+        return Decision("old policy", "skip", reason)
     trl_scores = misaligned or facts.sampler_ratio is not None
     if facts.bypasses_loss and not trl_scores:
         return Decision("old policy", "skip", "as in TRL: each micro-batch trains the weights that sampled it.")
@@ -236,24 +225,20 @@ def _reference(facts: GRPOFacts) -> Decision:
     if facts.beta == 0.0:
         return Decision("reference", "skip", "beta is 0: no KL term.")
     weights = "" if facts.own_reference is None else f" It is {facts.own_reference}."
-    return Decision(
-        "reference",
-        "run",
-        f"rows with a token in the loss, once for each generation batch: the KL term (beta={facts.beta}).{weights}",
-    )
+    rows = f"rows with a token in the loss, once for each generation batch: the KL term (beta={facts.beta}).{weights}"
+    return Decision("reference", "run", rows)
 
 
 def _micro_batches(facts: GRPOFacts) -> Decision:
     """Whether a group's rows are kept together (`"run"`)."""
     reason = _order_reason(facts)
     if reason is None:
-        return Decision(
-            "micro-batches",
-            "run",
+        kept = (
             f"a group's rows are kept together, as far as there is room, within {_micro_batches_of_a_step(facts)} "
             "micro-batches of the same optimizer step: fewer prompts are computed, and the step's gradient is the "
-            "same. Per-micro-batch metrics are averaged over different micro-batches.",
+            "same. Per-micro-batch metrics are averaged over different micro-batches."
         )
+        return Decision("micro-batches", "run", kept)
     if facts.keep_groups_together and facts.steps_per_generation > 1:
         raise ValueError(
             f"`keep_groups_together=True` is not supported here: {reason}. Leave `keep_groups_together` at None, "
@@ -264,6 +249,8 @@ def _micro_batches(facts: GRPOFacts) -> Decision:
 
 def _in_parts(facts: GRPOFacts, decision: Decision) -> Decision:
     budget = facts.max_tokens_per_micro_batch
+    if budget is None:
+        return decision
     reason, consequence = _micro_batch_reason(facts), "parts of a micro-batch have another gradient"
     if steps_in_backward(facts.optimizer):
         reason = f"the optimizer `{facts.optimizer}` steps in every backward"

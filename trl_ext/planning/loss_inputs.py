@@ -12,30 +12,25 @@ from .non_finite import bounded_old_and_reference, not_finite_rows
 from .rows import ScoredTokens, loss_mask
 from .sampler_ratio import SamplerRatio
 
+_NOT_REMEMBERED = (
+    "A token is in the loss whose old-policy log-prob was not kept, because its row had a zero advantage and could not "
+    "change the gradient when it was first trained on. Something has changed the advantages since. Change them where "
+    "they are made, in a reward function or right after generation, not between iterations."
+)
+
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What TRL's loss gets for B rows of C completion tokens.
+    """What TRL's loss gets for B rows of C completion tokens."""
 
-    Args:
-        policy_BC (`Tensor`): log-probs with the graph of the training forward.
-        entropies_BC (`Tensor`): 0 where nothing was scored.
-        old_BC (`Tensor`): log-probs of the old policy, moved where the ratio overflows (see `non_finite.py`).
-        reference_BC (`Tensor`, *optional*): log-probs of the reference, likewise.
-        ratio (`Tensor`, *optional*): of the old policy to the sampler, if the loss corrects for it.
-        formed (`SamplerRatio`, *optional*): how `ratio` was formed, if for this micro-batch just now.
-        scored (`ScoredTokens`): what ran and was scored.
-        kept (`dict[str, Tensor]`): what later iterations over the micro-batch need.
-    """
-
-    policy_BC: Tensor
-    entropies_BC: Tensor
-    old_BC: Tensor
-    reference_BC: Tensor | None
-    ratio: Tensor | None
-    formed: SamplerRatio | None
-    scored: ScoredTokens
-    kept: dict[str, Tensor]
+    policy_BC: Tensor  # log-probs with the graph of the training forward
+    entropies_BC: Tensor  # 0 where nothing was scored
+    old_BC: Tensor  # log-probs of the old policy, moved where the ratio overflows (see `non_finite.py`)
+    reference_BC: Tensor | None  # log-probs of the reference, likewise
+    ratio: Tensor | None  # of the old policy to the sampler, if the loss corrects for it
+    formed: SamplerRatio | None  # how `ratio` was formed, if for this micro-batch just now
+    scored: ScoredTokens  # what ran and was scored
+    kept: dict[str, Tensor]  # what later iterations over the micro-batch need
 
     @classmethod
     def of(
@@ -57,7 +52,8 @@ class LossInputs:
                 old_BC = torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
         else:
             old_BC = remembered_BC
-            _check_remembered(inputs.get(SCORED, scored.tokens_BC), scored)
+            if not inputs.get(SCORED, scored.tokens_BC)[scored.tokens_BC].all():
+                raise RuntimeError(_NOT_REMEMBERED)
             policy_BC = scored.spread(policy_RC, old_BC)
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
@@ -77,7 +73,7 @@ class LossInputs:
             bounds_ratio=plan.bounds_ratio,
             kl_times_ratio=facts.kl_times_ratio,
         )
-        kept = {"importance_sampling_ratio": ratio} if ratio is not None else {}
+        kept = {} if ratio is None else {"importance_sampling_ratio": ratio}
         if remembered_BC is None:
             kept |= kept_log_probs(old_BC, scored.tokens_BC)
         entropies_BC = scored.spread(entropies_RC)
@@ -141,15 +137,6 @@ def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
     return ids
 
 
-def _check_remembered(known_BC: Tensor, scored: ScoredTokens) -> None:
-    if not known_BC[scored.tokens_BC].all():
-        raise RuntimeError(
-            "A token is in the loss whose old-policy log-prob was not kept, because its row had a zero advantage and "
-            "could not change the gradient when it was first trained on. Something has changed the advantages since. "
-            "Change them where they are made, in a reward function or right after generation, not between iterations."
-        )
-
-
 def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
     """The log-probs that came with the completions: `(B, C)`, NaN where the sampler has none."""
     if "sampling_per_token_logps" not in inputs:
@@ -163,50 +150,39 @@ def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
 
 
 class MicroBatchTotals(NamedTuple):
-    """Sums over a micro-batch: of one rank, or of all ranks once `packed` is summed over them."""
+    """Sums over a micro-batch, of all ranks."""
 
-    entropy: Tensor  # over scored tokens
-    scored_tokens: Tensor
-    scored_rows: Tensor  # rows with a scored token
-    rows: Tensor
-    skipped_rows: Tensor
-    skipped_tokens: Tensor
-    tokens_with_gradient: Tensor
-    tokens_without_gradient: Tensor
-    head_tokens: Tensor
-
-    @classmethod
-    def of(cls, loss_inputs: LossInputs, skipped_tokens: int, fed: list[int]) -> "MicroBatchTotals":
-        """Of this rank. `fed`: the tokens of passes with a gradient, of those without, and those of the head."""
-        tokens_BC, entropies_BC = loss_inputs.scored.tokens_BC, loss_inputs.entropies_BC.detach()
-        rows = len(tokens_BC)
-        counts = entropies_BC.new_tensor([rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *fed])
-        entropy = torch.where(tokens_BC, entropies_BC, 0.0).sum()
-        return cls(entropy, tokens_BC.sum(), tokens_BC.any(dim=1).sum(), *counts)
-
-    def packed(self) -> Tensor:
-        """One tensor of `(9,)`; `unpacked` undoes it."""
-        return torch.stack([value.float() for value in self])
-
-    @classmethod
-    def unpacked(cls, totals: Tensor) -> "MicroBatchTotals":
-        return cls(*totals.cpu())
-
-    @property
-    def fed(self) -> list[int]:
-        return [int(self.tokens_with_gradient), int(self.tokens_without_gradient), int(self.head_tokens)]
+    entropy: float  # over scored tokens
+    scored_tokens: float
+    scored_rows: float  # rows with a scored token
+    rows: float
+    skipped_rows: float
+    skipped_tokens: float
+    with_gradient: float  # tokens that passes with a gradient ran
+    without_gradient: float
+    head: float  # tokens that the head scored
 
     def correct(self, metrics: dict[str, list[float]]) -> None:
         """Make TRL's last `metrics` of training means over scored rows; remove them where no rank has scored a row."""
-        rows, scored_rows, tokens = int(self.rows), int(self.scored_rows), int(self.scored_tokens)
-        if scored_rows == rows:
+        skipped = self.rows - self.scored_rows
+        if not skipped:
             return
-        _replace_last(metrics, "entropy", float(self.entropy) / tokens if tokens else None)
+        _replace_last(metrics, "entropy", self.entropy / self.scored_tokens if self.scored_tokens else None)
         phi = metrics.get("vespo/phi_seq_mean")
         if phi:
             # A row that was not scored has a ratio of 1, and phi(1) is 1
-            mean = (phi[-1] * rows - (rows - scored_rows)) / scored_rows if scored_rows else None
+            mean = (phi[-1] * self.rows - skipped) / self.scored_rows if self.scored_rows else None
             _replace_last(metrics, "vespo/phi_seq_mean", mean)
+
+
+def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int]) -> Tensor:
+    """This rank's `MicroBatchTotals`: `(9,)`, fp32. `ran` are the last three."""
+    tokens_BC, entropies_BC = loss_inputs.scored.tokens_BC, loss_inputs.entropies_BC.detach()
+    rows = len(tokens_BC)
+    counts = [rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *ran]
+    entropy = torch.where(tokens_BC, entropies_BC, 0.0).sum()
+    sums = torch.stack([x.float() for x in (entropy, tokens_BC.sum(), tokens_BC.any(dim=1).sum())])
+    return torch.cat([sums, sums.new_tensor(counts)])
 
 
 def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,18 +15,11 @@ from .rows import ScoredTokens, is_rowwise
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Tokens that each row adds to a forward, which computes a prompt once for all its rows.
+    """Tokens that each row adds to a forward, which computes a prompt once for all its rows."""
 
-    Args:
-        prompt_B (`list[int]`): the number of each row's prompt, equal where rows share it; -1 for a row that is left
-            out.
-        prompt_tokens_B (`list[int]`): tokens of the prompt.
-        own_tokens_B (`list[int]`): tokens of the completion.
-    """
-
-    prompt_B: list[int]
+    prompt_B: list[int]  # the number of each row's prompt, equal where rows share it; -1 for a row that is left out
     prompt_tokens_B: list[int]
-    own_tokens_B: list[int]
+    own_tokens_B: list[int]  # of the completion
 
     @classmethod
     def of(
@@ -79,11 +73,8 @@ def micro_batches_per_step(
 ) -> int:
     """How many slices of a generation batch, counted from its first, are sure to share an optimizer step.
 
-    Optimizer steps follow every `accumulation_steps` micro-batches from `window_began` on, and the end of every epoch.
-
-    Args:
-        micro_batches_of_an_epoch (`int`, *optional*): `None` if unknown.
-        window_began (`int`): a micro-batch, counted from the first of all, that began an accumulation window.
+    Optimizer steps follow every `accumulation_steps` micro-batches from `window_began` on, where an accumulation window
+    began (counted from the first micro-batch of all), and the end of every epoch.
     """
     if micro_batches_of_an_epoch is None:
         return 1
@@ -119,14 +110,10 @@ def grouped_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_
         unit = list(range(start, start + size))
         before = [unit[i : i + rows_of_a_slice] for i in range(0, size, rows_of_a_slice)]
         after = _grouped(tokens, unit, rows_of_a_slice)
-        for rows_of_slice in after if _is_better(tokens, after, before) else before:
-            order += rows_of_slice
+        ours, theirs = ([tokens.of_rows(rows) for rows in slices] for slices in (after, before))
+        is_better = max(ours) <= max(theirs) and (sum(ours), max(ours)) < (sum(theirs), max(theirs))
+        order += chain.from_iterable(after if is_better else before)
     return order + list(range(len(order), rows))
-
-
-def _is_better(tokens: RowTokens, slices: list[list[int]], than: list[list[int]]) -> bool:
-    ours, theirs = ([tokens.of_rows(rows) for rows in either] for either in (slices, than))
-    return max(ours) <= max(theirs) and (sum(ours), max(ours)) < (sum(theirs), max(theirs))
 
 
 def _grouped(tokens: RowTokens, unit: list[int], capacity: int) -> list[list[int]]:

@@ -11,12 +11,9 @@ ON_NON_FINITE_LOSS = ("stop", "skip")
 
 
 def not_finite_rows(values: dict[str, Tensor | None], tokens_BC: Tensor) -> dict[int, list[str]]:
-    """The rows with a value that is not finite, each with the names of these values in order.
+    """The rows with a value that is not finite at one of `tokens_BC`, each with the names of these values in order.
 
-    Args:
-        values (`dict[str, Tensor]`): by the name of their pass, of shape `(B,)`, `(B, 1)` or `(B, C)`. Of several
-            values that are not finite at one token, only the first is named.
-        tokens_BC (`Tensor`, bool): the tokens that count.
+    `values` are of shape `(B,)`, `(B, 1)` or `(B, C)`. Of several that are not finite at one token, the first is named.
     """
     rows: dict[int, list[str]] = {}
     named_BC = torch.zeros_like(tokens_BC)
@@ -51,13 +48,7 @@ def steps_in_backward(optimizer: str) -> bool:
 
 
 def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str) -> str | None:
-    """Why training cannot skip an optimizer step after its backward.
-
-    Args:
-        engine (`str`, *optional*): the distributed engine.
-        precision (`str`, *optional*): accelerate's mixed precision.
-        optimizer (`str`): `args.optim`.
-    """
+    """Why training cannot skip an optimizer step after its backward. `precision` is accelerate's mixed precision."""
     if engine is not None and engine.startswith("DeepSpeed"):
         return f"{engine} takes its step within the backward"
     if steps_in_backward(optimizer):
@@ -72,12 +63,8 @@ def check_first_rewards(
 ) -> None:
     """Raise `ValueError` if a completion of the first generation batch has no finite reward, by mistake.
 
-    Args:
-        rewards_BF (`Tensor`): of each reward function; NaN where it gave NaN or None.
-        gave_nan_B (`Tensor`, bool): where a function gave NaN. If all give None it is no mistake: TRL leaves the
-            completion out.
-        names (`Sequence[str]`): of the reward functions.
-        infinite_is_watched (`bool`): whether `on_non_finite_loss` is set.
+    `rewards_BF` of each reward function are NaN where it gave NaN or None, `gave_nan_B` marks NaN: if all give None it
+    is no mistake, and TRL leaves the completion out.
     """
     unrewarded_B = rewards_BF.isnan().all(dim=1) & gave_nan_B
     infinite_B = rewards_BF.isinf().any(dim=1)
@@ -115,14 +102,10 @@ def bounded_old_and_reference(
     term, are checked separately.
 
     Args:
-        policy_BC, old_BC, reference_BC (`Tensor` of shape `(B, C)`): log-probs.
         tokens_BC (`Tensor`, bool): the tokens of the loss.
         scale (`Tensor`, scalar): the largest factor of the ratio in the loss.
-        of_sequences (`bool`): whether the loss exponentiates the mean log-ratio of a row, instead of each token's. All
-            tokens of a row then move by the same amount.
-        bounds_ratio (`bool`): whether the loss bounds the ratio itself, and reads it without a gradient. The ratio then
-            stays, because the off-policy mask reads the same values.
-        kl_times_ratio (`bool`): whether the KL term is multiplied by the ratio.
+        of_sequences, bounds_ratio, kl_times_ratio (`bool`): as in `GRPOPlan` and `GRPOFacts`. Of a sequence all tokens
+            move by the same amount. A ratio that the loss bounds stays, because the off-policy mask reads it too.
     """
     policy_BC = policy_BC.detach()
     log_ratio_BC = torch.where(tokens_BC, policy_BC - old_BC, 0.0)
@@ -152,22 +135,14 @@ _LARGEST_OF_ALPHA = 80.0  # TRL clamps the exponents of `alpha_divergence` here
 
 @dataclass(frozen=True)
 class PairExponential:
-    """The exponential of a pair's log-ratios in one of DPO's loss types.
+    """The exponential of a pair's log-ratios in one of DPO's loss types."""
 
-    Args:
-        divergence (`str`): TRL's `f_divergence_type`.
-        power (`float`, *optional*): of a divergence whose scores are (exp(power * log-ratio) - 1) / power.
-        degree (`int`): the power in which the loss reads the scores.
-        of_margin (`bool`): whether the loss has exp(-beta * margin), the margin of chosen over rejected score.
-        weight (`float`): the factor of the exponential in the loss.
-    """
-
-    divergence: str
-    power: float | None
-    degree: int
-    of_margin: bool
+    divergence: str  # TRL's `f_divergence_type`
+    power: float | None  # of a divergence whose scores are (exp(power * log-ratio) - 1) / power
+    degree: int  # the power in which the loss reads the scores
+    of_margin: bool  # the loss has exp(-beta * margin), the margin of chosen over rejected score
     beta: float
-    weight: float
+    weight: float  # the factor of the exponential in the loss
 
     @classmethod
     def of(
@@ -238,9 +213,7 @@ def _at_fault(size_B: Tensor) -> Tensor:
 def bounded_pairs(policy_2B: Tensor, reference_2B: Tensor, exponential: PairExponential) -> Tensor | None:
     """`reference_2B` moved towards the policy where DPO's loss would overflow, or `None` if it does not.
 
-    Args:
-        policy_2B, reference_2B (`Tensor` of shape `(2, B)`): log-probs of chosen and rejected completions, without a
-            gradient. A pair with a value that is not finite stays.
+    Both are log-probs of chosen and rejected completions, without a gradient. A pair that is not finite stays.
     """
     ratio_2B = policy_2B - reference_2B
     ratio_2B = torch.where(ratio_2B.isfinite().all(dim=0), ratio_2B, 0.0)

@@ -17,23 +17,14 @@ from .rows import ScoredTokens, tokens_of
 
 @dataclass(frozen=True)
 class Parts:
-    """A micro-batch's scored tokens in parts, one forward each. Iterating makes one part at a time.
+    """A micro-batch's scored tokens in parts, one forward each. Iterating makes one part at a time."""
 
-    Args:
-        whole (`ScoredTokens`): of the micro-batch.
-        rows (`list[list[int]]`): the rows of each part, ascending. A part without rows runs one, and scores nothing.
-    """
-
-    whole: ScoredTokens
-    rows: list[list[int]]
+    whole: ScoredTokens  # of the micro-batch
+    rows: list[list[int]]  # of each part, ascending; a part without rows runs one, and scores nothing
 
     @classmethod
     def of(cls, batch: dict[str, Any], scored: ScoredTokens, budget: int, *, packed: bool, shared: bool) -> "Parts":
-        """Few parts of at most `budget` tokens, a prompt's rows in one where there is room; a longer row is alone.
-
-        Args:
-            packed, shared (`bool`): see `RowTokens.of`.
-        """
+        """Few parts of at most `budget` tokens, a prompt's rows in one where there is room; a longer row is alone."""
         tokens = RowTokens.of(batch, scored, packed=packed, shared=shared)
         pieces: list[list[int]] = []
         for group in tokens.by_prompt(scored.rows_R.tolist()).values():
@@ -82,22 +73,3 @@ def _best_fit(items: list[tuple[int, list[int]]], budget: int) -> list[list[int]
         parts[part] += rows
         insort(rooms, (room - tokens, part))
     return parts
-
-
-_CHANGED = (
-    "The loss was changed after it was computed, by a `compute_loss` of this trainer's class. With "
-    "`max_tokens_per_micro_batch` that reaches only the last of several forwards. Override `_compute_loss` "
-    "instead, and leave `max_tokens_per_micro_batch` at None."
-)
-
-
-def check_equal_gradients(of_parts: list[Tensor], of_last: Tensor) -> None:
-    """Raise `RuntimeError` if the loss of a part got another gradient than the last one's."""
-    if any(not torch.equal(gradient, of_last) for gradient in of_parts):
-        raise RuntimeError(_CHANGED)
-
-
-def check_all_trained(last_parts_to_come: int) -> None:
-    """Raise `RuntimeError` if, after a training step, the last part of a micro-batch got no gradient."""
-    if last_parts_to_come:
-        raise RuntimeError(_CHANGED)

@@ -1,7 +1,7 @@
 """A plan's decisions, the decision on packing, and the counts that a run logs."""
 
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,17 +12,11 @@ _WIDTH = 118
 
 @dataclass(frozen=True)
 class Decision:
-    """What happens to one pass, and why.
+    """What happens to one pass, and why."""
 
-    Args:
-        name (`str`): `"policy"`, `"old policy"`, `"reference"`, `"micro-batches"`, `"packing"`, `"engine"` or `"head"`.
-        action (`str`): `"run"`, `"reuse"` (existing values) or `"skip"` (nothing needs them).
-        reason (`str`): for the user.
-    """
-
-    name: str
-    action: Action
-    reason: str
+    name: str  # "policy", "old policy", "reference", "micro-batches", "packing", "engine" or "head"
+    action: Action  # "reuse": existing values; "skip": nothing needs them
+    reason: str  # for the user
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,21 +112,17 @@ class SkipCounts:
 
     def __init__(self) -> None:
         self._known: dict[str, set[str]] = defaultdict(set)
-        self._totals: dict[str, dict[str, int]] = {}
+        self._totals: dict[str, Counter[str]] = {}
 
     def add(self, mode: str, **counts: int) -> None:
         """Add the `passes`, `rows` and `tokens` that one micro-batch skipped."""
-        totals = self._totals.setdefault(mode, {})
-        for name, count in counts.items():
-            self._known[mode].add(name)
-            totals[name] = totals.get(name, 0) + count
+        self._known[mode].update(counts)
+        self._totals.setdefault(mode, Counter()).update(counts)
 
     def take(self, mode: str) -> dict[str, float]:
         """The totals by their names in the logs; absent, not zero, where nothing was counted."""
         totals = self._totals.pop(mode, None)
-        if totals is None:
-            return {}
-        return {f"skipped/{name}": float(totals.get(name, 0)) for name in sorted(self._known[mode])}
+        return {} if totals is None else {f"skipped/{name}": float(totals[name]) for name in sorted(self._known[mode])}
 
 
 class TokenCounts:
@@ -141,12 +131,11 @@ class TokenCounts:
     NAMES = ("tokens_fed/with_gradient", "tokens_fed/without_gradient", "head/tokens")
 
     def __init__(self) -> None:
-        self._totals: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._totals: dict[str, Counter[str]] = defaultdict(Counter)
 
     def add(self, mode: str, counts: list[int]) -> None:
         """Add the counts of one micro-batch, in the order of `NAMES`."""
-        for name, count in zip(self.NAMES, counts, strict=True):
-            self._totals[mode][name] += count
+        self._totals[mode].update(dict(zip(self.NAMES, counts, strict=True)))
 
     def take(self, mode: str) -> dict[str, float]:
         """The totals by their names in the logs, without those that are zero."""

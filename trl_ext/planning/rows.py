@@ -13,15 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """The tokens of a batch whose log-probs can change something.
+    """The tokens of a batch whose log-probs can change something."""
 
-    Args:
-        rows_R (`Tensor` of shape `(R,)`): the rows that run, ascending; at least one, because every rank runs a pass.
-        tokens_BC (`Tensor` of shape `(B, C)`, bool): the tokens that are scored, all of them in these rows.
-    """
-
-    rows_R: Tensor
-    tokens_BC: Tensor
+    rows_R: Tensor  # the rows that run, ascending; at least one, because every rank runs a pass
+    tokens_BC: Tensor  # bool: the tokens that are scored, all of them in these rows
 
     @property
     def every_row(self) -> bool:
@@ -82,16 +77,13 @@ def every_token(batch: dict[str, Any], *, of_tools: bool = False) -> ScoredToken
 
 
 def scored_tokens(batch: dict[str, Any], *, skip_masked: bool, skip_zero_advantages: bool) -> ScoredTokens:
-    """The tokens of the loss, without those of dead rows.
+    """The tokens of the loss, without those of dead rows: rows without a token in the loss if `skip_masked`, rows whose
+    advantage is exactly 0 if `skip_zero_advantages`.
 
     Tokens of padding, of masked completions and of tools are never scored: the loss multiplies them by 0.
-
-    Args:
-        skip_masked (`bool`): whether rows without a token in the loss are dead.
-        skip_zero_advantages (`bool`): whether rows whose advantage is exactly 0 are dead.
     """
     tokens_BC = loss_mask(batch)
-    live_B = torch.ones_like(tokens_BC[:, 0]) if not skip_masked else tokens_BC.any(dim=1)
+    live_B = tokens_BC.any(dim=1) if skip_masked else torch.ones_like(tokens_BC[:, 0])
     if skip_zero_advantages:
         live_B = live_B & (batch["advantages"] != 0).reshape(len(live_B), -1).any(dim=1)
     rows_R = live_B.nonzero().squeeze(1)
@@ -117,18 +109,15 @@ def rows_of_equal_rewards(rewards_BF: Tensor, weights_F: Tensor, group_size: int
     completion that no function scores (NaN from each) already has advantage 0.
 
     Args:
-        rewards_BF (`Tensor` of shape `(B, F)`): rewards of all ranks, a column per function, NaN where it gave none.
-        weights_F (`Tensor` of shape `(F,)`): the functions' weights.
-        group_size (`int`): completions of a prompt; groups are contiguous.
+        rewards_BF (`Tensor`): rewards of all ranks and F functions, NaN where one gave none; groups are contiguous.
+        weights_F (`Tensor`): the functions' weights.
         normalized_apart (`bool`): whether TRL normalises each function's rewards before it adds them
             (`multi_objective_aggregation="normalize_then_sum"`). Then those of each function must be identical.
     """
-    unscorable_B1 = rewards_BF.isnan().all(dim=1, keepdim=True)
-    if normalized_apart:
-        values_BK = rewards_BF
-    else:
-        values_BK = (rewards_BF * weights_F.unsqueeze(0)).nansum(dim=1, keepdim=True)
-        values_BK = values_BK.masked_fill(unscorable_B1, torch.nan)
+    values_BK = rewards_BF
+    if not normalized_apart:
+        values_BK = (rewards_BF * weights_F).nansum(dim=1, keepdim=True)
+        values_BK = values_BK.masked_fill(rewards_BF.isnan().all(dim=1, keepdim=True), torch.nan)
     values_GSK = values_BK.reshape(-1, group_size, values_BK.size(1))
     missing_GSK = values_GSK.isnan()
     lowest_GK = values_GSK.masked_fill(missing_GSK, torch.inf).amin(dim=1)

@@ -7,7 +7,6 @@ Sampling").
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +16,10 @@ from .non_finite import bounded_log_ratios
 
 @dataclass(frozen=True)
 class RatioRule:
-    """How the ratio is bounded.
+    """How the ratio is bounded."""
 
-    Args:
-        mode (`str`): TRL's `vllm_importance_sampling_mode`: `"token_truncate"`, `"token_mask"`,
-            `"sequence_truncate"` or `"sequence_mask"`.
-        lowest (`float`, *optional*), highest (`float`, *optional*): TRL's `vllm_importance_sampling_clip_min` and
-            `_max`.
-    """
-
-    mode: str
-    lowest: float | None
+    mode: str  # TRL's `vllm_importance_sampling_mode`: "token_" or "sequence_", and "truncate" or "mask"
+    lowest: float | None  # TRL's `vllm_importance_sampling_clip_min` and `_max`
     highest: float | None
 
     def bounded(self, ratio: Tensor) -> Tensor:
@@ -41,20 +33,12 @@ class RatioRule:
 
 @dataclass(frozen=True)
 class SamplerRatio:
-    """The ratio of one micro-batch.
+    """The ratio of one micro-batch: `(B, C)`, or `(B, 1)` for sequences; T tokens with both log-probs."""
 
-    Args:
-        ratio (`Tensor` of shape `(B, C)`, or `(B, 1)` for sequences): the factor of the loss; where nothing was scored,
-            or the sampler has no log-prob, that of a log-ratio of 0.
-        unbounded (`Tensor`): the same before the rule bounds it; finite.
-        counted (`Tensor`, bool): the entries of both that stand for something scored.
-        log_ratio_T (`Tensor` of shape `(T,)`): old policy minus sampler, for each token that both have scored.
-    """
-
-    ratio: Tensor
-    unbounded: Tensor
-    counted: Tensor
-    log_ratio_T: Tensor
+    ratio: Tensor  # where nothing was scored, or the sampler has no log-prob, that of a log-ratio of 0
+    unbounded: Tensor  # the same before the rule bounds it; finite
+    counted: Tensor  # bool: the entries of both that stand for something scored
+    log_ratio_T: Tensor  # old policy minus sampler
 
     @classmethod
     def of(cls, old_BC: Tensor, sampler_BC: Tensor, tokens_BC: Tensor, rule: RatioRule) -> "SamplerRatio":
@@ -73,7 +57,13 @@ class SamplerRatio:
         log_ratio = self.log_ratio_T
         mismatch = torch.expm1(log_ratio) - log_ratio
         values = (ratio, unbounded, (ratio != unbounded).to(ratio.dtype), mismatch, log_ratio.abs())
-        return torch.stack([_summary(x) for x in values])
+        # Without values the minimum is inf and the maximum -inf
+        highest, lowest = ratio.new_tensor([[math.inf], [-math.inf]])
+        rows = [
+            (x.sum(), torch.cat([x, highest]).amin(), torch.cat([x, lowest]).amax(), x.new_tensor(x.numel()))
+            for x in values
+        ]
+        return torch.stack([torch.stack(row) for row in rows])
 
 
 def sampler_metrics(statistics: Tensor) -> dict[str, float]:
@@ -88,33 +78,18 @@ def sampler_metrics(statistics: Tensor) -> dict[str, float]:
         `sampling/mismatch_kl`, the estimate E[r - log r - 1] of KL(sampler || old policy) (the "k3" of
         http://joschu.net/blog/kl-approx.html).
     """
-    sums, counts = statistics[:, :, 0].sum(dim=0), statistics[:, :, 3].sum(dim=0)
-    lowest, highest = statistics[:, :, 1].amin(dim=0), statistics[:, :, 2].amax(dim=0)
-    values = torch.stack([sums / counts, lowest, highest, counts], dim=1).tolist()
-    ratio, unclipped, clipped, mismatch, distance = (_Summary(*value) for value in values)
+    sums, lowest, highest, counts = statistics.unbind(dim=2)
+    means = (sums.sum(dim=0) / counts.sum(dim=0)).tolist()
+    least, most = lowest.amin(dim=0).tolist(), highest.amax(dim=0).tolist()
     metrics: dict[str, float] = {}
-    if ratio.entries:
-        for name, summary in (("", ratio), ("_unclipped", unclipped)):
-            metrics[f"sampling/importance_sampling_ratio{name}/min"] = summary.lowest
-            metrics[f"sampling/importance_sampling_ratio{name}/mean"] = summary.mean
-            metrics[f"sampling/importance_sampling_ratio{name}/max"] = summary.highest
-        metrics["sampling/importance_sampling_ratio_clipped_share"] = clipped.mean
-    if distance.entries:
-        metrics["sampling/mismatch_kl"] = mismatch.mean
-        metrics["sampling/sampling_logp_difference/mean"] = distance.mean
-        metrics["sampling/sampling_logp_difference/max"] = distance.highest
+    if counts[:, 0].any():
+        for i, name in enumerate(("", "_unclipped")):
+            metrics[f"sampling/importance_sampling_ratio{name}/min"] = least[i]
+            metrics[f"sampling/importance_sampling_ratio{name}/mean"] = means[i]
+            metrics[f"sampling/importance_sampling_ratio{name}/max"] = most[i]
+        metrics["sampling/importance_sampling_ratio_clipped_share"] = means[2]
+    if counts[:, 4].any():
+        metrics["sampling/mismatch_kl"] = means[3]
+        metrics["sampling/sampling_logp_difference/mean"] = means[4]
+        metrics["sampling/sampling_logp_difference/max"] = most[4]
     return metrics
-
-
-class _Summary(NamedTuple):
-    mean: float
-    lowest: float
-    highest: float
-    entries: float
-
-
-def _summary(values: Tensor) -> Tensor:
-    """Sum, minimum (+inf if empty), maximum (-inf if empty) and count: `(4,)`."""
-    bounds = values.new_tensor([math.inf, -math.inf])
-    lowest, highest = torch.cat([values, bounds[:1]]).amin(), torch.cat([values, bounds[1:]]).amax()
-    return torch.stack([values.sum(), lowest, highest, values.new_tensor(values.numel())])

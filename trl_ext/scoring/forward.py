@@ -18,7 +18,8 @@ from ..distributed.gradients import scale_grad
 from ..distributed.sequence_parallel import SequenceGroup, Shard
 from ..heads.linear_log_probs import run_head
 from ..heads.logits import LinearLogProbs, LogitTransform
-from ..packing.layout import Layout, index_select_fp32_grad
+from ..packing.attention import index_select_fp32_grad, run_packed
+from ..packing.layout import Layout
 from ..packing.packing import Packing
 from ..packing.support import has_dropout
 from .checks import check_adapter, check_head
@@ -92,10 +93,7 @@ class ScoringForward:
             layout = self.packing.layout(model, args, kwargs, predicts_BS, share=self._may_share(model))
         shard, factor = self._split(layout, kwargs.get("input_ids"), kwargs.get("attention_mask"), shift_labels)
         # Backbone and head are looked up on each call: FSDP and PEFT replace them after the forward was attached
-        if layout is None:
-            backbone_outputs = _backbone(model)(*args, **kwargs)
-        else:
-            backbone_outputs = self.packing.run(model, layout, kwargs)
+        backbone_outputs = _backbone(model)(*args, **kwargs) if layout is None else run_packed(model, layout, kwargs)
         lm_head = model.get_output_embeddings()
         head = resolve_head(lm_head)
         hidden = backbone_outputs.last_hidden_state

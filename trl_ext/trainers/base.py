@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _added_fields: type[AddedFields]
     accelerator: Any
     added: Any
-    _plan: Plan | None = None
     _first_step_ran = False
     _loss_reached = False  # whether our `compute_loss` ran
     _bypasses_loss = False  # whether it did not run in the first training step
@@ -193,20 +192,18 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Decide which log-prob passes run; DPO and GRPO each define it."""
         raise NotImplementedError
 
-    @property
+    @cached_property
     def plan(self) -> Any:
         """The plan of this training; before training, the plan of the first time that it was read."""
-        if self._plan is None:
-            self._plan = self._make_plan()
-        return self._plan
+        return self._make_plan()
 
     def plan_again(self) -> None:
         """Decide again after a change."""
-        self._plan = self._make_plan()
+        self.plan = self._make_plan()
 
     def explain(self) -> Plan:
         """Explain which engine runs, which passes run, are reused or skipped, and how batches are packed; and why."""
-        plan, packing = self._plan or self._make_plan(), self._packing_plan()
+        plan, packing = vars(self).get("plan") or self._make_plan(), self._packing_plan()
         sources = self._requested.sources
         by = f", asked for by {' and '.join(sources)}" if sources else ""
         engine = Decision("engine", "run", f"{detect_engine(self.accelerator, self.model)}{by}.")

@@ -24,12 +24,7 @@ from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import prompt_of
 from ..planning.sampler_ratio import RatioRule
 from .base import ExactTrainer
-from .checked_arguments import (
-    check_completion_length,
-    check_groups,
-    check_grpo_arguments,
-    check_offloading_device,
-)
+from .checked_arguments import check_completion_length, check_groups, check_grpo_arguments, check_offloading_device
 from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets
 from .grpo_generation import GRPOGeneration, truncated_sampling
 from .grpo_scoring import GRPOScoring
@@ -110,7 +105,10 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         args = self.args
         options = AddedGRPOFields.of(args)
         own = self.reference_weights.own
-        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        rule = None
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+            rule = RatioRule(self.vllm_importance_sampling_mode, *bounds)
         return plan_grpo(
             GRPOFacts(
                 per_device_batch_size=args.per_device_train_batch_size,
@@ -139,13 +137,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 trains_expert_modules=trains_expert_modules(self.model),
                 top_entropy_quantile=self.top_entropy_quantile,
                 active_dropout=has_dropout(self.model),
-                sampler_ratio=RatioRule(
-                    self.vllm_importance_sampling_mode,
-                    self.vllm_importance_sampling_clip_min,
-                    self.vllm_importance_sampling_clip_max,
-                )
-                if corrected
-                else None,
+                sampler_ratio=rule,
                 sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
                 truncated_sampling=() if CORRECTS_TRUNCATED_SAMPLING else truncated_sampling(args),
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
@@ -210,7 +202,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        with self._generation.fills_buffer(), internals.shuffled_then(self._generation.rearranged):
+        due = self._buffer.mid_cycle_slices() is None
+        with self._generation.fills_buffer() if due else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
         self._scoring.before_micro_batch()
         return inputs

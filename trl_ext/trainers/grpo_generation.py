@@ -1,14 +1,15 @@
 """GRPO's generation: sampling and rewards, the groups that it replaces, and its place in a checkpoint."""
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from ..checkpoints.generation import SavedGeneration, position_in_data, read_generation, write_generation
 from ..compat import grpo as internals
@@ -33,7 +34,7 @@ class GRPOGeneration:
 
     def of_batch(self, inputs: Any) -> dict[str, Any]:
         """Completions with rewards and the reference's log-probs: it replaces TRL's method."""
-        trainer, training = self.trainer, internals.mode(self.trainer) == "train"
+        trainer, training = self.trainer, self.trainer.model.training
         batch = self._draw(inputs)
         if training:
             self.scoring.sampled_at_step = trainer.state.global_step
@@ -57,22 +58,23 @@ class GRPOGeneration:
         self.ranks.share_random_state()
         return batch
 
-    def fills_buffer(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def fills_buffer(self) -> Iterator[None]:
         """Within, generation in training fills TRL's buffer."""
-        return replaced(self, _fills_buffer=True)
+        with replaced(self, _fills_buffer=True), internals.shuffled_then(self._rearranged):
+            yield
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
-        ranks = self.ranks
+        ranks, group = self.ranks, self.ranks.sequence
         if ranks.tensor_parallel is not None:
             ranks.tensor_parallel.share_random_state(ranks.device)
             with internals.gathered_by(ranks.accelerator), self._same_samples(ranks.tensor_parallel):
                 return self._trl.draw(inputs)
-        if ranks.sequence is None:
+        if group is None:
             return self._trl.draw(inputs)
         ranks.share_random_state()
         with internals.gathered_by(ranks.accelerator):
             batch = self._trl.draw(inputs)
-        group = ranks.sequence
         tensors = [x for _, x in sorted(batch.items()) if isinstance(x, torch.Tensor)]
         if group.processes is not None and not group.alike(*tensors):
             raise RuntimeError(
@@ -83,11 +85,15 @@ class GRPOGeneration:
         return batch
 
     def _same_samples(self, ranks: TensorParallel) -> AbstractContextManager[None]:
+        """Within, `generate` takes the first rank's scores on all `ranks`, because devices may round differently."""
         model = self.trainer.model
         generate = model.generate
 
+        def of_first_rank(_: Tensor, scores: Tensor) -> Tensor:
+            return ranks.share_(scores.clone(memory_format=torch.contiguous_format))
+
         def in_step(*positional: Any, logits_processor: Any = None, **keywords: Any) -> Any:
-            processors = LogitsProcessorList([*(logits_processor or []), _SameScores(ranks)])
+            processors = LogitsProcessorList([*(logits_processor or []), of_first_rank])
             return generate(*positional, logits_processor=processors, **keywords)
 
         return replaced(model, generate=in_step)
@@ -135,7 +141,7 @@ class GRPOGeneration:
         rows = self.buffer.training_rows()
         return FurtherPrompts(rows, shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken)
 
-    def rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A generation batch that TRL has shuffled, with a group's rows together within an optimizer step."""
         args = self.trainer.args
         if not self.trainer.plan.keeps_groups_together or internals.has_images(batch):
@@ -233,13 +239,3 @@ def truncated_sampling(args: Any) -> tuple[str, ...]:
     given = {name: (args.generation_kwargs or {}).get(name, getattr(args, name)) or whole[name] for name in whole}
     cuts = {"top_p": given["top_p"] < 1.0, "top_k": given["top_k"] > 0, "min_p": given["min_p"] > 0.0}
     return tuple(f"{name}={given[name]}" for name, is_cut in cuts.items() if is_cut)
-
-
-class _SameScores(LogitsProcessor):
-    """The first rank's scores of the next token on all `ranks`, because devices may round differently."""
-
-    def __init__(self, ranks: TensorParallel) -> None:
-        self.ranks = ranks
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return self.ranks.share_(scores.clone(memory_format=torch.contiguous_format))

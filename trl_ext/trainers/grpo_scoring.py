@@ -19,11 +19,18 @@ from ..planning.loss_inputs import (
     MicroBatchTotals,
     kept_log_probs,
     sampler_log_probs,
+    totals_of_rank,
     with_padding,
 )
-from ..planning.parts import Parts, check_all_trained, check_equal_gradients
+from ..planning.parts import Parts
 from ..planning.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
 from ..planning.sampler_ratio import SamplerRatio, sampler_metrics
+
+_LOSS_CHANGED = (
+    "The loss was changed after it was computed, by a `compute_loss` of this trainer's class. With "
+    "`max_tokens_per_micro_batch` that reaches only the last of several forwards. Override `_compute_loss` "
+    "instead, and leave `max_tokens_per_micro_batch` at None."
+)
 
 
 class GRPOScoring:
@@ -37,6 +44,10 @@ class GRPOScoring:
         self._last_parts_to_come = 0
         self._in_training_step = False
 
+    @property
+    def _mode(self) -> str:
+        return "train" if self.trainer.model.training else "eval"
+
     # A micro-batch
 
     @contextmanager
@@ -47,26 +58,25 @@ class GRPOScoring:
             yield
         finally:
             self._in_training_step = False
-        check_all_trained(self._last_parts_to_come)
+        if self._last_parts_to_come:
+            raise RuntimeError(_LOSS_CHANGED)
 
     def of_micro_batch(
         self, model: Any, inputs: Any, num_items: Any, trl_loss: Callable[..., Tensor]
     ) -> tuple[Tensor, LossInputs]:
         trainer, plan = self.trainer, self.trainer.plan
-        self._gradients = []
-        self._trl_loss = trl_loss
+        self._gradients, self._trl_loss = [], trl_loss
         inputs = self.buffer.with_kept(inputs, SCORED)
         scored = self.policy_tokens(inputs)
-        with trainer.policy_scored(internals.own_pass(trainer) if plan.facts.has_own_pass else None):
+        own_pass = f"`{type(trainer).__name__}.{internals.PASS}`" if plan.facts.has_own_pass else None
+        with trainer.policy_scored(own_pass):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
         if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
         loss_inputs = LossInputs.of(inputs, scored, policy_RC, entropies_RC, plan)
         loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
-        if internals.mode(trainer) == "train" and plan.trl_scores_old_policy:
-            present = self.buffer.present(inputs)
-            if present is not None:
-                present.update(loss_inputs.kept)
+        if trainer.model.training and plan.trl_scores_old_policy:
+            self.buffer.keep(inputs, loss_inputs.kept)
         self._measure(loss_inputs)
         if self._gradients:
             self._last_parts_to_come += 1
@@ -74,7 +84,8 @@ class GRPOScoring:
         return loss, loss_inputs
 
     def _last_part_trained(self, of_others: list[Tensor], gradient: Tensor) -> None:
-        check_equal_gradients(of_others, gradient)
+        if any(not torch.equal(other, gradient) for other in of_others):
+            raise RuntimeError(_LOSS_CHANGED)
         self._last_parts_to_come -= 1
 
     def _loss_of(self, model: Any, inputs: Any, loss_inputs: LossInputs, aux_loss: Any) -> Tensor:
@@ -86,14 +97,14 @@ class GRPOScoring:
             return self._trl_loss(given)
 
     def _measure(self, loss_inputs: LossInputs) -> None:
-        trainer, mode = self.trainer, internals.mode(self.trainer)
-        packed_away, *fed = self.scorer.take_counts()
-        of_rank = MicroBatchTotals.of(loss_inputs, self._skipped_tokens + packed_away, fed)
-        totals = MicroBatchTotals.unpacked(self.ranks.reduce(of_rank.packed()))
+        trainer = self.trainer
+        packed_away, *ran = self.scorer.take_counts()
+        of_rank = totals_of_rank(loss_inputs, self._skipped_tokens + packed_away, ran)
+        totals = MicroBatchTotals(*self.ranks.reduce(of_rank).tolist())
         self._skipped_tokens = 0
-        trainer.fed.add(mode, totals.fed)
-        trainer.skipped.add(mode, passes=0, rows=int(totals.skipped_rows), tokens=int(totals.skipped_tokens))
-        if mode == "train" and not trainer.plan.facts.has_own_loss:
+        trainer.fed.add(self._mode, [int(x) for x in totals[-3:]])
+        trainer.skipped.add(self._mode, passes=0, rows=int(totals.skipped_rows), tokens=int(totals.skipped_tokens))
+        if trainer.model.training and not trainer.plan.facts.has_own_loss:
             totals.correct(internals.mode_metrics(trainer))
         if loss_inputs.formed is not None:
             self._measure_sampler(loss_inputs.formed)
@@ -106,22 +117,18 @@ class GRPOScoring:
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         plan = self.trainer.plan
         own_loss = plan.facts.has_own_loss  # it may read a tool's tokens
-        if internals.mode(self.trainer) == "eval" or internals.has_images(inputs) or own_loss:
+        if not self.trainer.model.training or internals.has_images(inputs) or own_loss:
             return every_token(inputs, of_tools=own_loss)
         return scored_tokens(inputs, skip_masked=plan.skips_masked, skip_zero_advantages=plan.skips_zero_advantages)
 
     # The passes
 
-    @property
-    def _budget(self) -> int | None:
-        budget: int | None = self.trainer.plan.facts.max_tokens_per_micro_batch
-        return budget
-
     def _policy_pass(self, model: Any, inputs: Any, scored: ScoredTokens, num_items: Any) -> tuple[Any, Any, Any]:
-        if self._budget is None or not self._in_training_step or not torch.is_grad_enabled():
+        budget = self.trainer.plan.facts.max_tokens_per_micro_batch
+        if budget is None or not self._in_training_step or not torch.is_grad_enabled():
             options = {"compute_entropy": True, "compute_aux_loss": self.trainer.aux_loss_enabled}
             return self._pass(model, inputs, scored, **options)
-        parts = self._parts(inputs, scored, self._budget)
+        parts = self._parts(inputs, scored, budget)
         passes = [
             self._run(model, inputs, part, compute_entropy=True)[:2]
             if number == len(parts)
@@ -133,11 +140,11 @@ class GRPOScoring:
 
     def _trained_part(self, model: Any, inputs: Any, part: ScoredTokens, num_items: Any) -> tuple[Tensor, Tensor]:
         """The part's pass, after its backward: TRL's loss of the micro-batch, with only the part scored."""
-        found: list[Tensor] = []
+        scores: list[tuple[Tensor, Tensor]] = []
 
         def loss_of_part(*_: Any, **__: Any) -> Tensor:
             log_probs_RC, entropies_RC, aux_loss = self._run(model, inputs, part, compute_entropy=True)
-            found.extend((log_probs_RC.detach(), entropies_RC.detach()))
+            scores.append((log_probs_RC.detach(), entropies_RC.detach()))
             loss_inputs = LossInputs.of(inputs, part, log_probs_RC, entropies_RC, self.trainer.plan)
             loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
             loss.register_hook(self._gradients.append)
@@ -146,8 +153,7 @@ class GRPOScoring:
         step = {"_prepare_inputs": lambda inputs: inputs, "compute_loss": loss_of_part}
         with self._window_goes_on(model), internals.metrics_set_aside(self.trainer), replaced(self.trainer, **step):
             transformers.Trainer.training_step(self.trainer, model, inputs, num_items)
-        log_probs_RC, entropies_RC = found
-        return log_probs_RC, entropies_RC
+        return scores[0]
 
     @contextmanager
     def _window_goes_on(self, model: Any) -> Iterator[None]:
@@ -199,7 +205,7 @@ class GRPOScoring:
         They come from the rows and the layout of the policy's own pass. Equal weights then give equal bits, and the KL
         term a gradient of exactly 0; AdamW would turn a rounding error into steps of the full learning rate.
         """
-        if self.trainer.plan["reference"].action != "run":
+        if not self.trainer.plan.facts.beta:
             return
         for batch in batches:
             if "ref_per_token_logps" not in batch:
@@ -221,15 +227,15 @@ class GRPOScoring:
                 formed = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_mask(batch), rule)
                 batch["importance_sampling_ratio"] = formed.ratio
                 self._measure_sampler(formed)
-        if plan["reference"].action == "run" and "ref_per_token_logps" not in batch:
+        if plan.facts.beta and "ref_per_token_logps" not in batch:
             with trainer.reference_pass():
                 log_probs_RC = self._log_probs_at_generation(self._reference_model(), batch, every)
             batch["ref_per_token_logps"] = every.spread(log_probs_RC)
 
     def _log_probs_at_generation(self, model: Any, batch: dict[str, Any], every: ScoredTokens) -> Tensor:
-        if self._budget is not None:
+        if self.trainer.plan.facts.max_tokens_per_micro_batch is not None:
             return self._unrecorded_log_probs(model, batch, every)
-        args, in_training = self.trainer.args, internals.mode(self.trainer) == "train"
+        args, in_training = self.trainer.args, self.trainer.model.training
         size = args.per_device_train_batch_size if in_training else args.per_device_eval_batch_size
         log_probs: Tensor = self._pass(model, batch, every, batch_size=size)[0]
         return log_probs
@@ -246,9 +252,10 @@ class GRPOScoring:
 
     def _unrecorded_log_probs(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
         """Log-probs `(R, C)` of the old policy or the reference, from as many forwards as the policy's pass."""
-        if self._budget is None or internals.mode(self.trainer) == "eval":
+        budget = self.trainer.plan.facts.max_tokens_per_micro_batch
+        if budget is None or not self.trainer.model.training:
             return self._pass(model, inputs, scored)[0]
-        parts = self._parts(inputs, scored, self._budget)
+        parts = self._parts(inputs, scored, budget)
         return parts.joined([self._run(model, inputs, part)[0] for part in parts])
 
     def _pass(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
@@ -270,5 +277,5 @@ class GRPOScoring:
         return parts
 
     def _count_skipped_pass(self, inputs: dict[str, Any]) -> None:
-        self.trainer.skipped.add(internals.mode(self.trainer), passes=1)
+        self.trainer.skipped.add(self._mode, passes=1)
         self._skipped_tokens += tokens_of(inputs)
