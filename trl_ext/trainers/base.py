@@ -230,7 +230,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """
         self._before_training()
         if not any(param.requires_grad for param in self.model.parameters()):
-            hint = "Set it for some."
+            hint = "Set it where it should train."
             if isinstance(self.model, PeftModel):
                 hint = f'The adapter "{self.model.active_adapter}" was loaded for inference: load it with '
                 hint += "`is_trainable=True`, or name it in `policy_adapter_name`."
