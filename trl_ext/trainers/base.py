@@ -74,13 +74,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Before TRL's `__init__`: check the arguments, and create the parts. Returns the arguments by name."""
+        name = type(self).__name__
         if "tokenizer" in keywords:
-            raise TypeError(
-                f"`tokenizer` of `{type(self).__name__}` is called `processing_class`, as in TRL. Rename it."
-            )
+            raise TypeError(f"`tokenizer` of `{name}` is called `processing_class`, as in TRL. Rename it.")
         given = inspect.signature(self._trl_trainer.__init__).bind(self, *positional, **keywords).arguments  # type: ignore[misc]
         config = given.get("args")
-        check_given(type(self).__name__, given, config, self._config_class)
+        check_given(name, given, config, self._config_class)
         self.added = self._added_fields.of(config)
         self.skipped, self.fed = SkipCounts(), TokenCounts()
         self.ranks = Ranks()
@@ -230,10 +229,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """
         self._before_training()
         if not any(param.requires_grad for param in self.model.parameters()):
-            hint = "Set it where it should train."
+            hint = "Set it for those to train."
             if isinstance(self.model, PeftModel):
-                hint = f'The adapter "{self.model.active_adapter}" was loaded for inference: load it with '
-                hint += "`is_trainable=True`, or name it in `policy_adapter_name`."
+                adapter = f'The adapter "{self.model.active_adapter}" was loaded for inference'
+                hint = f"{adapter}: load it with `is_trainable=True`, or name it in `policy_adapter_name`."
             raise ValueError(f"Nothing of the model is trained: no parameter has `requires_grad`. {hint}")
         self.reference_weights.copy_trained()
         self.plan_again()
@@ -249,20 +248,14 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """A hook for DPO and GRPO, called first by `train`."""
 
     def _watched_step(self, step: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-        """Run TRL's training step. The first one shows whether a subclass's `compute_loss` calls ours.
-
-        Raises:
-            `RuntimeError`: it does not, and reads from the batch what ours adds to it.
-            `ValueError`: it does not, and an option needs ours.
-        """
+        """Run TRL's training step. The first one shows whether a subclass's `compute_loss` calls ours."""
         if self._first_step_ran:
             return step(*positional, **keywords)
         self._first_step_ran, self._loss_reached, self.scorer.policy.used = True, False, False
         try:
             loss = step(*positional, **keywords)
         except KeyError as error:
-            lacks_ours = any(error.args == (name,) for name in _ADDED_BY_LOSS)
-            if self._loss_reached or not lacks_ours or not self._replaces("loss"):
+            if self._loss_reached or error.args[0] not in _ADDED_BY_LOSS or not self._replaces("loss"):
                 raise
             raise RuntimeError(
                 f"{self.own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "

@@ -52,12 +52,7 @@ def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
 
 
 def checked_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool) -> Any:
-    """The data set; `ValueError` if it lacks what DPO reads. The first row of a stream is checked when TRL reads it.
-
-    Args:
-        has_template (`bool`): whether messages can be rendered.
-        has_end (`bool`): whether the tokenizer has a token that ends a text.
-    """
+    """The data set; `ValueError` if it lacks what DPO reads. The first row of a stream is checked when TRL reads it."""
     check_row = partial(_check_pair, name=name, has_template=has_template, has_end=has_end)
     if not isinstance(dataset, Dataset):
         return dataset.map(_FirstRow(check_row))
@@ -195,8 +190,7 @@ def _columns(dataset: Any) -> list[str] | None:
             return None
         if not dataset.format["output_all_columns"]:
             return list(dataset.format["columns"])
-    names: list[str] | None = getattr(dataset, "column_names", None)
-    return names
+    return getattr(dataset, "column_names", None)
 
 
 def _check_filled(dataset: Dataset, column: str, name: str) -> None:

@@ -230,11 +230,7 @@ class Checkpoints:
 
 
 def _found(requested: str | bool, run: Path) -> str | None:
-    """The checkpoint to resume from; `None` to train from the beginning.
-
-    Raises:
-        `ValueError`: there is no complete one, or the one that `requested` names is not complete.
-    """
+    """The checkpoint to resume from, which is complete; `None` to train from the beginning."""
     complete, interrupted = complete_checkpoints(run), half_written(run)
     text, path = str(requested), Path(str(requested))
     means = requested if isinstance(requested, bool) else None if path.exists() else _SPELLED.get(text.lower())
