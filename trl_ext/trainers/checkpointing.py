@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
+from accelerate.utils import gather_object
 from peft import PeftModel
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from transformers import PreTrainedModel
@@ -38,19 +39,14 @@ _SPELLED: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
 
 
 class Checkpoints:
-    """The checkpoints that a trainer writes, and the one that it resumes from.
-
-    Attributes:
-        resumes_from (`Path`, *optional*): the checkpoint that the present `train` resumes from.
-        parts (`list[Callable[[Path], None]]`): each writes a further part of a checkpoint, on every rank.
-    """
+    """The checkpoints that a trainer writes, and the one that it resumes from."""
 
     def __init__(self, trainer: "ExactTrainer") -> None:
         self.trainer = trainer
-        self.resumes_from: Path | None = None
-        self.parts: list[Callable[[Path], None]] = []
+        self.resumes_from: Path | None = None  # the checkpoint of the present `train`
+        self.parts: list[Callable[[Path], None]] = []  # each writes a further part of a checkpoint, on every rank
         self._keeps_optimizer = False
-        self._put_off: list[Callable[[], None]] | None = None  # pushes, while a checkpoint is written
+        self._put_off: list[Callable[[], None]] | None = None  # pushes and rotation, while a checkpoint is written
 
     # Construction: transformers refuses to save the optimizer of a split model, so this class does
 
@@ -131,13 +127,12 @@ class Checkpoints:
         """Within, transformers writes a checkpoint, which is marked until it is complete. Pushes and rotation wait."""
         args, accelerator = self.trainer.args, self.trainer.accelerator
         rotate = module_of(transformers.Trainer).rotate_checkpoints
-        rotations: list[Callable[[], None]] = []
-        pushes: list[Callable[[], None]] = []
+        steps: list[Callable[[], None]] = []
         if args.should_save:
             begin(folder)
         accelerator.wait_for_everyone()
-        put_off = {"rotate_checkpoints": lambda *a, **k: rotations.append(partial(rotate, *a, **k))}
-        with names_replaced(transformers.Trainer, **put_off), replaced(self, _put_off=pushes):
+        put_off = {"rotate_checkpoints": lambda *a, **k: steps.append(partial(rotate, *a, **k))}
+        with names_replaced(transformers.Trainer, **put_off), replaced(self, _put_off=steps):
             yield
         for save in self.parts:
             save(folder)
@@ -146,7 +141,7 @@ class Checkpoints:
             finish(folder)
             for interrupted in half_written(folder.parent) if args.save_total_limit else ():
                 discard(interrupted)
-        for step in (*pushes, *rotations):
+        for step in steps:
             step()
 
     def push(self, push: Callable[[], None]) -> None:
@@ -175,8 +170,7 @@ class Checkpoints:
         is_there = all((folder / name).exists() for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
         if self._is_split():
             state = read_optimizer(trainer.optimizer, folder, trainer.args.process_index)
-            accelerator = trainer.accelerator
-            is_there = bool(accelerator.gather(torch.tensor([state is not None], device=accelerator.device)).all())
+            is_there = all(gather_object([state is not None]))
         if not is_there:
             if trainer.accelerator.is_main_process and not self.is_finished:
                 logger.warning(

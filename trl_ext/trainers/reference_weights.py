@@ -40,7 +40,7 @@ class ReferenceOfPolicy:
         self.own = self.adapters.reference(trainer.model, moves)
         if moves:  # TRL moves reference models only, and refuses this
             trainer.args.sync_ref_model = False
-        self._check_copies()
+        self._check_copies(self.own)
 
     def take_model(self, model: Any) -> None:
         """Take a reference model, which is whole."""
@@ -59,9 +59,7 @@ class ReferenceOfPolicy:
         if self.own is not None and self.own.moves:
             config.sync_ref_model = True
 
-    def _check_copies(self) -> None:
-        own = self.own
-        assert own is not None
+    def _check_copies(self, own: OwnReference) -> None:
         engine = "ZeRO-3" if self._is_partitioned() else "FSDP1" if self._is_fsdp1() else None
         if own.copies and engine is not None:
             raise ValueError(
@@ -81,7 +79,7 @@ class ReferenceOfPolicy:
         """Copy what training will change, before the first step."""
         if self.own is not None:
             self.own.copy_trained()
-            self._check_copies()
+            self._check_copies(self.own)
 
     def entered(self) -> AbstractContextManager[Any]:
         """Within, the policy computes what the reference does."""
