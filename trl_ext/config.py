@@ -98,12 +98,9 @@ class AddedFields:
         if self.policy_adapter_name is not None and self.policy_adapter_name == self.ref_adapter_name:
             raise ValueError(
                 f"`policy_adapter_name` and `ref_adapter_name` are both {self.ref_adapter_name!r}: the reference "
-                "would be trained. Leave `ref_adapter_name` unset, and the reference is the adapter as it was before "
-                "training."
+                "would be trained. Leave `ref_adapter_name` unset to keep the adapter before training as reference."
             )
-        checks_of_trl = getattr(super(), "__post_init__", None)  # not there for the added fields by themselves
-        if checks_of_trl is not None:
-            checks_of_trl()
+        getattr(super(), "__post_init__", lambda: None)()  # TRL's; the added fields by themselves have none
 
     @classmethod
     def of(cls, args: Any) -> Self:
@@ -166,8 +163,7 @@ class AddedDPOFields(AddedFields):
             )
         if self.reward_scale <= 0:
             raise ValueError(
-                f"`reward_scale` must be above 0, got {self.reward_scale!r}: the rejected completion would be "
-                "preferred, or none. Set it to the factor that multiplies the rewards."
+                f"`reward_scale` must be above 0, got {self.reward_scale!r}. It is the factor of the rewards."
             )
         if not 0 <= self.sft_label_smoothing < 1:
             raise ValueError(f"`sft_label_smoothing` must lie in [0, 1), got {self.sft_label_smoothing!r}.")
@@ -289,10 +285,7 @@ def _check_values(config: Any, cls: Any) -> None:
 
 
 def check_loss_types(config: Any) -> None:
-    """Raise `ValueError` where a `DPOConfig`, TRL's or ours, asks an added loss type for what it does not define.
-
-    Loss types that are all TRL's are never refused.
-    """
+    """Raise `ValueError` where a `DPOConfig`, TRL's or ours, asks an added loss type for what it does not define."""
     loss_types, smoothing = config.loss_type, config.label_smoothing
     added = AddedDPOFields.of(config)
     if added.sft_label_smoothing and "sft" not in loss_types:
@@ -321,14 +314,13 @@ def check_loss_types(config: Any) -> None:
             )
     if "cdpo" in own and not 0 <= smoothing < 0.5:
         raise ValueError(
-            "`label_smoothing` is the probability that a pair's label is flipped, and must lie in [0, 0.5) for 'cdpo'; "
-            f"got {smoothing!r}."
+            f"`label_smoothing` must lie in [0, 0.5) for 'cdpo', got {smoothing!r}: the share of flipped labels."
         )
-    refusing = [name for name in loss_types if name in _REFUSE_SMOOTHING]
+    refusing = next((name for name in loss_types if name in _REFUSE_SMOOTHING), None)
     if smoothing and refusing:
         raise ValueError(
-            f"`label_smoothing={smoothing!r}` has no meaning for {refusing[0]!r}, whose loss is no log-likelihood of a "
-            f"label. Remove {refusing[0]!r} from `loss_type={loss_types}`, or set `label_smoothing=0.0`."
+            f"`label_smoothing={smoothing!r}` has no meaning for {refusing!r}, whose loss is no log-likelihood of a "
+            f"label. Remove {refusing!r} from `loss_type={loss_types}`, or set `label_smoothing=0.0`."
         )
     if smoothing and _READ_SMOOTHING.isdisjoint(loss_types):
         raise ValueError(

@@ -84,8 +84,7 @@ def draw(logs: list[dict[str, Any]], folder: Path) -> list[Path]:
     for file, plots in FIGURES.items():
         if "reward" in plots:
             plots = {"loss": plots["loss"], "reward": plots["reward"], **_reward_functions(logs), **plots}
-        lines = {title: _lines(logs, series) for title, series in plots.items()}
-        lines = {title: drawn for title, drawn in lines.items() if drawn}
+        lines = {title: drawn for title, series in plots.items() if (drawn := _lines(logs, series))}
         if lines:
             folder.mkdir(parents=True, exist_ok=True)
             written.append(_figure(lines, folder / file))

@@ -53,10 +53,7 @@ class ThroughputProgress(ProgressCallback):  # type: ignore[misc]
 
 
 def with_throughput(logs: dict[str, float], seconds: float) -> str:
-    """The text after the bar, from `logs` that cover `seconds`.
-
-    The time includes generation and the optimizer; the tokens are those of all processes.
-    """
+    """The text after the bar: tokens are those of all processes, and `seconds` include generation and optimizer."""
     fed = sum(logs.get(name, 0.0) for name in _TOKENS)
     skipped = {name: logs[f"skipped/{name}"] for name in ("tokens", "rows", "passes") if logs.get(f"skipped/{name}")}
     text = f"{fed / max(seconds, 1e-9):,.0f} tokens/s"

@@ -38,13 +38,11 @@ def finish(folder: Path) -> None:
 
 def is_complete(folder: Path) -> bool:
     """Whether everything was written: our checkpoints have no mark any more, and any has transformers' last file."""
-    if (folder / _MARK).exists():
-        return False
     try:
         json.loads((folder / _STATE).read_text())
     except (OSError, ValueError):
         return False
-    return True
+    return not (folder / _MARK).exists()
 
 
 def complete_checkpoints(run: Path) -> list[Path]:

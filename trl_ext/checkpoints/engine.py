@@ -31,24 +31,17 @@ def format_of(folder: Path) -> str:
 
 
 def fsdp_format(state_dict_type: str) -> str:
-    """The format of accelerate's FSDP with a `state_dict_type`."""
     return f"FSDP with {state_dict_type}"
 
 
 def deepspeed_format(stage: int, processes: int) -> str:
-    """DeepSpeed's format."""
     if stage == 0:
         return "DeepSpeed"
     return f"DeepSpeed {'ZeRO-3' if stage == 3 else 'ZeRO-1 or ZeRO-2'} on {processes} processes"
 
 
 def why_not_loaded(folder: Path, runs: str, engine: str) -> str | None:
-    """Why the engine that runs cannot resume from the checkpoint `folder`; `None` if it can.
-
-    Args:
-        runs (`str`): the format of the engine that runs.
-        engine (`str`): its name, such as `"DDP"`.
-    """
+    """Why an `engine` that writes the format `runs` cannot resume from the checkpoint `folder`; `None` if it can."""
     written = format_of(folder)
     names = [path.name for path in folder.iterdir()]
     has_weights = any(map(_WHOLE_WEIGHTS.fullmatch, names))
@@ -58,11 +51,8 @@ def why_not_loaded(folder: Path, runs: str, engine: str) -> str | None:
         return None  # DeepSpeed without ZeRO, whose files say less
     if not written and runs.startswith("FSDP") and "optimizer.pt" not in names and "adapter_config.json" in names:
         return None  # an adapter without an optimizer, which transformers also loads under FSDP
-    anew = "start a new run from its weights."
-    if not has_weights and written.startswith("DeepSpeed"):
-        anew = "put its weights together for a new run: `zero_to_fp32.py` in it does."
-    elif not has_weights:
-        anew = "put its weights together for a new run: `accelerate merge-weights` does."
+    merges = "`zero_to_fp32.py` in it" if written.startswith("DeepSpeed") else "`accelerate merge-weights`"
+    anew = "start a new run from its weights." if has_weights else f"merge its weights for a new run: {merges} does."
     return (
         f"{folder} was written under {written or 'neither FSDP nor DeepSpeed'}, and {runs or engine} runs now, which "
         f"cannot resume from it. Launch training as it was launched then; or {anew}"
@@ -88,16 +78,11 @@ def read_optimizer(optimizer: torch.optim.Optimizer, folder: Path, rank: int) ->
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     if state.pop("layout") != _layout(optimizer):
         return None
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params: list[Any] = [param for group in optimizer.param_groups for param in group["params"]]
     for i, name in state.pop("split"):
-        param: Any = params[i]
+        param, local = params[i], state["state"][i][name].to(params[i].device)
         state["state"][i][name] = DTensor.from_local(
-            state["state"][i][name].to(param.device),
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
+            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
     return state
 
@@ -136,12 +121,11 @@ def names_differ(model: Any, folder: Path) -> bool:
 
     Transformers saves experts one by one that are a single tensor in the model, but resumes by the model's names.
     """
-    index = folder / "model.safetensors.index.json"
+    index, weights = folder / "model.safetensors.index.json", folder / "model.safetensors"
     names: set[str] = set()
     if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"])
-    elif (folder / "model.safetensors").exists():
-        file: Any
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            names = set(file.keys())
+        names.update(json.loads(index.read_text())["weight_map"])
+    elif weights.exists():
+        with safe_open(weights, framework="pt") as file:
+            names.update(file.keys())
     return bool(names) and any(name not in names for name, _ in model.named_parameters())

@@ -36,8 +36,7 @@ class SavedGeneration:
     lost: str | None = None
 
 
-def generation_file(folder: Path, rank: int) -> Path:
-    """The file of a rank's part in a checkpoint."""
+def _file(folder: Path, rank: int) -> Path:
     return folder / f"generation_{rank}.safetensors"
 
 
@@ -47,18 +46,17 @@ def write_generation(folder: Path, rank: int, saved: SavedGeneration) -> None:
     Raises:
         `TypeError`: an entry of a slice is neither a tensor nor a JSON value.
     """
-    tensors: dict[str, Tensor] = {}
-    others: list[dict[str, Any]] = []
-    for i, entries in enumerate(saved.slices or []):
-        others.append({})
-        for name, value in entries.items():
-            if isinstance(value, Tensor):
-                # Slices are views of one tensor, which safetensors refuses
-                tensors[f"{i}/{name}"] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-            else:
-                others[i][name] = value
+    slices = saved.slices or []
+    # Slices are views of one tensor, which safetensors refuses
+    tensors = {
+        f"{i}/{name}": x.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for i, entries in enumerate(slices)
+        for name, x in entries.items()
+        if isinstance(x, Tensor)
+    }
+    others = [{name: x for name, x in entries.items() if not isinstance(x, Tensor)} for entries in slices]
     state = {**vars(saved), "slices": None if saved.slices is None else others}
-    path = generation_file(folder, rank)
+    path = _file(folder, rank)
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"format": _FORMAT, "state": json.dumps(state)})
     os.replace(unfinished, path)
@@ -70,10 +68,9 @@ def read_generation(folder: Path, rank: int, device: torch.device) -> SavedGener
     Raises:
         `ValueError`: the file has another format.
     """
-    path = generation_file(folder, rank)
+    path = _file(folder, rank)
     if not path.exists():
         return None
-    file: Any
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:

@@ -29,7 +29,7 @@ DPO_LOSS_TYPES = (
 DPO_CHOICES = {"f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")}
 TRUNCATION_MODES = ("keep_start", "keep_end")
 GRPO_LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-GRPO_CHOICES = {"importance_sampling_level": ("token", "sequence")}
+GRPO_CHOICES = {"importance_sampling_level": ("token", "sequence"), "loss_type": GRPO_LOSS_TYPES}
 ADVANTAGE_CHOICES = {
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),

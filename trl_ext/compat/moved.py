@@ -44,8 +44,7 @@ def check_untested(found: Mapping[str, str], tested: Mapping[str, SpecifierSet])
     if os.environ.get("RANK", "0") == "0":
         warnings.warn(
             f"trl_ext {__version__} is not tested with {untested}, but with {known}. Every internal name that it uses "
-            "is unchanged, so training works as long as their behavior has not changed. A later trl_ext may be tested "
-            "with them.",
+            "is unchanged: training works unless their behavior has changed. A later trl_ext may be tested with them.",
             stacklevel=2,
         )
 

@@ -60,13 +60,7 @@ def unrecorded_pass(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def built_with(
-    trainer_class: type,
-    config: Any,
-    attach: Callable[..., None],
-    make_adapter: Callable[..., Any],
-    *,
-    copies: bool,
-    **others: Any,
+    trainer_class: type, config: Any, attach: Callable[..., None], make_adapter: Any, *, copies: bool, **others: Any
 ) -> Iterator[None]:
     """Within, `trainer_class.__init__` attaches each model's scoring head with `attach(model, **options)`.
 
@@ -83,8 +77,9 @@ def built_with(
     names = {"add_fused_lm_head": attach, "get_peft_model": partial(make_adapter, module.get_peft_model), **others}
     if not (getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False)):
         names["BaseTunerLayer"] = _NoAdapter
-    if not copies:
-        names["is_peft_model"] = _not_the_first_time(module)
+    if not copies:  # the first call of `is_peft_model` answers False
+        answers = chain([lambda model: False], repeat(module.is_peft_model))
+        names["is_peft_model"] = lambda model: next(answers)(model)
     hidden = {"padding_free": False} if getattr(config, "padding_free", None) else {}
     with names_replaced(trainer_class, **names), replaced(config, **hidden):
         yield
@@ -92,9 +87,3 @@ def built_with(
 
 class _NoAdapter:
     """Replaces `BaseTunerLayer`: no head is an instance of it, so TRL accepts an adapter on the head."""
-
-
-def _not_the_first_time(module: Any) -> Callable[[Any], bool]:
-    """`is_peft_model`, which answers False to the first call."""
-    answers = chain([lambda model: False], repeat(module.is_peft_model))
-    return lambda model: next(answers)(model)

@@ -43,10 +43,7 @@ class Pairs:
 
 
 def pairs_of(
-    log_probs: Tensor,
-    completion_mask: Tensor,
-    reference: tuple[Tensor, Tensor],
-    rewards: tuple[Tensor, Tensor] | None,
+    log_probs: Tensor, completion_mask: Tensor, reference: tuple[Tensor, Tensor], rewards: tuple[Tensor, ...]
 ) -> Pairs:
     """The pairs of a batch whose first half is chosen and whose second half is rejected.
 
@@ -54,12 +51,11 @@ def pairs_of(
         log_probs (`Tensor` of shape `(2B, S - 1)`): the policy's, 0 at positions that are not scored.
         completion_mask (`Tensor` of shape `(2B, S)`): 1 where a token belongs to the completion.
         reference (`tuple[Tensor, Tensor]`): `(B,)`, the reference's log-probs, summed over the same positions.
-        rewards (`tuple[Tensor, Tensor]`, *optional*): `(B,)`, the data set's.
+        rewards (`tuple[Tensor, ...]`): `(B,)`, the data set's of chosen and rejected completions; or empty.
     """
     chosen, rejected = log_probs.sum(1).chunk(2)
     chosen_tokens, rejected_tokens = completion_mask[:, 1:].sum(1).chunk(2)
-    chosen, rejected = chosen - reference[0], rejected - reference[1]
-    return Pairs(chosen, rejected, chosen_tokens, rejected_tokens, *(rewards or (None, None)))
+    return Pairs(chosen - reference[0], rejected - reference[1], chosen_tokens, rejected_tokens, *rewards)
 
 
 @dataclass(frozen=True)
@@ -91,20 +87,10 @@ def _bernoulli_kl(p: Tensor, q: Tensor) -> Tensor:
     return log_p.exp() * (log_p - logsigmoid(q)) + log_not_p.exp() * (log_not_p - logsigmoid(-q))
 
 
-def _rpo_forward_kl(pairs: Pairs, options: LossOptions) -> Tensor:
-    policy, target = rpo_margins(pairs, options)
-    return _bernoulli_kl(policy, target)
-
-
-def _rpo_backward_kl(pairs: Pairs, options: LossOptions) -> Tensor:
+def _rpo(distance: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Pairs, LossOptions], Tensor]:
+    """RPO with a `distance` of the policy's margin to the rewards'."""
     # Section 3.3.2 of the Nemotron-4 340B report, https://huggingface.co/papers/2406.11704
-    policy, target = rpo_margins(pairs, options)
-    return _bernoulli_kl(target, policy)
-
-
-def _rpo_squared(pairs: Pairs, options: LossOptions) -> Tensor:
-    policy, target = rpo_margins(pairs, options)
-    return (policy - target) ** 2
+    return lambda pairs, options: distance(*rpo_margins(pairs, options))
 
 
 def _ipo_sum(pairs: Pairs, options: LossOptions) -> Tensor:
@@ -119,9 +105,9 @@ def _cdpo(pairs: Pairs, options: LossOptions) -> Tensor:
 
 
 PREFERENCE_LOSSES: dict[str, Callable[[Pairs, LossOptions], Tensor]] = {
-    "rpo_forward_kl": _rpo_forward_kl,
-    "rpo_backward_kl": _rpo_backward_kl,
-    "rpo_squared": _rpo_squared,
+    "rpo_forward_kl": _rpo(_bernoulli_kl),
+    "rpo_backward_kl": _rpo(lambda policy, rewards: _bernoulli_kl(rewards, policy)),
+    "rpo_squared": _rpo(lambda policy, rewards: (policy - rewards) ** 2),
     "ipo_sum": _ipo_sum,
     "cdpo": _cdpo,
 }

@@ -45,8 +45,6 @@ class RewardCollator:
         batch = self.collator(examples)
         for column, values in given.items():
             if column not in batch:
-                where = f"of a batch of {len(values)}"
-                batch[column] = torch.tensor(
-                    [check_reward(x, column, f"row {row} {where}") for row, x in enumerate(values)]
-                )
+                named = ((x, column, f"row {row} of a batch of {len(values)}") for row, x in enumerate(values))
+                batch[column] = torch.tensor([check_reward(*x) for x in named])
         return batch

@@ -1,15 +1,13 @@
 """Metrics of several ranks as one process would log them: means over all pairs or tokens."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """The number of `pairs` in a batch, and of scored tokens in `chosen` and `rejected` completions."""
 
     pairs: int = 0
@@ -36,7 +34,7 @@ def weighted(metrics: Mapping[str, float], counts: Counts) -> list[float]:
     """Two numbers for each metric, in the order of the names: what it is a mean over, and that times the metric."""
     numbers: list[float] = []
     for name in sorted(metrics):
-        count = _MEANS_OVER_TOKENS[name](counts) if name in _MEANS_OVER_TOKENS else counts.pairs
+        count = _MEANS_OVER_TOKENS.get(name, lambda counts: counts.pairs)(counts)
         # NaN stays NaN, except on a rank whose mean is over nothing
         numbers += [count, count * metrics[name] if count else 0.0]
     return numbers

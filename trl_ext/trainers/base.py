@@ -73,19 +73,18 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Before TRL's `__init__`: check the arguments, and create the parts. Returns the arguments by name."""
+        name = type(self).__name__
         if "tokenizer" in keywords:
-            name = type(self).__name__
             raise TypeError(f"`tokenizer` of `{name}` is called `processing_class`, as in TRL. Rename it.")
         given = inspect.signature(self._trl_trainer.__init__).bind(self, *positional, **keywords).arguments  # type: ignore[misc]
         config = given.get("args")
-        check_given(type(self).__name__, given, config, self._config_class)
+        check_given(name, given, config, self._config_class)
         self.added = self._added_fields.of(config)
         self.skipped, self.fed = SkipCounts(), TokenCounts()
         self.ranks = Ranks()
         self.scorer = Scorer(self.added)
         self.non_finite = NonFiniteLoss(self, self.ranks)
-        policy, ref_model = given["model"], given.get("ref_model")
-        adapters = AdapterChoice(policy, given.get("peft_config"), self.added, ref_model, config)
+        adapters = AdapterChoice(given["model"], given.get("peft_config"), self.added, given.get("ref_model"), config)
         self.reference_weights = ReferenceOfPolicy(self, self.ranks, adapters, self.added.reference_device)
         self.checkpoints = Checkpoints(self)
         self.checkpoints.parts.append(self.reference_weights.save)
@@ -109,8 +108,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.checkpoints.hide_optimizer()
         joined = self.ranks.join(self.accelerator, self.model)
         if joined is not self.accelerator:
-            self.accelerator = joined
-            by_objects = self.args.eval_use_gather_object
+            self.accelerator, by_objects = joined, self.args.eval_use_gather_object
             self.gather_function = partial(joined.gather_for_metrics, use_gather_object=by_objects)
         self.check_engine()
         self._on_accelerator()
@@ -155,13 +153,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if own is not None and own.moves:
             self.add_callback(MovesReference(own))
         self.add_callback(Lifecycle(self))
-        bars = self.callback_handler.callbacks
-        bars[:] = [
-            ThroughputProgress() if type(x) is ProgressCallback and x not in (callbacks or ()) else x for x in bars
-        ]
-        for model in (self.model, self.ref_model):
-            if model is not None:
-                watch_token_ids(model, len(self._tokenizer))
+        bars, of_user = self.callback_handler.callbacks, callbacks or ()
+        bars[:] = [ThroughputProgress() if type(x) is ProgressCallback and x not in of_user else x for x in bars]
+        for model in filter(None, (self.model, self.ref_model)):
+            watch_token_ids(model, len(self._tokenizer))
 
     # 2. The plan: which passes run, and why
 
@@ -212,10 +207,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         how = packing.decision, head
         if self._scored_elsewhere is not None:
             how = Decision("packing", "skip", self._scored_elsewhere), Decision("head", "skip", self._scored_elsewhere)
-        decisions = (engine, *plan.decisions, *how)
-        return dataclasses.replace(
-            plan, decisions=decisions, warnings=(*plan.warnings, *packing.warnings, *self.checkpoints.warnings())
-        )
+        warnings = (*plan.warnings, *packing.warnings, *self.checkpoints.warnings())
+        return dataclasses.replace(plan, decisions=(engine, *plan.decisions, *how), warnings=warnings)
 
     @contextmanager
     def reference_pass(self) -> Iterator[None]:
@@ -234,12 +227,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """
         self._before_training()
         if not any(param.requires_grad for param in self.model.parameters()):
-            hint = "Let parameters of it be trained (`requires_grad`)."
+            hint = "Set it for those to train."
             if isinstance(self.model, PeftModel):
-                hint = (
-                    f'The adapter "{self.model.active_adapter}" was loaded for inference: load it with '
-                    "`is_trainable=True`, or name it in `policy_adapter_name`."
-                )
+                adapter = f'The adapter "{self.model.active_adapter}" was loaded for inference'
+                hint = f"{adapter}: load it with `is_trainable=True`, or name it in `policy_adapter_name`."
             raise ValueError(f"Nothing of the model is trained: no parameter has `requires_grad`. {hint}")
         self.reference_weights.copy_trained()
         self.plan_again()
@@ -255,20 +246,14 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """A hook for DPO and GRPO, called first by `train`."""
 
     def _watched_step(self, step: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-        """Run TRL's training step. The first one shows whether a subclass's `compute_loss` calls ours.
-
-        Raises:
-            `RuntimeError`: it does not, and reads from the batch what ours adds to it.
-            `ValueError`: it does not, and an option needs ours.
-        """
+        """Run TRL's training step. The first one shows whether a subclass's `compute_loss` calls ours."""
         if self._first_step_ran:
             return step(*positional, **keywords)
         self._first_step_ran, self._loss_reached, self.scorer.policy.used = True, False, False
         try:
             loss = step(*positional, **keywords)
         except KeyError as error:
-            lacks_ours = any(error.args == (name,) for name in _ADDED_BY_LOSS)
-            if self._loss_reached or not lacks_ours or not self._replaces("loss"):
+            if self._loss_reached or error.args[0] not in _ADDED_BY_LOSS or not self._replaces("loss"):
                 raise
             raise RuntimeError(
                 f"{self.own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
@@ -323,21 +308,17 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     # 4. Checkpoints: saving and resuming
 
     def _init_training_state(self, *positional: Any, **keywords: Any) -> tuple[int, int]:
-        """The epoch and batch to begin with: none if the checkpoint's training is finished."""
         return self.checkpoints.first_batch(super()._init_training_state(*positional, **keywords))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save as TRL does, into a folder that is marked until it is complete."""
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.world_accelerator(), self.checkpoints.written(folder):
             super()._save_checkpoint(model, trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push a checkpoint to the Hub once it is complete."""
         self.checkpoints.push(partial(super()._push_from_checkpoint, checkpoint_folder))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Also save them for a split model, which transformers does not."""
         if not self.checkpoints.save_optimizer(output_dir):
             super()._save_optimizer_and_scheduler(output_dir)
 
@@ -349,14 +330,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.checkpoints.load_default_adapter(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        """Load it from the folder that PEFT saves a named adapter in, if the policy is one."""
         best = self.state.best_model_checkpoint
         with self.world_accelerator(), replaced(self.state, best_model_checkpoint=self.checkpoints.policy_folder(best)):
             if not self.checkpoints.load_weights(Path(best)):
                 super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Also load those of a split model; warn if the checkpoint has none that fit."""
         with self.world_accelerator():
             if not self.checkpoints.load_optimizer(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
@@ -367,8 +346,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def world_accelerator(self) -> Any:
         """Within, each rank counts as a process, because the accelerator decides who writes which file."""
-        every = self.ranks.every
-        return replaced(self, accelerator=every) if every is not self.accelerator else nullcontext()
+        return replaced(self, accelerator=self.ranks.every)
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
         """Add our arguments and the plan to TRL's model card."""

@@ -1,5 +1,6 @@
 """The trainers' own callbacks."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import trl
@@ -25,10 +26,10 @@ class Lifecycle(TrainerCallback):
         trainer.reference_weights.resume(checkpoints.resumes_from, is_finished=checkpoints.is_finished)
         trainer.resumed(state)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.non_finite.step_begins()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
         self.trainer.non_finite.before_step(model)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -39,32 +40,20 @@ class Lifecycle(TrainerCallback):
         if state.global_step < state.max_steps and not control.should_training_stop:
             self.trainer.release()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.flush()
 
-    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        self.trainer.flush()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.flush()
-
-
-class _Tensors:
-    """Parameters in order: all that TRL's callback reads of a model."""
-
-    def __init__(self, own: Any, place: int) -> None:
-        self._own, self._place = own, place
-
-    def parameters(self) -> list[Any]:
-        return [pair[self._place] for pair in self._own.pairs()]
+    on_predict = on_train_end = on_evaluate
 
 
 class MovesReference(trl.SyncRefModelCallback):
     """TRL's callback for `sync_ref_model`, applied to the copied tensors of the policy and to their copies."""
 
     def __init__(self, own: Any) -> None:
-        super().__init__(ref_model=_Tensors(own, 1), accelerator=None)
-        self._policy = _Tensors(own, 0)
+        # TRL's callback reads only the parameters of a model
+        copies = SimpleNamespace(parameters=lambda: [copy for _, copy in own.pairs()])
+        super().__init__(ref_model=copies, accelerator=None)
+        self._policy = SimpleNamespace(parameters=lambda: [param for param, _ in own.pairs()])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_step_end(args, state, control, **{**kwargs, "model": self._policy})

@@ -11,14 +11,7 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from ..compat.choices import (
-    ADVANTAGE_CHOICES,
-    DPO_CHOICES,
-    DPO_LOSS_TYPES,
-    GRPO_CHOICES,
-    GRPO_LOSS_TYPES,
-    TRUNCATION_MODES,
-)
+from ..compat.choices import ADVANTAGE_CHOICES, DPO_CHOICES, DPO_LOSS_TYPES, GRPO_CHOICES, TRUNCATION_MODES
 from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES
 from ..scoring.checks import has_position_table
@@ -30,24 +23,20 @@ logger = logging.getLogger("trl_ext")
 def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
     """Raise `ValueError` where a `DPOConfig`, TRL's or ours, has a value that cannot train.
 
-    Args:
-        own_loss (`bool`): a subclass replaces TRL's loss, and may read other values.
+    With `own_loss` a subclass replaces TRL's loss, and may read other values.
     """
     _check_reference_sync(config)
     if config.max_length is not None:
-        _check_choice("truncation_mode", config.truncation_mode, TRUNCATION_MODES)
+        _check_choices(config, {"truncation_mode": TRUNCATION_MODES})
         _check_number(config, "max_length", 2, hint="A prompt and a completion have at least one token each.")
     if config.activation_offloading:
         check_offloading_device(config.device)
     if own_loss:
         return
-    _check_choices(config, DPO_CHOICES)
+    _check_choices(config, {**DPO_CHOICES, "loss_type": (*DPO_LOSS_TYPES, *sorted(PREFERENCE_LOSSES))})
     _check_number(config, "beta", 0, hint="A negative one would prefer the rejected completion.")
     if config.ld_alpha is not None:
         _check_number(config, "ld_alpha", 0, 1)
-    loss_types = (*DPO_LOSS_TYPES, *sorted(PREFERENCE_LOSSES))
-    for name in config.loss_type:
-        _check_choice("loss_type", name, loss_types)
     if config.beta == 0 and "sft" not in config.loss_type:
         raise ValueError(
             f"`beta=0` takes every log-ratio out of `loss_type={config.loss_type}`: nothing would train. Set it above "
@@ -58,9 +47,7 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
 def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -> None:
     """Raise `ValueError` where a `GRPOConfig`, TRL's or ours, has a value that cannot train.
 
-    Args:
-        own_loss (`bool`): a subclass replaces TRL's loss, and may read other values.
-        own_advantages (`bool`): a subclass replaces the function that makes advantages of rewards.
+    With `own_loss` or `own_advantages` a subclass replaces TRL's, and may read other values.
     """
     _check_reference_sync(config)
     _check_number(config, "num_iterations", 1)
@@ -77,7 +64,6 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -
     if config.epsilon_high is not None:
         _check_number(config, "epsilon_high", 0)
     _check_number(config, "top_entropy_quantile", 0, 1)
-    _check_choice("loss_type", config.loss_type, GRPO_LOSS_TYPES)
 
 
 def check_offloading_device(device: Any) -> None:
@@ -119,12 +105,10 @@ def _check_reference_sync(config: Any) -> None:
 
 def _check_choices(config: Any, choices: Mapping[str, Collection[str]]) -> None:
     for name, allowed in choices.items():
-        _check_choice(name, getattr(config, name), allowed)
-
-
-def _check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"Unknown `{name}` {value!r}. Choose from: {', '.join(map(repr, allowed))}.")
+        value = getattr(config, name)
+        for one in value if isinstance(value, list) else [value]:
+            if one not in allowed:
+                raise ValueError(f"Unknown `{name}` {one!r}. Choose from: {', '.join(map(repr, allowed))}.")
 
 
 def _check_number(
@@ -139,19 +123,18 @@ def _check_number(
 
 def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> None:
     """Raise `ValueError` or `TypeError` for a wrong argument of the trainer `name`, whose config is a `wanted`."""
-    if given["model"] is None:
-        raise ValueError(f"`model` of `{name}` is None. Pass a model, its name or its folder.")
     model = given["model"]
+    if model is None:
+        raise ValueError(f"`model` of `{name}` is None. Pass a model, its name or its folder.")
     if isinstance(model, str) and not os.path.exists(model) and (model.count("/") > 1 or model.startswith((".", "/"))):
         raise ValueError(f"`model={model!r}` is neither a local folder nor a name on the Hub. Correct the path.")
     if config is not None and not all(hasattr(config, field.name) for field in fields(wanted)):
-        raise TypeError(
-            f"`args` of `{name}` is a `{type(config).__name__}`. Pass a `{wanted.__name__}` with these values."
-        )
+        got = type(config).__name__
+        raise TypeError(f"`args` of `{name}` is a `{got}`. Pass a `{wanted.__name__}` with these values.")
     tokenizer: Any = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
     pads_otherwise = getattr(config, "pad_token", None) is not None or given.get("data_collator") is not None
-    pads = not isinstance(tokenizer, PreTrainedTokenizerBase) or tokenizer.pad_token is not None
-    if not pads and not pads_otherwise and tokenizer.eos_token is None:
+    is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
+    if is_tokenizer and not pads_otherwise and tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ValueError(
             "`processing_class` has neither a `pad_token` nor an `eos_token`. Set one: "
             '`processing_class.pad_token = "..."`.'
@@ -193,8 +176,8 @@ def check_groups(args: Any, ranks: Ranks) -> None:
     for group, asked in groups:
         if sampler is not None:
             raise ValueError(
-                f"With {asked} the ranks of a group would sample different completions under `{sampler}=True`. Set "
-                f"`{sampler}=False`."
+                f"With {asked} the ranks of a group would sample different completions under `{sampler}=True`. Set it "
+                "to False."
             )
         args.generation_batch_size = args.per_device_train_batch_size * group.copies * args.steps_per_generation
         sizes = [("train", args.generation_batch_size, args.num_generations)]

@@ -52,17 +52,7 @@ def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
 
 
 def checked_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool) -> Any:
-    """The data set, checked for what DPO reads: a prompt, a chosen and a rejected completion.
-
-    This does not read a stream. Its first row is checked when TRL reads it.
-
-    Args:
-        has_template (`bool`): whether messages can be rendered.
-        has_end (`bool`): whether the tokenizer has a token that ends a text.
-
-    Raises:
-        `ValueError`: something is missing.
-    """
+    """The data set; `ValueError` if it lacks what DPO reads. The first row of a stream is checked when TRL reads it."""
     check_row = partial(_check_pair, name=name, has_template=has_template, has_end=has_end)
     if not isinstance(dataset, Dataset):
         return dataset.map(_FirstRow(check_row))
@@ -77,12 +67,11 @@ class _FirstRow:
     """Checks the first row of a stream, which TRL reads as it prepares it, and not that of each worker or epoch."""
 
     def __init__(self, check_row: Callable[[dict[str, Any]], None]) -> None:
-        self._check_row: Callable[[dict[str, Any]], None] | None = check_row
+        self._checks = [check_row]
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        check_row, self._check_row = self._check_row, None
-        if check_row is not None:
-            check_row(row)
+        while self._checks:
+            self._checks.pop()(row)
         return row
 
 
@@ -93,13 +82,12 @@ def _check_pair(row: dict[str, Any], *, name: str, has_template: bool, has_end: 
                 f"`{name}` has the columns {sorted(row)}, and DPO reads `prompt`, `chosen` and `rejected`: "
                 f'`{column}` is missing. Rename the column that holds it: `dataset.rename_column("...", "{column}")`.'
             )
-    given = {column: row[column] for column in _PAIR if column in row}
-    for column, value in given.items():
-        if value is None:
+    kinds = {x: "text" if isinstance(row[x], str) else "messages" for x in _PAIR if x in row}
+    for column in kinds:
+        if row[column] is None:
             _refuse_none(column, 0, name)
     if "prompt" not in row:
         _check_shared_prompt(row, name)
-    kinds = {column: "text" if isinstance(value, str) else "messages" for column, value in given.items()}
     if len(set(kinds.values())) > 1:
         raise ValueError(
             f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {kind}' for x, kind in kinds.items())} in its "
@@ -160,18 +148,14 @@ def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generatio
 def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool, columns_are_added: bool) -> None:
     """Raise `TypeError` unless TRL can call each reward: it passes keywords, some of them columns.
 
-    Args:
-        has_environments (`bool`): whether each completion has an environment.
-        columns_are_added (`bool`): whether a rollout function adds columns.
+    With `columns_are_added` a rollout function adds columns that are not known here.
     """
     columns = _columns(dataset)
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if reward is None or isinstance(reward, str | nn.Module):
             continue
         if not callable(reward):
-            raise TypeError(
-                f"`reward_funcs` has {reward!r}, which is no reward. Give a function, a model, or a model's name."
-            )
+            raise TypeError(f"`reward_funcs` has {reward!r}, which is no reward. Give a function, a model or its name.")
         if columns is not None:
             given = [*REWARD_KEYWORDS, *(x for x in columns if x not in REWARD_COLUMNS_LEFT_OUT)]
             given += ["environments"] if has_environments else []
@@ -206,8 +190,7 @@ def _columns(dataset: Any) -> list[str] | None:
             return None
         if not dataset.format["output_all_columns"]:
             return list(dataset.format["columns"])
-    names: list[str] | None = getattr(dataset, "column_names", None)
-    return names
+    return getattr(dataset, "column_names", None)
 
 
 def _check_filled(dataset: Dataset, column: str, name: str) -> None:

@@ -1,16 +1,15 @@
 """A trainer's checkpoints: marked until they are complete, and found again to resume from."""
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import gather_object
 from peft import PeftModel
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from transformers import PreTrainedModel
@@ -31,38 +30,23 @@ from ..compat.replaced import module_of, names_replaced, replaced
 from ..distributed.detect import detect_engine
 from ..reference.adapters import trained_beside
 
+if TYPE_CHECKING:
+    from .base import ExactTrainer
+
 logger = logging.getLogger("trl_ext")
 
 _SPELLED: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
 
 
-class Trainer(Protocol):
-    """What checkpoints read of a trainer."""
-
-    accelerator: Any
-    args: Any
-    model: Any
-    state: Any
-    optimizer: Any
-    lr_scheduler: Any
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
-
-
 class Checkpoints:
-    """The checkpoints that a trainer writes, and the one that it resumes from.
+    """The checkpoints that a trainer writes, and the one that it resumes from."""
 
-    Attributes:
-        resumes_from (`Path`, *optional*): the checkpoint that the present `train` resumes from.
-        parts (`list[Callable[[Path], None]]`): each writes a further part of a checkpoint, on every rank.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: "ExactTrainer") -> None:
         self.trainer = trainer
-        self.resumes_from: Path | None = None
-        self.parts: list[Callable[[Path], None]] = []
+        self.resumes_from: Path | None = None  # the checkpoint of the present `train`
+        self.parts: list[Callable[[Path], None]] = []  # each writes a further part of a checkpoint, on every rank
         self._keeps_optimizer = False
-        self._put_off: list[Callable[[], None]] | None = None  # pushes, while a checkpoint is written
+        self._put_off: list[Callable[[], None]] | None = None  # pushes and rotation, while a checkpoint is written
 
     # Construction: transformers refuses to save the optimizer of a split model, so this class does
 
@@ -89,15 +73,15 @@ class Checkpoints:
         if not requested:
             self.resumes_from = None
             return None
-        found: list[str | None] = [None, None]
-        if self.trainer.accelerator.is_main_process:
+
+        def look() -> tuple[str | None, str | None]:
             try:
                 path = _found(requested, Path(self.trainer.args.output_dir))
-                found = [path, self._why_not_loaded(Path(path)) if path is not None and Path(path).is_dir() else None]
+                return path, self._why_not_loaded(Path(path)) if path is not None and Path(path).is_dir() else None
             except (OSError, ValueError) as error:
-                found = [None, str(error)]
-        broadcast_object_list(found, from_process=0)
-        path, problem = found
+                return None, str(error)
+
+        path, problem = self.trainer.ranks.of_main(look)
         if problem is not None:
             raise ValueError(problem)
         self.resumes_from = None if path is None else Path(path)
@@ -126,9 +110,8 @@ class Checkpoints:
         state = self.trainer.state
         if self.trainer.accelerator.is_main_process:
             show(
-                f"{self.resumes_from} was written after optimizer step {state.global_step}, and training ends "
-                f"after step {state.max_steps}: nothing is left to train. Raise `max_steps` or "
-                "`num_train_epochs` to train on."
+                f"{self.resumes_from} was written after optimizer step {state.global_step}, and training ends after "
+                f"step {state.max_steps}: nothing is left to train. Raise `max_steps` or `num_train_epochs`."
             )
         return state.num_train_epochs, 0
 
@@ -142,26 +125,23 @@ class Checkpoints:
     @contextmanager
     def written(self, folder: Path) -> Iterator[None]:
         """Within, transformers writes a checkpoint, which is marked until it is complete. Pushes and rotation wait."""
-        trainer = self.trainer
-        writes = trainer.args.should_save
+        args, accelerator = self.trainer.args, self.trainer.accelerator
         rotate = module_of(transformers.Trainer).rotate_checkpoints
-        rotations: list[Callable[[], None]] = []
-        pushes: list[Callable[[], None]] = []
-        if writes:
+        steps: list[Callable[[], None]] = []
+        if args.should_save:
             begin(folder)
-        trainer.accelerator.wait_for_everyone()
-        put_off = {"rotate_checkpoints": lambda *a, **k: rotations.append(partial(rotate, *a, **k))}
-        with names_replaced(transformers.Trainer, **put_off), replaced(self, _put_off=pushes):
+        accelerator.wait_for_everyone()
+        put_off = {"rotate_checkpoints": lambda *a, **k: steps.append(partial(rotate, *a, **k))}
+        with names_replaced(transformers.Trainer, **put_off), replaced(self, _put_off=steps):
             yield
         for save in self.parts:
             save(folder)
-        trainer.accelerator.wait_for_everyone()
-        if writes:
+        accelerator.wait_for_everyone()
+        if args.should_save:
             finish(folder)
-            if trainer.args.save_total_limit:
-                for interrupted in half_written(folder.parent):
-                    discard(interrupted)
-        for step in (*pushes, *rotations):
+            for interrupted in half_written(folder.parent) if args.save_total_limit else ():
+                discard(interrupted)
+        for step in steps:
             step()
 
     def push(self, push: Callable[[], None]) -> None:
@@ -190,8 +170,7 @@ class Checkpoints:
         is_there = all((folder / name).exists() for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
         if self._is_split():
             state = read_optimizer(trainer.optimizer, folder, trainer.args.process_index)
-            accelerator = trainer.accelerator
-            is_there = bool(accelerator.gather(torch.tensor([state is not None], device=accelerator.device)).all())
+            is_there = all(gather_object([state is not None]))
         if not is_there:
             if trainer.accelerator.is_main_process and not self.is_finished:
                 logger.warning(
@@ -208,22 +187,22 @@ class Checkpoints:
 
     def load_weights(self, folder: Path) -> bool:
         """Load weights that transformers would miss, or cannot load into a split model; `False` for others."""
-        trainer = self.trainer
-        if not isinstance(trainer.model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        trainer, model = self.trainer, self.trainer.model
+        if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False
-        if not self._is_split() and not names_differ(trainer.model, folder):
-            return False
-        load_weights(trainer.model, folder)
-        return True
+        loads = self._is_split() or names_differ(model, folder)
+        if loads:
+            load_weights(model, folder)
+        return loads
 
     # Adapters
 
     def policy_folder(self, checkpoint: str) -> str:
         """Where PEFT saves the trained adapter in a checkpoint: a folder of its name, unless it is the default one."""
-        if not isinstance(self.trainer.model, PeftModel) or self.trainer.model.active_adapter == "default":
-            return checkpoint
-        folder = os.path.join(checkpoint, str(self.trainer.model.active_adapter))
-        return folder if os.path.isdir(folder) else checkpoint
+        model = self.trainer.model
+        name = model.active_adapter if isinstance(model, PeftModel) else "default"
+        folder = Path(checkpoint) / name
+        return str(folder) if name != "default" and folder.is_dir() else checkpoint
 
     def load_default_adapter(self, checkpoint: str) -> None:
         """Load it if it is trained beside other adapters, where transformers loads only those that have a folder."""
@@ -235,23 +214,19 @@ class Checkpoints:
     def warnings(self) -> list[str]:
         """A warning about trained weights that PEFT does not save, if there are any."""
         beside = trained_beside(self.trainer.model) if isinstance(self.trainer.model, PeftModel) else []
+        if not beside:
+            return []
         more = f" and {len(beside) - 1} more" if beside[1:] else ""
         return [
-            f"`{name}`{more} is trained and is in no adapter: PEFT saves adapters only, so neither a checkpoint nor "
-            "`save_model` has it. Name its module in `modules_to_save`, or freeze it."
-            for name in beside[:1]
+            f"`{beside[0]}`{more} is trained and is in no adapter: PEFT saves adapters only, so neither a checkpoint "
+            "nor `save_model` has it. Name its module in `modules_to_save`, or freeze it."
         ]
 
 
 def _found(requested: str | bool, run: Path) -> str | None:
-    """The checkpoint to resume from; `None` to train from the beginning.
-
-    Raises:
-        `ValueError`: there is no complete one, or the one that `requested` names is not complete.
-    """
+    """The checkpoint to resume from, which is complete; `None` to train from the beginning."""
     complete, interrupted = complete_checkpoints(run), half_written(run)
-    text = str(requested)
-    path = Path(text)
+    text, path = str(requested), Path(str(requested))
     means = requested if isinstance(requested, bool) else None if path.exists() else _SPELLED.get(text.lower())
     if means is None:
         if path.is_dir() and not is_complete(path):
@@ -272,13 +247,11 @@ def _found(requested: str | bool, run: Path) -> str | None:
             show(f'`resume_from_checkpoint="auto"`: training resumes from {last}.')
         return str(last)
     names = f": {', '.join(path.name for path in interrupted)} not written whole" if interrupted else ""
+    none = f"no complete checkpoint is in `output_dir` ({run}){names}"
     if means == "auto":
-        show(
-            f'`resume_from_checkpoint="auto"`: no complete checkpoint is in `output_dir` ({run}){names}. Training '
-            "starts from the beginning."
-        )
+        show(f'`resume_from_checkpoint="auto"`: {none}. Training starts from the beginning.')
         return None
     raise ValueError(
-        f"`resume_from_checkpoint=True`, but no complete checkpoint is in `output_dir` ({run}){names}. Leave it off to "
-        'train from the beginning; `"auto"` does so where there is none.'
+        f"`resume_from_checkpoint=True`, but {none}. Leave it off to train from the beginning; "
+        '`"auto"` does so where there is none.'
     )

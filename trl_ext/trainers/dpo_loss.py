@@ -102,12 +102,11 @@ class DPOLoss:
 
     def _of_pairs(self, own: list[tuple[str, float]], outputs: Any, batch: dict[str, Any]) -> torch.Tensor:
         completion_mask = batch["completion_mask"]
-        rewards = tuple(batch[name] for name in self.columns)
         pairs = pairs_of(
             outputs.log_probs[:, 1 - completion_mask.shape[1] :],
             completion_mask,
             internals.reference_sums(self.trainer, batch),
-            (rewards[0], rewards[1]) if rewards else None,
+            tuple(batch[name] for name in self.columns),
         )
         options = LossOptions(
             beta=self.trainer.beta,

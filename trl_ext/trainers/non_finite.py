@@ -13,6 +13,8 @@ from ..planning.non_finite import why_not_skipped
 
 logger = logging.getLogger("trl_ext")
 
+Rows = Callable[[], dict[int, list[str]]]  # row -> the values of it that are not finite
+
 
 class NonFiniteLoss:
     """`on_non_finite_loss`: watches the loss of each micro-batch, and names the rows that make it non-finite."""
@@ -27,12 +29,9 @@ class NonFiniteLoss:
     def check_options(self) -> None:
         if self.action != "skip":
             return
-        trainer = self.trainer
-        reason = why_not_skipped(
-            engine=detect_engine(trainer.accelerator, trainer.model).data_engine,
-            precision=trainer.accelerator.mixed_precision,
-            optimizer=OptimizerNames(trainer.args.optim).value,
-        )
+        accelerator, optimizer = self.trainer.accelerator, OptimizerNames(self.trainer.args.optim).value
+        engine = detect_engine(accelerator, self.trainer.model).data_engine
+        reason = why_not_skipped(engine=engine, precision=accelerator.mixed_precision, optimizer=optimizer)
         if reason is not None:
             raise ValueError(f"`on_non_finite_loss='skip'` is not supported here: {reason}. Use 'stop'.")
 
@@ -44,9 +43,7 @@ class NonFiniteLoss:
             for param in model.parameters():
                 param.grad = None
 
-    def watch(
-        self, loss: Tensor, rows_of: Callable[[], dict[int, list[str]]], prompt_of: Callable[[int], list[int]]
-    ) -> None:
+    def watch(self, loss: Tensor, rows_of: Rows, prompt_of: Callable[[int], list[int]]) -> None:
         """Check the loss of a micro-batch. A collective: every rank calls it.
 
         Raises:
@@ -54,29 +51,25 @@ class NonFiniteLoss:
         """
         if self.action is None or not self.trainer.model.training:
             return
-        spoilt = self.ranks.every.reduce((~loss.detach().isfinite()).float(), reduction="sum")
-        if not int(spoilt):
+        if not int(self.ranks.every.reduce((~loss.detach().isfinite()).float(), reduction="sum")):
             return
-        reports = gather_object([self._report(loss, rows_of, prompt_of)])
-        where = (
-            f"The loss is not finite in step {self.trainer.state.global_step + 1}. {' '.join(filter(None, reports))}"
-        )
+        reports = " ".join(filter(None, gather_object([self._report(loss, rows_of, prompt_of)])))
+        where = f"The loss is not finite in step {self.trainer.state.global_step + 1}. {reports}"
         if self.action == "stop":
             raise FloatingPointError(where)
         if self.ranks.every.is_main_process:
             logger.warning("%s The optimizer step is left out on all ranks.", where)
         self._spoilt = True
 
-    def _report(self, loss: Tensor, rows_of: Any, prompt_of: Any) -> str | None:
+    def _report(self, loss: Tensor, rows_of: Rows, prompt_of: Callable[[int], list[int]]) -> str | None:
         if loss.detach().isfinite():
             return None
-        rank = f"Rank {self.ranks.every.process_index}"
-        rows = rows_of()
+        rank, rows, named = f"Rank {self.ranks.every.process_index}", rows_of(), []
         if not rows:
             return f"{rank}: log-probs and rewards are finite, and what the loss makes of them is {loss.item()}."
-        named = [f"row {row} ({', '.join(rows[row])}) of the prompt {self._start_of(prompt_of(row))}" for row in rows]
-        more = f" and {len(named) - 4} more" if len(named) > 4 else ""
-        return f"{rank}: {'; '.join(named[:4])}{more}."
-
-    def _start_of(self, prompt_ids: list[int]) -> str:
-        return repr(self.trainer._tokenizer.decode(prompt_ids[:16]) + ("..." if len(prompt_ids) > 16 else ""))
+        for row in list(rows)[:4]:
+            ids = prompt_of(row)
+            prompt = self.trainer._tokenizer.decode(ids[:16]) + ("..." if len(ids) > 16 else "")
+            named.append(f"row {row} ({', '.join(rows[row])}) of the prompt {prompt!r}")
+        more = f" and {len(rows) - 4} more" if len(rows) > 4 else ""
+        return f"{rank}: {'; '.join(named)}{more}."

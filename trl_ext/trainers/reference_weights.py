@@ -3,7 +3,7 @@
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import trl
 from accelerate.utils import DynamoBackend, broadcast
@@ -14,32 +14,16 @@ from ..reference.adapters import AdapterChoice, OwnReference, load_weights, resh
 from ..reference.hosted import HostedReference
 from ..reference.weights import ReferenceWeights
 
+if TYPE_CHECKING:
+    from .base import ExactTrainer
+
 logger = logging.getLogger("trl_ext")
 
 
-class Trainer(Protocol):
-    """What the reference reads of a trainer."""
-
-    accelerator: Any
-    args: Any
-    model: Any
-    ref_model: Any
-    callback_handler: Any
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
-
-
 class ReferenceOfPolicy:
-    """The reference of one trainer.
+    """The reference of one trainer. `own` is the reference if it is part of the policy."""
 
-    Args:
-        device (`str`, *optional*): `reference_device` of the config.
-
-    Attributes:
-        own (`OwnReference`, *optional*): the reference, if it is part of the policy.
-    """
-
-    def __init__(self, trainer: Trainer, ranks: Ranks, adapters: AdapterChoice, device: str | None) -> None:
+    def __init__(self, trainer: "ExactTrainer", ranks: Ranks, adapters: AdapterChoice, device: str | None) -> None:
         self.trainer, self.ranks, self.adapters, self._device = trainer, ranks, adapters, device
         self.own: OwnReference | None = None
 
@@ -56,7 +40,7 @@ class ReferenceOfPolicy:
         self.own = self.adapters.reference(trainer.model, moves)
         if moves:  # TRL moves reference models only, and refuses this
             trainer.args.sync_ref_model = False
-        self._check_copies()
+        self._check_copies(self.own)
 
     def take_model(self, model: Any) -> None:
         """Take a reference model, which is whole."""
@@ -71,14 +55,11 @@ class ReferenceOfPolicy:
         HostedReference(model, self.trainer.accelerator.device)
 
     def restore(self, config: Any) -> None:
-        """Give the config back the value that TRL must not see."""
+        """Give the config back the value that `take_policy` hides from TRL."""
         if self.own is not None and self.own.moves:
             config.sync_ref_model = True
 
-    def _check_copies(self) -> None:
-        own = self.own
-        if own is None:
-            return
+    def _check_copies(self, own: OwnReference) -> None:
         engine = "ZeRO-3" if self._is_partitioned() else "FSDP1" if self._is_fsdp1() else None
         if own.copies and engine is not None:
             raise ValueError(
@@ -98,7 +79,7 @@ class ReferenceOfPolicy:
         """Copy what training will change, before the first step."""
         if self.own is not None:
             self.own.copy_trained()
-            self._check_copies()
+            self._check_copies(self.own)
 
     def entered(self) -> AbstractContextManager[Any]:
         """Within, the policy computes what the reference does."""
@@ -114,7 +95,6 @@ class ReferenceOfPolicy:
         """Whether training moves the reference."""
         return self._has_sync_callback() or bool(self.trainer.args.sync_ref_model) or bool(self.own and self.own.moves)
 
-    @property
     def _synced_model(self) -> Any:
         """The reference model, if a callback moves it."""
         return self.trainer.ref_model if self._has_sync_callback() else None
@@ -124,14 +104,15 @@ class ReferenceOfPolicy:
 
     def before_move(self, step: int) -> None:
         """Shard FSDP2's reference as the policy is, before optimizer step `step` ends."""
-        if self._synced_model is not None and step % self.trainer.args.ref_model_sync_steps == 0:
-            reshard(self._synced_model)
+        synced = self._synced_model()
+        if synced is not None and step % self.trainer.args.ref_model_sync_steps == 0:
+            reshard(synced)
 
     # In a checkpoint
 
     def save(self, folder: Path) -> None:
         """Write the reference into a checkpoint, if training moves it or it has copies."""
-        own, synced, args = self.own, self._synced_model, self.trainer.args
+        own, synced, args = self.own, self._synced_model(), self.trainer.args
         if own is not None and self.ranks.tensor_parallel is None:
             save_weights(own.copies.items(), folder, writes=args.should_save)
         if synced is not None and not args.save_only_model and not self._is_partitioned():
@@ -139,7 +120,7 @@ class ReferenceOfPolicy:
 
     def resume(self, folder: Path | None, *, is_finished: bool) -> None:
         """Load the reference of a checkpoint. Under DDP all ranks take the first rank's, as DDP does the policy."""
-        own, synced, trainer = self.own, self._synced_model, self.trainer
+        own, synced, trainer = self.own, self._synced_model(), self.trainer
         if own is not None and self.ranks.tensor_parallel is None:
             if folder is not None:
                 own.load(folder)
@@ -157,8 +138,8 @@ class ReferenceOfPolicy:
         if not loaded and not is_finished:
             logger.warning(
                 f"{folder} does not have the weights of the reference that `sync_ref_model` moves, as one of stock "
-                "TRL, of ZeRO-3 or with `save_only_model`: the reference starts from its first weights, so the "
-                "result differs from an uninterrupted run."
+                "TRL, ZeRO-3 or `save_only_model`. The reference starts from its first weights: the result differs "
+                "from an uninterrupted run."
             )
 
     def _is_partitioned(self) -> bool:
@@ -169,30 +150,24 @@ class ReferenceOfPolicy:
         return self.trainer.is_fsdp_enabled and not self.trainer.accelerator.is_fsdp2
 
     def _check_host(self) -> None:
-        trainer, args = self.trainer, self.trainer.args
-        option = "`reference_device='cpu'`"
+        trainer, option = self.trainer, "`reference_device='cpu'`"
         if trainer.ref_model is None:
-            if isinstance(trainer.model, PeftModel) and args.beta != 0:
+            if isinstance(trainer.model, PeftModel) and trainer.args.beta != 0:
                 raise ValueError(
-                    f"{option} keeps a separate reference model on the host, and there is none: the reference of a "
-                    "PEFT policy is the policy without its adapter, in the same weights. Leave it unset."
+                    f"{option} keeps a separate reference model on the host, and there is none: a PEFT policy and its "
+                    "reference share their weights. Leave it unset."
                 )
             return  # beta is 0, or all was precomputed: there is no reference on the device
-        if self.ranks.tensor_parallel is not None:
+        if self.ranks.tensor_parallel is not None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
-                f"{option} does not go with tensor parallelism, which spreads the reference model over the ranks "
-                "itself. Leave it unset."
+                f"{option} does not go with FSDP, DeepSpeed and tensor parallelism, which spread the reference model "
+                "over the ranks themselves. Leave it unset; to keep shards on the host, use the engine's own "
+                "offloading (`fsdp_offload_params: true`, or `offload_param_device: cpu` under ZeRO-3)."
             )
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        if trainer.args.sync_ref_model:
             raise ValueError(
-                f"{option} does not go with FSDP and DeepSpeed, which spread the reference model over the ranks "
-                "themselves. Leave it unset; to keep shards on the host, use their own offloading "
-                "(`fsdp_offload_params: true`, or `offload_param_device: cpu` under ZeRO-3)."
-            )
-        if args.sync_ref_model:
-            raise ValueError(
-                f"{option} keeps a reference that does not change, and `sync_ref_model=True` mixes the policy's "
-                "weights into it as training goes. Leave one of them unset."
+                f"{option} keeps a reference that does not change, and `sync_ref_model=True` moves it. Leave one of "
+                "them unset."
             )
         if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
