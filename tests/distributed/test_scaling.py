@@ -31,9 +31,7 @@ def everything(ranks):
     }
 
 
-@pytest.fixture(
-    scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=[2, 4, 8])
 def counted(request):
     """Of each rank, what it counted."""
     return on_ranks(request.param, everything, request.param)
@@ -46,6 +44,7 @@ def of_two(counted):
     return counted
 
 
+@pytest.mark.slow
 def test_the_head_moves_what_the_formula_says(counted):
     for number, (case, way) in enumerate(head_cases(len(counted))):
         seen = [rank["heads"][number] for rank in counted]
@@ -55,6 +54,7 @@ def test_the_head_moves_what_the_formula_says(counted):
         assert mean == pytest.approx(head_received(case, way), rel=1e-12), (way, case)
 
 
+@pytest.mark.slow
 def test_the_rule_weighs_the_bytes_that_move(counted):
     asked = 0
     for number, (case, way) in enumerate(head_cases(len(counted))):
@@ -65,6 +65,7 @@ def test_the_rule_weighs_the_bytes_that_move(counted):
     assert asked == 8
 
 
+@pytest.mark.slow
 def test_the_rule_weighs_the_bytes_of_uneven_ranks(of_two):
     for way in ("local", "in turn"):
         seen = [rank["uneven"][way] for rank in of_two]
@@ -72,6 +73,7 @@ def test_the_rule_weighs_the_bytes_of_uneven_ranks(of_two):
         assert [len(x.values[0]) for x in seen] == list(TOKENS)
 
 
+@pytest.mark.slow
 def test_every_way_gives_the_same_values_and_gradients(counted):
     cases = head_cases(len(counted))
     for rank in counted:
@@ -85,6 +87,7 @@ def test_every_way_gives_the_same_values_and_gradients(counted):
         assert len(results) == 5
 
 
+@pytest.mark.slow
 def test_where_rows_stay_or_come_in_turn_nothing_is_as_large_as_the_weight(of_two):
     for rank in of_two:
         for way in SPREAD:
@@ -93,12 +96,14 @@ def test_where_rows_stay_or_come_in_turn_nothing_is_as_large_as_the_weight(of_tw
         assert rank["large"]["whole"].largest == LARGE.weight  # the watch sees it
 
 
+@pytest.mark.slow
 def test_the_head_holds_what_the_formula_says(of_two):
     for way in SPREAD:
         peak = max(rank["large"][way].peak for rank in of_two)
         assert peak == pytest.approx(head_held(LARGE, way), rel=0.05), way
 
 
+@pytest.mark.slow
 def test_a_step_moves_what_the_formula_says(counted):
     for number, (engine, lora) in enumerate(STEPS):
         mean = sum(rank["steps"][number][0].received for rank in counted) / len(counted)

@@ -234,7 +234,27 @@ SUBCLASSES = [
 ]
 
 
-@pytest.mark.parametrize(("subclass", "config"), SUBCLASSES, ids=lambda x: getattr(x, "__name__", str(x)))
+# One for each thing that a subclass can change
+FAST_SUBCLASSES = (
+    *(with_other_rewards, with_other_log_probs, with_a_pass_of_its_own, with_a_second_pass, with_another_gradient),
+    *(with_passes_of_its_rewards, with_logits_of_its_own, with_a_cloned_batch, with_a_loss_without_ours),
+    with_log_probs_changed_at_generation,
+)
+FIRST_OF_EACH = dict(reversed(SUBCLASSES))
+
+
+@pytest.mark.parametrize(
+    ("subclass", "config"),
+    [
+        pytest.param(
+            subclass,
+            config,
+            marks=() if subclass in FAST_SUBCLASSES and FIRST_OF_EACH[subclass] is config else pytest.mark.slow,
+        )
+        for subclass, config in SUBCLASSES
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_a_subclass_trains_as_that_of_trls_trainer(workshop: Workshop, subclass, config):
     run = case("subclass", **config)
     ours, stock = (updates(run, workshop, library, subclass) for library in (trl_ext, trl))
