@@ -106,7 +106,7 @@ def _dpo_table() -> Iterator[Case]:
                 "ref_model",
                 config={"f_divergence_type": divergence, "loss_type": loss_type, **DPO_LOSSES[loss_type]},
                 learning_rate=DPO_LEARNING_RATES.get(loss_type, 0.05) * rate,
-                fast=loss_type == "sigmoid" and divergence != "alpha_divergence",  # "alpha_divergence-coef" is
+                fast=loss_type == "sigmoid",
             )
 
 
