@@ -9,6 +9,8 @@ from scaling_counts import count_head, count_heads, count_steps, on_ranks
 from scaling_formulas import HeadCase, head_held, head_payloads, head_received
 from scaling_tables import tables
 
+from tiers import fast_first
+
 DOCS = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 # A weight that is large beside tiles and slices: 16 MiB, of which each of 2 ranks has 8
@@ -31,7 +33,7 @@ def everything(ranks):
     }
 
 
-@pytest.fixture(scope="module", params=[2, 4, 8])
+@pytest.fixture(scope="module", params=fast_first([2, 4, 8], 2))
 def counted(request):
     """Of each rank, what it counted."""
     return on_ranks(request.param, everything, request.param)
@@ -54,7 +56,6 @@ def test_the_head_moves_what_the_formula_says(counted):
         assert mean == pytest.approx(head_received(case, way), rel=1e-12), (way, case)
 
 
-@pytest.mark.slow
 def test_the_rule_weighs_the_bytes_that_move(counted):
     asked = 0
     for number, (case, way) in enumerate(head_cases(len(counted))):
