@@ -45,6 +45,7 @@ def run(*command: object, environment: dict[str, str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_dpo_and_grpo_train_and_the_reference_has_the_same_identity(python: Path, environment, tmp_path: Path):
     from trl_ext.reference.weights import identity_facts, identity_of
 

@@ -137,6 +137,7 @@ def test_a_config_launches_the_engine_that_it_is_named_for(
     assert rows == [ROWS[name]] * processes
 
 
+@pytest.mark.slow
 def test_one_process_says_so(workshop: Workshop, tmp_path: Path):
     environment = os.environ | {"TINY_MODEL": workshop.model("untied"), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = launch.ranks.python_path()

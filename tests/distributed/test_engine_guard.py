@@ -83,7 +83,7 @@ CASES = {
     ("config", "engine", "environment", "cases"),
     [
         # No accelerator, and nobody says CPU: unrelated runs; with a backend, no gradient sync; then DDP for FSDP2
-        ("fsdp2", "ddp", {}, ["alone", "alone-grpo", "gloo-alone", "fsdp-on-cpu"]),
+        pytest.param("fsdp2", "ddp", {}, ["alone", "alone-grpo", "gloo-alone", "fsdp-on-cpu"], marks=pytest.mark.slow),
         pytest.param("ddp", "ddp", CPU, ["loaded-model", "not-wrapped"], marks=pytest.mark.slow),
         pytest.param("fsdp2", "ddp", CPU, ["fsdp-on-cpu"], marks=pytest.mark.slow),
         pytest.param("zero3", "zero3", CPU, ["zero-on-cpu"], marks=pytest.mark.slow),
@@ -107,6 +107,21 @@ def test_two_processes_stop_where_another_engine_would_train(
     how = dataclasses.replace(launch.ENGINES[engine], config=shipped, environment=environment)
     monkeypatch.setitem(launch.ENGINES, engine, how)
     launch.launch(__file__, cases, engine, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_one_process_stops_where_another_engine_would_train(
+    kind: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "TINY_MODEL": workshop.model("untied"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="FSDP2 was asked for"):
+        trainer_of(tmp_path, kind=kind, use_cpu=True)
+    assert not (tmp_path / "run").exists()
 
 
 def launched_simply(workshop: Workshop, folder: Path, *flags: str) -> "subprocess.CompletedProcess[str]":

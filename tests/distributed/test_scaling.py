@@ -9,6 +9,8 @@ from scaling_counts import count_head, count_heads, count_steps, on_ranks
 from scaling_formulas import HeadCase, head_held, head_payloads, head_received
 from scaling_tables import tables
 
+from tiers import fast_first
+
 DOCS = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 # A weight that is large beside tiles and slices: 16 MiB, of which each of 2 ranks has 8
@@ -31,9 +33,7 @@ def everything(ranks):
     }
 
 
-@pytest.fixture(
-    scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=fast_first([2, 4, 8], 2))
 def counted(request):
     """Of each rank, what it counted."""
     return on_ranks(request.param, everything, request.param)
@@ -46,6 +46,7 @@ def of_two(counted):
     return counted
 
 
+@pytest.mark.slow
 def test_the_head_moves_what_the_formula_says(counted):
     for number, (case, way) in enumerate(head_cases(len(counted))):
         seen = [rank["heads"][number] for rank in counted]
@@ -65,6 +66,7 @@ def test_the_rule_weighs_the_bytes_that_move(counted):
     assert asked == 8
 
 
+@pytest.mark.slow
 def test_the_rule_weighs_the_bytes_of_uneven_ranks(of_two):
     for way in ("local", "in turn"):
         seen = [rank["uneven"][way] for rank in of_two]
@@ -72,6 +74,7 @@ def test_the_rule_weighs_the_bytes_of_uneven_ranks(of_two):
         assert [len(x.values[0]) for x in seen] == list(TOKENS)
 
 
+@pytest.mark.slow
 def test_every_way_gives_the_same_values_and_gradients(counted):
     cases = head_cases(len(counted))
     for rank in counted:
@@ -85,6 +88,7 @@ def test_every_way_gives_the_same_values_and_gradients(counted):
         assert len(results) == 5
 
 
+@pytest.mark.slow
 def test_where_rows_stay_or_come_in_turn_nothing_is_as_large_as_the_weight(of_two):
     for rank in of_two:
         for way in SPREAD:
@@ -93,12 +97,14 @@ def test_where_rows_stay_or_come_in_turn_nothing_is_as_large_as_the_weight(of_tw
         assert rank["large"]["whole"].largest == LARGE.weight  # the watch sees it
 
 
+@pytest.mark.slow
 def test_the_head_holds_what_the_formula_says(of_two):
     for way in SPREAD:
         peak = max(rank["large"][way].peak for rank in of_two)
         assert peak == pytest.approx(head_held(LARGE, way), rel=0.05), way
 
 
+@pytest.mark.slow
 def test_a_step_moves_what_the_formula_says(counted):
     for number, (engine, lora) in enumerate(STEPS):
         mean = sum(rank["steps"][number][0].received for rank in counted) / len(counted)

@@ -389,10 +389,19 @@ def assert_saved(on_ranks: list[dict[str, Any]], adapter: bool) -> None:
     assert far({name: x.detach() for name, x in saved.items()}, weights) == 0
 
 
+def assert_fresh(on_ranks: list[dict[str, Any]], workshop: Workshop) -> None:
+    """A fresh adapter begins with the values that one process draws."""
+    alone = fresh_adapters(workshop.model("untied"), 5, {})
+    for name, one in alone.items():
+        for of_rank in on_ranks:
+            assert of_rank[name].keys() == one.keys()
+            assert [key for key, x in one.items() if not torch.equal(of_rank[name][key], x)] == [], name
+
+
 @pytest.mark.parametrize(
     "cases",
     [
-        ["dpo-full", "grpo-adapter", "different-rows", "resumed-grpo-full"],
+        ["dpo-full", "grpo-adapter", "different-rows", "resumed-grpo-full", "fresh"],
         pytest.param(
             [
                 *("dpo-adapter", "dpo-precomputed", "dpo-smoothed", "dpo-smoothed-adapter"),
@@ -410,6 +419,9 @@ def test_two_ranks_that_hold_one_model_train_as_one_process(
     for case in cases:
         if results[case][0] is None:
             continue
+        if case == "fresh":
+            assert_fresh(results[case], workshop)
+            continue
         kind, variant = case.split("-", 1)
         adapter = variant.endswith("adapter")
         options = {**CASES[case].keywords}  # type: ignore[attr-defined]
@@ -419,15 +431,6 @@ def test_two_ranks_that_hold_one_model_train_as_one_process(
         assert any("eval_loss" in log for log in alone["logs"])
         assert_same_training(results[case], alone)
         assert_saved(results[case], adapter)
-
-
-def test_a_fresh_adapter_begins_with_the_values_that_one_process_draws(launch: Callable[..., Any], workshop: Workshop):
-    on_ranks = launch("fresh")["fresh"]
-    alone = fresh_adapters(workshop.model("untied"), 5, {})
-    for name, one in alone.items():
-        for of_rank in on_ranks:
-            assert of_rank[name].keys() == one.keys()
-            assert [key for key, x in one.items() if not torch.equal(of_rank[name][key], x)] == [], name
 
 
 @pytest.mark.slow

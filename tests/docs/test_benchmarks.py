@@ -40,6 +40,7 @@ def few_rounds(monkeypatch):
     monkeypatch.setattr(head, "ROUNDS", 2)
 
 
+@pytest.mark.slow  # CI runs `make bench`
 def test_a_run_on_the_cpu_writes_a_line_for_each_subject_and_use(tmp_path, few_rounds):
     heads = head_subjects.load(CPU, without=[])
     assert {"trl_ext_torch", "trl", "torch_linear_cross_entropy", "logits"} <= heads.keys()
@@ -104,6 +105,7 @@ def test_a_subject_that_fails_is_said_and_the_others_go_on(capsys, few_rounds, p
     ]
 
 
+@pytest.mark.slow
 def test_shapes_past_the_budget_are_said_in_one_line(capsys, tmp_path, few_rounds):
     heads = {"logits": head_subjects.logits()}
     head.measure_all([TINY, head.FIRST, TINY, head.FIRST], heads, CPU, tmp_path, budget=100)
@@ -153,6 +155,7 @@ def test_a_loss_in_place_of_log_probs_has_the_same_gradients(problem):
     assert torch.equal(of_loss.grad_weight, of_log_probs.grad_weight)
 
 
+@pytest.mark.slow
 def test_the_sweep_names_the_fastest_tile_first(capsys, monkeypatch):
     monkeypatch.setattr(head_tiles, "TOKENS", (8,))
     monkeypatch.setattr(head_tiles, "COLUMNS", (4, 64))

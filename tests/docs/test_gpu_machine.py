@@ -95,6 +95,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-W", "default", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow
 def test_everything_that_runs_there_is_there_or_in_the_wheels(machine: dict[str, str], clone: Path, tmp_path: Path):
     script = (clone / "benchmarks" / "gpu.sh").read_text()
     assert all(f"benchmarks/{name}.py" in script for name in PROGRAMS)

@@ -3,6 +3,7 @@
 A fork of a process that has imported them costs milliseconds, where a process of its own imports for seconds.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -64,6 +65,7 @@ def _serve() -> None:
     for trainer in ("DPOTrainer", "GRPOTrainer"):  # TRL imports its trainers when they are first named
         assert issubclass(getattr(trl_ext, trainer), getattr(trl, trainer))
     torch.set_num_threads(1)
+    gc.freeze()  # see conftest.py
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         order, *words = json.loads(line)

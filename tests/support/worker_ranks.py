@@ -67,7 +67,10 @@ class WorkerRanks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "hypothesis", "pytest", "trl_ext.scoring"])
+        # Imported once, and not by each process
+        context.set_forkserver_preload(
+            ["hypothesis", "pytest", "torch.distributed.fsdp", "head_adapter_cases", "trl_ext.scoring"]
+        )
         address = Path(tempfile.mkdtemp()) / "rendezvous"
         for rank in range(MOST):
             ours, theirs = context.Pipe()

@@ -41,8 +41,23 @@ def test_training_equals_stock_trl(case: Case, workshop: Workshop) -> None:
     assert_same(case, train(case, OURS, workshop), _stock(case.name, workshop))
 
 
-@pytest.mark.parametrize("factor", [-1.0, 1.01])
-@pytest.mark.parametrize("name", WATCHED)
+FAST_WATCHED = {
+    ("dpo-sigmoid-full", 1.01),
+    ("dpo-hinge-lora", -1.0),
+    ("grpo-grpo-token-full", 1.01),
+    ("grpo-bnpo-token-lora", -1.0),
+    ("grpo-vespo-token-ref_model", 1.01),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        pytest.param(name, factor, marks=() if (name, factor) in FAST_WATCHED else pytest.mark.slow)
+        for name in WATCHED
+        for factor in (-1.0, 1.01)
+    ],
+)
 def test_the_comparison_notices_a_wrong_loss(name: str, factor: float, workshop: Workshop) -> None:
     wrong = train(CASES[name], OURS.with_loss_times(factor), workshop)
     with pytest.raises(AssertionError, match=f"{name}: [0-9]+ differences"):

@@ -27,9 +27,8 @@ def test_a_draw_trains_as_stock(seed: int, workshop: Workshop) -> None:
 
 
 # Two of DPO and two of GRPO
-@pytest.mark.parametrize(
-    "seed", [1, 9, pytest.param(6, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 9, 6, 4])
 def test_a_wrong_loss_is_noticed(seed: int, workshop: Workshop) -> None:
     assert outcome(seed, workshop) == []
     wrong = outcome(seed, workshop, lambda ours: ours.with_loss_times(1.01))

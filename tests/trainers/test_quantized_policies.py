@@ -7,11 +7,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import trl_ext
 from adapter_cases import assert_alike, build, run
+from tiers import fast_first
 from tiny import _SHAPE, _WORD_IDS, lora_config
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [
-    pytest.mark.slow,
     # bitsandbytes 0.50: fp16 is all that its 8-bit product takes; and it calls what torch 2.13 will remove
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast"),
     pytest.mark.filterwarnings("ignore:.*_check_is_size will be removed"),
@@ -35,8 +35,8 @@ def quantized(workshop, folder, bits):
     return AutoModelForCausalLM.from_pretrained(folder / "model", quantization_config=BITS[bits])
 
 
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", fast_first(["dpo", "grpo"], "dpo"))
+@pytest.mark.parametrize("bits", fast_first(BITS, "4bit"))
 def test_an_adapter_on_a_quantized_model_trains_as_in_stock(bits, kind, workshop, tmp_path):
     shown = [
         run(

@@ -213,28 +213,34 @@ def updates(case, workshop, library, subclass):
 ITERATIONS = {"num_iterations": 2}
 HALF_DEAD = {"rewards": ("half_dead",)}
 SUBCLASSES = [
-    (plain, ITERATIONS),
     (with_other_rewards, HALF_DEAD),
-    (with_a_copied_batch, {**ITERATIONS, **HALF_DEAD}),
     (with_other_log_probs, ITERATIONS),
-    (with_other_log_probs, {"beta": 0.1, "steps_per_generation": 2}),
     (with_a_pass_of_its_own, {**ITERATIONS, **HALF_DEAD}),
     (with_a_second_pass, HALF_DEAD),
     (with_another_gradient, HALF_DEAD),
-    (with_another_gradient, {**ITERATIONS, "rollout": "masked"}),
     (with_passes_of_its_rewards, {}),
-    (with_a_pass_that_asks_the_model, {**ITERATIONS, **HALF_DEAD, "beta": 0.1}),
     (with_logits_of_its_own, {**ITERATIONS, **HALF_DEAD}),
     (with_a_cloned_batch, {**ITERATIONS, **HALF_DEAD}),
     (with_a_loss_without_ours, {**ITERATIONS, **HALF_DEAD, "beta": 0.1}),
+    (with_log_probs_changed_at_generation, {**ITERATIONS, **HALF_DEAD}),
+]
+SLOW_SUBCLASSES = [
+    (plain, ITERATIONS),
+    (with_a_copied_batch, {**ITERATIONS, **HALF_DEAD}),
+    (with_other_log_probs, {"beta": 0.1, "steps_per_generation": 2}),
+    (with_another_gradient, {**ITERATIONS, "rollout": "masked"}),
+    (with_a_pass_that_asks_the_model, {**ITERATIONS, **HALF_DEAD, "beta": 0.1}),
     (with_a_loss_without_ours, {"steps_per_generation": 2, "per_device_train_batch_size": 4, **HALF_DEAD}),
     (with_a_loss_from_logits, HALF_DEAD),
-    (with_log_probs_changed_at_generation, {**ITERATIONS, **HALF_DEAD}),
     (with_log_probs_changed_at_generation, {"beta": 0.1, "rollout": "masked"}),
 ]
 
 
-@pytest.mark.parametrize(("subclass", "config"), SUBCLASSES, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize(
+    ("subclass", "config"),
+    [*SUBCLASSES, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_SUBCLASSES)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
 def test_a_subclass_trains_as_that_of_trls_trainer(workshop: Workshop, subclass, config):
     run = case("subclass", **config)
     ours, stock = (updates(run, workshop, library, subclass) for library in (trl_ext, trl))
