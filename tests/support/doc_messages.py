@@ -15,8 +15,8 @@ QUOTED = re.compile(r"^\| (`{2,3}) ?(.+?) ?\1 \|", re.MULTILINE)
 WARNS = ("logger.warning", "warnings.warn", "self._say")
 # Functions that return, or collect, messages that another function gives
 MADE_BY = {
-    *("why_not_loaded", "_call", "plan_grpo", "plan_packing", "_unsaved"),
-    *("_unrelated", "_other_engine", "_twice", "_other_wrapping", "_split_by_deepspeed"),
+    *("why_not_loaded", "plan_grpo", "plan_packing", "warnings", "_collect"),
+    *("_separate_processes", "_missing_engine", "_wrong_engine"),
 }
 # Files that give such a message, with no words of their own; `cli/__main__.py` gives the exit status
 PASSES_ON = {
@@ -69,7 +69,8 @@ def _gives_back(node: ast.AST) -> bool:
     if isinstance(node, ast.Return):
         return not (isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name))
     collects = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".append")
-    return collects or (isinstance(node, ast.keyword) and node.arg == "warnings")
+    assigns = isinstance(node, ast.Assign) and any(isinstance(x, ast.Name) and x.id == "warnings" for x in node.targets)
+    return collects or assigns or (isinstance(node, ast.keyword) and node.arg == "warnings")
 
 
 def _text(node: ast.AST, named: dict[str, str]) -> str:
