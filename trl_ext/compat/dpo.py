@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow.compute as pc
 import torch
@@ -49,8 +49,30 @@ class _AsIfAlone(_Wrapper):
         return input_data
 
 
+class DPOInternals(Protocol):
+    """What this file reads or replaces of TRL's trainer."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    ref_model: Any
+    loss_types: list[str]
+    loss_weights: list[float]
+    precompute_ref_logps: bool
+    aux_loss_enabled: bool
+    is_deepspeed_enabled: bool
+    _metrics: dict[str, dict[str, list[float]]]
+    _total_train_tokens: int
+    _precompute_engine: Any
+    _is_vision_dataset: bool
+
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Dataset: ...
+
+
 def trl_loss(
-    trainer: trl.DPOTrainer, model: Any, batch: dict[str, Any], return_outputs: bool = False, but: Collection[str] = ()
+    trainer: DPOInternals, model: Any, batch: dict[str, Any], return_outputs: bool = False, but: Collection[str] = ()
 ) -> Any:
     """TRL's loss of its loss types except those in `but`; 0.0 if none is left."""
     kept = [x for x in zip(trainer.loss_types, trainer.loss_weights, strict=True) if x[0] not in but]
@@ -59,7 +81,7 @@ def trl_loss(
 
 
 def recompute_trl_loss(
-    trainer: trl.DPOTrainer, outputs: Any, batch: dict[str, Any], but: Collection[str], sums: Any = None
+    trainer: DPOInternals, outputs: Any, batch: dict[str, Any], but: Collection[str], sums: Any = None
 ) -> Any:
     """The loss of `outputs`, without metrics; with `sums`, these are the reference's log-probs."""
     given: dict[str, Any] = {}
@@ -70,18 +92,18 @@ def recompute_trl_loss(
         return trl_loss(trainer, lambda **_: outputs, batch, False, but)
 
 
-def policy_sums(trainer: trl.DPOTrainer, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def policy_sums(trainer: DPOInternals, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return trl.DPOTrainer.compute_ref_log_probs(trainer, lambda **_: outputs, batch)
 
 
-def reference_sums(trainer: trl.DPOTrainer, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_sums(trainer: DPOInternals, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     if trainer.precompute_ref_logps:
         return batch["ref_chosen_logps"], batch["ref_rejected_logps"]
     return trl.DPOTrainer.compute_ref_log_probs(trainer, trainer.ref_model, batch)
 
 
 @contextmanager
-def metrics_of_this_rank(trainer: trl.DPOTrainer) -> Iterator[dict[str, list[float]]]:
+def metrics_of_this_rank(trainer: DPOInternals) -> Iterator[dict[str, list[float]]]:
     """Within, TRL logs only this rank's rows, into the yielded dict."""
     found: dict[str, list[float]] = defaultdict(list)
     alone = _AsIfAlone(trainer.accelerator)
@@ -89,27 +111,27 @@ def metrics_of_this_rank(trainer: trl.DPOTrainer) -> Iterator[dict[str, list[flo
         yield found
 
 
-def _logged(trainer: trl.DPOTrainer) -> dict[str, list[float]]:
+def _logged(trainer: DPOInternals) -> dict[str, list[float]]:
     return trainer._metrics["train" if trainer.model.training else "eval"]
 
 
-def log_metrics(trainer: trl.DPOTrainer, values: dict[str, float]) -> None:
+def log_metrics(trainer: DPOInternals, values: dict[str, float]) -> None:
     for name, value in values.items():
         _logged(trainer)[name].append(value)
 
 
-def log_tokens(trainer: trl.DPOTrainer, count: int) -> None:
+def log_tokens(trainer: DPOInternals, count: int) -> None:
     trainer._total_train_tokens += count
     _logged(trainer)["num_tokens"] = [trainer._total_train_tokens]
 
 
-def drop_reward_metrics(trainer: trl.DPOTrainer) -> None:
+def drop_reward_metrics(trainer: DPOInternals) -> None:
     metrics = _logged(trainer)
     for name in [name for name in metrics if name.startswith("rewards/")]:
         del metrics[name]
 
 
-def pairs_not_repeated(trainer: trl.DPOTrainer, pairs: int) -> int:
+def pairs_not_repeated(trainer: DPOInternals, pairs: int) -> int:
     """How many of this rank's `pairs` are not repeats with which Accelerate fills up the last batch."""
     replaceable = trainer.ref_model is not None and not isinstance(trainer.ref_model, torch.nn.Module)
     replaceable = replaceable or trainer.precompute_ref_logps
@@ -121,7 +143,7 @@ def pairs_not_repeated(trainer: trl.DPOTrainer, pairs: int) -> int:
 
 
 def loss_of_first_pairs(
-    trainer: trl.DPOTrainer, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
+    trainer: DPOInternals, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
 ) -> Any:
     """`loss` of the first `pairs` of a batch, from `outputs` of the whole batch."""
     every = len(batch["completion_mask"]) // 2
@@ -143,14 +165,14 @@ def loss_of_first_pairs(
 
 
 @contextmanager
-def reference_given(trainer: trl.DPOTrainer, log_probs: torch.Tensor | None) -> Iterator[None]:
+def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> Iterator[None]:
     """Within, TRL's loss reads these `(2B, S - 1)` log-probs, or, for None, the sums in the batch's columns."""
     outputs = FusedCausalLMOutput(log_probs=log_probs)
     with replaced(trainer, ref_model=lambda **_: outputs, precompute_ref_logps=log_probs is None):
         yield
 
 
-def score_as_reference(trainer: trl.DPOTrainer, model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any]) -> torch.Tensor:
     labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
     inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
     text_config = trainer.accelerator.unwrap_model(model).config.get_text_config()
@@ -161,7 +183,7 @@ def score_as_reference(trainer: trl.DPOTrainer, model: Any, batch: dict[str, Any
     return scored.log_probs[:, -(labels.shape[1] - 1) :]
 
 
-def policy_before_training(trainer: trl.DPOTrainer) -> Any:
+def policy_before_training(trainer: DPOInternals) -> Any:
     if not trainer.is_deepspeed_enabled:
         return trainer.model
     if trainer._precompute_engine is None:
@@ -169,16 +191,16 @@ def policy_before_training(trainer: trl.DPOTrainer) -> Any:
     return trainer._precompute_engine
 
 
-def holds_images(trainer: trl.DPOTrainer) -> bool:
+def holds_images(trainer: DPOInternals) -> bool:
     return bool(trainer._is_vision_dataset)
 
 
-def training_columns(trainer: trl.DPOTrainer, dataset: Dataset) -> Dataset:
+def training_columns(trainer: DPOInternals, dataset: Dataset) -> Dataset:
     """The data set with only the columns that the collator gets."""
     return trainer._remove_unused_columns(dataset, description="training")
 
 
-def made_as_reference(trainer: trl.DPOTrainer, load: Callable[[], Any]) -> Any:
+def made_as_reference(trainer: DPOInternals, load: Callable[[], Any]) -> Any:
     model = load()
     if trainer.args.disable_dropout:
         disable_dropout_in_model(model)

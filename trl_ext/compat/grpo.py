@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import trl
@@ -66,16 +66,40 @@ def has_images(batch: dict[str, Any]) -> bool:
     return any(name in batch for name in _VISION_INPUTS)
 
 
-def mode_metrics(trainer: Any) -> dict[str, list[float]]:
+class GRPOInternals(Protocol):
+    """What this file reads or replaces of TRL's trainer."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    state: Any
+    train_dataset: Any
+    callback_handler: Any
+    reward_funcs: list[Any]
+    num_iterations: int
+    _metrics: dict[str, dict[str, list[float]]]
+    _step: int
+    _buffered_inputs: Any
+    _last_loaded_step: int
+    _tokenizer: Any
+    ranks: Any  # ours
+    _compute_loss: Callable[..., Any]
+    _generate: Callable[..., Any]
+    _generate_single_turn: Callable[..., Any]
+    _calculate_rewards: Callable[..., Any]
+    _remove_unused_columns: Callable[..., Any]
+
+
+def mode_metrics(trainer: GRPOInternals) -> dict[str, list[float]]:
     return trainer._metrics["train" if trainer.model.training else "eval"]
 
 
-def metrics_set_aside(trainer: Any) -> AbstractContextManager[None]:
+def metrics_set_aside(trainer: GRPOInternals) -> AbstractContextManager[None]:
     return replaced(trainer, _metrics={name: defaultdict(list) for name in trainer._metrics})
 
 
 def answered_by(
-    trainer: Any, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
+    trainer: GRPOInternals, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
 ) -> AbstractContextManager[None]:
     """Within, TRL's pass of `model` over `batch` returns `answer`: log-probs, entropies, router loss. Others run."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
@@ -89,7 +113,9 @@ def answered_by(
     return replaced(trainer, **{PASS: answered})
 
 
-def completion_log_probs(trainer: Any, model: Any, batch: dict[str, Any], **options: Any) -> tuple[Any, Any, Any]:
+def completion_log_probs(
+    trainer: GRPOInternals, model: Any, batch: dict[str, Any], **options: Any
+) -> tuple[Any, Any, Any]:
     """TRL's own pass, or a subclass's, over the rows of `batch`."""
     return getattr(trainer, PASS)(
         model,
@@ -101,11 +127,11 @@ def completion_log_probs(trainer: Any, model: Any, batch: dict[str, Any], **opti
     )
 
 
-def has_own_loss(trainer: Any) -> bool:
+def has_own_loss(trainer: GRPOInternals) -> bool:
     return "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss
 
 
-def own_step(trainer: Any) -> str | None:
+def own_step(trainer: GRPOInternals) -> str | None:
     ours = next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
     for name in ("training_step", "_prepare_inputs", "compute_loss"):
         if name in vars(trainer) or getattr(type(trainer), name) is not getattr(ours, name):
@@ -116,7 +142,7 @@ def own_step(trainer: Any) -> str | None:
 class Generation:
     """TRL's generation, with its log-prob passes deferred; `rewards` are those of the last call."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: GRPOInternals) -> None:
         self.trainer = trainer
         self.rewards: Any = None
         self.gave_nan_at: set[int] = set()
@@ -167,7 +193,7 @@ class Generation:
 class Buffer:
     """TRL's generation buffer: its slices, and where in it training stands."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: GRPOInternals) -> None:
         self.trainer = trainer
         self.window_began = 0
         self.sampler: Any = None

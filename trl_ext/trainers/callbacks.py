@@ -1,18 +1,40 @@
 """The trainers' own callbacks."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import trl
 from transformers import TrainerCallback
 
 from ..distributed.gradients import check_checkpointing, sum_gradients_once
+from ..distributed.ranks import Ranks
+from .checkpointing import Checkpoints
+from .non_finite import NonFiniteLoss
+from .reference_weights import ReferenceOfPolicy
+
+
+class Trainer(Protocol):
+    """What the events reach of a trainer."""
+
+    model_wrapped: Any
+    ranks: Ranks
+    checkpoints: Checkpoints
+    non_finite: NonFiniteLoss
+    reference_weights: ReferenceOfPolicy
+
+    def check_engine(self, wrapped: Any = None) -> None: ...
+
+    def resumed(self, state: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def release(self) -> None: ...
 
 
 class Lifecycle(TrainerCallback):
     """What a trainer does at transformers' events. Where the order matters, it is the order in one method."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

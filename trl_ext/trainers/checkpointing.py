@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -28,20 +28,32 @@ from ..checkpoints.engine import (
 )
 from ..compat.replaced import module_of, names_replaced, replaced
 from ..distributed.detect import detect_engine
+from ..distributed.ranks import Ranks
 from ..reference.adapters import trained_beside
-
-if TYPE_CHECKING:
-    from .base import ExactTrainer
 
 logger = logging.getLogger("trl_ext")
 
 _SPELLED: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
 
 
+class Trainer(Protocol):
+    """What checkpoints read of a trainer."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    state: Any
+    optimizer: Any
+    lr_scheduler: Any
+    ranks: Ranks
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+
+
 class Checkpoints:
     """The checkpoints that a trainer writes, and the one that it resumes from."""
 
-    def __init__(self, trainer: "ExactTrainer") -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.resumes_from: Path | None = None  # the checkpoint of the present `train`
         self.parts: list[Callable[[Path], None]] = []  # each writes a further part of a checkpoint, on every rank

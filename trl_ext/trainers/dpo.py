@@ -55,7 +55,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 f"`ref_model={ref_model!r}` is a name, and must be a model. Load it: "
                 "`AutoModelForCausalLM.from_pretrained(...)`; leave it out if it is the model before training."
             )
-        self._loss, self._reference = DPOLoss(self), DPOReference(self)
+        self._loss = DPOLoss(self, self.added, self.ranks, self.scorer)
+        self._reference = DPOReference(self, self.added, self.ranks, self.scorer, self.reference_weights)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)

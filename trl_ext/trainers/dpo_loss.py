@@ -1,24 +1,33 @@
 """The DPO loss of a batch: metrics of all ranks, the terms that TRL lacks, and TRL's own without overflow."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from ..compat import dpo as internals
+from ..config import AddedDPOFields
+from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, pairs_of, rpo_margins, smoothing_term
 from ..losses.reward_columns import REWARD_COLUMNS
 from ..losses.weighted_metrics import Counts, counts_of, of_all_ranks, weighted
 from ..planning.non_finite import PairExponential, bounded_pairs
+from ..scoring.scorer import Scorer
 
-if TYPE_CHECKING:
-    from .dpo import DPOTrainer
+
+class Trainer(internals.DPOInternals, Protocol):
+    """What the loss reads of a trainer."""
+
+    beta: float
+    label_smoothing: float
+    f_divergence_type: str
+    f_alpha_divergence_coef: float
 
 
 class DPOLoss:
     """The loss of one trainer."""
 
-    def __init__(self, trainer: "DPOTrainer") -> None:
-        self.trainer, self.options, self.ranks = trainer, trainer.added, trainer.ranks
+    def __init__(self, trainer: Trainer, options: AddedDPOFields, ranks: Ranks, scorer: Scorer) -> None:
+        self.trainer, self.options, self.ranks, self.scorer = trainer, options, ranks, scorer
         self.classes = 0
         self.columns: tuple[str, ...] = ()
         self.counted: list[int] | None = None  # the tokens of a batch's passes, if gathered with its metrics
@@ -52,7 +61,7 @@ class DPOLoss:
         values = {name: of_batch[-1] for name, of_batch in found.items()}
         tokens = values.pop("num_tokens", 0)
         mean = weighted(values, counts)
-        numbers = [*mean, tokens if counts.pairs else 0, *self.trainer.scorer.take_counts()]
+        numbers = [*mean, tokens if counts.pairs else 0, *self.scorer.take_counts()]
         row = torch.tensor([numbers], dtype=torch.float64, device=self.ranks.device)
         gathered = self.ranks.accelerator.gather(row)
         internals.log_metrics(self.trainer, of_all_ranks(sorted(values), gathered[:, : len(mean)]))
@@ -124,6 +133,9 @@ class DPOLoss:
     def _of_smoothing(self, outputs: Any, completion_mask: torch.Tensor) -> torch.Tensor:
         mask = completion_mask[:, 1:].chunk(2)[0]
         of_chosen, means = (x[: len(mask), -mask.shape[1] :] for x in (outputs.log_probs, outputs.mean_log_probs))
-        smoothing, convention = self.options.sft_label_smoothing, self.options.sft_label_smoothing_convention
-        given = {"smoothing": smoothing, "convention": convention, "vocabulary": self.classes}
-        return smoothing_term(of_chosen, means, mask, **given)
+        return smoothing_term(
+            *(of_chosen, means, mask),
+            smoothing=self.options.sft_label_smoothing,
+            convention=self.options.sft_label_smoothing_convention,
+            vocabulary=self.classes,
+        )

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import trl
@@ -16,28 +16,49 @@ from torch.utils.data import DataLoader
 from ..compat import dpo as internals
 from ..compat.choices import maybe_gather_lm_head_ctx
 from ..compat.replaced import unrecorded_pass
+from ..config import AddedDPOFields
+from ..distributed.ranks import Ranks
 from ..planning.dpo import DPOFacts, DPOPlan, plan_dpo
+from ..planning.plan import SkipCounts
 from ..reference.canary import Canary, tolerance_of
 from ..reference.sequences import check_batch, check_column_values, have_columns
 from ..reference.store import DiskStore, MemoryStore
 from ..reference.stored import StoredReference, Variants, random_state_kept
 from ..reference.weights import ReferenceWeights, identity_facts, identity_of, write_about
-
-if TYPE_CHECKING:
-    from .dpo import DPOTrainer
+from ..scoring.scorer import Scorer
+from .reference_weights import ReferenceOfPolicy
 
 _ROWS_CHECKED_TOGETHER = 64
 
 
+class Host(internals.DPOInternals, Protocol):
+    """What the reference reads of a trainer. It sets only `ref_model`, to release or load one."""
+
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    skipped: SkipCounts
+
+    @property
+    def plan(self) -> DPOPlan: ...
+
+    def plan_again(self) -> None: ...
+
+    def bypassed_by(self) -> str | None: ...
+
+    def attach_model(self, model: Any) -> None: ...
+
+
 class DPOReference:
-    """The reference of one trainer, the host. Of the trainer it sets only `ref_model`, to release or load one.
+    """The reference of one trainer, the host.
 
     Made before TRL's `__init__`. The trainer calls `register` when policy and reference model are there and whole.
     """
 
-    def __init__(self, host: "DPOTrainer") -> None:
-        self.host, self.weights, self.ranks, self.scorer = host, host.reference_weights, host.ranks, host.scorer
-        self.options = host.added
+    def __init__(
+        self, host: Host, options: AddedDPOFields, ranks: Ranks, scorer: Scorer, weights: ReferenceOfPolicy
+    ) -> None:
+        self.host, self.options, self.ranks, self.scorer, self.weights = host, options, ranks, scorer, weights
         self.loaded: list[tuple[Any, Callable[[], Any]]] = []  # by TRL, with their loaders
         self.registered = self.training_began = False
         self._columns_seen: dict[str, tuple[Any, bool]] = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,18 +14,42 @@ from transformers import LogitsProcessorList
 from ..checkpoints.generation import SavedGeneration, position_in_data, read_generation, write_generation
 from ..compat import grpo as internals
 from ..compat.replaced import replaced
+from ..distributed.ranks import Ranks
 from ..distributed.tensor_parallel import TensorParallel
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
+from ..planning.grpo import GRPOPlan
 from ..planning.loss_inputs import with_scored
 from ..planning.micro_batches import RowTokens, kept_together, micro_batches_per_step
 from ..planning.non_finite import check_first_rewards
+from ..planning.plan import Plan
 from ..planning.rows import loss_mask, rows_of_equal_rewards
+from .grpo_scoring import GRPOScoring
+from .non_finite import NonFiniteLoss
 
 logger = logging.getLogger("trl_ext")
 
 
+class Trainer(internals.GRPOInternals, Protocol):
+    """What the generation reads of a trainer."""
+
+    beta: float
+    multi_objective_aggregation: str
+    num_generations: int
+    reward_func_names: list[str]
+    reward_weights: Tensor
+    shuffle_dataset: bool
+    non_finite: NonFiniteLoss
+
+    @property
+    def plan(self) -> GRPOPlan: ...
+
+    def plan_again(self) -> None: ...
+
+    def explain(self) -> Plan: ...
+
+
 class GRPOGeneration:
-    def __init__(self, trainer: Any, ranks: Any, scoring: Any, buffer: internals.Buffer) -> None:
+    def __init__(self, trainer: Trainer, ranks: Ranks, scoring: GRPOScoring, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scoring, self.buffer = trainer, ranks, scoring, buffer
         self._trl = internals.Generation(trainer)
         self._further: FurtherPrompts | None = None

@@ -1,9 +1,9 @@
 """GRPO's log-prob passes: which rows and tokens each one runs, in how many forwards, and what is kept."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..compat import grpo as internals
 from ..compat.replaced import replaced, unrecorded_pass
+from ..distributed.ranks import Ranks
+from ..planning.grpo import GRPOPlan
 from ..planning.loss_inputs import (
     KEPT,
     SCORED,
@@ -23,8 +25,10 @@ from ..planning.loss_inputs import (
     with_padding,
 )
 from ..planning.parts import Parts
+from ..planning.plan import PackingPlan, SkipCounts, TokenCounts
 from ..planning.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
 from ..planning.sampler_ratio import SamplerRatio, sampler_metrics
+from ..scoring.scorer import Scorer
 
 _LOSS_CHANGED = (
     "The loss was changed after it was computed, by a `compute_loss` of this trainer's class. With "
@@ -33,10 +37,30 @@ _LOSS_CHANGED = (
 )
 
 
+class Trainer(internals.GRPOInternals, Protocol):
+    """What the scoring reads of a trainer."""
+
+    ref_model: Any
+    aux_loss_enabled: bool
+    skipped: SkipCounts
+    fed: TokenCounts
+
+    @property
+    def plan(self) -> GRPOPlan: ...
+
+    def _packing_plan(self) -> PackingPlan: ...
+
+    def reference_pass(self) -> AbstractContextManager[None]: ...
+
+    def policy_scored(self, by: str | None = None) -> AbstractContextManager[None]: ...
+
+    def own_loss(self) -> str: ...
+
+
 class GRPOScoring:
     """`of_micro_batch` scores a micro-batch, forms what TRL's loss reads, and measures it."""
 
-    def __init__(self, trainer: Any, ranks: Any, scorer: Any, buffer: internals.Buffer) -> None:
+    def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
         self.sampled_at_step = 0
         self._skipped_tokens = 0  # of this rank, since the last loss

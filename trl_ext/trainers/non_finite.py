@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
 from ..distributed.detect import detect_engine
+from ..distributed.ranks import Ranks
 from ..planning.non_finite import why_not_skipped
 
 logger = logging.getLogger("trl_ext")
@@ -16,10 +17,20 @@ logger = logging.getLogger("trl_ext")
 Rows = Callable[[], dict[int, list[str]]]  # row -> the values of it that are not finite
 
 
+class Trainer(Protocol):
+    """What the watch reads of a trainer."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    state: Any
+    _tokenizer: Any
+
+
 class NonFiniteLoss:
     """`on_non_finite_loss`: watches the loss of each micro-batch, and names the rows that make it non-finite."""
 
-    def __init__(self, trainer: Any, ranks: Any) -> None:
+    def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
         self.trainer, self.ranks, self._spoilt = trainer, ranks, False
 
     @property

@@ -3,7 +3,7 @@
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import trl
 from accelerate.utils import DynamoBackend, broadcast
@@ -14,16 +14,25 @@ from ..reference.adapters import AdapterChoice, OwnReference, load_weights, resh
 from ..reference.hosted import HostedReference
 from ..reference.weights import ReferenceWeights
 
-if TYPE_CHECKING:
-    from .base import ExactTrainer
-
 logger = logging.getLogger("trl_ext")
+
+
+class Trainer(Protocol):
+    """What the reference reads of a trainer. It sets only `ref_model`."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    ref_model: Any
+    callback_handler: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
 
 
 class ReferenceOfPolicy:
     """The reference of one trainer. `own` is the reference if it is part of the policy."""
 
-    def __init__(self, trainer: "ExactTrainer", ranks: Ranks, adapters: AdapterChoice, device: str | None) -> None:
+    def __init__(self, trainer: Trainer, ranks: Ranks, adapters: AdapterChoice, device: str | None) -> None:
         self.trainer, self.ranks, self.adapters, self._device = trainer, ranks, adapters, device
         self.own: OwnReference | None = None
 
