@@ -253,7 +253,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         try:
             loss = step(*positional, **keywords)
         except KeyError as error:
-            if self._loss_reached or error.args[0] not in _ADDED_BY_LOSS or not self._replaces("loss"):
+            added = any(error.args == (name,) for name in _ADDED_BY_LOSS)
+            if self._loss_reached or not added or not self._replaces("loss"):
                 raise
             raise RuntimeError(
                 f"{self.own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
