@@ -74,7 +74,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             self.data_collator = CheckedCollator(self.data_collator)
         if self._loss.columns:
             self.data_collator = RewardCollator(self.data_collator)
-        self._ready(keywords.get("callbacks"))
+        self._ready(given.get("callbacks"))
         if isinstance(self.train_dataset, Dataset):
             check_rows_are_left(self.train_dataset, self.args.max_length)
         tokens = len(self._tokenizer)

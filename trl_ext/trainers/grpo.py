@@ -67,7 +67,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             super().__init__(*positional, **keywords)
         if self._offloads:
             check_offloading_device(self.accelerator.device)
-        self._ready(keywords.get("callbacks"))
+        self._ready(given.get("callbacks"))
         self._make_plan()  # a wrong argument is an error here, not at the first step
         if self.ranks.tensor_parallel is not None:
             set_seed(self.args.seed + self.ranks.tensor_parallel.copy)  # TRL's seed differs between ranks
