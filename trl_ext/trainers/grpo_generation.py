@@ -85,7 +85,7 @@ class GRPOGeneration:
     @contextmanager
     def fills_buffer(self) -> Iterator[None]:
         """Within, generation in training fills TRL's buffer."""
-        with replaced(self, _fills_buffer=True), internals.shuffled_then(self._rearranged):
+        with replaced(self, _fills_buffer=True), internals.shuffled_then(self.rearranged):
             yield
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class GRPOGeneration:
         rows = self.buffer.training_rows()
         return FurtherPrompts(rows, shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken)
 
-    def _rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A generation batch that TRL has shuffled, with a group's rows together within an optimizer step."""
         args = self.trainer.args
         if not self.trainer.plan.keeps_groups_together or internals.has_images(batch):
