@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import trl_ext
 from drop_in_cases import Case
 from run_losses import Trainers, train
+from tiers import fast_first
 from tiny import Workshop
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
@@ -43,7 +44,8 @@ def distance(case: Case, ours: Trainers, workshop: Workshop) -> float:
     return float((updates[0] - updates[1]).norm() / updates[1].norm())
 
 
-@pytest.mark.parametrize("seed", [pytest.param(x, marks=() if x < 6 else pytest.mark.slow) for x in range(40)])
+# 16: a tie at the threshold, whose tokens are not all picked without our own rule
+@pytest.mark.parametrize("seed", fast_first(range(40), 0, 1, 2, 16))
 def test_the_quantile_picks_the_tokens_that_trl_picks(seed: int, workshop: Workshop) -> None:
     assert distance(drawn(seed), OURS, workshop) <= 1e-4
 
