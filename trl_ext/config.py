@@ -272,8 +272,8 @@ def _check_values(config: Any, cls: Any) -> None:
             continue
         if choices:
             is_right, wanted = value in choices, f"{none}one of {choices}"
-        elif kind == bool | None:
-            is_right, wanted = isinstance(value, bool), "None, True or False"
+        elif kind in (bool, bool | None):
+            is_right, wanted = isinstance(value, bool), f"{'None, ' if none else ''}True or False"
         elif kind in (int, int | None):
             is_right, wanted = isinstance(value, int) and is_number and value >= 1, f"{none}an integer of at least 1"
         elif kind is float:

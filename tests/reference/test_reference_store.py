@@ -320,8 +320,8 @@ def test_biases_trained_outside_the_adapter_are_copied_and_scored_once(workshop,
         with counted() as tokens:
             again.train()
         assert len(tokens.without) == passes
-    subject._reference.refresh()
-    assert subject._reference._identity == again._reference._identity
+    subject.dpo_reference.refresh()
+    assert subject.dpo_reference._identity == again.dpo_reference._identity
 
 
 def test_active_dropout_in_the_reference_is_drawn_every_time(workshop, tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import is_rowwise
+from .rows import is_rowwise, zero_advantages
 
 
 class FurtherPrompts:
@@ -46,7 +46,7 @@ class FurtherPrompts:
 
 def dead_groups(advantages_B: Tensor, equal_rewards_B: Tensor, group_size: int) -> Tensor:
     """Which groups have no advantage to learn from: `(G,)`, bool."""
-    return (equal_rewards_B | (advantages_B == 0)).view(-1, group_size).all(dim=1)
+    return (equal_rewards_B | zero_advantages(advantages_B)).view(-1, group_size).all(dim=1)
 
 
 def with_live_groups(

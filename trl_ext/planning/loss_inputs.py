@@ -158,7 +158,7 @@ class MicroBatchTotals(NamedTuple):
     rows: float
     skipped_rows: float
     skipped_tokens: float
-    with_gradient: float  # tokens that passes with a gradient ran
+    with_gradient: float  # tokens in passes with a gradient
     without_gradient: float
     head: float  # tokens that the head scored
 
@@ -176,7 +176,7 @@ class MicroBatchTotals(NamedTuple):
 
 
 def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int]) -> Tensor:
-    """This rank's `MicroBatchTotals`: `(9,)`, fp32. `ran` are the last three."""
+    """This rank's `MicroBatchTotals`: `(9,)`, fp32. `ran` are the tokens of its last three fields."""
     tokens_BC, entropies_BC = loss_inputs.scored.tokens_BC, loss_inputs.entropies_BC.detach()
     rows = len(tokens_BC)
     counts = [rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *ran]

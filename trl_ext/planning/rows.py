@@ -85,12 +85,17 @@ def scored_tokens(batch: dict[str, Any], *, skip_masked: bool, skip_zero_advanta
     tokens_BC = loss_mask(batch)
     live_B = tokens_BC.any(dim=1) if skip_masked else torch.ones_like(tokens_BC[:, 0])
     if skip_zero_advantages:
-        live_B = live_B & (batch["advantages"] != 0).reshape(len(live_B), -1).any(dim=1)
+        live_B = live_B & ~zero_advantages(batch["advantages"])
     rows_R = live_B.nonzero().squeeze(1)
     if not len(rows_R):
         lengths_B = batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)
         rows_R = lengths_B.argmin().unsqueeze(0)
     return ScoredTokens(rows_R, tokens_BC & live_B.unsqueeze(1))
+
+
+def zero_advantages(advantages: Tensor) -> Tensor:
+    """The rows whose advantage is exactly 0, or each of them if tokens have their own: `(B,)`, bool."""
+    return (advantages == 0).reshape(len(advantages), -1).all(dim=1)
 
 
 def loss_mask(batch: dict[str, Any]) -> Tensor:

@@ -57,7 +57,7 @@ _ADDED_BY_LOSS = {
 
 
 class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
-    """Stands before a TRL trainer among the bases of our trainers."""
+    """The base of our trainers, listed before TRL's."""
 
     _trl_trainer: type
     _config_class: type
@@ -245,11 +245,20 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _before_training(self) -> None:
         """A hook for DPO and GRPO, called first by `train`."""
 
+    def resumed(self, state: Any) -> None:
+        """A hook for DPO and GRPO: training begins, perhaps from a checkpoint."""
+
+    def flush(self) -> None:
+        """A hook for DPO: an epoch, an evaluation or the training ends."""
+
+    def release(self) -> None:
+        """A hook for DPO: an evaluation or the training ends, and a reference model may go."""
+
     def _watched_step(self, step: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         """Run TRL's training step. The first one shows whether a subclass's `compute_loss` calls ours."""
         if self._first_step_ran:
             return step(*positional, **keywords)
-        self._first_step_ran, self._loss_reached, self.scorer.policy.used = True, False, False
+        self._loss_reached = self.scorer.policy.used = False
         try:
             loss = step(*positional, **keywords)
         except KeyError as error:
@@ -260,6 +269,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 f"{self.own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
                 "adds it. Call it, or train with TRL's trainer."
             ) from error
+        self._first_step_ran = True
         if not self._loss_reached:
             self._bypasses_loss = True
             if not self.scorer.policy.used:

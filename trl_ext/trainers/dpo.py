@@ -55,24 +55,24 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 f"`ref_model={ref_model!r}` is a name, and must be a model. Load it: "
                 "`AutoModelForCausalLM.from_pretrained(...)`; leave it out if it is the model before training."
             )
-        self._loss = DPOLoss(self, self.added, self.ranks, self.scorer)
-        self._reference = DPOReference(self, self.added, self.ranks, self.scorer, self.reference_weights)
+        self.dpo_loss = DPOLoss(self, self.added, self.ranks, self.scorer)
+        self.dpo_reference = DPOReference(self, self.added, self.ranks, self.scorer, self.reference_weights)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)
             if not READ_REWARDS.isdisjoint(config.loss_type):
-                self._loss.columns = REWARD_COLUMNS
+                self.dpo_loss.columns = REWARD_COLUMNS
             warn_of_ignored_smoothing(config)
         self.scorer.smoothed = bool(self.added.sft_label_smoothing)
         self.checkpoints.parts.append(lambda _: self.flush())  # with a checkpoint, the log-probs before it are on disk
-        loaded = self._reference.loaded
+        loaded = self.dpo_reference.loaded
         with self._built(config, **internals.recorded_loads(loaded)):
             super().__init__(*positional, **keywords)
         loaded.clear()
-        with_columns = (x for name, x in self._reference.datasets() if self._reference.with_columns[name])
+        with_columns = (x for name, x in self.dpo_reference.datasets() if self.dpo_reference.with_columns[name])
         if not all(isinstance(x, Dataset) for x in with_columns):
             self.data_collator = CheckedCollator(self.data_collator)
-        if self._loss.columns:
+        if self.dpo_loss.columns:
             self.data_collator = RewardCollator(self.data_collator)
         self._ready(given.get("callbacks"))
         if isinstance(self.train_dataset, Dataset):
@@ -89,14 +89,14 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         where = f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]"
         has_template, has_end = processing_class.chat_template is not None, self._tokenizer.eos_token is not None
         dataset = checked_pairs(dataset, where, has_template=has_template, has_end=has_end)
-        if self._loss.columns:
-            dataset = _with_rewards(dataset, f"the {dataset_name} data set", self._loss.columns)
+        if self.dpo_loss.columns:
+            dataset = _with_rewards(dataset, f"the {dataset_name} data set", self.dpo_loss.columns)
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         columns = self._signature_columns
-        self._signature_columns = [*columns, *(x for x in self._loss.columns if x not in columns)]
+        self._signature_columns = [*columns, *(x for x in self.dpo_loss.columns if x not in columns)]
 
     def attach_model(self, model: Any, **options: Any) -> None:
         """Replaces TRL's `add_fused_lm_head`. Once both models are there, the reference is registered."""
@@ -104,29 +104,29 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         super().attach_model(model, **options)
         if is_policy:
             weight = parameter_of(model.get_output_embeddings(), "weight")
-            self._loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
+            self.dpo_loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
         # A reference that was released comes here again
-        if not self._reference.registered and (self.ref_model is None or model is self.ref_model):
-            self._reference.register()
+        if not self.dpo_reference.registered and (self.ref_model is None or model is self.ref_model):
+            self.dpo_reference.register()
 
     def _make_plan(self) -> DPOPlan:
-        return self._reference.plan()
+        return self.dpo_reference.plan()
 
     @property
     def stored(self) -> Any:
-        return self._reference.stored
+        return self.dpo_reference.stored
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         if isinstance(dataset, IterableDataset):
             return super()._precompute_ref_logps(dataset, name, batch_size)  # raises
-        self._reference.precompute(dataset, name, batch_size)
+        self.dpo_reference.precompute(dataset, name, batch_size)
         return dataset
 
     # Trained: a batch
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Transformers' own, except for rewards: under DeepSpeed it rounds every float to half precision."""
-        rewards = {name: inputs[name].to(self.args.device) for name in self._loss.columns if name in inputs}
+        rewards = {name: inputs[name].to(self.args.device) for name in self.dpo_loss.columns if name in inputs}
         if not rewards:
             return super()._prepare_inputs(inputs)
         return super()._prepare_inputs({name: x for name, x in inputs.items() if name not in rewards}) | rewards
@@ -141,10 +141,10 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._loss_reached = True
         self.ranks.check_same(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
-        self._loss.counted = None
+        self.dpo_loss.counted = None
         watched = self.non_finite.action is not None
         recorded: AbstractContextManager[Any] = _recorded_log_probs(model) if watched else nullcontext()
-        with self._reference.supplied(inputs, from_columns), self.policy_scored():
+        with self.dpo_reference.supplied(inputs, from_columns), self.policy_scored():
             with recorded as policy:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -153,7 +153,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
             if watched:
                 self.non_finite.watch(loss[0] if return_outputs else loss, rows, lambda row: prompt_of(inputs, row))
-        skipped, *scored = self._loss.counted or self.ranks.sum_counts(self.scorer.take_counts())
+        skipped, *scored = self.dpo_loss.counted or self.ranks.sum_counts(self.scorer.take_counts())
         mode = "train" if self.model.training else "eval"
         self.skipped.add(mode, tokens=skipped)
         self.fed.add(mode, scored)
@@ -162,7 +162,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        return self._loss.of_batch(model, inputs, return_outputs)
+        return self.dpo_loss.of_batch(model, inputs, return_outputs)
 
     def _reference_of(self, inputs: dict[str, Any]) -> torch.Tensor | None:
         if "ref_chosen_logps" in inputs:
@@ -172,23 +172,23 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     # Trained: the run
 
     def _before_training(self) -> None:
-        self._reference.refresh_if_adapters_changed()
-        self._reference.training_began = True
+        self.dpo_reference.refresh_if_adapters_changed()
+        self.dpo_reference.training_began = True
 
     def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
         """TRL's own, with the current reference."""
-        self._reference.refresh_if_adapters_changed()
+        self.dpo_reference.refresh_if_adapters_changed()
         return super().evaluation_loop(*positional, **keywords)
 
     def resumed(self, state: Any) -> None:
         if state.global_step > 0:
-            self._reference.refresh()
+            self.dpo_reference.refresh()
 
     def flush(self) -> None:
-        self._reference.flush()
+        self.dpo_reference.flush()
 
     def release(self) -> None:
-        self._reference.release()
+        self.dpo_reference.release()
 
 
 @contextmanager

@@ -59,10 +59,10 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         if config is not None:
             own = {"own_loss": self._replaces("loss"), "own_advantages": self._replaces("batches")}
             check_grpo_arguments(config, **own)
-        self._buffer = internals.Buffer(self)
-        self._scoring = GRPOScoring(self, self.ranks, self.scorer, self._buffer)
-        self._generation = GRPOGeneration(self, self.ranks, self._scoring, self._buffer)
-        self.checkpoints.parts.append(self._generation.save)
+        self.grpo_buffer = internals.Buffer(self)
+        self.grpo_scoring = GRPOScoring(self, self.ranks, self.scorer, self.grpo_buffer)
+        self.grpo_generation = GRPOGeneration(self, self.ranks, self.grpo_scoring, self.grpo_buffer)
+        self.checkpoints.parts.append(self.grpo_generation.save)
         with self._built(config):
             super().__init__(*positional, **keywords)
         if self._offloads:
@@ -75,7 +75,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _check_data(self) -> None:
         rolled_out = self.rollout_func is not None or self._replaces("generation")
-        if not rolled_out:  # else completions have any length
+        if not rolled_out:  # else completions may have any length
             check_completion_length(self.args, self.model)
         if self._replaces("batches") or self.environment_factories is not None:
             return
@@ -90,7 +90,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return bool(self.args.beta != 0)
 
     def _entropy_has_gradient(self) -> bool:
-        # Only the entropy bonus: the quantile of top entropies just compares them
+        # Only the entropy bonus: the quantile of top entropies only compares them
         return bool(self._entropy_bonus_enabled)
 
     @property
@@ -125,7 +125,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 or self.multi_objective_aggregation == "normalize_then_sum",
                 has_own_pass=self._replaces("pass"),
                 has_own_batches=self._replaces("batches"),
-                buffers_batches=self._generation.buffers_batches,
+                buffers_batches=self.grpo_generation.buffers_batches,
                 bypasses_loss=self._bypasses_loss,
                 has_own_loss=internals.has_own_loss(self) or self._bypasses_loss,
                 own_step=internals.own_step(self),
@@ -157,20 +157,14 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
         # An earlier training ended before it scored them, and the weights that sampled them are gone
-        unscored = any("old_per_token_logps" not in inputs for inputs in self._buffer.to_come())
+        unscored = any("old_per_token_logps" not in inputs for inputs in self.grpo_buffer.to_come())
         if unscored and not self._make_plan().facts.trust_sampling_log_probs:
-            self._buffer.drop()
+            self.grpo_buffer.drop()
 
     def resumed(self, state: Any) -> None:
         folder = self.checkpoints.resumes_from
         if folder is not None and not self.checkpoints.is_finished:
-            self._generation.resume(folder)
-
-    def flush(self) -> None:
-        """GRPO stores no reference log-probs."""
-
-    def release(self) -> None:
-        """GRPO keeps its reference."""
+            self.grpo_generation.resume(folder)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, *positional: Any, **keywords: Any) -> Tensor:
         """TRL's own, and tokens below its threshold by a rounding error: tokens in the same context tie."""
@@ -180,36 +174,36 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return chosen | ((entropies >= lowest - rounding) & mask.bool())
 
     def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
-        self._buffer.sampler = super()._get_train_sampler(*positional, **keywords)
-        return self._buffer.sampler
+        self.grpo_buffer.sampler = super()._get_train_sampler(*positional, **keywords)
+        return self.grpo_buffer.sampler
 
     def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
         """Transformers' own, which begins an accumulation window."""
-        self._buffer.window_begins()
+        self.grpo_buffer.window_begins()
         return super().get_batch_samples(*positional, **keywords)
 
     # Trained: a micro-batch
 
     def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
         on_host = activations_on_host(self.model, self.accelerator.device) if self._offloads else nullcontext()
-        with self._scoring.training_step(), on_host:
+        with self.grpo_scoring.training_step(), on_host:
             return self._watched_step(super().training_step, *positional, **keywords)
 
     def _loss_bypassed(self) -> None:
         super()._loss_bypassed()
-        self._scoring.score_all_as_trl()
+        self.grpo_scoring.score_all_as_trl()
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        due = self._buffer.mid_cycle_slices() is None
-        with self._generation.fills_buffer() if due else nullcontext():
+        due = self.grpo_buffer.mid_cycle_slices() is None
+        with self.grpo_generation.fills_buffer() if due else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
-        self._scoring.before_micro_batch()
+        self.grpo_scoring.before_micro_batch()
         return inputs
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        return self._generation.of_batch(inputs)
+        return self.grpo_generation.of_batch(inputs)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -218,7 +212,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._loss_reached = True
         self.ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
-        loss, loss_inputs = self._scoring.of_micro_batch(
+        loss, loss_inputs = self.grpo_scoring.of_micro_batch(
             model, inputs, num_items_in_batch, lambda given: trl_loss(model, given, return_outputs, num_items_in_batch)
         )
         self.non_finite.watch(loss, lambda: loss_inputs.not_finite(inputs), lambda row: prompt_of(inputs, row))

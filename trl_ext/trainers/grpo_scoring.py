@@ -126,7 +126,7 @@ class GRPOScoring:
         of_rank = totals_of_rank(loss_inputs, self._skipped_tokens + packed_away, ran)
         totals = MicroBatchTotals(*self.ranks.reduce(of_rank).tolist())
         self._skipped_tokens = 0
-        trainer.fed.add(self._mode, [int(x) for x in totals[-3:]])
+        trainer.fed.add(self._mode, [int(x) for x in (totals.with_gradient, totals.without_gradient, totals.head)])
         trainer.skipped.add(self._mode, passes=0, rows=int(totals.skipped_rows), tokens=int(totals.skipped_tokens))
         if trainer.model.training and not trainer.plan.facts.has_own_loss:
             totals.correct(internals.mode_metrics(trainer))
