@@ -14,7 +14,7 @@ TOKENS, VOCABULARY, WIDTH = 4096, 32768, 1024
     ("dtype", "head"),
     [
         (torch.float32, "frozen"),
-        pytest.param(torch.bfloat16, "no_grad", marks=pytest.mark.slow),
+        (torch.bfloat16, "no_grad"),
         pytest.param(torch.float32, "no_grad", marks=pytest.mark.slow),
         pytest.param(torch.float32, "trained", marks=pytest.mark.slow),
         pytest.param(torch.float32, "entropy", marks=pytest.mark.slow),
