@@ -110,7 +110,7 @@ def _draw_whole(layer: Any, name: str, init: bool | str) -> None:
     for by_name, factor in factors:
         if isinstance(factor, nn.Parameter):
             by_name[name] = nn.Parameter(torch.randn(factor.shape))
-        else:
+        elif isinstance(factor, nn.Linear):  # a convolution is drawn by `reset_lora_parameters` as it is
             rows, columns = factor.weight.shape
             by_name[name] = nn.Linear(columns, rows, bias=factor.bias is not None)
     layer.reset_lora_parameters(name, init)

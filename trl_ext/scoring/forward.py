@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..compat.choices import FusedCausalLMOutput
 from ..distributed.gradients import scale_grad
 from ..distributed.sequence_parallel import SequenceGroup, Shard
+from ..distributed.shards import parameter_of
 from ..heads.linear_log_probs import run_head
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..packing.attention import index_select_fp32_grad, run_packed
@@ -98,7 +99,8 @@ class ScoringForward:
         head = resolve_head(lm_head)
         hidden = backbone_outputs.last_hidden_state
         # With `device_map` the backbone can end on another device than the head's
-        shift_labels = shift_labels.to(next(lm_head.parameters()).device)
+        held = next(lm_head.parameters()) if isinstance(head, OpaqueHead) else parameter_of(head.linear, "weight")
+        shift_labels = shift_labels.to(held.device)
         mask_BS = shift_labels != -100
         targets_N, outputs = shift_labels[mask_BS], self.options.outputs if head_outputs is None else head_outputs
         tokens = hidden.shape[:2].numel() if layout is None else layout.tokens

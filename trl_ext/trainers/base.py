@@ -84,16 +84,18 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.ranks = Ranks()
         self.scorer = Scorer(self.added)
         self.non_finite = NonFiniteLoss(self, self.ranks)
-        adapters = AdapterChoice(given["model"], given.get("peft_config"), self.added, given.get("ref_model"), config)
-        self.reference_weights = ReferenceOfPolicy(self, self.ranks, adapters, self.added.reference_device)
+        self.reference_weights = ReferenceOfPolicy(self, self.ranks, self.added.reference_device)
         self.checkpoints = Checkpoints(self)
         self.checkpoints.parts.append(self.reference_weights.save)
         return given
 
     @contextmanager
-    def _built(self, config: Any, **others: Any) -> Iterator[None]:
+    def _built(self, given: dict[str, Any], **others: Any) -> Iterator[None]:
         """Within, TRL's `__init__` uses our head and our adapters. `others` replace further names of its module."""
-        copies = self.reference_weights.adapters.trl_may_copy
+        config = given.get("args")
+        # It may turn another adapter on, so it comes after all checks of the arguments
+        adapters = AdapterChoice(given["model"], given.get("peft_config"), self.added, given.get("ref_model"), config)
+        self.reference_weights.adapters, copies = adapters, adapters.trl_may_copy
         try:
             with built_with(self._trl_trainer, config, self.attach_model, make_adapter, copies=copies, **others):
                 yield

@@ -55,8 +55,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 f"`ref_model={ref_model!r}` is a name, and must be a model. Load it: "
                 "`AutoModelForCausalLM.from_pretrained(...)`; leave it out if it is the model before training."
             )
-        self.dpo_loss = DPOLoss(self, self.added, self.ranks, self.scorer)
-        self.dpo_reference = DPOReference(self, self.added, self.ranks, self.scorer, self.reference_weights)
+        self.dpo_loss = DPOLoss(self, self.ranks, self.scorer)
+        self.dpo_reference = DPOReference(self, self.ranks, self.scorer, self.reference_weights)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)
@@ -66,7 +66,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self.scorer.smoothed = bool(self.added.sft_label_smoothing)
         self.checkpoints.parts.append(lambda _: self.flush())  # with a checkpoint, the log-probs before it are on disk
         loaded = self.dpo_reference.loaded
-        with self._built(config, **internals.recorded_loads(loaded)):
+        with self._built(given, **internals.recorded_loads(loaded)):
             super().__init__(*positional, **keywords)
         loaded.clear()
         with_columns = (x for name, x in self.dpo_reference.datasets() if self.dpo_reference.with_columns[name])

@@ -26,11 +26,16 @@ class Trainer(internals.DPOInternals, Protocol):
 class DPOLoss:
     """The loss of one trainer."""
 
-    def __init__(self, trainer: Trainer, options: AddedDPOFields, ranks: Ranks, scorer: Scorer) -> None:
-        self.trainer, self.options, self.ranks, self.scorer = trainer, options, ranks, scorer
+    def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer) -> None:
+        self.trainer, self.ranks, self.scorer = trainer, ranks, scorer
         self.classes = 0
         self.columns: tuple[str, ...] = ()
         self.counted: list[int] | None = None  # the tokens of a batch's passes, if gathered with its metrics
+
+    @property
+    def options(self) -> AddedDPOFields:
+        """As they are now: users change `trainer.args`."""
+        return AddedDPOFields.of(self.trainer.args)
 
     def of_batch(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
         """Replaces TRL's `_compute_loss`. Metrics are of all ranks, from one gather."""

@@ -55,10 +55,8 @@ class DPOReference:
     Made before TRL's `__init__`. The trainer calls `register` when policy and reference model are there and whole.
     """
 
-    def __init__(
-        self, host: Host, options: AddedDPOFields, ranks: Ranks, scorer: Scorer, weights: ReferenceOfPolicy
-    ) -> None:
-        self.host, self.options, self.ranks, self.scorer, self.weights = host, options, ranks, scorer, weights
+    def __init__(self, host: Host, ranks: Ranks, scorer: Scorer, weights: ReferenceOfPolicy) -> None:
+        self.host, self.ranks, self.scorer, self.weights = host, ranks, scorer, weights
         self.loaded: list[tuple[Any, Callable[[], Any]]] = []  # by TRL, with their loaders
         self.registered = self.training_began = False
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
@@ -70,6 +68,11 @@ class DPOReference:
         self._stored: StoredReference | None = None
         self._load: Callable[[], Any] | None = None
         self._adapters: dict[str, Any] = {}
+
+    @property
+    def options(self) -> AddedDPOFields:
+        """As they are now: users change `trainer.args`."""
+        return AddedDPOFields.of(self.host.args)
 
     # When the trainer is built
 

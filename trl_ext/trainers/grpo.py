@@ -63,7 +63,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self.grpo_scoring = GRPOScoring(self, self.ranks, self.scorer, self.grpo_buffer)
         self.grpo_generation = GRPOGeneration(self, self.ranks, self.grpo_scoring, self.grpo_buffer)
         self.checkpoints.parts.append(self.grpo_generation.save)
-        with self._built(config):
+        with self._built(given):
             super().__init__(*positional, **keywords)
         if self._offloads:
             check_offloading_device(self.accelerator.device)

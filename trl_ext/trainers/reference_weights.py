@@ -32,8 +32,9 @@ class Trainer(Protocol):
 class ReferenceOfPolicy:
     """The reference of one trainer. `own` is the reference if it is part of the policy."""
 
-    def __init__(self, trainer: Trainer, ranks: Ranks, adapters: AdapterChoice, device: str | None) -> None:
-        self.trainer, self.ranks, self.adapters, self._device = trainer, ranks, adapters, device
+    def __init__(self, trainer: Trainer, ranks: Ranks, device: str | None) -> None:
+        self.trainer, self.ranks, self._device = trainer, ranks, device
+        self.adapters: AdapterChoice  # chosen when all arguments are checked
         self.own: OwnReference | None = None
 
     # When the trainer is built
@@ -170,8 +171,8 @@ class ReferenceOfPolicy:
         if self.ranks.tensor_parallel is not None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
                 f"{option} does not go with FSDP, DeepSpeed and tensor parallelism, which spread the reference model "
-                "over the ranks themselves. Leave it unset; to keep shards on the host, use the engine's own "
-                "offloading (`fsdp_offload_params: true`, or `offload_param_device: cpu` under ZeRO-3)."
+                "over the ranks themselves. Leave it unset; FSDP (`fsdp_offload_params: true`) and ZeRO-3 "
+                "(`offload_param_device: cpu`) have their own offloading."
             )
         if trainer.args.sync_ref_model:
             raise ValueError(
