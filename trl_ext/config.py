@@ -115,8 +115,10 @@ class AddedFields:
 
     @classmethod
     def changed(cls, args: Any) -> dict[str, Any]:
-        """The added fields whose value is not the default."""
-        values = {x.name: (getattr(args, x.name, x.default), x.default) for x in fields(cls)}
+        """The added fields whose value is not the default; none for TRL's own config."""
+        if not isinstance(args, cls):
+            return {}
+        values = {x.name: (getattr(args, x.name), x.default) for x in fields(cls)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
 

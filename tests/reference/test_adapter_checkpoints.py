@@ -54,7 +54,7 @@ def logits(model, workshop):
 
 
 def copied(trainer):
-    return {name: copy.clone() for name, copy in trainer.reference_weights.own.copies.items()}
+    return {name: copy.clone() for name, copy in trainer._reference_weights.own.copies.items()}
 
 
 def trained(trainer):

@@ -413,7 +413,7 @@ def test_a_reference_pass_leaves_no_trace(case, workshop, tmp_path):
 
     handle = policy.get_base_model().get_input_embeddings().register_forward_hook(fail)
     try:
-        trainer.dpo_reference._pass(batch)
+        trainer._dpo_reference._pass(batch)
     except PassFailedError:
         assert case["fails"]
     finally:
@@ -427,7 +427,7 @@ def test_several_active_adapters_are_active_again(workshop, tmp_path):
     policy.base_model.set_adapter(["default", "second"])
     trainer = build("dpo", trl_ext, workshop, tmp_path, policy)
     before = state_of(policy)
-    trainer.dpo_reference._pass(next(iter(trainer.get_train_dataloader())))
+    trainer._dpo_reference._pass(next(iter(trainer.get_train_dataloader())))
     assert_equal_states(before, state_of(policy))
 
 
@@ -442,7 +442,7 @@ def test_each_of_several_active_adapters_is_a_part_of_the_reference_in_the_store
         policy.base_model.set_adapter(["a", "b"])
         trainer = build("dpo", trl_ext, workshop, tmp_path, policy, reference_store="disk")
         assert 'the adapters "a" and "b" as before training' in trainer.explain()["reference"].reason
-        found.add(trainer.dpo_reference._identity)
+        found.add(trainer._dpo_reference._identity)
     assert len(found) == 3
 
 
@@ -462,7 +462,7 @@ def test_an_adapter_may_be_called_as_a_module_is(workshop, tmp_path):
     assert trained(policy, policy_adapter_name=name)[1] == own
     policy.get_base_model().model.layers[0].input_layernorm.weight.requires_grad_(True)
     trainer, _ = trained(policy, sync_ref_model=True, policy_adapter_name=name, ref_adapter_name="anchor")
-    assert len(trainer.reference_weights.own.copies) == len(own) + 1
+    assert len(trainer._reference_weights.own.copies) == len(own) + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -185,7 +185,7 @@ def test_a_loaded_reference_is_released_when_all_is_stored_and_loaded_again_for_
     for key in ("eval_loss", "eval_rewards/margins", "eval_logps/chosen"):
         assert found[key] == pytest.approx(wanted[key], rel=1e-5)
     models.append(weakref.ref(subject.ref_model))
-    subject.release()
+    subject._release_reference()
     assert subject.ref_model is models[1]() is None
 
 
@@ -320,8 +320,8 @@ def test_biases_trained_outside_the_adapter_are_copied_and_scored_once(workshop,
         with counted() as tokens:
             again.train()
         assert len(tokens.without) == passes
-    subject.dpo_reference.refresh()
-    assert subject.dpo_reference._identity == again.dpo_reference._identity
+    subject._dpo_reference.refresh()
+    assert subject._dpo_reference._identity == again._dpo_reference._identity
 
 
 def test_active_dropout_in_the_reference_is_drawn_every_time(workshop, tmp_path):

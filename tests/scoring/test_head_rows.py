@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import trl_ext.heads.tiled as tiled
@@ -207,3 +208,23 @@ def test_the_check_of_the_first_batch_stops_a_broken_head_on_every_rank(ranks, n
     for message in ranks.run(broken, 2, BROKEN[case], name):
         assert "disagrees with the dense definition on the first batch" in message
         assert BREAKS[name][3] in message
+
+
+def under_fsdp1(group: dist.ProcessGroup) -> list[float]:
+    losses = []
+    for original in (True, False):
+        model = build("untied")
+        attach_scoring_forward(model, ScoringOptions(padding_free=False))
+        wrapped = FullyShardedDataParallel(
+            model, process_group=group, use_orig_params=original, device_id=torch.device("cpu")
+        )
+        ids = torch.arange(3, 19).view(2, 8)
+        out = wrapped(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
+        out.loss.backward()
+        losses.append(out.loss.item())
+    return losses
+
+
+def test_fsdp1_with_flat_parameters_has_the_head_too(ranks):
+    ((with_originals, flat),) = ranks.run(under_fsdp1, 1)
+    assert with_originals == flat

@@ -105,6 +105,8 @@ def _trls(tree: ast.Module) -> Iterator[tuple[Any, str]]:
             owner = getattr(package, node.value.attr, None)
             if inspect.isclass(owner) and not node.attr.startswith("__"):
                 yield owner, node.attr
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "next_of(trainer)":
+            yield from ((owner, node.attr) for owner in BOTH if hasattr(owner, node.attr))
 
 
 def _of_trainer(tree: ast.Module) -> Iterator[str]:

@@ -10,6 +10,7 @@ import trl
 import trl_ext
 from drop_in_cases import Case
 from run_losses import Record, Trainers, build, train
+from short_training import Bench
 from tiny import ROLLOUTS, Workshop, near_sampler_rollout
 
 
@@ -409,3 +410,44 @@ def test_a_dpo_loss_that_leaves_ours_out_trains_as_trls_and_the_plan_says_so(wor
     assert {plan[name].action for name in ("head", "packing")} == {"skip"}
     assert all("`FromLogits.compute_loss`" in plan[x].reason for x in ("policy", "reference", "head", "packing"))
     assert any(re.search(BYPASSED, record.getMessage()) for record in caplog.records)
+
+
+def with_names_of_ours(trainer):
+    """Methods whose names a user may well choose."""
+
+    class Named(trainer):
+        def flush(self):
+            raise AssertionError("not called by the package")
+
+        ranks = scorer = checkpoints = release = resumed = attach_model = flush
+
+    return Named
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+def test_a_users_names_are_the_users(name: str, workshop: Workshop, tmp_path):
+    bench = Bench(workshop, tmp_path)
+    getattr(bench, name)(
+        subclass=with_names_of_ours, **({"reference_store_dir": str(tmp_path)} if name == "dpo" else {})
+    )
+    if name == "dpo":
+        assert list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_class_between_ours_and_trls_is_asked(workshop: Workshop, tmp_path):
+    asked = []
+
+    class OfUser(trl.DPOTrainer):
+        def _compute_loss(self, *args, **kwargs):
+            asked.append("loss")
+            return super()._compute_loss(*args, **kwargs)
+
+    class OfUserGRPO(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            asked.append("generation")
+            return super()._generate_and_score_completions(inputs)
+
+    bench = Bench(workshop, tmp_path)
+    bench.dpo(subclass=lambda ours: type("Both", (ours, OfUser), {}))
+    bench.grpo(subclass=lambda ours: type("Both", (ours, OfUserGRPO), {}))
+    assert set(asked) == {"loss", "generation"}

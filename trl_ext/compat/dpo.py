@@ -13,7 +13,7 @@ from trl.models import prepare_deepspeed
 from trl.trainer.utils import disable_dropout_in_model
 
 from .choices import FusedCausalLMOutput
-from .replaced import module_of, replaced
+from .replaced import module_of, next_of, replaced
 
 # Columns of a batch with a value for each pair, which no model gets
 _PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "chosen_reward", "rejected_reward")
@@ -77,7 +77,7 @@ def trl_loss(
     """TRL's loss of its loss types except those in `but`; 0.0 if none is left."""
     kept = [x for x in zip(trainer.loss_types, trainer.loss_weights, strict=True) if x[0] not in but]
     with replaced(trainer, loss_types=[x for x, _ in kept], loss_weights=[x for _, x in kept]):
-        return trl.DPOTrainer._compute_loss(trainer, model, batch, return_outputs)
+        return next_of(trainer)._compute_loss(model, batch, return_outputs)
 
 
 def recompute_trl_loss(
@@ -93,13 +93,13 @@ def recompute_trl_loss(
 
 
 def policy_sums(trainer: DPOInternals, outputs: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    return trl.DPOTrainer.compute_ref_log_probs(trainer, lambda **_: outputs, batch)
+    return next_of(trainer).compute_ref_log_probs(lambda **_: outputs, batch)
 
 
 def reference_sums(trainer: DPOInternals, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     if trainer.precompute_ref_logps:
         return batch["ref_chosen_logps"], batch["ref_rejected_logps"]
-    return trl.DPOTrainer.compute_ref_log_probs(trainer, trainer.ref_model, batch)
+    return next_of(trainer).compute_ref_log_probs(trainer.ref_model, batch)
 
 
 @contextmanager

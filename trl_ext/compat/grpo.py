@@ -14,7 +14,7 @@ from torch import nn
 from transformers.trainer_utils import has_length
 from trl.trainer.utils import is_async_callable
 
-from .replaced import module_of, names_replaced, replaced
+from .replaced import module_of, names_replaced, next_of, replaced
 
 
 def nan_rewards_noted(reward: Any, noted: set[int]) -> Any:
@@ -82,7 +82,7 @@ class GRPOInternals(Protocol):
     _buffered_inputs: Any
     _last_loaded_step: int
     _tokenizer: Any
-    ranks: Any  # ours
+    _ranks: Any  # ours
     _compute_loss: Callable[..., Any]
     _generate: Callable[..., Any]
     _generate_single_turn: Callable[..., Any]
@@ -150,7 +150,7 @@ class Generation:
     def draw(self, inputs: Any) -> dict[str, Any]:
         trainer = self.trainer
         generate, calculate, one_turn = trainer._generate, trainer._calculate_rewards, trainer._generate_single_turn
-        real_pass, agreed = getattr(trainer, PASS), trainer.ranks.agreed
+        real_pass, agreed = getattr(trainer, PASS), trainer._ranks.agreed
 
         def recorded(*positional: Any, **keywords: Any) -> torch.Tensor:
             with replaced(trainer, **{PASS: real_pass}), self._nan_noted(calculate):
@@ -171,7 +171,7 @@ class Generation:
             "vllm_importance_sampling_correction": False,
         }
         with names_replaced(trl.GRPOTrainer, use_adapter=lambda *_, **__: nullcontext()), replaced(trainer, **deferred):
-            return trl.GRPOTrainer._generate_and_score_completions(trainer, inputs)
+            return next_of(trainer)._generate_and_score_completions(inputs)
 
     def _nan_noted(self, calculate: Any) -> AbstractContextManager[None]:
         trainer, self.gave_nan_at = self.trainer, set()

@@ -46,6 +46,12 @@ def names_replaced(trainer_class: type, **names: Any) -> AbstractContextManager[
     return replaced(module_of(trainer_class), **names)
 
 
+def next_of(trainer: Any) -> Any:
+    """The methods that follow ours: TRL's, or those of a user's class between ours and TRL's."""
+    ours = next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
+    return super(ours, trainer)
+
+
 def module_of(trainer_class: type) -> Any:
     """The module in which a trainer looks up its helper functions."""
     return sys.modules[trainer_class.__module__]

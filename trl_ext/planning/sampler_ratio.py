@@ -79,7 +79,7 @@ def sampler_metrics(statistics: Tensor) -> dict[str, float]:
         http://joschu.net/blog/kl-approx.html).
     """
     sums, lowest, highest, counts = statistics.unbind(dim=2)
-    means = (sums.sum(dim=0) / counts.sum(dim=0)).tolist()
+    means = (sums.sum(dim=0).cpu().double() / counts.sum(dim=0).cpu().double()).tolist()
     least, most = lowest.amin(dim=0).tolist(), highest.amax(dim=0).tolist()
     metrics: dict[str, float] = {}
     if counts[:, 0].any():

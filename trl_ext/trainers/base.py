@@ -1,7 +1,7 @@
 """The base of `DPOTrainer` and `GRPOTrainer`: what both override of TRL's trainer, in the order in which it runs.
 
-Read it first. The trainer decides little itself: each step calls one of the parts that `_begin` creates (`ranks`,
-`scorer`, `reference_weights`, `checkpoints`, `non_finite`), which are plain objects in files of their own.
+Read it first. The trainer decides little itself: each step calls one of the parts that `_begin` creates (`_ranks`,
+`_scorer`, `_reference_weights`, `_checkpoints`, `_non_finite`), which are plain objects in files of their own.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _config_class: type
     _added_fields: type[AddedFields]
     accelerator: Any
-    added: Any
+    _added: Any
     _first_step_ran = False
     _loss_reached = False  # whether our `compute_loss` ran
     _bypasses_loss = False  # whether it did not run in the first training step
@@ -79,14 +79,14 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         given = inspect.signature(self._trl_trainer.__init__).bind(self, *positional, **keywords).arguments  # type: ignore[misc]
         config = given.get("args")
         check_given(name, given, config, self._config_class)
-        self.added = self._added_fields.of(config)
+        self._added = self._added_fields.of(config)
         self.skipped, self.fed = SkipCounts(), TokenCounts()
-        self.ranks = Ranks()
-        self.scorer = Scorer(self.added)
-        self.non_finite = NonFiniteLoss(self, self.ranks)
-        self.reference_weights = ReferenceOfPolicy(self, self.ranks, self.added.reference_device)
-        self.checkpoints = Checkpoints(self)
-        self.checkpoints.parts.append(self.reference_weights.save)
+        self._ranks = Ranks()
+        self._scorer = Scorer(self._added)
+        self._non_finite = NonFiniteLoss(self, self._ranks)
+        self._reference_weights = ReferenceOfPolicy(self, self._ranks, self._added.reference_device)
+        self._checkpoints = Checkpoints(self)
+        self._checkpoints.parts.append(self._reference_weights.save)
         return given
 
     @contextmanager
@@ -94,21 +94,21 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Within, TRL's `__init__` uses our head and our adapters. `others` replace further names of its module."""
         config = given.get("args")
         # It may turn another adapter on, so it comes after all checks of the arguments
-        adapters = AdapterChoice(given["model"], given.get("peft_config"), self.added, given.get("ref_model"), config)
-        self.reference_weights.adapters, copies = adapters, adapters.trl_may_copy
+        adapters = AdapterChoice(given["model"], given.get("peft_config"), self._added, given.get("ref_model"), config)
+        self._reference_weights.adapters, copies = adapters, adapters.trl_may_copy
         try:
-            with built_with(self._trl_trainer, config, self.attach_model, make_adapter, copies=copies, **others):
+            with built_with(self._trl_trainer, config, self._attach_model, make_adapter, copies=copies, **others):
                 yield
         finally:
-            self.reference_weights.restore(config)
-            self.checkpoints.unhide_optimizer()
+            self._reference_weights.restore(config)
+            self._checkpoints.unhide_optimizer()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Detect the engine and the groups of ranks. TRL's `__init__` calls this first."""
         self._requested = requested_engine(os.environ, self.args)
         super().create_accelerator_and_postprocess()
-        self.checkpoints.hide_optimizer()
-        joined = self.ranks.join(self.accelerator, self.model)
+        self._checkpoints.hide_optimizer()
+        joined = self._ranks.join(self.accelerator, self.model)
         if joined is not self.accelerator:
             self.accelerator, by_objects = joined, self.args.eval_use_gather_object
             self.gather_function = partial(joined.gather_for_metrics, use_gather_object=by_objects)
@@ -124,15 +124,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if reason is not None:
             raise ValueError(reason)
 
-    def attach_model(self, model: Any, **options: Any) -> None:
+    def _attach_model(self, model: Any, **options: Any) -> None:
         """Attach the exact head to the policy, then to the reference model, before an engine shards the weights."""
-        self.scorer.attach(model, entropy_requires_grad=self._entropy_has_gradient(), **options)
-        if len(self.scorer.forwards) > 1:
-            self.reference_weights.take_model(model)
+        self._scorer.attach(model, entropy_requires_grad=self._entropy_has_gradient(), **options)
+        if len(self._scorer.forwards) > 1:
+            self._reference_weights.take_model(model)
             return
         if isinstance(self.model, PeftModel):
             keep_differentiable(self.model)
-        self.reference_weights.take_policy(has_reference=self._has_reference())
+        self._reference_weights.take_policy(has_reference=self._has_reference())
 
     def _has_reference(self) -> bool:
         """Whether the loss reads reference log-probs."""
@@ -144,14 +144,14 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _ready(self, callbacks: Any) -> None:
         """After TRL's `__init__`: check what is known only now, and add the callbacks."""
-        self.scorer.check(self.accelerator.device, padding_reason(self))
+        self._scorer.check(self.accelerator.device, padding_reason(self))
         check_packing_options(self._packing_facts())
         self.padding_free = self._packing_plan().padding_free
-        self.scorer.split_over(self.ranks, self.accelerator.unwrap_model(self.model).config.get_text_config())
-        self.non_finite.check_options()
-        if hasattr(self, "_tp_size") and self.ranks.tensor_parallel is not None:
+        self._scorer.split_over(self._ranks, self.accelerator.unwrap_model(self.model).config.get_text_config())
+        self._non_finite.check_options()
+        if hasattr(self, "_tp_size") and self._ranks.tensor_parallel is not None:
             self._tp_size = 1
-        own = self.reference_weights.own
+        own = self._reference_weights.own
         if own is not None and own.moves:
             self.add_callback(MovesReference(own))
         self.add_callback(Lifecycle(self))
@@ -165,7 +165,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     @property
     def scoring_forwards(self) -> list[Any]:
         """The scoring forward of the policy, then that of the reference model if there is one."""
-        return self.scorer.forwards
+        return self._scorer.forwards
 
     def _replaces(self, part: str) -> bool:
         """Whether a subclass overrides one of the methods that `REPLACEABLE` lists for a `part`."""
@@ -173,10 +173,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return any(x in vars(self) or getattr(type(self), x) is not getattr(ours, x) for x in REPLACEABLE[part])
 
     def _packing_facts(self) -> PackingFacts:
-        packing = self.scorer.policy.packing
+        packing = self._scorer.policy.packing
         return PackingFacts(
-            padding_free=self.added.padding_free,
-            share_prompts=self.added.share_prompts,
+            padding_free=self._added.padding_free,
+            share_prompts=self._added.share_prompts,
             unsupported=packing.why_padded,
             unshared=packing.why_unshared,
             active_dropout=has_dropout(self.model),
@@ -194,7 +194,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """The plan of this training; before training, the plan of the first time that it was read."""
         return self._make_plan()
 
-    def plan_again(self) -> None:
+    def _plan_again(self) -> None:
         """Decide again after a change."""
         self.plan = self._make_plan()
 
@@ -205,17 +205,17 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         by = f", asked for by {' and '.join(sources)}" if sources else ""
         engine = Decision("engine", "run", f"{detect_engine(self.accelerator, self.model)}{by}.")
         alone = self.accelerator.state.num_processes == 1
-        head = Decision("head", "run", self.scorer.describe(self.accelerator.device, alone))
+        head = Decision("head", "run", self._scorer.describe(self.accelerator.device, alone))
         how = packing.decision, head
         if self._scored_elsewhere is not None:
             how = Decision("packing", "skip", self._scored_elsewhere), Decision("head", "skip", self._scored_elsewhere)
-        warnings = (*plan.warnings, *packing.warnings, *self.checkpoints.warnings())
+        warnings = (*plan.warnings, *packing.warnings, *self._checkpoints.warnings())
         return dataclasses.replace(plan, decisions=(engine, *plan.decisions, *how), warnings=warnings)
 
     @contextmanager
     def reference_pass(self) -> Iterator[None]:
         """Within, the policy's model gives the reference's outputs, without gradients."""
-        with unrecorded_pass(self), self.reference_weights.entered():
+        with unrecorded_pass(self), self._reference_weights.entered():
             yield
 
     # 3. Training
@@ -234,33 +234,33 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 adapter = f'The adapter "{self.model.active_adapter}" was loaded for inference'
                 hint = f"{adapter}: load it with `is_trainable=True`, or name it in `policy_adapter_name`."
             raise ValueError(f"Nothing of the model is trained: no parameter has `requires_grad`. {hint}")
-        self.reference_weights.copy_trained()
-        self.plan_again()
+        self._reference_weights.copy_trained()
+        self._plan_again()
         if self.accelerator.is_main_process:
             plan = self.explain()
             show(f"{type(self).__name__}: what runs, and why\n{plan}")
             for warning in plan.warnings:
                 logger.warning(warning)
         with rank_failures_reported():
-            return super().train(self.checkpoints.find(resume_from_checkpoint), *positional, **keywords)
+            return super().train(self._checkpoints.find(resume_from_checkpoint), *positional, **keywords)
 
     def _before_training(self) -> None:
         """A hook for DPO and GRPO, called first by `train`."""
 
-    def resumed(self, state: Any) -> None:
+    def _resumed(self, state: Any) -> None:
         """A hook for DPO and GRPO: training begins, perhaps from a checkpoint."""
 
-    def flush(self) -> None:
+    def _flush_store(self) -> None:
         """A hook for DPO: an epoch, an evaluation or the training ends."""
 
-    def release(self) -> None:
-        """A hook for DPO: an evaluation or the training ends, and a reference model may go."""
+    def _release_reference(self) -> None:
+        """A hook for DPO: an epoch or an evaluation ends, and a reference model may go."""
 
     def _watched_step(self, step: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         """Run TRL's training step. The first one shows whether a subclass's `compute_loss` calls ours."""
         if self._first_step_ran:
             return step(*positional, **keywords)
-        self._loss_reached = self.scorer.policy.used = False
+        self._loss_reached = self._scorer.policy.used = False
         try:
             loss = step(*positional, **keywords)
         except KeyError as error:
@@ -268,45 +268,45 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             if self._loss_reached or not added or not self._replaces("loss"):
                 raise
             raise RuntimeError(
-                f"{self.own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
+                f"{self._own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
                 "adds it. Call it, or train with TRL's trainer."
             ) from error
         self._first_step_ran = True
         if not self._loss_reached:
             self._bypasses_loss = True
-            if not self.scorer.policy.used:
-                self._scored_elsewhere = f"{self.own_loss()} scores the policy, without `fused_lm_head=True`."
+            if not self._scorer.policy.used:
+                self._scored_elsewhere = f"{self._own_loss()} scores the policy, without `fused_lm_head=True`."
             self._loss_bypassed()
         return loss
 
-    def own_loss(self) -> str:
+    def _own_loss(self) -> str:
         """A subclass's `compute_loss`, for messages."""
         return f"`{type(self).__name__}.compute_loss`"
 
-    def bypassed_by(self) -> str | None:
+    def _bypassed_by(self) -> str | None:
         """A subclass's `compute_loss`, if it does not call ours."""
-        return self.own_loss() if self._bypasses_loss else None
+        return self._own_loss() if self._bypasses_loss else None
 
     def _loss_bypassed(self) -> None:
         """Called after the first training step if a subclass's `compute_loss` did not call ours: plan again."""
-        if self.non_finite.action is not None:
+        if self._non_finite.action is not None:
             raise ValueError(
-                f"`on_non_finite_loss={self.non_finite.action!r}` needs `super().compute_loss(...)`, which "
-                f"{self.own_loss()} does not call. Call it, or leave the option unset."
+                f"`on_non_finite_loss={self._non_finite.action!r}` needs `super().compute_loss(...)`, which "
+                f"{self._own_loss()} does not call. Call it, or leave the option unset."
             )
-        self.plan_again()
+        self._plan_again()
         if self.accelerator.is_main_process:
             logger.warning(
-                f"{self.own_loss()} does not call `super().compute_loss(...)`, so what this trainer adds to TRL's "
+                f"{self._own_loss()} does not call `super().compute_loss(...)`, so what this trainer adds to TRL's "
                 f"loss does not run. The plan is now:\n{self.explain()}"
             )
 
     @contextmanager
-    def policy_scored(self, by: str | None = None) -> Iterator[None]:
+    def _policy_scored(self, by: str | None = None) -> Iterator[None]:
         """Within, our forward must score the policy, unless a subclass's method does (`by`): then the plan says so."""
-        with self.scorer.policy_scored(by is None):
+        with self._scorer.policy_scored(by is None):
             yield
-        if by is not None and not self.scorer.policy.used and self._scored_elsewhere is None:
+        if by is not None and not self._scorer.policy.used and self._scored_elsewhere is None:
             self._scored_elsewhere = f"{by} scores the policy, without `fused_lm_head=True`."
             if self.accelerator.is_main_process:
                 logger.warning(f"The plan has changed:\n{self.explain()}")
@@ -321,45 +321,48 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     # 4. Checkpoints: saving and resuming
 
     def _init_training_state(self, *positional: Any, **keywords: Any) -> tuple[int, int]:
-        return self.checkpoints.first_batch(super()._init_training_state(*positional, **keywords))
+        return self._checkpoints.first_batch(super()._init_training_state(*positional, **keywords))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.world_accelerator(), self.checkpoints.written(folder):
+        with self._world_accelerator(), self._checkpoints.written(folder):
             super()._save_checkpoint(model, trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self.checkpoints.push(partial(super()._push_from_checkpoint, checkpoint_folder))
+        self._checkpoints.push(partial(super()._push_from_checkpoint, checkpoint_folder))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.checkpoints.save_optimizer(output_dir):
+        if not self._checkpoints.save_optimizer(output_dir):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Also load the weights of split models, and the trained adapter when the model has several."""
-        with self.world_accelerator():
-            if not self.checkpoints.load_weights(Path(resume_from_checkpoint)):
+        with self._world_accelerator():
+            if not self._checkpoints.load_weights(Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.checkpoints.load_default_adapter(resume_from_checkpoint)
+        self._checkpoints.load_default_adapter(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        with self.world_accelerator(), replaced(self.state, best_model_checkpoint=self.checkpoints.policy_folder(best)):
-            if not self.checkpoints.load_weights(Path(best)):
+        with (
+            self._world_accelerator(),
+            replaced(self.state, best_model_checkpoint=self._checkpoints.policy_folder(best)),
+        ):
+            if not self._checkpoints.load_weights(Path(best)):
                 super()._load_best_model()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with self.world_accelerator():
-            if not self.checkpoints.load_optimizer(checkpoint):
+        with self._world_accelerator():
+            if not self._checkpoints.load_optimizer(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def save_model(self, *positional: Any, **keywords: Any) -> None:
-        with self.world_accelerator():
+        with self._world_accelerator():
             super().save_model(*positional, **keywords)
 
-    def world_accelerator(self) -> Any:
+    def _world_accelerator(self) -> Any:
         """Within, each rank counts as a process, because the accelerator decides who writes which file."""
-        return replaced(self, accelerator=self.ranks.every)
+        return replaced(self, accelerator=self._ranks.every)
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
         """Add our arguments and the plan to TRL's model card."""
@@ -371,18 +374,18 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     # 5. Sequence groups: our forward splits the tokens, so transformers must neither split nor count a batch twice
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
-        if self.ranks.sequence is None:
+        if self._ranks.sequence is None:
             return super()._prepare_context_parallel_inputs(model, inputs)
         return nullcontext, inputs
 
     def get_sp_size(self) -> int:
         """1: the batches of a group are not split."""
-        return 1 if self.ranks.sequence is not None else super().get_sp_size()
+        return 1 if self._ranks.sequence is not None else super().get_sp_size()
 
     def floating_point_ops(self, inputs: Any) -> int:
-        return int(super().floating_point_ops(inputs)) // self.ranks.sequence_size
+        return int(super().floating_point_ops(inputs)) // self._ranks.sequence_size
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Count a group's batch once."""
         total = super().get_total_train_batch_size(args)
-        return total if self.ranks.sequence is None else total // self.accelerator.parallelism_config.sp_size
+        return total if self._ranks.sequence is None else total // self.accelerator.parallelism_config.sp_size

@@ -17,18 +17,18 @@ class Trainer(Protocol):
     """What the events reach of a trainer."""
 
     model_wrapped: Any
-    ranks: Ranks
-    checkpoints: Checkpoints
-    non_finite: NonFiniteLoss
-    reference_weights: ReferenceOfPolicy
+    _ranks: Ranks
+    _checkpoints: Checkpoints
+    _non_finite: NonFiniteLoss
+    _reference_weights: ReferenceOfPolicy
 
     def check_engine(self, wrapped: Any = None) -> None: ...
 
-    def resumed(self, state: Any) -> None: ...
+    def _resumed(self, state: Any) -> None: ...
 
-    def flush(self) -> None: ...
+    def _flush_store(self) -> None: ...
 
-    def release(self) -> None: ...
+    def _release_reference(self) -> None: ...
 
 
 class Lifecycle(TrainerCallback):
@@ -39,31 +39,31 @@ class Lifecycle(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         trainer = self.trainer
-        if trainer.ranks.tensor_parallel is not None:
-            sum_gradients_once(model, trainer.ranks.tensor_parallel.group)
+        if trainer._ranks.tensor_parallel is not None:
+            sum_gradients_once(model, trainer._ranks.tensor_parallel.group)
         trainer.check_engine(trainer.model_wrapped)
         check_checkpointing(trainer.model_wrapped)
-        checkpoints = trainer.checkpoints
+        checkpoints = trainer._checkpoints
         # First, because `resumed` computes the identity of the reference
-        trainer.reference_weights.resume(checkpoints.resumes_from, is_finished=checkpoints.is_finished)
-        trainer.resumed(state)
+        trainer._reference_weights.resume(checkpoints.resumes_from, is_finished=checkpoints.is_finished)
+        trainer._resumed(state)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.trainer.non_finite.step_begins()
+        self.trainer._non_finite.step_begins()
 
     def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
-        self.trainer.non_finite.before_step(model)
+        self.trainer._non_finite.before_step(model)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.reference_weights.before_move(state.global_step + 1)
+        self.trainer._reference_weights.before_move(state.global_step + 1)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.flush()
+        self.trainer._flush_store()
         if state.global_step < state.max_steps and not control.should_training_stop:
-            self.trainer.release()
+            self.trainer._release_reference()
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.trainer.flush()
+        self.trainer._flush_store()
 
     on_predict = on_train_end = on_evaluate
 

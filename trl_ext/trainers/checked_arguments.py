@@ -8,6 +8,7 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any
 
+import trl
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
@@ -106,7 +107,8 @@ def _check_reference_sync(config: Any) -> None:
 def _check_choices(config: Any, choices: Mapping[str, Collection[str]]) -> None:
     for name, allowed in choices.items():
         value = getattr(config, name)
-        for one in value if isinstance(value, list) else [value]:
+        several = name == "loss_type" and isinstance(config, trl.DPOConfig)
+        for one in value if several else [value]:
             if one not in allowed:
                 raise ValueError(f"Unknown `{name}` {one!r}. Choose from: {', '.join(map(repr, allowed))}.")
 

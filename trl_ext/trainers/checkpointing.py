@@ -45,7 +45,7 @@ class Trainer(Protocol):
     state: Any
     optimizer: Any
     lr_scheduler: Any
-    ranks: Ranks
+    _ranks: Ranks
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
 
@@ -93,7 +93,7 @@ class Checkpoints:
             except (OSError, ValueError) as error:
                 return None, str(error)
 
-        path, problem = self.trainer.ranks.of_main(look)
+        path, problem = self.trainer._ranks.of_main(look)
         if problem is not None:
             raise ValueError(problem)
         self.resumes_from = None if path is None else Path(path)

@@ -15,6 +15,7 @@ from torch.utils.data import get_worker_info
 
 from ..compat import dpo as internals
 from ..config import AddedDPOFields, check_loss_types, warn_of_ignored_smoothing
+from ..config import DPOConfig as DPOConfig  # where earlier pickles of it, `training_args.bin`, look
 from ..distributed.shards import parameter_of
 from ..losses.preference import READ_REWARDS
 from ..losses.reward_columns import REWARD_COLUMNS, RewardCollator, check_reward, check_reward_columns
@@ -55,24 +56,26 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 f"`ref_model={ref_model!r}` is a name, and must be a model. Load it: "
                 "`AutoModelForCausalLM.from_pretrained(...)`; leave it out if it is the model before training."
             )
-        self.dpo_loss = DPOLoss(self, self.ranks, self.scorer)
-        self.dpo_reference = DPOReference(self, self.ranks, self.scorer, self.reference_weights)
+        self._dpo_loss = DPOLoss(self, self._ranks, self._scorer)
+        self._dpo_reference = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)
             if not READ_REWARDS.isdisjoint(config.loss_type):
-                self.dpo_loss.columns = REWARD_COLUMNS
+                self._dpo_loss.columns = REWARD_COLUMNS
             warn_of_ignored_smoothing(config)
-        self.scorer.smoothed = bool(self.added.sft_label_smoothing)
-        self.checkpoints.parts.append(lambda _: self.flush())  # with a checkpoint, the log-probs before it are on disk
-        loaded = self.dpo_reference.loaded
+        self._scorer.smoothed = bool(self._added.sft_label_smoothing)
+        self._checkpoints.parts.append(
+            lambda _: self._flush_store()
+        )  # with a checkpoint, the log-probs before it are on disk
+        loaded = self._dpo_reference.loaded
         with self._built(given, **internals.recorded_loads(loaded)):
             super().__init__(*positional, **keywords)
         loaded.clear()
-        with_columns = (x for name, x in self.dpo_reference.datasets() if self.dpo_reference.with_columns[name])
+        with_columns = (x for name, x in self._dpo_reference.datasets() if self._dpo_reference.with_columns[name])
         if not all(isinstance(x, Dataset) for x in with_columns):
             self.data_collator = CheckedCollator(self.data_collator)
-        if self.dpo_loss.columns:
+        if self._dpo_loss.columns:
             self.data_collator = RewardCollator(self.data_collator)
         self._ready(given.get("callbacks"))
         if isinstance(self.train_dataset, Dataset):
@@ -89,44 +92,44 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         where = f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]"
         has_template, has_end = processing_class.chat_template is not None, self._tokenizer.eos_token is not None
         dataset = checked_pairs(dataset, where, has_template=has_template, has_end=has_end)
-        if self.dpo_loss.columns:
-            dataset = _with_rewards(dataset, f"the {dataset_name} data set", self.dpo_loss.columns)
+        if self._dpo_loss.columns:
+            dataset = _with_rewards(dataset, f"the {dataset_name} data set", self._dpo_loss.columns)
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         columns = self._signature_columns
-        self._signature_columns = [*columns, *(x for x in self.dpo_loss.columns if x not in columns)]
+        self._signature_columns = [*columns, *(x for x in self._dpo_loss.columns if x not in columns)]
 
-    def attach_model(self, model: Any, **options: Any) -> None:
+    def _attach_model(self, model: Any, **options: Any) -> None:
         """Replaces TRL's `add_fused_lm_head`. Once both models are there, the reference is registered."""
-        is_policy = not self.scorer.forwards
-        super().attach_model(model, **options)
+        is_policy = not self._scorer.forwards
+        super()._attach_model(model, **options)
         if is_policy:
             weight = parameter_of(model.get_output_embeddings(), "weight")
-            self.dpo_loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
+            self._dpo_loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
         # A reference that was released comes here again
-        if not self.dpo_reference.registered and (self.ref_model is None or model is self.ref_model):
-            self.dpo_reference.register()
+        if not self._dpo_reference.registered and (self.ref_model is None or model is self.ref_model):
+            self._dpo_reference.register()
 
     def _make_plan(self) -> DPOPlan:
-        return self.dpo_reference.plan()
+        return self._dpo_reference.plan()
 
     @property
     def stored(self) -> Any:
-        return self.dpo_reference.stored
+        return self._dpo_reference.stored
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         if isinstance(dataset, IterableDataset):
             return super()._precompute_ref_logps(dataset, name, batch_size)  # raises
-        self.dpo_reference.precompute(dataset, name, batch_size)
+        self._dpo_reference.precompute(dataset, name, batch_size)
         return dataset
 
     # Trained: a batch
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Transformers' own, except for rewards: under DeepSpeed it rounds every float to half precision."""
-        rewards = {name: inputs[name].to(self.args.device) for name in self.dpo_loss.columns if name in inputs}
+        rewards = {name: inputs[name].to(self.args.device) for name in self._dpo_loss.columns if name in inputs}
         if not rewards:
             return super()._prepare_inputs(inputs)
         return super()._prepare_inputs({name: x for name, x in inputs.items() if name not in rewards}) | rewards
@@ -139,12 +142,12 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     ) -> Any:
         """TRL's own loss, on reference log-probs from where the plan says."""
         self._loss_reached = True
-        self.ranks.check_same(inputs["input_ids"])
+        self._ranks.check_same(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
-        self.dpo_loss.counted = None
-        watched = self.non_finite.action is not None
+        self._dpo_loss.counted = None
+        watched = self._non_finite.action is not None
         recorded: AbstractContextManager[Any] = _recorded_log_probs(model) if watched else nullcontext()
-        with self.dpo_reference.supplied(inputs, from_columns), self.policy_scored():
+        with self._dpo_reference.supplied(inputs, from_columns), self._policy_scored():
             with recorded as policy:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -152,8 +155,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 return not_finite_rows({"policy": policy[0], "reference": self._reference_of(inputs)}, labelled(inputs))
 
             if watched:
-                self.non_finite.watch(loss[0] if return_outputs else loss, rows, lambda row: prompt_of(inputs, row))
-        skipped, *scored = self.dpo_loss.counted or self.ranks.sum_counts(self.scorer.take_counts())
+                self._non_finite.watch(loss[0] if return_outputs else loss, rows, lambda row: prompt_of(inputs, row))
+        skipped, *scored = self._dpo_loss.counted or self._ranks.sum_counts(self._scorer.take_counts())
         mode = "train" if self.model.training else "eval"
         self.skipped.add(mode, tokens=skipped)
         self.fed.add(mode, scored)
@@ -162,7 +165,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        return self.dpo_loss.of_batch(model, inputs, return_outputs)
+        return self._dpo_loss.of_batch(model, inputs, return_outputs)
 
     def _reference_of(self, inputs: dict[str, Any]) -> torch.Tensor | None:
         if "ref_chosen_logps" in inputs:
@@ -172,23 +175,23 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     # Trained: the run
 
     def _before_training(self) -> None:
-        self.dpo_reference.refresh_if_adapters_changed()
-        self.dpo_reference.training_began = True
+        self._dpo_reference.refresh_if_adapters_changed()
+        self._dpo_reference.training_began = True
 
     def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
         """TRL's own, with the current reference."""
-        self.dpo_reference.refresh_if_adapters_changed()
+        self._dpo_reference.refresh_if_adapters_changed()
         return super().evaluation_loop(*positional, **keywords)
 
-    def resumed(self, state: Any) -> None:
+    def _resumed(self, state: Any) -> None:
         if state.global_step > 0:
-            self.dpo_reference.refresh()
+            self._dpo_reference.refresh()
 
-    def flush(self) -> None:
-        self.dpo_reference.flush()
+    def _flush_store(self) -> None:
+        self._dpo_reference.flush()
 
-    def release(self) -> None:
-        self.dpo_reference.release()
+    def _release_reference(self) -> None:
+        self._dpo_reference.release()
 
 
 @contextmanager

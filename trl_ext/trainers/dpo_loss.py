@@ -70,7 +70,8 @@ class DPOLoss:
         row = torch.tensor([numbers], dtype=torch.float64, device=self.ranks.device)
         gathered = self.ranks.accelerator.gather(row)
         internals.log_metrics(self.trainer, of_all_ranks(sorted(values), gathered[:, : len(mean)]))
-        total, *self.counted = map(int, gathered[:, len(mean) :].sum(0).tolist())
+        total, *counted = map(int, gathered[:, len(mean) :].sum(0).tolist())
+        self.counted = [a + b for a, b in zip(self.counted or (0, 0, 0, 0), counted, strict=True)]
         internals.log_tokens(self.trainer, total)
 
     def _of_rank(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:

@@ -42,11 +42,11 @@ class Host(internals.DPOInternals, Protocol):
     @property
     def plan(self) -> DPOPlan: ...
 
-    def plan_again(self) -> None: ...
+    def _plan_again(self) -> None: ...
 
-    def bypassed_by(self) -> str | None: ...
+    def _bypassed_by(self) -> str | None: ...
 
-    def attach_model(self, model: Any) -> None: ...
+    def _attach_model(self, model: Any) -> None: ...
 
 
 class DPOReference:
@@ -122,7 +122,7 @@ class DPOReference:
         self._uncacheable = None
         if not self.ranks.is_sharded:
             self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
-        self.host.plan_again()
+        self.host._plan_again()
         known, self._identity = self._identity, None
         if self.host.plan.durable and not self.ranks.is_sharded:
             self._identity = self._identify()
@@ -231,7 +231,7 @@ class DPOReference:
             drifts=f"it changes in training, which moves `{trained}`, a tensor that it reads" if trained else None,
             varies=varies,
             uncacheable=self._uncacheable,
-            own_loss=self.host.bypassed_by(),
+            own_loss=self.host._bypassed_by(),
         )
         return plan_dpo(facts)
 
@@ -328,7 +328,7 @@ class DPOReference:
     def _load_again(self, load: Callable[[], Any]) -> None:
         host = self.host
         host.ref_model = model = internals.made_as_reference(self.host, load)
-        host.attach_model(model)
+        host._attach_model(model)
         same = self._identify() == self._identity
         if same:
             host.ref_model = self.ranks.accelerator.prepare_model(model, evaluation_mode=True)

@@ -18,6 +18,7 @@ from transformers.training_args import OptimizerNames
 from ..compat import CORRECTS_TRUNCATED_SAMPLING
 from ..compat import grpo as internals
 from ..config import AddedGRPOFields
+from ..config import GRPOConfig as GRPOConfig  # where earlier pickles of it, `training_args.bin`, look
 from ..distributed.gradients import activations_on_host
 from ..packing.support import has_dropout, trains_expert_modules
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
@@ -59,18 +60,18 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         if config is not None:
             own = {"own_loss": self._replaces("loss"), "own_advantages": self._replaces("batches")}
             check_grpo_arguments(config, **own)
-        self.grpo_buffer = internals.Buffer(self)
-        self.grpo_scoring = GRPOScoring(self, self.ranks, self.scorer, self.grpo_buffer)
-        self.grpo_generation = GRPOGeneration(self, self.ranks, self.grpo_scoring, self.grpo_buffer)
-        self.checkpoints.parts.append(self.grpo_generation.save)
+        self._grpo_buffer = internals.Buffer(self)
+        self._grpo_scoring = GRPOScoring(self, self._ranks, self._scorer, self._grpo_buffer)
+        self._grpo_generation = GRPOGeneration(self, self._ranks, self._grpo_scoring, self._grpo_buffer)
+        self._checkpoints.parts.append(self._grpo_generation.save)
         with self._built(given):
             super().__init__(*positional, **keywords)
         if self._offloads:
             check_offloading_device(self.accelerator.device)
         self._ready(given.get("callbacks"))
         self._make_plan()  # a wrong argument is an error here, not at the first step
-        if self.ranks.tensor_parallel is not None:
-            set_seed(self.args.seed + self.ranks.tensor_parallel.copy)  # TRL's seed differs between ranks
+        if self._ranks.tensor_parallel is not None:
+            set_seed(self.args.seed + self._ranks.tensor_parallel.copy)  # TRL's seed differs between ranks
         self._check_data()
 
     def _check_data(self) -> None:
@@ -99,12 +100,12 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _on_accelerator(self) -> None:
         """Ranks of a group get the same prompts, which TRL's generation batch sizes do not account for."""
-        check_groups(self.args, self.ranks)
+        check_groups(self.args, self._ranks)
 
     def _make_plan(self) -> GRPOPlan:
         args = self.args
         options = AddedGRPOFields.of(args)
-        own = self.reference_weights.own
+        own = self._reference_weights.own
         rule = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
             bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
@@ -125,7 +126,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 or self.multi_objective_aggregation == "normalize_then_sum",
                 has_own_pass=self._replaces("pass"),
                 has_own_batches=self._replaces("batches"),
-                buffers_batches=self.grpo_generation.buffers_batches,
+                buffers_batches=self._grpo_generation.buffers_batches,
                 bypasses_loss=self._bypasses_loss,
                 has_own_loss=internals.has_own_loss(self) or self._bypasses_loss,
                 own_step=internals.own_step(self),
@@ -157,14 +158,14 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
         # An earlier training ended before it scored them, and the weights that sampled them are gone
-        unscored = any("old_per_token_logps" not in inputs for inputs in self.grpo_buffer.to_come())
+        unscored = any("old_per_token_logps" not in inputs for inputs in self._grpo_buffer.to_come())
         if unscored and not self._make_plan().facts.trust_sampling_log_probs:
-            self.grpo_buffer.drop()
+            self._grpo_buffer.drop()
 
-    def resumed(self, state: Any) -> None:
-        folder = self.checkpoints.resumes_from
-        if folder is not None and not self.checkpoints.is_finished:
-            self.grpo_generation.resume(folder)
+    def _resumed(self, state: Any) -> None:
+        folder = self._checkpoints.resumes_from
+        if folder is not None and not self._checkpoints.is_finished:
+            self._grpo_generation.resume(folder)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, *positional: Any, **keywords: Any) -> Tensor:
         """TRL's own, and tokens below its threshold by a rounding error: tokens in the same context tie."""
@@ -174,46 +175,46 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return chosen | ((entropies >= lowest - rounding) & mask.bool())
 
     def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
-        self.grpo_buffer.sampler = super()._get_train_sampler(*positional, **keywords)
-        return self.grpo_buffer.sampler
+        self._grpo_buffer.sampler = super()._get_train_sampler(*positional, **keywords)
+        return self._grpo_buffer.sampler
 
     def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
         """Transformers' own, which begins an accumulation window."""
-        self.grpo_buffer.window_begins()
+        self._grpo_buffer.window_begins()
         return super().get_batch_samples(*positional, **keywords)
 
     # Trained: a micro-batch
 
     def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
         on_host = activations_on_host(self.model, self.accelerator.device) if self._offloads else nullcontext()
-        with self.grpo_scoring.training_step(), on_host:
+        with self._grpo_scoring.training_step(), on_host:
             return self._watched_step(super().training_step, *positional, **keywords)
 
     def _loss_bypassed(self) -> None:
         super()._loss_bypassed()
-        self.grpo_scoring.score_all_as_trl()
+        self._grpo_scoring.score_all_as_trl()
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        due = self.grpo_buffer.mid_cycle_slices() is None
-        with self.grpo_generation.fills_buffer() if due else nullcontext():
+        due = self._grpo_buffer.mid_cycle_slices() is None
+        with self._grpo_generation.fills_buffer() if due else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
-        self.grpo_scoring.before_micro_batch()
+        self._grpo_scoring.before_micro_batch()
         return inputs
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        return self.grpo_generation.of_batch(inputs)
+        return self._grpo_generation.of_batch(inputs)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """TRL's own loss, on the log-probs of the plan's passes."""
         self._loss_reached = True
-        self.ranks.check_same(inputs["completion_ids"])
+        self._ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
-        loss, loss_inputs = self.grpo_scoring.of_micro_batch(
+        loss, loss_inputs = self._grpo_scoring.of_micro_batch(
             model, inputs, num_items_in_batch, lambda given: trl_loss(model, given, return_outputs, num_items_in_batch)
         )
-        self.non_finite.watch(loss, lambda: loss_inputs.not_finite(inputs), lambda row: prompt_of(inputs, row))
+        self._non_finite.watch(loss, lambda: loss_inputs.not_finite(inputs), lambda row: prompt_of(inputs, row))
         return loss

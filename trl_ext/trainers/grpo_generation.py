@@ -38,12 +38,12 @@ class Trainer(internals.GRPOInternals, Protocol):
     reward_func_names: list[str]
     reward_weights: Tensor
     shuffle_dataset: bool
-    non_finite: NonFiniteLoss
+    _non_finite: NonFiniteLoss
 
     @property
     def plan(self) -> GRPOPlan: ...
 
-    def plan_again(self) -> None: ...
+    def _plan_again(self) -> None: ...
 
     def explain(self) -> Plan: ...
 
@@ -63,7 +63,7 @@ class GRPOGeneration:
         if training:
             self.scoring.sampled_at_step = trainer.state.global_step
             if trainer.state.global_step == 0:
-                watched = trainer.non_finite.action is not None
+                watched = trainer._non_finite.action is not None
                 names = trainer.reward_func_names
                 check_first_rewards(self._trl.rewards, self._trl.gave_nan(), names, infinite_is_watched=watched)
             equal_B = self._equal_rewards(batch)
@@ -71,7 +71,7 @@ class GRPOGeneration:
                 batch = self._without_dead_groups(batch, equal_B)
         if training and not self._fills_buffer and not self.buffers_batches:
             self.buffers_batches = True
-            trainer.plan_again()
+            trainer._plan_again()
             if trainer.accelerator.is_main_process:
                 logger.warning(f"The plan has changed:\n{trainer.explain()}")
         if trainer.plan.scores_at_generation:

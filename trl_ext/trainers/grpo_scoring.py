@@ -52,9 +52,9 @@ class Trainer(internals.GRPOInternals, Protocol):
 
     def reference_pass(self) -> AbstractContextManager[None]: ...
 
-    def policy_scored(self, by: str | None = None) -> AbstractContextManager[None]: ...
+    def _policy_scored(self, by: str | None = None) -> AbstractContextManager[None]: ...
 
-    def own_loss(self) -> str: ...
+    def _own_loss(self) -> str: ...
 
 
 class GRPOScoring:
@@ -93,7 +93,7 @@ class GRPOScoring:
         inputs = self.buffer.with_kept(inputs, SCORED)
         scored = self.policy_tokens(inputs)
         own_pass = f"`{type(trainer).__name__}.{internals.PASS}`" if plan.facts.has_own_pass else None
-        with trainer.policy_scored(own_pass):
+        with trainer._policy_scored(own_pass):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
         if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
@@ -208,8 +208,8 @@ class GRPOScoring:
         if self.sampled_at_step != trainer.state.global_step and any("old_per_token_logps" not in x for x in needed):
             raise RuntimeError(
                 "A micro-batch meets other weights than those it was sampled with, and its old-policy log-probs were "
-                f"not kept: {trainer.own_loss()} did not call `super().compute_loss(...)` for it, or passed other rows "
-                "on. Call it with the micro-batch that it is given, or override `_compute_loss` instead."
+                f"not kept: {trainer._own_loss()} did not call `super().compute_loss(...)` for it, or passed on other "
+                "rows. Call it with the micro-batch that it is given, or override `_compute_loss` instead."
             )
         if not trainer.accelerator.sync_gradients:
             return
