@@ -19,7 +19,7 @@ PACKAGE = Path(trl_ext.__file__).parent
 TRAINERS = [(trl_ext.DPOTrainer, trl.DPOTrainer), (trl_ext.GRPOTrainer, trl.GRPOTrainer)]
 # Hooks of our own that both of our classes define
 OWN_HOOKS = {"_make_plan", "_has_reference", "_entropy_has_gradient", "_on_accelerator", "_before_training"}
-OWN_HOOKS |= {"_loss_bypassed", "attach_model", "resumed", "flush", "release"}
+OWN_HOOKS |= {"_loss_bypassed", "_attach_model", "_resumed", "_flush_store", "_release_reference"}
 
 
 def ours(trainer: type) -> list[type]:

@@ -67,8 +67,8 @@ def test_a_resumed_run_ends_as_one_that_went_through(row, kind, workshop, tmp_pa
     through = made(row, kind, workshop, tmp_path, save_strategy="steps", save_steps=2)
     through.train()
     resumed = made(row, kind, workshop, tmp_path, max_steps=4)
-    if resumed.reference_weights.own.moves:  # whatever is there now
-        for copy in resumed.reference_weights.own.copies.values():
+    if resumed._reference_weights.own.moves:  # whatever is there now
+        for copy in resumed._reference_weights.own.copies.values():
             copy.add_(1.0)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert resumed.state.global_step == 4
@@ -142,6 +142,6 @@ def test_the_reference_of_another_model_is_an_error(workshop, tmp_path):
     other = build(
         "dpo", trl_ext, workshop, tmp_path, None, peft_config=lora_config(bias="lora_only"), sync_ref_model=True, **SYNC
     )
-    other.reference_weights.own.copies["base_model.model.lm_head.weight"] = torch.zeros(1)
+    other._reference_weights.own.copies["base_model.model.lm_head.weight"] = torch.zeros(1)
     with pytest.raises(ValueError, match=r"holds the reference of another model: `base_model.model.lm_head.weight`"):
         other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))

@@ -187,7 +187,7 @@ def test_rows_are_looked_up_as_the_dataloader_feeds_them(workshop, tmp_path):
     kept = trainer(workshop, tmp_path, data_collator=Strict(pad_token_id=0))
     kept.train()
     before = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
-    kept.release()
+    kept._release_reference()
     assert kept.ref_model is None
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[2], random.getstate()) == before[1:]

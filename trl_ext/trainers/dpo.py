@@ -65,9 +65,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 self._dpo_loss.columns = REWARD_COLUMNS
             warn_of_ignored_smoothing(config)
         self._scorer.smoothed = bool(self._added.sft_label_smoothing)
-        self._checkpoints.parts.append(
-            lambda _: self._flush_store()
-        )  # with a checkpoint, the log-probs before it are on disk
+        # Once a checkpoint is there, so are the log-probs that were scored before it
+        self._checkpoints.parts.append(lambda _: self._dpo_reference.flush())
         loaded = self._dpo_reference.loaded
         with self._built(given, **internals.recorded_loads(loaded)):
             super().__init__(*positional, **keywords)
