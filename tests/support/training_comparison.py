@@ -101,8 +101,8 @@ def metric_scale(case: Case, key: str, log: dict[str, float], advantage: float, 
         return logit_size
     if case.trainer == "grpo" and key in ("loss", "train_loss", "policy_loss"):
         return advantage
-    if key == "kl":  # what is left of numbers near 1
-        return 1e-2
+    if key == "kl":  # half the square of a difference of log-probs, whose rounding it has
+        return max(1e-2, 0.2 * math.sqrt(abs(log[f"{prefix}kl"])))
     return 0.0
 
 
