@@ -93,7 +93,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _built(self, given: dict[str, Any], **others: Any) -> Iterator[None]:
         """Within, TRL's `__init__` uses our head and our adapters. `others` replace further names of its module."""
         config = given.get("args")
-        # It may turn another adapter on, so it comes after all checks of the arguments
+        # After all checks of the arguments: this may activate another adapter
         adapters = AdapterChoice(given["model"], given.get("peft_config"), self._added, given.get("ref_model"), config)
         self._reference_weights.adapters, copies = adapters, adapters.trl_may_copy
         try:

@@ -107,7 +107,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if is_policy:
             weight = parameter_of(model.get_output_embeddings(), "weight")
             self._dpo_loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
-        # A reference that was released comes here again
+        # A reference model that was released is attached again when it is loaded
         if not self._dpo_reference.registered and (self.ref_model is None or model is self.ref_model):
             self._dpo_reference.register()
 

@@ -34,7 +34,7 @@ class DPOLoss:
 
     @property
     def options(self) -> AddedDPOFields:
-        """As they are now: users change `trainer.args`."""
+        """Read at each use, because a user may change `trainer.args`."""
         return AddedDPOFields.of(self.trainer.args)
 
     def of_batch(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:

@@ -71,7 +71,7 @@ class DPOReference:
 
     @property
     def options(self) -> AddedDPOFields:
-        """As they are now: users change `trainer.args`."""
+        """Read at each use, because a user may change `trainer.args`."""
         return AddedDPOFields.of(self.host.args)
 
     # When the trainer is built
