@@ -24,7 +24,7 @@ __all__ = [
     "linear_log_probs",
 ]
 
-# Imported when first used, as in TRL: torch and transformers take seconds
+# Imported on first use, as in TRL, because importing torch and transformers takes seconds
 _DEFINED_IN = {
     "CurvesCallback": ".callbacks.curves",
     "DPOConfig": ".config",

@@ -1,1 +1,1 @@
-"""What a checkpoint folder holds in addition to transformers' files, and whether it is complete."""
+"""The files that trl_ext adds to a checkpoint folder, and the check that a checkpoint is complete."""

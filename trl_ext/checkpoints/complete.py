@@ -1,4 +1,4 @@
-"""Complete checkpoints. A file in the folder marks a checkpoint as incomplete until all of it is written.
+"""Complete and incomplete checkpoints: a file in the folder marks a checkpoint until all of it is written.
 
 Checkpoints of stock TRL have no such file and stay usable.
 """
@@ -9,18 +9,18 @@ import shutil
 from pathlib import Path
 
 _MARK = "_incomplete"
-_MARK_SAYS = "This checkpoint is being written, or its writing was interrupted. Do not train on from it.\n"
+_MARK_SAYS = "This checkpoint is being written, or writing it was interrupted. Do not resume from it.\n"
 _STATE = "trainer_state.json"  # transformers writes it after weights and optimizer
 _NAME = re.compile(r"checkpoint-\d+")
 
 
 def begin(folder: Path) -> None:
-    """Create `folder`, or keep the existing one, and mark it incomplete; delete what a killed process left of it.
+    """Create `folder`, or keep the existing one, and mark it incomplete. Delete leftovers of a killed process first.
 
-    At every moment the folder is missing, unchanged, or marked.
+    A kill at any moment leaves the folder missing, unchanged, or marked.
     """
     unnamed = folder.with_name(f".{folder.name}")
-    discard(unnamed)  # from a process that was killed below
+    discard(unnamed)  # left by a process that was killed before the rename
     if (folder / _MARK).exists():
         discard(folder)
     if folder.exists():
@@ -37,7 +37,7 @@ def finish(folder: Path) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether everything was written: our checkpoints have no mark any more, and any has transformers' last file."""
+    """Return whether all files were written: the mark is gone, and transformers' last file is valid JSON."""
     try:
         json.loads((folder / _STATE).read_text())
     except (OSError, ValueError):
@@ -46,17 +46,17 @@ def is_complete(folder: Path) -> bool:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints in a run's folder, in order of step."""
+    """Return the complete checkpoints in a run's folder, in order of step."""
     return [folder for folder in _checkpoints(run) if is_complete(folder)]
 
 
 def half_written(run: Path) -> list[Path]:
-    """The checkpoints whose writing was interrupted, in order of step."""
+    """Return the incomplete checkpoints in a run's folder, in order of step."""
     return [folder for folder in _checkpoints(run) if not is_complete(folder)]
 
 
 def discard(folder: Path) -> None:
-    """Delete `folder` if it exists. It has no checkpoint's name from the first moment on."""
+    """Delete `folder` if it exists. It is renamed first, so that a kill never leaves half of it under its name."""
     if not folder.exists():
         return
     gone = folder.with_name(f".gone-{folder.name.lstrip('.')}")
@@ -71,5 +71,5 @@ def _checkpoints(run: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer step in a checkpoint's name."""
+    """Return the optimizer step in a checkpoint's name."""
     return int(checkpoint.name.rpartition("-")[2])

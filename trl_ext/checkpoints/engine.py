@@ -1,4 +1,4 @@
-"""The formats in which engines save weights and optimizer, and the optimizer of tensor-parallel ranks."""
+"""Checkpoint formats of the engines, and saving the optimizer state of a model that is split over ranks."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _OPTIMIZER_OF_RANK = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_sta
 
 
 def format_of(folder: Path) -> str:
-    """The engine that wrote a checkpoint, and its format; empty for one process, DDP and tensor parallelism."""
+    """Return the engine format of a checkpoint; "" if one process, DDP or tensor parallelism wrote it."""
     if (folder / f"{_FSDP}.bin").exists():
         return fsdp_format("FULL_STATE_DICT")
     if (folder / f"{_FSDP}_0").is_dir():
@@ -41,26 +41,26 @@ def deepspeed_format(stage: int, processes: int) -> str:
 
 
 def why_not_loaded(folder: Path, runs: str, engine: str) -> str | None:
-    """Why an `engine` that writes the format `runs` cannot resume from the checkpoint `folder`; `None` if it can."""
+    """Return why `engine`, which writes the format `runs`, cannot resume from `folder`; `None` if it can."""
     written = format_of(folder)
     names = [path.name for path in folder.iterdir()]
     has_weights = any(map(_WHOLE_WEIGHTS.fullmatch, names))
     if written == runs or (not runs and has_weights and written.startswith("DeepSpeed")):
         return None
     if written and runs and (written.startswith(runs) or runs.startswith(written)):
-        return None  # DeepSpeed without ZeRO, whose files say less
+        return None  # DeepSpeed without ZeRO: its files tell neither the stage nor the number of processes
     if not written and runs.startswith("FSDP") and "optimizer.pt" not in names and "adapter_config.json" in names:
         return None  # an adapter without an optimizer, which transformers also loads under FSDP
     merges = "`zero_to_fp32.py` in it" if written.startswith("DeepSpeed") else "`accelerate merge-weights`"
-    anew = "start a new run from its weights." if has_weights else f"merge its weights for a new run: {merges} does."
+    anew = "start a new run from its weights." if has_weights else f"merge its weights with {merges} for a new run."
     return (
-        f"{folder} was written under {written or 'neither FSDP nor DeepSpeed'}, and {runs or engine} runs now, which "
-        f"cannot resume from it. Launch training as it was launched then; or {anew}"
+        f"{folder} was written {f'under {written}' if written else 'without FSDP and DeepSpeed'}, and {runs or engine} "
+        f"cannot resume from it. Launch with the engine that wrote it, or {anew}"
     )
 
 
 def save_optimizer(optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> None:
-    """Write a rank's part of the optimizer's state into a checkpoint."""
+    """Write this rank's part of the optimizer state into a checkpoint."""
     state = optimizer.state_dict()
     parts = {
         i: {name: x.to_local() if isinstance(x, DTensor) else x for name, x in values.items()}
@@ -71,7 +71,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, folder: Path, rank: int) ->
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> dict[str, Any] | None:
-    """A rank's part, for `optimizer.load_state_dict`; `None` if the checkpoint has none for the present split."""
+    """Return this rank's part for `optimizer.load_state_dict`; `None` if it is missing or was split differently."""
     file = _file(folder, rank)
     if not file.exists():
         return None
@@ -92,7 +92,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _layout(optimizer: torch.optim.Optimizer) -> list[str]:
-    """How each parameter is split, and over which ranks."""
+    """Return, for each parameter, its shape and how it is split over which ranks."""
     params = [param.data for group in optimizer.param_groups for param in group["params"]]
     return [
         f"{tuple(x.shape)} {x.device_mesh} {x.placements}" if isinstance(x, DTensor) else f"{tuple(x.shape)}"
@@ -101,7 +101,7 @@ def _layout(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def load_weights(model: Any, folder: Path) -> None:
-    """Load a checkpoint's weights into a `PreTrainedModel`; `from_pretrained` splits and renames them."""
+    """Load a checkpoint's weights into a `PreTrainedModel`, split and renamed by `from_pretrained`."""
     dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
     loaded, info = type(model).from_pretrained(
         folder,
@@ -112,14 +112,14 @@ def load_weights(model: Any, folder: Path) -> None:
     read = loaded.state_dict()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if name not in info["missing_keys"]:  # these are random in `read`
+            if name not in info["missing_keys"]:  # `from_pretrained` initializes missing weights at random
                 tensor.copy_(read[name])
 
 
 def names_differ(model: Any, folder: Path) -> bool:
-    """Whether a checkpoint has other names for weights than `model`.
+    """Return whether a checkpoint names some weights differently than `model`.
 
-    Transformers saves experts one by one that are a single tensor in the model, but resumes by the model's names.
+    Transformers saves each expert separately but holds all of them in one tensor, and resumes by the model's names.
     """
     index, weights = folder / "model.safetensors.index.json", folder / "model.safetensors"
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""A file with GRPO's position in its generation cycle, and with the completions that it has not trained on yet."""
+"""The checkpoint file with GRPO's position in its generation cycle and the completions not yet trained on."""
 
 import json
 import os
@@ -16,16 +16,16 @@ _FORMAT = "trl_ext generation 1"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedGeneration:
-    """One rank's part.
+    """One rank's part of the file.
 
     Args:
-        micro_batch (`int`): micro-batches trained on since training began.
+        micro_batch (`int`): number of micro-batches trained on since training began.
         sampled_at_step (`int`): the optimizer step at which the completions were sampled.
-        further_prompts (`int`): prompts that dynamic sampling drew in addition to the data loader's.
-        schedule (`dict[str, int]`): the arguments that the rest depends on.
-        slices (`list[dict]`, *optional*): TRL's generation buffer: each micro-batch's entries, tensors or JSON values.
-            `None` if no completions are left to train on.
-        lost (`str`, *optional*): why completions are missing from `slices`.
+        further_prompts (`int`): number of prompts that dynamic sampling drew in addition to the data loader's.
+        schedule (`dict[str, int]`): the arguments that must be the same when training resumes.
+        slices (`list[dict]`, *optional*): TRL's generation buffer: the entries of each micro-batch, which are tensors
+            or JSON values. `None` if no completions are left to train on.
+        lost (`str`, *optional*): why `slices` lacks completions.
     """
 
     micro_batch: int
@@ -41,13 +41,13 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def write_generation(folder: Path, rank: int, saved: SavedGeneration) -> None:
-    """Write a rank's part into a checkpoint, atomically.
+    """Write this rank's part into a checkpoint, atomically.
 
     Raises:
         `TypeError`: an entry of a slice is neither a tensor nor a JSON value.
     """
     slices = saved.slices or []
-    # Slices are views of one tensor, which safetensors refuses
+    # The slices are views of one tensor, and safetensors refuses tensors that share memory
     tensors = {
         f"{i}/{name}": x.detach().cpu().clone(memory_format=torch.contiguous_format)
         for i, entries in enumerate(slices)
@@ -63,7 +63,7 @@ def write_generation(folder: Path, rank: int, saved: SavedGeneration) -> None:
 
 
 def read_generation(folder: Path, rank: int, device: torch.device) -> SavedGeneration | None:
-    """A rank's part, with its tensors on `device`; `None` if the checkpoint has none.
+    """Read this rank's part, with tensors on `device`; `None` if the checkpoint has none.
 
     Raises:
         `ValueError`: the file has another format.
@@ -74,7 +74,10 @@ def read_generation(folder: Path, rank: int, device: torch.device) -> SavedGener
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
-            raise ValueError(f"{path} has the format {metadata.get('format')!r}, where {_FORMAT!r} is read.")
+            raise ValueError(
+                f"{path} has the format {metadata.get('format')!r}, but this version of trl_ext reads {_FORMAT!r}. "
+                "Resume with the version that wrote it, or delete the file to sample new completions."
+            )
         state = json.loads(metadata["state"])
         for key in file.keys():  # noqa: SIM118  # not a mapping
             i, name = key.split("/", 1)
@@ -85,13 +88,14 @@ def read_generation(folder: Path, rank: int, device: torch.device) -> SavedGener
 def position_in_data(
     global_step: int, accumulation_steps: int, micro_batches_of_an_epoch: int | None, epoch_begins_again: bool = False
 ) -> tuple[int, int]:
-    """Finished epochs, and micro-batches trained on in total, after `global_step` optimizer steps.
+    """Return the finished epochs and all micro-batches trained on after `global_step` optimizer steps.
 
     The last step of an epoch has fewer micro-batches if `accumulation_steps` does not divide their number.
 
     Args:
-        micro_batches_of_an_epoch (`int`, *optional*): `None` if unknown until the data ends.
-        epoch_begins_again (`bool`): whether to leave out those of an unfinished epoch.
+        micro_batches_of_an_epoch (`int`, *optional*): `None` if unknown before the data ends.
+        epoch_begins_again (`bool`): whether training restarts the unfinished epoch, so that its micro-batches do not
+            count.
     """
     if micro_batches_of_an_epoch is None:
         return 0, 0 if epoch_begins_again else global_step * accumulation_steps

@@ -1,1 +1,1 @@
-"""Terms of the DPO loss that TRL does not have, in plain torch, and how metrics of several ranks are combined."""
+"""DPO loss terms that TRL does not have, in plain torch, and metrics averaged over all ranks."""

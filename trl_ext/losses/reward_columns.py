@@ -1,4 +1,4 @@
-"""The rewards that RPO reads: the data set's columns `chosen_reward` and `rejected_reward`, checked and collated."""
+"""Checking and collating the dataset columns `chosen_reward` and `rejected_reward`, which the RPO losses read."""
 
 import math
 from collections.abc import Collection
@@ -10,31 +10,35 @@ REWARD_COLUMNS = ("chosen_reward", "rejected_reward")
 
 
 def check_reward_columns(names: Collection[str], where: str) -> None:
-    """Raise `ValueError` unless both columns are among the `names` of the data set that messages call `where`."""
+    """Raise `ValueError` unless both columns are in `names`. `where` names the dataset in the message."""
     missing = [f"`{column}`" for column in REWARD_COLUMNS if column not in names]
     if missing:
         raise ValueError(
-            f"{where} has no column {' and no column '.join(missing)}, which the RPO loss types read: the reward of "
-            "each completion. Add a number for each row, or remove RPO from `loss_type`."
+            f"{where} has no column {' and no column '.join(missing)}. The RPO loss types read the reward of each "
+            "completion from it. Add the column, with a number in each row, or remove RPO from `loss_type`."
         )
 
 
 def check_reward(value: Any, column: str, where: str) -> float:
-    """The reward as a number; `ValueError` if it is not finite. `where` is its row, as messages call it."""
+    """Return the reward as a float. `where` names its row in the message.
+
+    Raises:
+        `ValueError`: the reward is not a finite number.
+    """
     try:
         finite = math.isfinite(value)
     except (TypeError, OverflowError):
         finite = False
     if not finite:
         raise ValueError(
-            f"`{column}` of {where} is {value!r}, which is not a finite number. The RPO loss types need the reward of "
-            "each completion: fill it in, or remove the row."
+            f"`{column}` must be a finite number, got {value!r} in {where}. The RPO loss types need a reward for each "
+            "completion. Fill it in, or remove the row."
         )
     return float(value)
 
 
 class RewardCollator:
-    """A data collator that adds the rewards of the rows to the batches of `collator`, unless they have them already."""
+    """A data collator that adds the rewards of the rows to the batches of `collator`, unless they are already there."""
 
     def __init__(self, collator: Any) -> None:
         self.collator = collator

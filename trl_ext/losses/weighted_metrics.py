@@ -1,4 +1,4 @@
-"""Metrics of several ranks as one process would log them: means over all pairs or tokens."""
+"""Metrics averaged over the pairs or tokens of all ranks, as a single process would log them."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ class Counts(NamedTuple):
     rejected: int = 0
 
 
-# Metrics of TRL's DPO trainer that are means over tokens. All others are means over pairs
+# The metrics of TRL's DPO trainer that are means over tokens. All others are means over pairs
 _MEANS_OVER_TOKENS: dict[str, Any] = {
     "entropy": lambda counts: counts.chosen + counts.rejected,
     "logits/chosen": lambda counts: counts.chosen,
@@ -25,27 +25,27 @@ _MEANS_OVER_TOKENS: dict[str, Any] = {
 
 
 def counts_of(completion_mask: Tensor) -> Counts:
-    """The counts of a batch `(2B, S)` whose first half is chosen. The first token of a row is not scored."""
+    """Return the counts of a batch `(2B, S)` whose first half is chosen. The first token of a row is not scored."""
     chosen, rejected = completion_mask[:, 1:].sum(1).chunk(2)
     return Counts(len(chosen), int(chosen.sum()), int(rejected.sum()))
 
 
 def weighted(metrics: Mapping[str, float], counts: Counts) -> list[float]:
-    """Two numbers for each metric, in the order of the names: what it is a mean over, and that times the metric."""
+    """Return two numbers for each metric, sorted by name: the count that it is a mean over, and count * metric."""
     numbers: list[float] = []
     for name in sorted(metrics):
         count = _MEANS_OVER_TOKENS.get(name, lambda counts: counts.pairs)(counts)
-        # NaN stays NaN, except on a rank whose mean is over nothing
+        # NaN stays NaN, unless this rank has nothing to average
         numbers += [count, count * metrics[name] if count else 0.0]
     return numbers
 
 
 def of_all_ranks(names: list[str], numbers: Tensor) -> dict[str, float]:
-    """The means over all ranks; 0, as in TRL, where a mean is over nothing.
+    """Return the mean of each metric over all ranks; 0, as in TRL, if there is nothing to average.
 
     Args:
-        names (`list[str]`): sorted.
-        numbers (`Tensor` of shape `(ranks, 2 * len(names))`): float64, what [`weighted`] returns on each rank.
+        names (`list[str]`): names of the metrics, sorted.
+        numbers (`Tensor` of shape `(ranks, 2 * len(names))`): float64, the results of [`weighted`] on each rank.
     """
     counts, sums = numbers.sum(0).view(-1, 2).T
     means = torch.where(counts > 0, sums / counts.clamp(min=1), 0.0)

@@ -1,10 +1,10 @@
-"""The memory of one training step, part by part: the model's own code runs on tensors that hold no numbers.
+"""Estimates the memory of one training step, by running the model's own code on tensors without data.
 
-Backbone, adapters, checkpointing, packing and head are the ones that train, so no formula of theirs is repeated here.
-The optimizer's states are counted from its parameters. Operators are the CPU's: sdpa keeps what flash attention keeps;
-the head upcasts tiles that a GPU multiplies as they are.
+Backbone, adapters, checkpointing, packing and head are the code that trains, so no formula of theirs is repeated here.
+Optimizer states are counted from the trained parameters. The operators are those of the CPU: sdpa saves the same
+tensors as flash attention, but the head upcasts tiles that a GPU multiplies without upcasting.
 
-Dimensions: B rows, S tokens of a row, N tokens that are scored, T tokens of the packed row, H hidden size.
+Dimensions: B rows, S tokens of a row, N scored tokens, T tokens of the packed row, H hidden size.
 """
 
 import types
@@ -41,47 +41,47 @@ _AXIS = "dp_shard"
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is trained, and on how much."""
+    """The model, the batch shape and the settings of the step to estimate."""
 
     model: Callable[[], Any]  # makes the policy with its adapters, in training mode; called on the device "meta"
     rows: int  # of a micro-batch; two for each pair
-    tokens: int  # that the model processes of each row
-    scored: int  # of these, counted from the end of the row
-    outputs: tuple[str, ...]  # what the head computes
-    device: torch.device  # for which the head's tiles are chosen
+    tokens: int  # of each row that the model processes
+    scored: int  # the last tokens of each row, which the head scores
+    outputs: tuple[str, ...]  # of the head
+    device: torch.device  # the head's tiles are sized for it
     head: str = "tiled"
     chunk_size: int | None = None  # the config's `head_chunk_size`
     autocast: torch.dtype | None = None  # of mixed precision
-    accumulates: bool = False  # whether gradients of an earlier micro-batch are held
-    states: int = 2  # numbers that the optimizer keeps for each trained one
-    reference_model: bool = False  # whether a model of the policy's size is held beside it
+    accumulates: bool = False  # whether gradients of an earlier micro-batch are in memory
+    states: int = 2  # optimizer states for each trained parameter
+    reference_model: bool = False  # whether a reference model of the policy's size is in memory
     engine: Engine = "one_process"
-    devices: int = 1  # on how many it runs; everything else is of one of them
+    devices: int = 1  # the number of devices; all other values are for one of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Bytes of one device.
+    """Bytes on one device.
 
-    Weights, reference, optimizer and buckets are held all the time. Activations are freed while gradients are made, so
-    `peak` is below the sum.
+    Weights, reference, optimizer and buckets stay in memory. The backward frees activations while it makes gradients,
+    so `peak` is below the sum.
     """
 
     weights: int
     reference: int
     gradients: int
     optimizer: int
-    buckets: int  # DDP's, which sum gradients over the processes
-    activations: int  # held when the backbone has run, with the weights gathered then
-    head: int  # what the head takes beside the activations
+    buckets: int  # of DDP, for the all-reduce of gradients
+    activations: int  # after the backbone's forward, with the weights gathered at that time
+    head: int  # of the LM head, in addition to the activations
     peak: int
 
 
 def memory_of_step(step: Step) -> StepMemory:
-    """The parts and the peak of a step after the first, when the optimizer's states exist."""
+    """Return the parts and the peak of a step after the first, when the optimizer states exist."""
     with torch.device("meta"):
         model = step.model()
-    # Rows without padding or shared tokens: no batch of this shape has more tokens
+    # The worst case: rows without padding or shared tokens
     ids_BS = torch.zeros(step.rows, step.tokens, dtype=torch.long)
     lengths_B, first_B = torch.full((step.rows,), step.tokens), torch.zeros(step.rows, dtype=torch.long)
     attention = model.config.get_text_config()._attn_implementation
@@ -120,9 +120,9 @@ def _here(tensor: Tensor) -> Tensor:
 
 
 def _micro_batches(step: Step, model: Any, layout: Layout, records: "AllocationRecords") -> tuple[int, int, int]:
-    """Activations, what the head takes beside them, and the highest total, where gradients accumulate."""
+    """Return the bytes of activations, of the head and of the highest total, with gradient accumulation if asked for."""
     if step.accumulates and step.engine == "fsdp2":
-        # Until the last micro-batch, accelerate has FSDP2 keep whole gradients on each rank
+        # Accelerate makes FSDP2 keep whole gradients on each rank until the last micro-batch
         model.set_requires_gradient_sync(False)
         first = _micro_batch(step, model, layout, records)[2]
         model.set_requires_gradient_sync(True)
@@ -136,13 +136,13 @@ def _micro_batches(step: Step, model: Any, layout: Layout, records: "AllocationR
 
 
 def _micro_batch(step: Step, model: Any, layout: Layout, records: "AllocationRecords") -> tuple[int, int, int]:
-    """Activations, what the head takes beside them, and the highest total of forward and backward."""
+    """Return the bytes of activations, of the head and of the highest total, after one forward and backward."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     packing = Packing(inner, padding_free=True, share_prompts=False)
     before, highest, activations = records.held, records.held, 0
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Replaces the model's forward, as in training: inside its wrappers."""
+        """Replace the model's own forward inside its wrappers, as in training."""
         nonlocal highest, activations
         hidden_NH = _hidden_states(step, packing, inner, layout)
         activations, highest = records.held - before, max(highest, records.peak)
@@ -161,7 +161,7 @@ def _micro_batch(step: Step, model: Any, layout: Layout, records: "AllocationRec
 
 
 def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> Tensor:
-    """`(N, H)`: of the scored tokens."""
+    """Return the hidden states `(N, H)` of the scored tokens."""
     if packing.why_padded is None:
         hidden_TH = run_packed(inner, layout, {"use_cache": False}).last_hidden_state.squeeze(0)
     else:
@@ -175,7 +175,9 @@ def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> 
 def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     head = resolve_head(inner.get_output_embeddings())
     if isinstance(head, OpaqueHead) or head.module is not None:
-        raise NotImplementedError("The memory of an adapter on the LM head is not known: leave `lm_head` out of it.")
+        raise NotImplementedError(
+            "The memory of an adapter on the LM head cannot be estimated. Remove `lm_head` from the adapter's modules."
+        )
     N = len(hidden_NH)
     whole, counts = step.head == "dense", (N,) * step.devices
     rows = weight_layout_of(head, hidden_NH, outputs=step.outputs, whole=whole, entropy_grad=False, counts=counts)
@@ -196,7 +198,7 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
 
 
 def _move_from_meta(model: torch.nn.Module) -> None:
-    """Put parameters and buffers on the CPU, under a `FakeTensorMode`; tied ones stay tied."""
+    """Move parameters and buffers to the CPU of the active `FakeTensorMode`. Tied ones stay tied."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -211,18 +213,18 @@ def _move_from_meta(model: torch.nn.Module) -> None:
 
 
 class AllocationRecords(TorchDispatchMode):
-    """Within, every storage that an operator makes counts from then until it is freed or resized.
+    """Counts the storages that operators return inside the `with` block, until they are freed or resized.
 
-    What an operator allocates for itself while it runs is not counted.
+    The temporary memory of an operator is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = self.peak = 0  # bytes of the storages that are alive, and the most since the last `mark()`
+        self.held = self.peak = 0  # bytes of live storages: now, and the most since the last `mark()`
         self._known: dict[int, int] = {}  # bytes of each storage
 
     def count(self, tensor: Tensor) -> None:
-        """Count the storage of `tensor`, if it is new; of a sharded tensor, this rank's part."""
+        """Count the storage of `tensor` if it is new. Of a sharded tensor, count this rank's part."""
         storage = _here(tensor).untyped_storage()
         name, size = storage._cdata, storage.nbytes()
         if name in self._known or size == 0:
@@ -232,7 +234,7 @@ class AllocationRecords(TorchDispatchMode):
         self._resized(name, size)
 
     def mark(self) -> None:
-        """Look for the peak from here on."""
+        """Measure the peak from here on."""
         self.peak = self.held
 
     def _resized(self, name: int, size: int) -> None:
@@ -244,7 +246,7 @@ class AllocationRecords(TorchDispatchMode):
         self.held -= self._known.pop(name)
 
     def __enter__(self) -> Any:
-        """FSDP2 resizes the storages of gathered weights, which no operator does, so `resize_` is watched too."""
+        """Also watch `resize_`, because FSDP2 resizes the storages of gathered weights without an operator."""
         resize = self._resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -261,7 +263,7 @@ class AllocationRecords(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, and count what it returns. `bool()` of a tensor without numbers is True."""
+        """Run `func`, and count the tensors that it returns. `bool()` of a tensor without data is True."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return True
         result = func(*args, **(kwargs or {}))
@@ -273,7 +275,7 @@ class AllocationRecords(TorchDispatchMode):
 
 @contextmanager
 def _one_rank_of(devices: int) -> Iterator[DeviceMesh]:
-    """Within, this process is the first rank of a mesh of `devices`, whose collectives move nothing."""
+    """Make this process the first rank of a mesh of `devices` in the `with` block. Its collectives move no data."""
     dist.init_process_group("fake", rank=0, world_size=devices, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (devices,), mesh_dim_names=(_AXIS,))
@@ -282,7 +284,7 @@ def _one_rank_of(devices: int) -> Iterator[DeviceMesh]:
 
 
 def _under_fsdp2(model: Any, mesh: DeviceMesh, mixed_precision: torch.dtype | None) -> Any:
-    """`model` as accelerate prepares it for FSDP2, with the settings in `examples/accelerate_configs`."""
+    """Prepare `model` for FSDP2 as Accelerate does, with the settings of `examples/accelerate_configs`."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
@@ -293,7 +295,7 @@ def _under_fsdp2(model: Any, mesh: DeviceMesh, mixed_precision: torch.dtype | No
     mixed = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[mixed_precision]
     if mixed_precision is not None:
         plugin.set_mixed_precision(mixed)
-    # What accelerate reads of its `Accelerator`, which would look for the processes
+    # A real `Accelerator` would look for other processes
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=mesh,
