@@ -21,7 +21,8 @@ from tiny import Workshop
 
 FILES = sorted(CONFIGS.glob("*.yaml"))
 NAMES = ["cpu", "ddp", "fsdp2", "one_gpu", "tp_fsdp2", "zero1", "zero2", "zero3"]
-# What the row `engine` says. FSDP2 and tensor parallelism over gloo need ranks that pass for GPUs: `launch.ENGINES`
+# The row `engine` of the plan. FSDP2 and tensor parallelism over gloo need CPU ranks that accelerate takes for GPUs:
+# `launch.ENGINES`
 ROWS = {
     "ddp": "DDP, 2 processes (gloo): each holds the whole model, and gradients are averaged, asked for by "
     "`WORLD_SIZE=2`.",
@@ -33,13 +34,13 @@ ROWS = {
     "`ACCELERATE_DEEPSPEED_ZERO_STAGE=2`.",
     "zero3": "DeepSpeed ZeRO-3, 2 processes (gloo): optimizer states, gradients and parameters sharded over 2, asked "
     "for by `ACCELERATE_DEEPSPEED_ZERO_STAGE=3`.",
-    "tp_fsdp2": "tensor parallelism x FSDP2, 4 processes (gloo): layers split over 2, parameters sharded over 2 as "
+    "tp_fsdp2": "tensor parallelism x FSDP2, 4 processes (gloo): layers split over 2, parameters sharded over 2 when "
     "they were loaded, asked for by `distributed_config.tp_size=2` and `distributed_config.fsdp_size=2`.",
 }
 
 
 def shipped(name: str, processes: int = 2) -> dict[str, Any]:
-    """What the file says, for `processes` on the CPU."""
+    """Return the content of the file, for `processes` on the CPU."""
     return yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) | {"num_processes": processes}
 
 

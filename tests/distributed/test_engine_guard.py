@@ -1,4 +1,4 @@
-"""Where another engine would run than was asked for, the trainer stops before the first step; and nowhere else."""
+"""The trainer stops before the first step if, and only if, another engine would run than was requested."""
 
 import dataclasses
 import os
@@ -23,26 +23,26 @@ from tiny import Workshop
 from trl_ext.distributed.detect import DetectedEngine, engine_mismatch, requested_engine
 
 CPU = {"ACCELERATE_USE_CPU": "true"}
-LIKE_GPUS = {"ACCELERATE_TORCH_DEVICE": "cpu"}  # for ranks that pass for GPUs: `launch.ENGINES`
+LIKE_GPUS = {"ACCELERATE_TORCH_DEVICE": "cpu"}  # for CPU ranks that accelerate takes for GPUs: `launch.ENGINES`
 
 # Real launches
 
 
 def refused(rank: launch.LaunchedRank, words: str, **run: Any) -> None:
-    """The trainer is not even built."""
+    """Check that building the trainer raises `ValueError`."""
     with pytest.raises(ValueError, match=words):
         trainer_of(rank.folder, **run)
     rank.checked = True  # there is no trainer to show
 
 
-ALONE = r"2 processes were asked for \(by `WORLD_SIZE=2`\), but what runs is this one alone \(cpu\)"
-NO_SYNC = r"2 processes were asked for .* share the data, but each trains a model of its own \(cpu\)"
-FSDP_ON_CPU = r"FSDP2 was asked for .*`FSDP_VERSION=2`\), but what runs is DDP, 2 processes .* leaves FSDP out"
-ZERO_ON_CPU = r"DeepSpeed ZeRO-3 was asked for .*STAGE=3`\), but what runs is DDP, 2 processes .* leaves DeepSpeed out"
-NOT_LOADED = r"FSDP2 was asked for \(by `distributed_config.fsdp_size=2`\), but what runs is DDP.* given a model"
-NOT_SPLIT = r"Tensor parallelism was asked for \(by `parallelism_config.tp_size=2`\), but what runs is DDP"
-NOT_SHARDED = r"Sharding of parameters was asked for \(by `parallelism_config.dp_shard_size=2`\), but what runs is DDP"
-TWICE = r"The model was sharded as it was loaded .* asks to shard it again"
+ALONE = r"2 processes were requested \(by `WORLD_SIZE=2`\), but each trains alone \(cpu\)"
+NO_SYNC = r"2 processes were requested .* share the data, but each trains a separate model \(cpu\)"
+FSDP_ON_CPU = r"FSDP2 was requested .*`FSDP_VERSION=2`\), but DDP, 2 processes .* runs.* does not use FSDP when"
+ZERO_ON_CPU = r"DeepSpeed ZeRO-3 was requested .*STAGE=3`\), but DDP, 2 processes .* runs.* does not use DeepSpeed when"
+NOT_LOADED = r"FSDP2 was requested \(by `distributed_config.fsdp_size=2`\), but DDP.* when `model` is a model"
+NOT_SPLIT = r"Tensor parallelism was requested \(by `parallelism_config.tp_size=2`\), but DDP"
+NOT_SHARDED = r"Sharding of parameters was requested \(by `parallelism_config.dp_shard_size=2`\), but DDP"
+TWICE = r"The model was sharded when it was loaded .* would shard it again"
 UNWRAPPED = r"The engine is DDP, 2 processes .* wrapped in nothing"
 
 
@@ -52,9 +52,9 @@ def loaded_model(rank: launch.LaunchedRank) -> None:
 
 
 def not_wrapped(rank: launch.LaunchedRank) -> None:
-    """What is known only once the model was wrapped stops training before the first step."""
+    """A mismatch that only the wrapped model shows stops training before the first step."""
     trainer = trainer_of(rank.folder)
-    trainer.model._is_accelerate_prepared = True  # accelerate's mark of what it has prepared, and leaves as it is
+    trainer.model._is_accelerate_prepared = True  # accelerate does not prepare a model with this mark again
     with pytest.raises(ValueError, match=UNWRAPPED):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -119,13 +119,13 @@ def test_one_process_stops_where_another_engine_would_train(
         "TINY_MODEL": workshop.model("untied"),
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="FSDP2 was asked for"):
+    with pytest.raises(ValueError, match="FSDP2 was requested"):
         trainer_of(tmp_path, kind=kind, use_cpu=True)
     assert not (tmp_path / "run").exists()
 
 
 def launched_simply(workshop: Workshop, folder: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
-    """This file, launched by accelerate where that gives its one process no rank."""
+    """Launch this file so that accelerate gives its one process no rank."""
     environment = os.environ | {"TINY_MODEL": workshop.model("untied"), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = launch.ranks.python_path()
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags, __file__, str(folder)]
@@ -136,15 +136,15 @@ def launched_simply(workshop: Workshop, folder: Path, *flags: str) -> "subproces
 def test_one_process_for_two_on_the_cpu_stops(workshop: Workshop, tmp_path: Path):
     run = launched_simply(workshop, tmp_path, "--cpu", "--num_processes", "2")
     assert run.returncode != 0
-    assert "ValueError: Several processes were asked for (by `num_processes` of `accelerate launch`)" in run.stderr
+    assert "ValueError: Several processes were requested (by `num_processes` of `accelerate launch`)" in run.stderr
     assert not (tmp_path / "run").exists()
 
 
-# Every way of launching, by the environment that accelerate itself makes for it
+# Every way to launch, by the environment that accelerate makes for it
 
 
 def launched(*flags: str) -> dict[str, str]:
-    """What `accelerate launch` with these flags adds to the environment of a process, and torchrun in its turn."""
+    """Return what `accelerate launch` with these flags, and then torchrun, add to the environment of a process."""
     args, _, _ = _validate_launch_command(
         launch_command_parser().parse_args(["--main_process_port", "0", *flags, "script.py"])
     )
@@ -188,14 +188,14 @@ OWN_ZERO2 = {"zero_optimization": {"stage": 2}, "train_batch_size": "auto", "tra
         (config("ddp", "--num_processes", "4"), DDP),
         (config("fsdp2", "--num_processes", "4"), FSDP2),
         (config("fsdp2", "--num_processes", "1"), dataclasses.replace(FSDP2, processes=1, in_group=1)),
-        (("--use_fsdp", "--num_processes", "4", "--num_machines", "1"), FSDP1),  # which was asked for: no version
+        (("--use_fsdp", "--num_processes", "4", "--num_machines", "1"), FSDP1),  # no version requested
         (config("zero2", "--num_processes", "4"), ZERO2),
         (config("zero3", "--num_processes", "4"), ZERO3),
         (config("zero3", "--num_processes", "1"), dataclasses.replace(ZERO3, processes=1, in_group=1)),
         (("--cpu", "--num_processes", "1"), dataclasses.replace(ONE, device="cpu")),
     ],
 )
-def test_what_was_asked_for_is_not_stopped(flags: tuple[str, ...], runs: DetectedEngine, tmp_path: Path):
+def test_the_requested_engine_is_not_stopped(flags: tuple[str, ...], runs: DetectedEngine, tmp_path: Path):
     assert engine_mismatch(requested_engine(launched(*flags), arguments(tmp_path)), runs) is None
 
 
@@ -223,7 +223,7 @@ USERS_OWN = {"MASTER_ADDR": "node-1", "MASTER_PORT": "29500"}
         (RANKS, {}, dataclasses.replace(DDP, distributed_type="XLA", wrapping="nothing")),
     ],
 )
-def test_no_right_set_up_is_stopped(
+def test_no_correct_setup_is_stopped(
     environment: dict[str, str], given: dict[str, Any], runs: DetectedEngine, tmp_path: Path
 ):
     plugin = {"fsdp_version": 2} if given.pop("fsdp", False) else None
@@ -235,19 +235,19 @@ def test_no_right_set_up_is_stopped(
 @pytest.mark.parametrize(
     ("environment", "given", "runs", "words"),
     [
-        (launched(*config("ddp"), "--cpu"), {}, ONE, "Several processes were asked for"),
-        (RANKS, {}, ONE, r"4 processes .*`WORLD_SIZE=4`.* this one alone"),
-        ({}, {}, dataclasses.replace(ONE, in_group=2), "2 processes were asked for, but what runs is this one alone"),
+        (launched(*config("ddp"), "--cpu"), {}, ONE, "Several processes were requested"),
+        (RANKS, {}, ONE, r"4 processes .*`WORLD_SIZE=4`.* each trains alone"),
+        ({}, {}, dataclasses.replace(ONE, in_group=2), "2 processes were requested, but each trains alone"),
         (launched("--use_deepspeed", "--zero_stage", "3", "--num_processes", "4", "--num_machines", "1"), {}, ZERO2,
-         r"DeepSpeed ZeRO-3 was asked for .* but what runs is DeepSpeed ZeRO-2"),
-        (launched(*config("fsdp2", "--num_processes", "4")), {}, FSDP1, "FSDP2 was asked for .* what runs is FSDP1"),
-        (launched(*config("fsdp2", "--num_processes", "1")), {}, ONE, "FSDP2 was asked for .* runs is one process"),
-        (RANKS | {"ACCELERATE_USE_FSDP": "1"}, {}, DDP, "FSDP was asked for .* but what runs is DDP"),
+         r"DeepSpeed ZeRO-3 was requested .* but DeepSpeed ZeRO-2"),
+        (launched(*config("fsdp2", "--num_processes", "4")), {}, FSDP1, "FSDP2 was requested .* but FSDP1"),
+        (launched(*config("fsdp2", "--num_processes", "1")), {}, ONE, "FSDP2 was requested .* but one process"),
+        (RANKS | {"ACCELERATE_USE_FSDP": "1"}, {}, DDP, "FSDP was requested .* but DDP"),
         (RANKS | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, {}, FSDP2,
-         r"Tensor parallelism was asked for \(by `PARALLELISM_CONFIG_TP_SIZE=2`\).*tp_fsdp2.yaml"),
+         r"Tensor parallelism was requested \(by `PARALLELISM_CONFIG_TP_SIZE=2`\).*tp_fsdp2.yaml"),
         (RANKS, {"parallelism_config": ParallelismConfig(tp_size=2)}, ZERO2, "Tensor parallelism was .* ZeRO-2"),
         (RANKS, {}, dataclasses.replace(ZERO2, autotp_size=2), r"`tensor_parallel.autotp_size=2`\).* would be wrong"),
-        (RANKS, LOADED, DDP, "Tensor parallelism was asked for .* but what runs is DDP"),
+        (RANKS, LOADED, DDP, "Tensor parallelism was requested .* but DDP"),
         (RANKS, {}, dataclasses.replace(FSDP2, wrapping="nothing"), "wrapped in nothing"),
         (RANKS, {}, dataclasses.replace(ZERO3, wrapping="DeepSpeed ZeRO-2"), "The engine is DeepSpeed ZeRO-3"),
     ],

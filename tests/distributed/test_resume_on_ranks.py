@@ -162,7 +162,7 @@ def test_a_checkpoint_of_another_engine_resumes_or_is_one_error_on_every_rank(
         folder.mkdir()
         found = launch(__file__, [f"{case}-{lora}" for case in expected], engine, folder, processes)
         for case, written in expected.items():
-            error = f"was written under {written}, and {runs} runs now, which cannot resume from it."
+            error = f"was written under {written}, and {runs} cannot resume from it."
             for of_rank in found[f"{case}-{lora}"]:
                 right = error in of_rank if written else of_rank == ""
                 wrong += [] if right else [f"{case} under {engine} on {processes}: {of_rank}"]

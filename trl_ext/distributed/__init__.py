@@ -1,1 +1,1 @@
-"""Which engine runs (DDP, FSDP2, DeepSpeed, tensor parallelism), its groups of ranks, and what each rank holds."""
+"""Detects the engine (DDP, FSDP2, DeepSpeed, tensor parallelism), its groups of ranks, and the shards of each rank."""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 _SHARDED_PARAMETERS, _TENSOR_PARALLEL = "sharding of parameters", "tensor parallelism"
 
-# The number of processes, as MPI's launchers and torchrun give it to each
+# Where MPI launchers and torchrun put the number of processes
 _COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -25,16 +25,16 @@ class RequestedEngine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """What the environment and the arguments request."""
+    """The processes and engines that the environment and the arguments request."""
 
-    processes: int | None  # `None` if only "several" is known
+    processes: int | None  # `None` for several processes of unknown number
     processes_by: str | None  # the setting that requests several
     cpu: bool
     engines: tuple[RequestedEngine, ...]  # the launcher's, then the arguments'
 
     @property
     def sources(self) -> list[str]:
-        """The settings that request an engine; without any, the one that requests several processes."""
+        """The settings that request an engine; if there are none, the one that requests several processes."""
         return [x.by for x in self.engines] or [x for x in (self.processes_by,) if x is not None]
 
 
@@ -57,7 +57,7 @@ def _requested_processes(environment: Mapping[str, str]) -> tuple[int | None, st
     if "RANK" in environment or "LOCAL_RANK" in environment:
         count = int(environment.get("WORLD_SIZE") or 1)
         return count, f"`WORLD_SIZE={count}`" if count > 1 else None
-    # accelerate's `simple_launcher` sets an address if `num_processes` is more than 1, and starts one process
+    # accelerate's `simple_launcher` starts one process, but sets an address if `num_processes` is more than 1
     on_cpu = "ACCELERATE_MIXED_PRECISION" in environment and _is_true(environment, "ACCELERATE_USE_CPU")
     if on_cpu and "MASTER_ADDR" in environment and "MASTER_PORT" in environment and not environment.keys() & _COUNTS:
         return None, "`num_processes` of `accelerate launch`"
@@ -99,7 +99,7 @@ def _engines_of_arguments(args: Any) -> Iterator[RequestedEngine]:
 
 
 def _engines_of_sizes(sizes: Mapping[str, Any], owner: str, names: dict[str, str]) -> Iterator[RequestedEngine]:
-    """The engine of each name whose size is over 1."""
+    """Yield the engine of each name whose size is over 1."""
     for name, engine in names.items():
         size = int(sizes.get(name) or 1)
         if size > 1:
@@ -112,28 +112,28 @@ _SHARDED = ("", "optimizer states", "optimizer states and gradients", "optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class DetectedEngine:
-    """What runs, as far as it is known."""
+    """The engine that runs, as far as it is known."""
 
     distributed_type: str  # accelerate's, such as "NO", "MULTI_GPU", "FSDP"
-    processes: int  # that train together, by accelerate's state
+    processes: int  # number of processes that train together, from accelerate's state
     in_group: int  # size of torch's default process group; 1 without one
     backend: str | None  # of the process group
     device: str  # its type
     fsdp_version: int | None = None
     zero_stage: int | None = None  # of DeepSpeed
-    autotp_size: int = 0  # processes over which DeepSpeed's AutoTP splits layers; 0 or 1 for none
-    sizes: dict[str, int] = field(default_factory=dict)  # over 1 of accelerate's `ParallelismConfig`, by axis
-    model_axes: dict[str, int] = field(default_factory=dict)  # sizes of the named mesh dimensions of its parameters
-    wrapping: str | None = None  # what averages the gradients, by the model's wrapper; `None` before it is wrapped
+    autotp_size: int = 0  # number of processes over which DeepSpeed's AutoTP splits layers; 0 or 1 if it splits none
+    sizes: dict[str, int] = field(default_factory=dict)  # axis of accelerate's `ParallelismConfig` -> size, if over 1
+    model_axes: dict[str, int] = field(default_factory=dict)  # named mesh dimension of a parameter -> size
+    wrapping: str | None = None  # the engine whose wrapper the model has; `None` before it is wrapped
 
     @property
     def tensor_parallel(self) -> int:
-        """Over how many processes layers are split."""
+        """The number of processes that each layer is split over."""
         return self.model_axes.get("tp", 1)
 
     @property
     def sharded_at_loading(self) -> bool:
-        """Whether transformers sharded the parameters, by FSDP2, when it loaded them."""
+        """Whether transformers sharded the parameters with FSDP2 when it loaded the model."""
         return self.model_axes.get("fsdp", 1) * self.model_axes.get("dp_replicate", 1) > 1
 
     @property
@@ -149,21 +149,21 @@ class DetectedEngine:
 
     @property
     def name(self) -> str:
-        """For messages, such as `"DDP"` or `"tensor parallelism x FSDP2"`."""
+        """The engine's name in messages, such as `"DDP"` or `"tensor parallelism x FSDP2"`."""
         layers = _TENSOR_PARALLEL if self.tensor_parallel > 1 else None
         return " x ".join(filter(None, [layers, self.data_engine])) or "one process"
 
     def provides(self, engine: str) -> bool:
-        """Whether a requested engine runs."""
+        """Return whether a requested engine runs."""
         if engine == _TENSOR_PARALLEL:
             return self.tensor_parallel > 1
         runs = self.data_engine or ""
         if engine == _SHARDED_PARAMETERS:
-            return runs.startswith(("FSDP", "DeepSpeed"))  # DeepSpeed shards by its own config
+            return runs.startswith(("FSDP", "DeepSpeed"))  # DeepSpeed's own config says what it shards
         return engine == runs or (engine in ("FSDP", "DeepSpeed") and runs.startswith(engine))
 
     def __str__(self) -> str:
-        """What runs, and what each process holds."""
+        """Describe the engine and the parts that each process holds."""
         if self.name == "one process":
             return f"one process ({self.device})"
         count = "one process" if self.processes == 1 else f"{self.processes} processes"
@@ -172,13 +172,13 @@ class DetectedEngine:
     def _held(self) -> Iterator[str]:
         if self.tensor_parallel > 1:
             yield f"layers split over {self.tensor_parallel}"
-        yield from (f"each sequence cut over {self.sizes[axis]}" for axis in ("cp", "sp") if axis in self.sizes)
+        yield from (f"each sequence split over {self.sizes[axis]}" for axis in ("cp", "sp") if axis in self.sizes)
         others = self.processes // self.tensor_parallel
         if self.zero_stage is not None:
             sharded = _SHARDED[self.zero_stage]
             yield f"{sharded} sharded over {others}" if sharded else _WHOLE_MODEL
         elif self.sharded_at_loading:
-            yield f"parameters sharded over {self.model_axes.get('fsdp', 1)} as they were loaded"
+            yield f"parameters sharded over {self.model_axes.get('fsdp', 1)} when they were loaded"
         elif self.fsdp_version is not None:
             over = self.sizes.get("dp_shard", 1) * self.sizes.get("cp", 1) if self.sizes else others
             yield f"parameters sharded over {over}"
@@ -187,7 +187,7 @@ class DetectedEngine:
 
 
 def detect_engine(accelerator: Any, model: nn.Module, wrapped: nn.Module | None = None) -> DetectedEngine:
-    """Detect what runs from a trainer's `accelerator` and `model`, and from the model `wrapped` by `prepare`."""
+    """Detect the engine from a trainer's `accelerator` and `model`, and from the model `wrapped` by `prepare`."""
     state = accelerator.state
     distributed_type = state.distributed_type.value
     deepspeed = state.deepspeed_plugin if distributed_type == "DEEPSPEED" else None
@@ -201,7 +201,7 @@ def detect_engine(accelerator: Any, model: nn.Module, wrapped: nn.Module | None 
             model_axes.update(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     return DetectedEngine(
         distributed_type=distributed_type,
-        processes=state.num_processes,  # under tensor parallelism the accelerator may count copies of the model
+        processes=state.num_processes,  # the accelerator itself may count copies of the model, under tensor parallelism
         in_group=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         backend=state.backend,
         device=accelerator.device.type,
@@ -228,15 +228,15 @@ def _wrapping(model: nn.Module) -> str:
 
 _CONFIGS = "examples/accelerate_configs"
 _FIND_GPU = (
-    "accelerate found no GPU and was not told to use the CPU. Make the GPUs visible (`CUDA_VISIBLE_DEVICES`); or set "
-    f"`ACCELERATE_USE_CPU=true`, which trains with DDP on the CPU (`{_CONFIGS}/ddp.yaml`)."
+    "accelerate found no GPU and was not told to use the CPU. Make the GPUs visible (`CUDA_VISIBLE_DEVICES`), or set "
+    f"`ACCELERATE_USE_CPU=true` to train with DDP on the CPU (`{_CONFIGS}/ddp.yaml`)."
 )
 
 
 def engine_mismatch(requested: EngineRequest, running: DetectedEngine) -> str | None:
     """Describe how the engine that runs differs from the request, and what to do; `None` if they agree.
 
-    Accelerate's types for TPU and Megatron-LM are not checked.
+    TPU and Megatron-LM are not checked.
     """
     if not running.distributed_type.startswith(("NO", "FSDP", "DEEPSPEED", "MULTI_")):
         return None
@@ -244,85 +244,84 @@ def engine_mismatch(requested: EngineRequest, running: DetectedEngine) -> str | 
 
 
 def _separate_processes(requested: EngineRequest, running: DetectedEngine) -> str | None:
-    """An error if processes that should train together do not."""
+    """Describe the error if processes that should train together do not."""
     if requested.processes is None and running.processes == 1:
         return (
-            f"Several processes were asked for (by {requested.processes_by}), but one runs: for `--cpu`, and for "
-            "`MULTI_CPU` in its config, `accelerate launch` starts one. For several on the CPU, set "
-            f"`ACCELERATE_USE_CPU=true` and launch with `{_CONFIGS}/ddp.yaml`. For one, say `--num_processes 1`, and "
-            "unset `MASTER_ADDR` and `MASTER_PORT` if they are your own."
+            f"Several processes were requested (by {requested.processes_by}), but only one runs: `accelerate launch` "
+            "starts one process for `--cpu` and for `MULTI_CPU` in its config. To train with several processes on the "
+            f"CPU, set `ACCELERATE_USE_CPU=true` and launch with `{_CONFIGS}/ddp.yaml`. To train with one, pass "
+            "`--num_processes 1`, and unset `MASTER_ADDR` and `MASTER_PORT` if you set them yourself."
         )
     together = max(running.in_group, requested.processes or 1)
     if together > running.processes:
         by = f" (by {requested.processes_by})" if requested.processes_by else ""
         return (
-            f"{together} processes were asked for{by}, but what runs is this one alone ({running.device}), unrelated "
-            f"to the others: {_FIND_GPU}"
+            f"{together} processes were requested{by}, but each trains alone ({running.device}), without averaging "
+            f"gradients: {_FIND_GPU}"
         )
     if running.distributed_type == "NO" and running.processes > 1:
         return (
-            f"{running.processes} processes were asked for (by {requested.processes_by}), and they share the data, but "
-            f"each trains a model of its own ({running.device}): {_FIND_GPU} `ddp_backend` says neither."
+            f"{running.processes} processes were requested (by {requested.processes_by}) and share the data, but each "
+            f"trains a separate model ({running.device}): {_FIND_GPU} `ddp_backend` does neither."
         )
     return None
 
 
 def _missing_engine(requested: EngineRequest, running: DetectedEngine) -> str | None:
-    """An error if a requested engine does not run."""
+    """Describe the error if a requested engine does not run."""
     for engine, by in requested.engines:
         if not running.provides(engine):
             name, remedy = engine[0].upper() + engine[1:], _remedy(engine, by, requested, running)
-            return f"{name} was asked for (by {by}), but what runs is {running}. {remedy}"
+            return f"{name} was requested (by {by}), but {running} runs. {remedy}"
     return None
 
 
 def _remedy(engine: str, by: str, requested: EngineRequest, running: DetectedEngine) -> str:
     if "distributed_config" in by:
         return (
-            "The model was not loaded with it: TRL leaves `model_init_kwargs` out where it is given a model. Give it "
-            "the model's name or path, or load the model with `from_pretrained(..., distributed_config=...)`."
+            "TRL ignores `model_init_kwargs` when `model` is a model. Pass the model's name or path instead, or load "
+            "the model with `from_pretrained(..., distributed_config=...)`."
         )
     if engine == _TENSOR_PARALLEL:
         return (
-            "`parallelism_config` splits no layer. Give the sizes in `model_init_kwargs`, as `distributed_config`, "
-            f"with a model's name or path, as `{_CONFIGS}/tp_fsdp2.yaml` shows."
+            "`parallelism_config` alone does not split layers. Pass the sizes as `distributed_config` in "
+            f"`model_init_kwargs`, with a model's name or path; see `{_CONFIGS}/tp_fsdp2.yaml`."
         )
     if engine == _SHARDED_PARAMETERS:
-        return f"`parallelism_config` shards nothing without FSDP2: launch with `{_CONFIGS}/fsdp2.yaml`."
+        return f"`parallelism_config` needs FSDP2 to shard parameters. Launch with `{_CONFIGS}/fsdp2.yaml`."
     other = next((x.by for x in requested.engines if running.provides(x.engine)), None)
     if other is not None:
-        return f"That is what {other} asks for. Ask for one engine, in one place."
+        return f"It was requested by {other}. Request one engine, in one place."
     if requested.cpu:
-        on_cpu = ", where `DS_ACCELERATOR=cpu` and `ddp_backend='gloo'` have it run on the CPU"
+        on_cpu = " (`DS_ACCELERATOR=cpu` and `ddp_backend='gloo'` make it run on the CPU)"
         name, on_cpu = ("FSDP", "") if engine.startswith("FSDP") else ("DeepSpeed", on_cpu)
         return (
-            f"accelerate leaves {name} out where it is told to use the CPU (`ACCELERATE_USE_CPU`, `use_cpu`): do not "
-            f"tell it{on_cpu}; or launch with `{_CONFIGS}/ddp.yaml` for DDP on the CPU."
+            f"accelerate does not use {name} when `ACCELERATE_USE_CPU` or `use_cpu` is set. Unset it{on_cpu}, or "
+            f"launch with `{_CONFIGS}/ddp.yaml` to train with DDP on the CPU."
         )
     if running.device == "cpu" and running.processes == 1:
         return _FIND_GPU
-    return f"Launch with `accelerate launch` and a config of `{_CONFIGS}`."
+    return f"Launch with `accelerate launch` and a config from `{_CONFIGS}`."
 
 
 def _wrong_engine(running: DetectedEngine) -> str | None:
-    """An error if what runs would train wrong."""
+    """Describe the error if the engine that runs would train incorrectly."""
     if running.fsdp_version is not None and running.sharded_at_loading:
         return (
-            "The model was sharded as it was loaded (`distributed_config`), and the config of `accelerate launch`, or "
-            f"the argument `fsdp`, asks to shard it again. Leave out one: launch with `{_CONFIGS}/tp_fsdp2.yaml`."
+            "The model was sharded when it was loaded (`distributed_config`), and the config of `accelerate launch` or "
+            f"the argument `fsdp` would shard it again. Use only one: launch with `{_CONFIGS}/tp_fsdp2.yaml`."
         )
     wrapping = "DTensor" if running.data_engine in ("FSDP2", None) else running.data_engine
     if running.name != "one process" and running.wrapping not in (None, wrapping):
         return (
-            f"The engine is {running}; but the model that trains is wrapped in {running.wrapping}, so gradients are "
-            "not averaged as that engine does it. Something has replaced `trainer.model_wrapped` or "
-            "`accelerator.prepare`."
+            f"The engine is {running}, but the trained model is wrapped in {running.wrapping}, so gradients would not "
+            "be averaged correctly. Do not replace `trainer.model_wrapped` or `accelerator.prepare`."
         )
     if running.autotp_size > 1:
         return (
             f"DeepSpeed's config splits layers over {running.autotp_size} processes "
-            f"(`tensor_parallel.autotp_size={running.autotp_size}`). The head's weight is then a plain tensor with a "
-            "share of the vocabulary's rows, and log-probs formed from it would be wrong. Leave `autotp_size` out; for "
-            f"tensor parallelism give `model_init_kwargs` a `distributed_config`, with `{_CONFIGS}/ddp.yaml`."
+            f"(`tensor_parallel.autotp_size={running.autotp_size}`). Each process then has a part of the LM head's "
+            "weight as a plain tensor, and log-probs would be wrong. Remove `autotp_size`. For tensor parallelism, "
+            f"pass `distributed_config` in `model_init_kwargs`, and launch with `{_CONFIGS}/ddp.yaml`."
         )
     return None

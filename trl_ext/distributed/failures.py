@@ -1,13 +1,12 @@
 """Names the rank that made a collective fail, in an error on every other rank.
 
-The error of a failed collective says little: over gloo "Connection closed by peer [127.0.0.1]", and only to the
-neighbours of the rank that ended. So a thread on each rank answers for it through the rendezvous store, even while
-training waits in a collective. The first rank that fails collects the answers and writes the diagnosis that every rank
-reports. The store may live in rank 0, which then waits until the others have read it; if the store is gone, rank 0 has
-ended.
+A failed collective says little: over gloo "Connection closed by peer [127.0.0.1]", and only on the neighbours of the
+rank that ended. So a thread on each rank answers through the rendezvous store, even while training waits in a
+collective. The first rank that fails collects the answers and writes a diagnosis, which every rank reports. If rank 0
+hosts the store, it waits until the others have read the diagnosis; if the store is gone, rank 0 has ended.
 
 Over NCCL, the watchdog thread may be the first to notice a killed or hanging rank. It ends the process without a Python
-exception, so nothing is reported here; the launcher names the first rank that ended.
+exception, so this module reports nothing; the launcher names the first rank that ended.
 """
 
 import os
@@ -26,30 +25,28 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-_POLL = 0.5  # seconds between two looks of a thread at the store
+_POLL = 0.5  # seconds between a thread's reads of the store
 _PATIENCE = 10.0  # seconds that a rank has to answer
 _CALLED, _DIAGNOSIS = "called", "diagnosis"  # keys of the store
-_WAITED, _ENDED = "waited in a collective, which failed", "has ended its training"
-_ADVICE = (
-    'Training can go on from the last checkpoint: start all ranks again with `train(resume_from_checkpoint="auto")`.'
-)
-# How gloo's errors begin: with the line that raised them, except after a timeout
+_WAITED, _ENDED = "waited in a collective, which failed", "has finished training"
+_ADVICE = 'To continue from the last checkpoint, restart all ranks with `train(resume_from_checkpoint="auto")`.'
+# Gloo's errors begin with the line that raised them, except after a timeout
 _OF_GLOO = re.compile(r"\[(enforce fail at )?\S*gloo/\S+\.(cc|cu|h):\d+\]|^Application timeout caused pair closure")
 _calls = 0
 
 
 class RankError(RuntimeError):
-    """Training ended because of another rank, which the message names. Its cause is the collective that failed here."""
+    """Raised when another rank ended training. The message names that rank; the cause is the failed collective."""
 
 
 @contextmanager
 def rank_failures_reported() -> Iterator[None]:
-    """Within, replace the error of a failed collective by one that names the rank that made it fail.
+    """Replace the error of a collective that fails in the `with` block by one that names the responsible rank.
 
     Every rank must enter it equally often. A rank's own error is raised unchanged; the other ranks report it.
 
     Raises:
-        `RankError`: a collective failed: a rank ended, does not answer, or raised an error.
+        `RankError`: a collective failed because a rank ended, does not answer, or raised an error.
     """
     global _calls
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -69,7 +66,7 @@ def rank_failures_reported() -> Iterator[None]:
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Whether `error` or its cause is a collective's. Gloo raises plain `RuntimeError`s."""
+    """Return whether `error`, or its cause, comes from a collective. Gloo raises plain `RuntimeError`s."""
     while error is not None:
         if isinstance(error, dist.DistError) or (type(error) is RuntimeError and _OF_GLOO.search(str(error))):
             return True
@@ -85,8 +82,8 @@ class RankMonitor:
         self.answers: SimpleQueue[str] = SimpleQueue()
         self._diagnoses: SimpleQueue[str | None] = SimpleQueue()
         self._training_thread = threading.get_ident()
-        # A client takes one request at a time, and a collective may wait in one of the default store's. The clone is
-        # the thread's own
+        # The default store's client handles one request at a time, and a collective may block it. The thread needs its
+        # own client
         self._store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=3 * _PATIENCE))
         self._name = f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"
@@ -94,7 +91,7 @@ class RankMonitor:
         threading.Thread(target=self._run, name="trl_ext rank monitor", daemon=True).start()
 
     def report(self, answer: str) -> str | None:
-        """Give this rank's `answer` after a failure; the diagnosis, or `None` if the store is gone or is silent."""
+        """Give this rank's `answer` after a failure. Returns the diagnosis, or `None` if the store does not respond."""
         self.answers.put(answer)
         with suppress(Empty):
             return self._diagnoses.get(timeout=3 * _PATIENCE)
@@ -107,7 +104,7 @@ class RankMonitor:
             self._diagnoses.put(None)
 
     def _answer(self) -> str | None:
-        """Wait until this rank or another fails, or training ends, and answer; the diagnosis after a failure."""
+        """Wait until any rank fails or training ends, and answer. Returns the diagnosis after a failure."""
         answer = None
         while answer is None and not self._store.check([_CALLED]):
             with suppress(Empty):
@@ -137,7 +134,7 @@ class RankMonitor:
         return report if failed else f"A collective failed, and every rank answers. {report}"
 
     def _wait(self, key: str, ranks: range) -> list[int]:
-        """Wait until the `ranks` have set `key`; those that have not in time."""
+        """Wait until the `ranks` have set `key`. Returns those that have not after `_PATIENCE` seconds."""
         deadline = time.monotonic() + _PATIENCE
         missing = list(ranks)
         while missing and time.monotonic() < deadline:
@@ -153,20 +150,20 @@ class RankMonitor:
 def _without_store() -> str:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if _store_is_the_launchers():
-        return f"A collective failed, and the launcher's store at {where} gave no answer."
+        return f"A collective failed, and the launcher's rendezvous store at {where} does not answer."
     return (
-        f"Rank 0 ({where}) does not answer, nor does the rendezvous store, which lies in it: it was killed, ran "
-        "out of memory, crashed or hangs."
+        f"Rank 0 ({where}), which hosts the rendezvous store, does not answer: it was killed, ran out of memory, "
+        "crashed or hangs."
     )
 
 
 def _store_is_the_launchers() -> bool:
-    """Whether the rendezvous store outlives rank 0, as under torchrun and `accelerate launch`."""
+    """Return whether the launcher hosts the rendezvous store, as torchrun and `accelerate launch` do."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _place(thread: int) -> str:
-    """The innermost call of `thread` that is not torch's."""
+    """Return the innermost call of `thread` outside torch, with file and line."""
     inner: Any = sys._current_frames().get(thread)
     frame = inner
     while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:

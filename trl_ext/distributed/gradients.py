@@ -1,4 +1,4 @@
-"""Gradients: scaling, sums over tensor-parallel ranks, checkpointing under DDP, activations offloaded to the host."""
+"""Scaled gradients, sums over tensor-parallel ranks, a check of gradient checkpointing, and activation offloading."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def scale_grad(x: Tensor, factor: float) -> Tensor:
-    """`x`, with a gradient that is multiplied by `factor`."""
+    """Return `x`, and multiply its gradient by `factor` in the backward."""
     if factor == 1.0 or not x.requires_grad:
         return x
     return cast(Tensor, _ScaleGrad.apply(x, factor))  # type: ignore[no-untyped-call]
@@ -32,11 +32,11 @@ class _ScaleGrad(torch.autograd.Function):
 
 
 def sum_gradients_once(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Sum over `group` the gradient that each backward adds, instead of transformers.
+    """Replace transformers' sum of replicated gradients: sum over `group` only what each backward adds.
 
-    A norm of single heads (Qwen3, Gemma 3) is whole on every rank but sees only that rank's heads. Transformers 5.17 to
-    5.23 sums its `param.grad` after every backward: gradient accumulation then sums again what is the ranks' sum
-    already. Parameters that FSDP2 shards too are left to transformers: they have no gradient when a backward begins.
+    A norm of attention heads (Qwen3, Gemma 3) is whole on every rank but sees only that rank's heads. Transformers 5.17
+    to 5.23 sums its `param.grad` after every backward, so gradient accumulation sums earlier micro-batches again.
+    Parameters that FSDP2 also shards stay with transformers, because they have no gradient when a backward begins.
     """
     for module in model.modules():
         params = [param for param in module.parameters(recurse=False) if param.requires_grad]
@@ -46,7 +46,7 @@ def sum_gradients_once(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _remove_transformers_sum(module: nn.Module) -> bool:
-    """Remove transformers' sum of gradients from `module`; whether there was one."""
+    """Remove transformers' sum of gradients from `module`. Returns whether there was one."""
     found = False
     hooks: dict[Any, Any] = module._backward_hooks
     for own, keys in ((hooks, [*hooks]), (vars(module), ["forward"])):
@@ -64,17 +64,17 @@ def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_checkpointing(wrapped: nn.Module) -> None:
-    """Raise `ValueError` if checkpointing in `wrapped` is reentrant, and DDP looks for unused parameters."""
+    """Raise `ValueError` if gradient checkpointing is reentrant and DDP searches for unused parameters."""
     ddp = getattr(wrapped, "_orig_mod", wrapped)  # torch.compile's wrapper is the outermost
     if not isinstance(ddp, DistributedDataParallel) or not ddp.find_unused_parameters or ddp.static_graph:
         return
     for name, module in ddp.module.named_modules():
         if _is_reentrant(module) and any(param.requires_grad for param in module.parameters()):
             raise ValueError(
-                f"`gradient_checkpointing_kwargs={{'use_reentrant': True}}` under DDP with "
-                "`ddp_find_unused_parameters=True`, which is the default for a PEFT model: the first backward would "
-                f"fail, because DDP takes what is trained in `{name}` for unused. Set "
-                '`gradient_checkpointing_kwargs={"use_reentrant": False}`, or `ddp_find_unused_parameters=False`.'
+                f"`gradient_checkpointing_kwargs={{'use_reentrant': True}}` does not work under DDP with "
+                "`ddp_find_unused_parameters=True`, the default for a PEFT model: DDP would take the trained "
+                f"parameters of `{name}` for unused, and the first backward would fail. Set "
+                '`gradient_checkpointing_kwargs={"use_reentrant": False}` or `ddp_find_unused_parameters=False`.'
             )
 
 
@@ -85,15 +85,15 @@ def _is_reentrant(module: nn.Module) -> bool:
     return isinstance(function, partial) and bool(function.keywords.get("use_reentrant", True))  # torch's default
 
 
-_SMALLEST = 1024  # bytes worth a copy
+_SMALLEST = 1024  # bytes; copying less does not pay
 
 
 @contextmanager
 def activations_on_host(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within, autograd saves tensors on `device` in host memory instead, pinned if `device` is not the CPU.
+    """Make autograd keep the tensors that it saves in the `with` block on the host, pinned if `device` is not the CPU.
 
-    The weights of `model` stay where they are, as do small, expanded and sharded tensors. Values are the same bit for
-    bit. The copies live as long as the graph.
+    Only tensors on `device` move; weights of `model` and small, expanded or sharded tensors stay. Values are bitwise
+    equal. The copies live as long as the graph.
     """
     weights = {param.data_ptr() for param in model.parameters() if not isinstance(param.data, DTensor)}
     pinned = device.type != "cpu"

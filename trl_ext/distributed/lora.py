@@ -13,56 +13,55 @@ from .tensor_parallel import TensorParallel, tensor_parallel_mesh
 
 
 def keep_differentiable(model: nn.Module) -> None:
-    """Keep 4-bit layers of `model` out of bitsandbytes' format for inference on a CPU.
+    """Keep bitsandbytes from converting 4-bit layers of `model` to its CPU inference format, which has no gradient.
 
-    On a CPU with bf16 instructions the first forward in evaluation mode (a generation, an evaluation) converts a layer
-    for good, and no gradient flows through it from then on.
+    On a CPU with bf16 instructions, the first forward in evaluation mode would convert them permanently.
     """
     for module in model.modules():
         if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
-# Options that read or copy a layer's whole weight, of which a rank has a part; and the values that turn them off
+# Options that need a layer's whole weight, of which a rank has only a part -> values that turn them off
 _OPTIONS = {"use_dora": False, "modules_to_save": None, "target_parameters": None, "trainable_token_indices": None}
 
 
 def check_adapter(config: Any, ranks: TensorParallel) -> None:
-    """Check, before PEFT creates it, that an adapter works on a model split over `ranks`.
+    """Check that PEFT can create an adapter on a model that is split over `ranks`.
 
     Raises:
-        `ValueError`: it is not LoRA, an option needs whole weights, or FSDP2 has sharded the parts.
+        `ValueError`: it is not LoRA, an option needs whole weights, or FSDP2 also shards the model.
     """
     if ranks.copies > 1:
         raise ValueError(
-            f"The model is split over {ranks.size} ranks and sharded by FSDP2 over {ranks.copies} such groups "
-            "(`DistributedConfig`), and PEFT takes the width of an adapter from what one rank holds then. Train the "
-            "adapter with tensor parallelism over all ranks, or with FSDP2 or DDP alone."
+            f"`distributed_config` splits the model over {ranks.size} ranks and shards it with FSDP2 over "
+            f"{ranks.copies} such groups, where PEFT would make the adapter too narrow. Train the adapter with tensor "
+            "parallelism over all ranks, or with FSDP2 or DDP alone."
         )
     if config.peft_type != PeftType.LORA:
         raise ValueError(
-            f"`peft_config` is a `{type(config).__name__}`, and under tensor parallelism PEFT splits LoRA alone. Use a "
-            "`LoraConfig`, or train without tensor parallelism."
+            f"`peft_config` must be a `LoraConfig` under tensor parallelism, got a `{type(config).__name__}`, which "
+            "PEFT cannot split. Use a `LoraConfig`, or train without tensor parallelism."
         )
     for name, default in _OPTIONS.items():
         value = getattr(config, name, default)
         if value:
             raise ValueError(
-                f"`LoraConfig({name}={value!r})` under tensor parallelism: PEFT would take the part of a weight that a "
-                f"rank holds for the whole. Set `{name}={default!r}`, or train without tensor parallelism."
+                f"`LoraConfig({name}={value!r})` does not work under tensor parallelism: PEFT needs the whole weight, "
+                f"and each rank has only a part. Set `{name}={default!r}`, or train without tensor parallelism."
             )
     if config.init_lora_weights not in (True, False, "gaussian"):
         raise ValueError(
-            f"`LoraConfig(init_lora_weights={config.init_lora_weights!r})` under tensor parallelism: PEFT would form "
-            "the adapter from the part of a weight that a rank holds. Set it to `True` or `'gaussian'`, or save the "
-            "adapter from one process and load it."
+            f"`LoraConfig(init_lora_weights={config.init_lora_weights!r})` does not work under tensor parallelism: "
+            "PEFT needs the whole weight, and each rank has only a part. Set it to `True` or `'gaussian'`, or create "
+            "the adapter in one process, save it and load it."
         )
 
 
 def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
-    """Give PEFT's LoRA layers on a split model the whole width, which transformers' row-wise style reads from them.
+    """Set the whole width on the LoRA layers of a split model; PEFT sets the width of this rank's part.
 
-    PEFT gives a split factor the width of its part.
+    Transformers' row-wise split reads the whole width.
     """
     if not isinstance(model, PeftModel):
         return
@@ -73,9 +72,9 @@ def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
     if unsplit:
         kinds, right = ({name.rpartition(".")[2] for name in names} for names in (unsplit, layers.keys() - unsplit))
         raise ValueError(
-            f"`target_modules` of the LoRA adapter has {sorted(kinds)} in it, and under tensor parallelism PEFT splits "
-            "adapters of linear layers that are split by columns or by rows without more, and no others; there the "
-            f"gradients would be wrong. Leave them out: `target_modules={sorted(right - kinds)}`."
+            f"`target_modules` contains {sorted(kinds)}. Under tensor parallelism PEFT can only split adapters of "
+            "linear layers that are split by columns or by rows; gradients of others would be wrong. Set "
+            f"`target_modules={sorted(right - kinds)}`."
         )
     for layer in layers.values():
         for factor in _factors(layer):
@@ -83,9 +82,9 @@ def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
 
 
 def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, **keywords: Any) -> Any:
-    """`make(model, config, ...)`; under tensor parallelism the adapter starts with the values of a single process.
+    """Call `make(model, config, ...)`. Under tensor parallelism, initialize the adapter as a single process would.
 
-    PEFT alone would draw each rank's part of a factor on its own. Afterwards every rank has one random state.
+    PEFT alone would draw each rank's part of a factor independently. Afterwards all ranks have the same random state.
     """
     ranks = TensorParallel.of(model)
     if ranks is None:
@@ -104,13 +103,13 @@ def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, 
 
 
 def _draw_whole(layer: Any, name: str, init: bool | str) -> None:
-    """Draw the whole factors of an adapter in PEFT's order, and keep this rank's part of each."""
+    """Draw the whole factors of an adapter in PEFT's order, and keep this rank's part of each one."""
     held = [getattr(layer, kind) for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")]
     factors = [(by_name, by_name[name]) for by_name in held if name in by_name]
     for by_name, factor in factors:
         if isinstance(factor, nn.Parameter):
             by_name[name] = nn.Parameter(torch.randn(factor.shape))
-        elif isinstance(factor, nn.Linear):  # a convolution is drawn by `reset_lora_parameters` as it is
+        elif isinstance(factor, nn.Linear):  # PEFT does not split a convolution
             rows, columns = factor.weight.shape
             by_name[name] = nn.Linear(columns, rows, bias=factor.bias is not None)
     layer.reset_lora_parameters(name, init)
@@ -143,4 +142,4 @@ def _is_split_with_its_base(layer: Any) -> bool:
     if any(tensor_parallel_mesh(param) is not None for param in base.parameters(recurse=False)):
         factors = _factors(layer)
         return bool(factors) and sum(isinstance(factor.weight, DTensor) for factor in factors) * 2 == len(factors)
-    return getattr(base, "_hf_tp_plan", None) is None  # PEFT's mark of a whole layer that is in the plan
+    return getattr(base, "_hf_tp_plan", None) is None  # set on a layer of the plan, even if it is whole

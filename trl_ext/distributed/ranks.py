@@ -1,4 +1,4 @@
-"""The collectives of a trainer. A group of ranks that holds one model, or one sequence, counts as one process."""
+"""A trainer's collectives. Ranks that share one copy of the model, or one sequence, count as one process."""
 
 import uuid
 from contextlib import suppress
@@ -15,14 +15,14 @@ from .tensor_parallel import DataParallelAccelerator, TensorParallel
 
 
 class Ranks:
-    """Collectives for the parts of a trainer, and this rank's group, whose ranks must do the same."""
+    """Collectives for the parts of a trainer, and this rank's group, whose ranks must all do the same."""
 
     accelerator: Any = None  # accelerate's, or the proxy that counts each group as one process
     tensor_parallel: TensorParallel | None = None  # this rank's group
     sequence: SequenceGroup | None = None  # this rank's group
 
     def join(self, accelerator: Any, model: Any) -> Any:
-        """Find this rank's group; returns the accelerator to train with."""
+        """Find this rank's group. Returns the accelerator to train with."""
         self.tensor_parallel = TensorParallel.of(model)
         if self.tensor_parallel is not None:
             complete_adapters(model, self.tensor_parallel)
@@ -36,14 +36,14 @@ class Ranks:
 
     @property
     def group(self) -> TensorParallel | None:
-        """The ranks that must do the same as this one, once their process group exists."""
+        """This rank's group, once its process group exists."""
         if self.tensor_parallel is None and self.sequence is not None and self.sequence.processes is not None:
             return self.sequence.ranks
         return self.tensor_parallel
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP or DeepSpeed runs."""
+        """Whether the engine is FSDP or DeepSpeed."""
         state = self.accelerator.state
         return getattr(state, "fsdp_plugin", None) is not None or state.deepspeed_plugin is not None
 
@@ -62,17 +62,17 @@ class Ranks:
         return self.accelerator.device
 
     def check_same(self, ids: Tensor) -> None:
-        """Under tensor parallelism, raise if the ranks of one model get different batches."""
+        """Under tensor parallelism, raise `ValueError` if the ranks of this rank's group get different batches."""
         if self.tensor_parallel is not None:
             self.tensor_parallel.check_same(ids)
 
     def agreed(self, value: Any) -> Any:
-        """The value of the first of the ranks that hold this copy of the model together."""
+        """Return the `value` of the first rank of the tensor-parallel group."""
         tp = self.tensor_parallel
         return value if tp is None else tp.shared(value, self.device)
 
     def shared(self, value: Any) -> Any:
-        """The value of the first rank of this rank's group."""
+        """Return the `value` of the first rank of this rank's group."""
         group = self.group
         return value if group is None else group.shared(value, self.device)
 
@@ -96,13 +96,13 @@ class Ranks:
         return [value] if self.accelerator.num_processes == 1 else gather_object([value])
 
     def of_main(self, value: Any) -> Any:
-        """`value()` of the main process, which alone calls it, on all processes."""
+        """Call `value` on the main process only, and return its result on all processes."""
         values = [value() if self.accelerator.is_main_process else None]
         broadcast_object_list(values, from_process=0)
         return values[0]
 
     def writes_to(self, folder: Path) -> bool:
-        """Whether this process writes to a folder: the main one, and one on each node that does not see its files."""
+        """Return whether this process writes to `folder`: the main one, and one on each node that does not share it."""
         accelerator = self.accelerator
         if accelerator.num_processes == 1:
             return bool(accelerator.is_main_process)

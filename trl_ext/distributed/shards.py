@@ -1,4 +1,4 @@
-"""Which rank holds which rows of the head's weight, read without gathering them."""
+"""The rows of the head's weight that each rank holds, found without gathering the weight."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,13 +17,13 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 @dataclass(frozen=True)
 class ShardedWeight:
-    """A weight `(V, H)` whose rows are spread over a group of ranks, which is in the order of their rows."""
+    """A weight `(V, H)` whose rows are spread over the ranks of a group, in the order of the ranks."""
 
     engine: Literal["tensor parallel", "FSDP2", "ZeRO-3"]
     group: dist.ProcessGroup
-    ranges: list[list[tuple[int, int]]]  # for each rank, (first row, rows) of each of its blocks
-    # (first row, weight (v, H), bias (v,)) of each of this rank's blocks. A trained weight is one block, through which
-    # the gradient of this rank's rows flows back
+    ranges: list[list[tuple[int, int]]]  # for each rank, (first row, number of rows) of each of its blocks
+    # (first row, weight (v, H), bias (v,)) of each block of this rank. A trained weight is a single block, which gets
+    # the gradient of this rank's rows
     blocks: tuple[tuple[int, Tensor, Tensor | None], ...]
     trained: bool  # whether weight or bias gets a gradient
 
@@ -33,13 +33,13 @@ class ShardedWeight:
 
 
 def parameter_of(module: nn.Module, name: str) -> Any:
-    """`module.name` without ZeRO-3's hook, which gathers a parameter that is read as an attribute, and keeps it."""
+    """Return `module.name` without ZeRO-3's hook, which gathers a parameter when the attribute is read."""
     own = module._parameters
     return dict.__getitem__(own, name) if dict.__contains__(own, name) else getattr(module, name, None)
 
 
 def sharded_weight(lm_head: nn.Module) -> ShardedWeight | None:
-    """How the rows of a head's weight are spread; `None` if this rank has all of them, or must gather them."""
+    """Return how the rows of a head's weight are spread; `None` if this rank has all of them, or must gather them."""
     weight, bias = parameter_of(lm_head, "weight"), parameter_of(lm_head, "bias")
     if isinstance(weight, DTensor):
         return _of_dtensor(weight, bias)
@@ -47,16 +47,16 @@ def sharded_weight(lm_head: nn.Module) -> ShardedWeight | None:
 
 
 def whole_tensor(x: DTensor) -> Tensor:
-    """`x`, gathered. Its gradient is the mean over the ranks with different tokens, as under the engine."""
+    """Gather `x`. Its gradient is the mean over the ranks with different tokens, as the engine computes it."""
     names = x.device_mesh.mesh_dim_names or ("",) * x.device_mesh.ndim
-    # The ranks of a tensor parallel group have the same tokens, so each has the whole gradient
+    # The ranks of a tensor-parallel group have the same tokens, so each has the whole gradient
     placements = [Replicate() if name == "tp" else Partial() for name in names]
     own_tokens = prod(size for name, size in zip(names, x.device_mesh.shape, strict=True) if name != "tp")
     return scale_grad(x.full_tensor(grad_placements=placements), 1 / own_tokens)
 
 
 def is_zero3(parameter: Any) -> bool:
-    """Whether DeepSpeed may have partitioned this parameter."""
+    """Return whether ZeRO-3 may have partitioned this parameter."""
     return hasattr(parameter, "ds_tensor")
 
 
@@ -75,7 +75,7 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
         local, local_bias = weight.to_local(), None if bias is None else bias.to_local()
     else:
         return None
-    # A DTensor gives each rank ceil(V / R) rows, as long as there are any
+    # A DTensor gives each rank ceil(V / R) rows; the last ranks get fewer or none
     size = -(-weight.shape[0] // weight.device_mesh.size(axis))
     edges = [min(rank * size, weight.shape[0]) for rank in range(weight.device_mesh.size(axis) + 1)]
     ranges = [[(first, end - first)] for first, end in pairwise(edges)]
@@ -87,7 +87,7 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
 
 
 def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
-    """This rank's rows of `x`, gathered over the other mesh dimensions; the gradient is the mean over those."""
+    """Gather this rank's rows of `x` over the other mesh dimensions. The gradient is the mean over those."""
     others = [size for number, size in enumerate(x.device_mesh.shape) if number != axis]
     if not others:
         return x.to_local()
@@ -98,11 +98,14 @@ def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
 
 
 def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
-    """ZeRO-3 cuts the flat weight into equal parts. The rank where a row begins completes it if a cut splits it."""
+    """Return the shards of a weight that ZeRO-3 cuts into equal flat parts.
+
+    A row that a cut splits belongs to the rank that has its beginning; one all-gather completes such rows.
+    """
     part = weight.ds_tensor
     released = weight.ds_status.name == "NOT_AVAILABLE" and part.status.name == "AVAILABLE"
     released = released and part.device == weight.device  # not offloaded
-    # The gradient of a trained weight goes through DeepSpeed's hooks on the whole parameter
+    # A trained weight must be gathered: DeepSpeed's gradient hooks are on the whole parameter
     if weight.requires_grad or bias is not None or not released or hasattr(part, "ds_quant_scale"):
         return None
     rows, width = weight.ds_shape
@@ -122,9 +125,9 @@ def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
 
 
 def rows_of_parts(rows: int, width: int, size: int, ranks: int) -> list[list[tuple[int, int]]]:
-    """(first row, rows) of each block of each part, if a flat weight `(rows, width)` is cut every `size` elements.
+    """Return (first row, number of rows) of each block of each part of a flat weight `(rows, width)`.
 
-    A row that the end of a part splits is a second block. A part may hold only padding.
+    Each part has `size` elements. A row that the end of a part splits is a second block. A part may hold only padding.
     """
     ranges = []
     for start in range(0, ranks * size, size):
@@ -137,16 +140,17 @@ def rows_of_parts(rows: int, width: int, size: int, ranks: int) -> list[list[tup
 def blocks_of_part(
     flat: Tensor, rank: int, ranges: list[tuple[int, int]], width: int, heads: Tensor | None
 ) -> list[tuple[int, Tensor]]:
-    """(first row, rows) of each block of a rank's part `flat`: views of it, except a row that its end splits.
+    """Return (first row, rows) of each block of a rank's part `flat`: views, except for a row that its end splits.
 
-    `heads` `(R, width)` are the first elements of each part, if any part splits a row.
+    Args:
+        heads (`Tensor` of shape `(R, width)`, *optional*): the first elements of each part, needed if a row is split.
     """
     size, blocks = len(flat), []
     for first, count in ranges:
         start = first * width - rank * size
         stop = start + count * width
         if stop <= size:
-            # No element of a part that holds only padding: `start` is negative then
+            # Empty for a part that holds only padding, where `start` is negative
             blocks.append((first, flat[max(start, 0) : max(stop, 0)].view(count, width)))
         else:
             assert heads is not None

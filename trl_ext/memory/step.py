@@ -120,7 +120,7 @@ def _here(tensor: Tensor) -> Tensor:
 
 
 def _micro_batches(step: Step, model: Any, layout: Layout, records: "AllocationRecords") -> tuple[int, int, int]:
-    """Return the bytes of activations, of the head and of the highest total, with gradient accumulation if asked for."""
+    """Return the bytes of activations, of the head and of the highest total, also with gradient accumulation."""
     if step.accumulates and step.engine == "fsdp2":
         # Accelerate makes FSDP2 keep whole gradients on each rank until the last micro-batch
         model.set_requires_gradient_sync(False)
