@@ -61,17 +61,18 @@ def test_everything_that_has_moved_is_listed(monkeypatch):
     monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda seq_dict, seed=0: seq_dict)
     monkeypatch.setitem(sys.modules, "trl.cli.accelerate_config", None)
     assert moved() == [
-        "`trl.cli.accelerate_config` is gone, with `resolve_accelerate_config_argument`",
+        "`trl.cli.accelerate_config` is gone, and with it `resolve_accelerate_config_argument`",
         "`trl.trainer.dpo_trainer` has no `create_model_from_path`",
         "`trl.trainer.dpo_trainer.DPOTrainer` has no `compute_ref_log_probs`",
-        "`trl.trainer.grpo_trainer.shuffle_sequence_dict` takes `(seq_dict, seed=...)`, and took `(seq_dict)`",
+        "`trl.trainer.grpo_trainer.shuffle_sequence_dict` takes `(seq_dict, seed=...)` instead of `(seq_dict)`",
         "`trl.trainer.utils` has no `FusedCausalLMOutput`",
     ]
 
 
 def test_that_nothing_has_moved_is_kept(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.warns(UserWarning, match=r"is not tested with trl 1\.17\.0, but with trl<1\.17,>=1\.15 and") as warned:
+    tested = r"is not tested with trl 1\.17\.0; it is tested with trl<1\.17,>=1\.15 and"
+    with pytest.warns(UserWarning, match=tested) as warned:
         check_untested(LATER, TESTED)
     assert len(warned) == 1
     assert len(list((tmp_path / "trl_ext").iterdir())) == 1
@@ -108,7 +109,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
 
 def test_a_later_transformers_is_looked_at_too_and_ranks_beyond_the_first_do_not_warn(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.warns(UserWarning, match=r"is not tested with transformers 5\.99\.0, but with"):
+    with pytest.warns(UserWarning, match=r"is not tested with transformers 5\.99\.0; it is tested with"):
         check_untested({"trl": "1.16.0", "transformers": "5.99.0"}, TESTED)
     monkeypatch.setenv("RANK", "1")
     check_untested(LATER, TESTED)
@@ -165,10 +166,10 @@ def test_a_later_trl_whose_names_have_moved_is_one_error_that_lists_them(tmp_pat
         "- `trl.trainer.dpo_trainer` has no `create_model_from_path`",
         "- `trl.trainer.grpo_trainer.GRPOTrainer` has no `_buffered_inputs`",
         "- `trl.trainer.grpo_trainer.GRPOTrainer._calculate_rewards` takes "
-        "`(self, inputs, prompts, completions, completion_ids)`, and took "
+        "`(self, inputs, prompts, completions, completion_ids)` instead of "
         "`(self, inputs, prompts, completions, completion_ids_list)`",
-        "- `trl.trainer.grpo_trainer.GRPOTrainer._compute_loss` takes `(self, model, inputs, scale=...)`, "
-        "and took `(self, model, inputs)`",
+        "- `trl.trainer.grpo_trainer.GRPOTrainer._compute_loss` takes `(self, model, inputs, scale=...)` "
+        "instead of `(self, model, inputs)`",
     ]
 
 

@@ -66,8 +66,8 @@ def refused(rank: Rank, words: str, **options: Any) -> None:
     rank.checked = True
 
 
-COPIED = r"needs a copy of `.*lora_A.*`, .* partitioned by FSDP1\. Use another engine \(.*FSDP2\)"
-STALE = r"`sync_ref_model=True` under FSDP1: .* \(`fsdp_version: 2`\)"
+COPIED = r"needs a copy of the trained weight `.*lora_A.*`, which FSDP1 would partition\. Use ZeRO-2 or FSDP2"
+STALE = r"`sync_ref_model=True` does not work under FSDP1.* \(`fsdp_version: 2`\)"
 TRAINS: dict[str, dict[str, Any]] = {
     "dpo-full": {},
     "dpo-lora": {"lora": "fresh"},

@@ -315,7 +315,7 @@ def test_what_is_trained_and_not_saved_is_told(workshop, tmp_path):
     warnings = (
         build("dpo", trl_ext, workshop, tmp_path, norms_trained(workshop, tmp_path, "default")).explain().warnings
     )
-    assert "layernorm.weight` and 3 more is trained and is in no adapter" in warnings[-1]
+    assert "layernorm.weight` and 3 more is trained but belongs to no adapter" in warnings[-1]
     for policy in (one(workshop, tmp_path, "default"), drawn(base(workshop), lora_config(bias="all"), 0)):
         assert not build("dpo", trl_ext, workshop, tmp_path, policy).explain().warnings
 

@@ -55,21 +55,21 @@ def test_a_checkpoint_written_again_begins_empty_where_it_was_half_written(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_resuming_names_what_is_not_whole(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_resuming_names_incomplete_checkpoints(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     trainer = build("dpo", trl_ext, workshop.model("untied"), tmp_path, max_steps=2, save_total_limit=1)
     half = checkpoint(tmp_path, 9, ended=False)
-    with pytest.raises(ValueError, match=r"no complete checkpoint .*checkpoint-9 not written whole"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint .*checkpoint-9 incomplete"):
         trainer.train(resume_from_checkpoint=True)
     trainer.train()
     # Rotation leaves the last complete one, and not the half-written one of a higher number
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert trainer.args.save_total_limit == 1
     half = checkpoint(tmp_path, 9, ended=False)
-    with pytest.raises(ValueError, match=r"is no complete checkpoint.*\. The last complete one .* is checkpoint-2"):
+    with pytest.raises(ValueError, match=r"is not a complete checkpoint.*\. The last complete one .* is checkpoint-2"):
         trainer.train(resume_from_checkpoint=str(half))
     with caplog.at_level("WARNING", logger="trl_ext"):
         trainer.train(resume_from_checkpoint=True)
-    assert "checkpoint-9 was not written whole: training resumes from checkpoint-2" in caplog.text
+    assert "checkpoint-9 is incomplete. Training resumes from checkpoint-2" in caplog.text
 
 
 @settings(max_examples=200, deadline=None)
@@ -142,18 +142,18 @@ def test_auto_resumes_where_there_is_a_complete_checkpoint_and_else_begins(
     checkpoint(run, 9, ended=False)
     steps, (line,) = trained(3, "AUTO")
     assert steps == 1
-    assert line == "checkpoint-9 was not written whole: training resumes from checkpoint-2."
+    assert line == "checkpoint-9 is incomplete. Training resumes from checkpoint-2."
     # A folder of the user's by that name comes first, and `True` still wants a checkpoint
     monkeypatch.chdir(tmp_path)
     (tmp_path / "auto").mkdir()
-    with pytest.raises(ValueError, match="`resume_from_checkpoint='auto'` is no complete checkpoint"):
+    with pytest.raises(ValueError, match="`resume_from_checkpoint='auto'` is not a complete checkpoint"):
         trained(4)
     (run / "checkpoint-3").rename(tmp_path / "whole")
     (tmp_path / "auto").rmdir()
     (tmp_path / "whole").rename(tmp_path / "auto")
     assert trained(4) == (1, [])
     shutil.rmtree(run)
-    with pytest.raises(ValueError, match=r'no complete checkpoint.*"auto"` does so where there is none'):
+    with pytest.raises(ValueError, match=r'no complete checkpoint.*"auto"` to do so only if there is no checkpoint'):
         trained(4, "true")
 
 
@@ -190,9 +190,9 @@ def test_the_engine_of_a_checkpoint_is_told_by_its_files(written: str, tmp_path:
         if runs == written or (runs, written) in RESUMES or (deepspeed and "DeepSpeed" in (runs, written)):
             assert said is None, runs
             continue
-        named = f"{f'under {written}' if written else 'without FSDP and DeepSpeed'}, and {runs or 'DDP'} cannot resume"
+        named = f"{written or 'another engine than FSDP and DeepSpeed'}, and {runs or 'DDP'} cannot resume from it."
         assert said is not None
-        assert f"{tmp_path} was written {named} from it." in said
+        assert f"{tmp_path} was written under {named}" in said
         advice = {
             "FSDP with SHARDED_STATE_DICT": "accelerate merge-weights",
             "DeepSpeed ZeRO-3 on 2 processes": "fp32.py",
@@ -216,7 +216,7 @@ def test_one_process_refuses_what_it_cannot_load_and_says_what_it_lacks(
     with caplog.at_level("WARNING", logger="trl_ext"):
         again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2
-    assert caplog.text.count("checkpoint-1 has no state of the optimizer that can be loaded here") == 1
+    assert caplog.text.count("checkpoint-1 has no optimizer state that can be loaded here") == 1
 
 
 def test_a_weight_that_the_checkpoint_lacks_stays_as_it_is(workshop: Workshop, tmp_path: Path):

@@ -238,14 +238,14 @@ def columns(**changes: list[Any]) -> Any:
 
 GOOD = [1.0] * 8
 BAD_DATA = [
-    (columns(chosen_reward=None), "the train data set has no column `chosen_reward`, which the RPO loss types read"),
+    (columns(chosen_reward=None), "the train data set has no column `chosen_reward`. The RPO loss types read"),
     (
         columns(rejected_reward=[*GOOD[:5], math.nan, 0.0, 0.0]),
-        "`rejected_reward` of row 5 of the train data set is nan",
+        "`rejected_reward` must be a finite number, got nan in row 5 of the train data set",
     ),
-    (columns(rejected_reward=[*GOOD[:7], math.inf]), "`rejected_reward` of row 7 of the train data set is inf"),
-    (columns(chosen_reward=[1.0, None, *GOOD[2:]]), "`chosen_reward` of row 1 of the train data set is None"),
-    (columns(chosen_reward=["good"] * 8), "`chosen_reward` of row 0 of the train data set is 'good'"),
+    (columns(rejected_reward=[*GOOD[:7], math.inf]), "`rejected_reward` .* got inf in row 7 of the train data set"),
+    (columns(chosen_reward=[1.0, None, *GOOD[2:]]), "`chosen_reward` must .* got None in row 1 of the train data set"),
+    (columns(chosen_reward=["good"] * 8), "`chosen_reward` must .* got 'good' in row 0 of the train data set"),
 ]
 
 
@@ -254,7 +254,7 @@ BAD_DATA = [
 def test_a_bad_reward_is_named_with_its_row(
     streaming: bool, data: Any, message: str, workshop: Workshop, tmp_path: Path
 ):
-    """Before the first step; of a streaming data set, when the row is met."""
+    """The error comes before the first step; with a streaming dataset, when the row is read."""
     steps = []
     with pytest.raises(ValueError, match=message):
         run(
@@ -266,15 +266,15 @@ def test_a_bad_reward_is_named_with_its_row(
     assert streaming or not steps
 
 
-def test_of_rows_that_several_workers_read_the_worker_is_named(workshop: Workshop, tmp_path: Path):
+def test_a_bad_reward_names_the_worker_that_reads_it(workshop: Workshop, tmp_path: Path):
     data = columns(chosen_reward=[*GOOD[:5], math.nan, 0.0, 0.0]).to_iterable_dataset(num_shards=2)
-    with pytest.raises(ValueError, match="`chosen_reward` of row 1 of those that worker 1 reads of the train data set"):
+    with pytest.raises(ValueError, match="`chosen_reward` must .* in row 1 of worker 1's part of the train data set"):
         run(trl_ext, workshop, tmp_path, loss_type="rpo_squared", train_dataset=data, dataloader_num_workers=2)
 
 
 def test_evaluation_data_are_checked_too(workshop: Workshop, tmp_path: Path):
     options = {"loss_type": "rpo_squared", "eval_strategy": "steps", "eval_steps": 1}
-    with pytest.raises(ValueError, match="row 2 of the eval data set is nan"):
+    with pytest.raises(ValueError, match="got nan in row 2 of the eval data set"):
         run(
             *(trl_ext, workshop, tmp_path),
             eval_dataset=columns(chosen_reward=[0.0, 0.0, math.nan, *GOOD[3:]]),

@@ -167,7 +167,7 @@ def test_a_checkpoint_of_stock_trl_resumes_with_the_same_prompts_and_says_what_i
     stock = Run("grpo", trl, workshop.model("untied"), tmp_path / "stock", max_steps=3)
     with caplog.at_level("WARNING", logger="trl_ext"):
         resumed = Run("grpo", trl_ext, workshop.model("untied"), tmp_path / "ours", (stock.output, 2))
-    assert "are lost: the checkpoint lacks them, for example because `save_only_model`" in caplog.text
+    assert "are lost: the checkpoint does not have them, for example because `save_only_model`" in caplog.text
     _, prompts_of_the_cycle = whole.generations[0]
     assert resumed.generations == [(2, prompts_of_the_cycle), *whole.after(3)]
 
@@ -235,11 +235,11 @@ def test_a_reference_that_follows_the_policy_goes_on_where_the_checkpoint_stood(
     alone = Run(name, trl_ext, model, tmp_path / "alone", **moving)
     resumed = Run(name, trl_ext, model, tmp_path / "resumed", (alone.output, 2), **moving)
     assert same(resumed.weights, alone.weights)
-    assert "begins again" not in caplog.text
+    assert "starts again" not in caplog.text
     (alone.output / "checkpoint-2" / "reference_weights.safetensors").unlink()
     with caplog.at_level("WARNING", logger="trl_ext"):
         resumed = Run(name, trl_ext, model, tmp_path / "without", (alone.output, 2), **moving)
-    assert "checkpoint-2 does not have the weights of the reference that `sync_ref_model` moves" in caplog.text
+    assert "checkpoint-2 has no weights of the reference, which `sync_ref_model` moves" in caplog.text
     assert not same(resumed.weights, alone.weights)
 
 
@@ -283,7 +283,7 @@ ENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo, a stream": ("grpo", {"max_steps": 5, "streaming": True}),
 }
 FAST_ENDS = ("dpo", "dpo, whole epochs", "grpo, LoRA")
-NOTHING_LEFT = r"checkpoint-(\d) was written after optimizer step \1, and training ends after step \1: nothing is left"
+NOTHING_LEFT = r"Training is already finished: \S*checkpoint-(\d) is at optimizer step \1 of \1\."
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST_ENDS)) for x in ENDS])

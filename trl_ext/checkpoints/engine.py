@@ -54,7 +54,7 @@ def why_not_loaded(folder: Path, runs: str, engine: str) -> str | None:
     merges = "`zero_to_fp32.py` in it" if written.startswith("DeepSpeed") else "`accelerate merge-weights`"
     anew = "start a new run from its weights." if has_weights else f"merge its weights with {merges} for a new run."
     return (
-        f"{folder} was written {f'under {written}' if written else 'without FSDP and DeepSpeed'}, and {runs or engine} "
+        f"{folder} was written under {written or 'another engine than FSDP and DeepSpeed'}, and {runs or engine} "
         f"cannot resume from it. Launch with the engine that wrote it, or {anew}"
     )
 

@@ -1,4 +1,4 @@
-"""Choices that TRL's arguments accept, methods that subclasses override, and the output of TRL's fused head."""
+"""Values that TRL's arguments accept, methods that subclasses may override, and the output of TRL's fused head."""
 
 from dataclasses import dataclass
 
@@ -12,16 +12,16 @@ __all__ = ["FusedCausalLMOutput", "maybe_gather_lm_head_ctx", "resolve_accelerat
 
 @dataclass
 class FusedCausalLMOutput(TRLFusedCausalLMOutput):
-    """TRL's output of the scoring forward, with one field more.
+    """TRL's output of the scoring forward, with one more field.
 
     Args:
-        mean_log_probs (`torch.Tensor`, same shape as `log_probs`): mean log-prob over the vocabulary, per token.
+        mean_log_probs (`torch.Tensor`, *optional*): mean log-prob over the vocabulary, same shape as `log_probs`.
     """
 
     mean_log_probs: torch.Tensor | None = None
 
 
-# TRL notices an unknown value only in the first step, without naming the argument
+# TRL raises an error for an unknown value only in the first step, and does not name the argument
 DPO_LOSS_TYPES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
@@ -35,11 +35,11 @@ ADVANTAGE_CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }
 
-# Reward functions also get the columns of the data set, and `environments` if there are any
+# Reward functions also get the columns of the dataset, and `environments` if there are any
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 REWARD_COLUMNS_LEFT_OUT = ("prompt", "completion", "completion_ids")
 
-# The methods that a subclass overrides to replace a part of a trainer
+# Part of a trainer -> the methods that a subclass can override to replace it
 REPLACEABLE = {
     "loss": ("_compute_loss", "compute_loss"),
     "rollouts": ("_generate",),

@@ -15,7 +15,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from .choices import FusedCausalLMOutput
 from .replaced import module_of, next_of, replaced
 
-# Columns of a batch with a value for each pair, which no model gets
+# Columns of a batch with one value per pair, which are not model inputs
 _PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "chosen_reward", "rejected_reward")
 
 
@@ -28,7 +28,7 @@ class _Wrapper:
 
 
 class Recorded(_Wrapper):
-    """A model that keeps the `outputs` of its last scoring forward."""
+    """A model that records the `outputs` of its last scoring forward."""
 
     outputs: Any = None
 
@@ -40,7 +40,7 @@ class Recorded(_Wrapper):
 
 
 class _AsIfAlone(_Wrapper):
-    """An accelerator that gathers from this rank only."""
+    """An accelerator whose gathers return only this rank's values."""
 
     def gather(self, tensor: Any) -> Any:
         return tensor
@@ -50,7 +50,7 @@ class _AsIfAlone(_Wrapper):
 
 
 class DPOInternals(Protocol):
-    """What this file reads or replaces of TRL's trainer."""
+    """The members of TRL's trainer that this file reads or replaces."""
 
     accelerator: Any
     args: Any
@@ -74,7 +74,7 @@ class DPOInternals(Protocol):
 def trl_loss(
     trainer: DPOInternals, model: Any, batch: dict[str, Any], return_outputs: bool = False, but: Collection[str] = ()
 ) -> Any:
-    """TRL's loss of its loss types except those in `but`; 0.0 if none is left."""
+    """Compute TRL's loss for the loss types that are not in `but`; 0.0 if none is left."""
     kept = [x for x in zip(trainer.loss_types, trainer.loss_weights, strict=True) if x[0] not in but]
     with replaced(trainer, loss_types=[x for x, _ in kept], loss_weights=[x for _, x in kept]):
         return next_of(trainer)._compute_loss(model, batch, return_outputs)
@@ -83,7 +83,7 @@ def trl_loss(
 def recompute_trl_loss(
     trainer: DPOInternals, outputs: Any, batch: dict[str, Any], but: Collection[str], sums: Any = None
 ) -> Any:
-    """The loss of `outputs`, without metrics; with `sums`, these are the reference's log-probs."""
+    """Compute TRL's loss again from `outputs`, without logging. `sums` replace the reference's summed log-probs."""
     given: dict[str, Any] = {}
     if sums is not None:
         batch = {**batch, "ref_chosen_logps": sums[0], "ref_rejected_logps": sums[1]}
@@ -104,7 +104,7 @@ def reference_sums(trainer: DPOInternals, batch: dict[str, Any]) -> tuple[torch.
 
 @contextmanager
 def metrics_of_this_rank(trainer: DPOInternals) -> Iterator[dict[str, list[float]]]:
-    """Within, TRL logs only this rank's rows, into the yielded dict."""
+    """Make TRL log only this rank's rows, into the yielded dict, in the `with` block."""
     found: dict[str, list[float]] = defaultdict(list)
     alone = _AsIfAlone(trainer.accelerator)
     with replaced(trainer, _metrics=dict.fromkeys(trainer._metrics, found), accelerator=alone, _total_train_tokens=0):
@@ -132,7 +132,7 @@ def drop_reward_metrics(trainer: DPOInternals) -> None:
 
 
 def pairs_not_repeated(trainer: DPOInternals, pairs: int) -> int:
-    """How many of this rank's `pairs` are not repeats with which Accelerate fills up the last batch."""
+    """Return how many of this rank's `pairs` are not repeats that Accelerate adds to fill the last batch."""
     replaceable = trainer.ref_model is not None and not isinstance(trainer.ref_model, torch.nn.Module)
     replaceable = replaceable or trainer.precompute_ref_logps
     accelerator, state = trainer.accelerator, trainer.accelerator.gradient_state
@@ -145,7 +145,7 @@ def pairs_not_repeated(trainer: DPOInternals, pairs: int) -> int:
 def loss_of_first_pairs(
     trainer: DPOInternals, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
 ) -> Any:
-    """`loss` of the first `pairs` of a batch, from `outputs` of the whole batch."""
+    """Compute `loss` of the first `pairs` of a batch, from `outputs` of the whole batch, without gradients."""
     every = len(batch["completion_mask"]) // 2
     rows = torch.arange(2 * every, device=batch["completion_mask"].device)
     rows = rows[rows % every < pairs]
@@ -166,7 +166,7 @@ def loss_of_first_pairs(
 
 @contextmanager
 def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> Iterator[None]:
-    """Within, TRL's loss reads these `(2B, S - 1)` log-probs, or, for None, the sums in the batch's columns."""
+    """Make TRL's loss read `log_probs` `(2B, S - 1)` in the `with` block; `None` means the sums in the batch."""
     outputs = FusedCausalLMOutput(log_probs=log_probs)
     with replaced(trainer, ref_model=lambda **_: outputs, precompute_ref_logps=log_probs is None):
         yield
@@ -196,7 +196,7 @@ def holds_images(trainer: DPOInternals) -> bool:
 
 
 def training_columns(trainer: DPOInternals, dataset: Dataset) -> Dataset:
-    """The data set with only the columns that the collator gets."""
+    """Return the dataset with only the columns that the collator gets."""
     return trainer._remove_unused_columns(dataset, description="training")
 
 
@@ -208,7 +208,7 @@ def made_as_reference(trainer: DPOInternals, load: Callable[[], Any]) -> Any:
 
 
 def recorded_loads(loaded: list[tuple[Any, Callable[[], Any]]]) -> dict[str, Any]:
-    """Replacements for names of TRL's module: each model that `__init__` loads goes into the list, with its loader."""
+    """Return replacements for names of TRL's module that add each loaded model to `loaded`, with its loader."""
     original = module_of(trl.DPOTrainer).create_model_from_path
 
     def create(*positional: Any, **keywords: Any) -> Any:

@@ -18,7 +18,11 @@ from .replaced import module_of, names_replaced, next_of, replaced
 
 
 def nan_rewards_noted(reward: Any, noted: set[int]) -> Any:
-    """The reward function, which puts into `noted` the places of completions that it gives NaN; a model as it is."""
+    """Wrap a reward function to add to `noted` the indices of completions that it gives NaN. Models are returned as is.
+
+    Raises:
+        `TypeError`: the function does not return a number or None for each completion.
+    """
     if isinstance(reward, nn.Module):
         return reward
 
@@ -33,7 +37,7 @@ def nan_rewards_noted(reward: Any, noted: set[int]) -> Any:
             name = getattr(reward, "__name__", type(reward).__name__)
             raise TypeError(
                 f"`reward_funcs`: `{name}` returned {rewards!r:.80} for {len(completions)} completions. Return a list "
-                "with a number for each of them, or None where the function does not apply."
+                "with a number for each completion, or None where the function does not apply."
             )
         return given
 
@@ -56,7 +60,7 @@ _VISION_INPUTS = (
 
 
 def sequence_parallelism_hidden(config: Any) -> AbstractContextManager[None]:
-    """Within, TRL's `GRPOConfig` does not find the context or sequence parallelism that it refuses."""
+    """Hide context or sequence parallelism, which TRL's `GRPOConfig` refuses, in the `with` block."""
     asked = config.parallelism_config
     hidden = asked is not None and (asked.cp_enabled or asked.sp_enabled)
     return replaced(config, **({"parallelism_config": None} if hidden else {}))
@@ -67,7 +71,7 @@ def has_images(batch: dict[str, Any]) -> bool:
 
 
 class GRPOInternals(Protocol):
-    """What this file reads or replaces of TRL's trainer."""
+    """The members of TRL's trainer that this file reads or replaces."""
 
     accelerator: Any
     args: Any
@@ -101,7 +105,10 @@ def metrics_set_aside(trainer: GRPOInternals) -> AbstractContextManager[None]:
 def answered_by(
     trainer: GRPOInternals, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
 ) -> AbstractContextManager[None]:
-    """Within, TRL's pass of `model` over `batch` returns `answer`: log-probs, entropies, router loss. Others run."""
+    """Make TRL's pass of `model` over `batch` return `answer` (log-probs, entropies, router loss) in the `with` block.
+
+    Other passes run.
+    """
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     unanswered = getattr(trainer, PASS)
 
@@ -116,7 +123,7 @@ def answered_by(
 def completion_log_probs(
     trainer: GRPOInternals, model: Any, batch: dict[str, Any], **options: Any
 ) -> tuple[Any, Any, Any]:
-    """TRL's own pass, or a subclass's, over the rows of `batch`."""
+    """Run TRL's log-prob pass, or a subclass's, over the rows of `batch`."""
     return getattr(trainer, PASS)(
         model,
         torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
@@ -140,7 +147,7 @@ def own_step(trainer: GRPOInternals) -> str | None:
 
 
 class Generation:
-    """TRL's generation, with its log-prob passes deferred; `rewards` are those of the last call."""
+    """TRL's generation, with its log-prob passes deferred. `rewards` holds those of the last call."""
 
     def __init__(self, trainer: GRPOInternals) -> None:
         self.trainer = trainer
@@ -182,7 +189,7 @@ class Generation:
         return replaced(trainer, **noted)
 
     def gave_nan(self) -> torch.Tensor:
-        """The completions of the batch, `(B,)` over all ranks, to which a reward gave NaN itself."""
+        """Return which completions of all ranks got NaN from a reward function or model, `(B,)` bool."""
         accelerator, device = self.trainer.accelerator, self.rewards.device
         of_rank = torch.zeros(len(self.rewards) // accelerator.num_processes, dtype=torch.bool, device=device)
         of_rank[torch.tensor(sorted(self.gave_nan_at), dtype=torch.long, device=device)] = True
@@ -191,7 +198,7 @@ class Generation:
 
 
 class Buffer:
-    """TRL's generation buffer: its slices, and where in it training stands."""
+    """TRL's generation buffer: its slices, and training's position in it."""
 
     def __init__(self, trainer: GRPOInternals) -> None:
         self.trainer = trainer
@@ -207,7 +214,7 @@ class Buffer:
         return len(loader) if has_length(loader) else None
 
     def to_come(self) -> list[dict[str, Any]]:
-        """The slices that come before the next generation, the present one first; it is last again if it recurs."""
+        """Return the slices left before the next generation, the present one first; if it recurs, it is also last."""
         step, buffer = self.trainer._step, self.trainer._buffered_inputs
         if buffer is None:
             return []
@@ -215,13 +222,13 @@ class Buffer:
         return [buffer[(step + i) % len(buffer)] for i in range(min(every - step % every, len(buffer) + 1))]
 
     def keep(self, inputs: dict[str, Any], entries: dict[str, Any]) -> None:
-        """Add `entries` to the slice of `inputs`, if it recurs."""
+        """Add `entries` to the slice of `inputs`, if it is trained on again."""
         to_come = self.to_come()
         if to_come and any(x is to_come[0] for x in to_come[1:]) and _same_rows(inputs, to_come[0]):
             to_come[0].update(entries)
 
     def with_kept(self, inputs: dict[str, Any], name: str) -> dict[str, Any]:
-        """`inputs` with an entry of its slice that a subclass has left out."""
+        """Return `inputs` with the entry `name` of its slice, if a subclass left it out."""
         for present in self.to_come()[:1]:
             if name in present and name not in inputs and "old_per_token_logps" in inputs:
                 return {**inputs, name: present[name]} if _same_rows(inputs, present) else inputs

@@ -1,7 +1,7 @@
-"""Checks that untested releases of TRL and transformers still have the names that this package uses.
+"""Checks that untested releases of TRL and transformers still have the names that trl_ext uses.
 
-`names.py` lists the names, with the parameters of each function. The user's cache folder keeps a passed check: a check
-takes as long as importing TRL's trainers, and the fingerprint of the files takes milliseconds.
+`names.py` lists the names, with the parameters of each function. A check takes as long as importing TRL's trainers, so
+the user's cache folder records each passed check under a fingerprint of the files.
 """
 
 import hashlib
@@ -28,34 +28,34 @@ _MISSING = object()
 
 
 def check_untested(found: Mapping[str, str], tested: Mapping[str, SpecifierSet]) -> None:
-    """Warn, once in a launch, that the `found` version of a package is not among the `tested` ones.
+    """Warn on the first rank that the `found` version of a package is not among the `tested` ones.
 
     Raises:
-        `ImportError`: names have moved; the message lists them.
+        `ImportError`: names are gone or take other parameters; the message lists them.
     """
     lines = _moved_since_last_check(found)
     untested = " and ".join(f"{name} {found[name]}" for name in found if found[name] not in tested[name])
     known = " and ".join(f"{name}{versions}" for name, versions in tested.items())
     if lines:
         raise ImportError(
-            f"trl_ext {__version__} does not work with {untested}, where internals that it uses have moved. Install "
-            f"{known}, or a later trl_ext. Moved:\n" + "\n".join(f"- {line}" for line in lines)
+            f"trl_ext {__version__} does not work with {untested}, because internals that it uses have changed. "
+            f"Install {known}, or a later trl_ext. Changed:\n" + "\n".join(f"- {line}" for line in lines)
         )
     if os.environ.get("RANK", "0") == "0":
         warnings.warn(
-            f"trl_ext {__version__} is not tested with {untested}, but with {known}. Every internal name that it uses "
-            "is unchanged: training works unless their behavior has changed. A later trl_ext may be tested with them.",
+            f"trl_ext {__version__} is not tested with {untested}; it is tested with {known}. All internals that it "
+            "uses are there, but their behavior may have changed. Check for a later trl_ext.",
             stacklevel=2,
         )
 
 
 def moved(names: Mapping[str, Mapping[str, tuple[str, ...]]] = NAMES) -> list[str]:
-    """A line for each of the names that is gone or takes other parameters."""
+    """Return a line for each name that is gone or takes other parameters."""
     return [line for owner, of_owner in names.items() for line in _moved(owner, of_owner)]
 
 
 def parameters_of(owner: Any, name: str) -> str | None:
-    """The parameters of a function or a dataclass; `""` for other names, and `None` for missing ones.
+    """Return the parameters of a function or dataclass; `""` for other names, and `None` for missing ones.
 
     Args:
         owner (`Any`): a module or a class. The names of a class include each `self.name` and quoted word in its source.
@@ -81,20 +81,20 @@ def _moved(owner: str, names: Mapping[str, tuple[str, ...]]) -> list[str]:
         found = None
     found = getattr(found, class_name, None) if class_name else found
     if found is None:
-        return [f"`{place}` is gone, with {', '.join(f'`{name}`' for name in names)}"]
+        return [f"`{place}` is gone, and with it {', '.join(f'`{name}`' for name in names)}"]
     lines = []
     for name, accepted in names.items():
         parameters = parameters_of(found, name)
-        if parameters is None or (accepted and not parameters):  # gone, or not a function any more
+        if parameters is None or (accepted and not parameters):  # gone, or no longer a function
             lines.append(f"`{place}` has no `{name}`")
         elif accepted and parameters not in accepted:
-            lines.append(f"`{place}.{name}` takes `{parameters}`, and took `{accepted[-1]}`")
+            lines.append(f"`{place}.{name}` takes `{parameters}` instead of `{accepted[-1]}`")
     return lines
 
 
 @cache
 def _named_in(owner: Any) -> frozenset[str]:
-    """Each `self.name` and each quoted word in the source of a class and of its bases."""
+    """Return each `self.name` and each quoted word in the source of a class and its bases."""
     if not inspect.isclass(owner):
         return frozenset()
     modules = {cls.__module__ for cls in owner.__mro__} - {"builtins"}
@@ -103,7 +103,7 @@ def _named_in(owner: Any) -> frozenset[str]:
 
 
 def _moved_since_last_check(found: Mapping[str, str]) -> list[str]:
-    """What `moved` finds. An empty file in the user's cache folder stands for an earlier check that found nothing."""
+    """Return the lines of `moved`. An empty file in the user's cache folder records a check that found none."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "trl_ext"
     path = folder / f"unmoved-{_fingerprint(found)}"
     with suppress(OSError):
@@ -111,14 +111,14 @@ def _moved_since_last_check(found: Mapping[str, str]) -> list[str]:
             return []
     lines = moved()
     if not lines:
-        with suppress(OSError):  # the next import checks again then
+        with suppress(OSError):  # on an error, the next import checks again
             folder.mkdir(parents=True, exist_ok=True)
             path.touch()
     return lines
 
 
 def _fingerprint(found: Mapping[str, str]) -> str:
-    """A hash of the versions, the files of TRL and of transformers' trainer, and the list of names."""
+    """Return a hash of the versions, of TRL's and transformers' file sizes and times, and of the list of names."""
     facts: list[Any] = [dict(found), NAMES]
     for package, pattern in (("trl", "**/*.py"), ("transformers", "*.py")):
         spec = find_spec(package)

@@ -1,4 +1,4 @@
-"""Names of TRL that are replaced for the duration of a block, such as its `__init__`."""
+"""Replaces names of TRL for the duration of a `with` block, such as a call of TRL's `__init__`."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of `owner` (a module, a trainer, a config) for the duration of the block."""
+    """Set attributes of `owner` (a module, a trainer, a config) in the `with` block, and restore them afterwards."""
     before = {name: vars(owner).get(name, _ABSENT) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -31,7 +31,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-# The names of each trainer's module that are replaced
+# The names that may be replaced in each trainer's module
 _OF_BOTH = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_model")
 REPLACED: dict[type, tuple[str, ...]] = {
     trl.DPOTrainer: (*_OF_BOTH, "create_model_from_path", "hash_module"),
@@ -41,25 +41,25 @@ REPLACED: dict[type, tuple[str, ...]] = {
 
 
 def names_replaced(trainer_class: type, **names: Any) -> AbstractContextManager[None]:
-    """Replace `names` of a trainer's module, among those that `REPLACED` lists, for the duration of the block."""
+    """Replace `names` of a trainer's module, which `REPLACED` must list, in the `with` block."""
     assert names.keys() <= set(REPLACED[trainer_class]), names.keys()
     return replaced(module_of(trainer_class), **names)
 
 
 def next_of(trainer: Any) -> Any:
-    """The methods that follow ours: TRL's, or those of a user's class between ours and TRL's."""
+    """Return the methods after ours in the method resolution order: TRL's, or those of a mixin before TRL's."""
     ours = next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
     return super(ours, trainer)
 
 
 def module_of(trainer_class: type) -> Any:
-    """The module in which a trainer looks up its helper functions."""
+    """Return the module in which a trainer looks up its helper functions."""
     return sys.modules[trainer_class.__module__]
 
 
 @contextmanager
 def unrecorded_pass(trainer: Any) -> Iterator[None]:
-    """Within, call a model of `trainer` without gradients and gradient checkpointing, as TRL does."""
+    """Turn off gradients and gradient checkpointing in the `with` block, as TRL does for passes without a loss."""
     with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
         yield
 
@@ -68,22 +68,22 @@ def unrecorded_pass(trainer: Any) -> Iterator[None]:
 def built_with(
     trainer_class: type, config: Any, attach: Callable[..., None], make_adapter: Any, *, copies: bool, **others: Any
 ) -> Iterator[None]:
-    """Within, `trainer_class.__init__` attaches each model's scoring head with `attach(model, **options)`.
+    """Make `trainer_class.__init__` attach each model's scoring head with `attach(model, **options)` in the block.
 
-    TRL's trainers call the `add_fused_lm_head` of their module on the policy and on the reference model, when both
+    TRL's trainers call the `add_fused_lm_head` of their module on the policy and on the reference model, after both
     exist and before they precompute reference log-probs. They have no method to override at that point.
 
     Args:
-        config (`Any`): of the trainer. TRL rejects `padding_free=True`.
+        config (`Any`): the trainer's config. `padding_free=True` is hidden, because TRL rejects it.
         make_adapter (`Callable`): called with PEFT's `get_peft_model` and its arguments.
         copies (`bool`): whether TRL may copy an adapter as the reference.
-        others (`Any`): replace further names of the module.
+        others (`Any`): further names of the module and their replacements.
     """
     module = module_of(trainer_class)
     names = {"add_fused_lm_head": attach, "get_peft_model": partial(make_adapter, module.get_peft_model), **others}
     if not (getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False)):
         names["BaseTunerLayer"] = _NoAdapter
-    if not copies:  # the first call of `is_peft_model` answers False
+    if not copies:  # TRL copies an adapter if its first call of `is_peft_model` returns True
         answers = chain([lambda model: False], repeat(module.is_peft_model))
         names["is_peft_model"] = lambda model: next(answers)(model)
     hidden = {"padding_free": False} if getattr(config, "padding_free", None) else {}
@@ -92,4 +92,4 @@ def built_with(
 
 
 class _NoAdapter:
-    """Replaces `BaseTunerLayer`: no head is an instance of it, so TRL accepts an adapter on the head."""
+    """Replaces `BaseTunerLayer`, so that TRL's `isinstance` check does not refuse an adapter on the LM head."""

@@ -15,7 +15,7 @@ def check_reward_columns(names: Collection[str], where: str) -> None:
     if missing:
         raise ValueError(
             f"{where} has no column {' and no column '.join(missing)}. The RPO loss types read the reward of each "
-            "completion from it. Add the column, with a number in each row, or remove RPO from `loss_type`."
+            "completion there. Add a number for each row, or remove RPO from `loss_type`."
         )
 
 

@@ -1,1 +1,1 @@
-"""The trainers."""
+"""`DPOTrainer`, `GRPOTrainer` and their parts."""

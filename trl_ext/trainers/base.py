@@ -1,7 +1,7 @@
-"""The base of `DPOTrainer` and `GRPOTrainer`: what both override of TRL's trainer, in the order in which it runs.
+"""The base of `DPOTrainer` and `GRPOTrainer`: the methods of TRL's trainer that both override, in the order they run.
 
-Read it first. The trainer decides little itself: each step calls one of the parts that `_begin` creates (`_ranks`,
-`_scorer`, `_reference_weights`, `_checkpoints`, `_non_finite`), which are plain objects in files of their own.
+Read it first. Each step calls one of the parts that `_begin` creates (`_ranks`, `_scorer`, `_reference_weights`,
+`_checkpoints`, `_non_finite`). A part is a plain object in its own file.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ _ADDED_BY_LOSS = {
 
 
 class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
-    """The base of our trainers, listed before TRL's."""
+    """The base class of the trainers, which precedes TRL's trainer in their bases."""
 
     _trl_trainer: type
     _config_class: type
@@ -67,15 +67,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _first_step_ran = False
     _loss_reached = False  # whether our `compute_loss` ran
     _bypasses_loss = False  # whether it did not run in the first training step
-    _scored_elsewhere: str | None = None  # what scores the policy instead of our forward
+    _scored_elsewhere: str | None = None  # why our forward does not score the policy
 
     # 1. Construction: `_begin`, TRL's `__init__` within `_built`, `_ready`
 
     def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-        """Before TRL's `__init__`: check the arguments, and create the parts. Returns the arguments by name."""
+        """Check the arguments and create the parts, before TRL's `__init__`. Returns the arguments by name."""
         name = type(self).__name__
         if "tokenizer" in keywords:
-            raise TypeError(f"`tokenizer` of `{name}` is called `processing_class`, as in TRL. Rename it.")
+            raise TypeError(f"`{name}` has no argument `tokenizer`. Pass it as `processing_class`, as in TRL.")
         given = inspect.signature(self._trl_trainer.__init__).bind(self, *positional, **keywords).arguments  # type: ignore[misc]
         config = given.get("args")
         check_given(name, given, config, self._config_class)
@@ -91,9 +91,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @contextmanager
     def _built(self, given: dict[str, Any], **others: Any) -> Iterator[None]:
-        """Within, TRL's `__init__` uses our head and our adapters. `others` replace further names of its module."""
+        """Make TRL's `__init__` use our head and adapters in the `with` block. `others` replace more of its names."""
         config = given.get("args")
-        # After all checks of the arguments: this may activate another adapter
+        # Only after all arguments are checked, because this may activate another adapter
         adapters = AdapterChoice(given["model"], given.get("peft_config"), self._added, given.get("ref_model"), config)
         self._reference_weights.adapters, copies = adapters, adapters.trl_may_copy
         try:
@@ -116,10 +116,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._on_accelerator()
 
     def _on_accelerator(self) -> None:
-        """A hook for DPO and GRPO, called once the ranks are known."""
+        """Hook: called once the ranks are known."""
 
     def check_engine(self, wrapped: Any = None) -> None:
-        """Raise `ValueError` if another engine runs than was requested; called again with the `wrapped` model."""
+        """Raise `ValueError` if another engine runs than was requested. Called again with the `wrapped` model."""
         reason = engine_mismatch(self._requested, detect_engine(self.accelerator, self.model, wrapped))
         if reason is not None:
             raise ValueError(reason)
@@ -135,15 +135,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._reference_weights.take_policy(has_reference=self._has_reference())
 
     def _has_reference(self) -> bool:
-        """Whether the loss reads reference log-probs."""
+        """Return whether the loss reads reference log-probs."""
         return True
 
     def _entropy_has_gradient(self) -> bool:
-        """Whether the loss has a gradient through the entropies."""
+        """Return whether the loss has a gradient through the entropies."""
         return False
 
     def _ready(self, callbacks: Any) -> None:
-        """After TRL's `__init__`: check what is known only now, and add the callbacks."""
+        """Run the checks that need TRL's `__init__` to be done, and add the callbacks."""
         self._scorer.check(self.accelerator.device, padding_reason(self))
         check_packing_options(self._packing_facts())
         self.padding_free = self._packing_plan().padding_free
@@ -164,11 +164,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @property
     def scoring_forwards(self) -> list[Any]:
-        """The scoring forward of the policy, then that of the reference model if there is one."""
+        """The scoring forwards of the policy and, if there is one, of the reference model."""
         return self._scorer.forwards
 
     def _replaces(self, part: str) -> bool:
-        """Whether a subclass overrides one of the methods that `REPLACEABLE` lists for a `part`."""
+        """Return whether a subclass overrides one of the methods that `REPLACEABLE` lists for a `part`."""
         ours = next(cls for cls in type(self).__mro__ if "_trl_trainer" in vars(cls))
         return any(x in vars(self) or getattr(type(self), x) is not getattr(ours, x) for x in REPLACEABLE[part])
 
@@ -186,12 +186,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return plan_packing(self._packing_facts())
 
     def _make_plan(self) -> Plan:
-        """Decide which log-prob passes run; DPO and GRPO each define it."""
+        """Decide which log-prob passes run. DPO and GRPO implement it."""
         raise NotImplementedError
 
     @cached_property
     def plan(self) -> Any:
-        """The plan of this training; before training, the plan of the first time that it was read."""
+        """The plan of this training; before training, the plan made on first access."""
         return self._make_plan()
 
     def _plan_again(self) -> None:
@@ -214,7 +214,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @contextmanager
     def reference_pass(self) -> Iterator[None]:
-        """Within, the policy's model gives the reference's outputs, without gradients."""
+        """Make the policy's model compute the reference's outputs, without gradients, in the `with` block."""
         with unrecorded_pass(self), self._reference_weights.entered():
             yield
 
@@ -245,19 +245,19 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             return super().train(self._checkpoints.find(resume_from_checkpoint), *positional, **keywords)
 
     def _before_training(self) -> None:
-        """A hook for DPO and GRPO, called first by `train`."""
+        """Hook: called first by `train`."""
 
     def _resumed(self, state: Any) -> None:
-        """A hook for DPO and GRPO: training begins, perhaps from a checkpoint."""
+        """Hook: called when training begins, perhaps from a checkpoint."""
 
     def _flush_store(self) -> None:
-        """A hook for DPO: an epoch, an evaluation or the training ends."""
+        """Hook: called at the end of an epoch, an evaluation and the training. DPO writes its store."""
 
     def _release_reference(self) -> None:
-        """A hook for DPO: an epoch or an evaluation ends, and a reference model may go."""
+        """Hook: called at the end of an epoch and an evaluation. DPO frees a reference model it no longer needs."""
 
     def _watched_step(self, step: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-        """Run TRL's training step. The first one shows whether a subclass's `compute_loss` calls ours."""
+        """Run TRL's training step. In the first one, find out whether a subclass's `compute_loss` calls ours."""
         if self._first_step_ran:
             return step(*positional, **keywords)
         self._loss_reached = self._scorer.policy.used = False
@@ -268,51 +268,54 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             if self._loss_reached or not added or not self._replaces("loss"):
                 raise
             raise RuntimeError(
-                f"{self._own_loss()} reads {error} of a batch, and does not call `super().compute_loss(...)`, which "
-                "adds it. Call it, or train with TRL's trainer."
+                f"{self._own_loss()} reads {error} from the batch, but does not call `super().compute_loss(...)`, "
+                "which adds it. Call it, or train with TRL's trainer."
             ) from error
         self._first_step_ran = True
         if not self._loss_reached:
             self._bypasses_loss = True
             if not self._scorer.policy.used:
-                self._scored_elsewhere = f"{self._own_loss()} scores the policy, without `fused_lm_head=True`."
+                self._scored_elsewhere = f"{self._own_loss()} scores the policy without `fused_lm_head=True`."
             self._loss_bypassed()
         return loss
 
     def _own_loss(self) -> str:
-        """A subclass's `compute_loss`, for messages."""
+        """Return the name of a subclass's `compute_loss`, for messages."""
         return f"`{type(self).__name__}.compute_loss`"
 
     def _bypassed_by(self) -> str | None:
-        """A subclass's `compute_loss`, if it does not call ours."""
+        """Return the name of a subclass's `compute_loss` if it does not call ours, else `None`."""
         return self._own_loss() if self._bypasses_loss else None
 
     def _loss_bypassed(self) -> None:
-        """Called after the first training step if a subclass's `compute_loss` did not call ours: plan again."""
+        """Plan again, after the first training step, if a subclass's `compute_loss` did not call ours."""
         if self._non_finite.action is not None:
             raise ValueError(
                 f"`on_non_finite_loss={self._non_finite.action!r}` needs `super().compute_loss(...)`, which "
-                f"{self._own_loss()} does not call. Call it, or leave the option unset."
+                f"{self._own_loss()} does not call. Call it, or leave `on_non_finite_loss` unset."
             )
         self._plan_again()
         if self.accelerator.is_main_process:
             logger.warning(
-                f"{self._own_loss()} does not call `super().compute_loss(...)`, so what this trainer adds to TRL's "
-                f"loss does not run. The plan is now:\n{self.explain()}"
+                f"{self._own_loss()} does not call `super().compute_loss(...)`, so this trainer's additions to TRL's "
+                f"loss do not run. The plan is now:\n{self.explain()}"
             )
 
     @contextmanager
     def _policy_scored(self, by: str | None = None) -> Iterator[None]:
-        """Within, our forward must score the policy, unless a subclass's method does (`by`): then the plan says so."""
+        """Require our forward to score the policy in the `with` block, unless a subclass's method does (`by`).
+
+        If that method scores it another way, the plan says so.
+        """
         with self._scorer.policy_scored(by is None):
             yield
         if by is not None and not self._scorer.policy.used and self._scored_elsewhere is None:
-            self._scored_elsewhere = f"{by} scores the policy, without `fused_lm_head=True`."
+            self._scored_elsewhere = f"{by} scores the policy without `fused_lm_head=True`."
             if self.accelerator.is_main_process:
                 logger.warning(f"The plan has changed:\n{self.explain()}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, with `skipped/*`, `tokens_fed/*` and `head/*`: totals of all ranks since the last log."""
+        """Log as TRL does, and add `skipped/*`, `tokens_processed/*` and `head/*`, summed over ranks since the last."""
         mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")
         totals = self.skipped.take(mode) | self.fed.take(mode)
         logs.update({f"{prefix}{name}": value for name, value in totals.items()})
@@ -336,7 +339,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Also load the weights of split models, and the trained adapter when the model has several."""
+        """Load as transformers does, and also weights of split models and the trained adapter of several."""
         with self._world_accelerator():
             if not self._checkpoints.load_weights(Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -361,7 +364,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             super().save_model(*positional, **keywords)
 
     def _world_accelerator(self) -> Any:
-        """Within, each rank counts as a process, because the accelerator decides who writes which file."""
+        """Count each rank as a process in the `with` block, because the accelerator decides which one writes a file."""
         return replaced(self, accelerator=self._ranks.every)
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
@@ -371,7 +374,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             card, changed = Path(self.args.output_dir) / "README.md", self._added_fields.changed(self.args)
             add_to_model_card(card, self.args, changed, self.explain())
 
-    # 5. Sequence groups: our forward splits the tokens, so transformers must neither split nor count a batch twice
+    # 5. Sequence parallelism: our forward splits the tokens, so transformers must not split or count a batch again
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
         if self._ranks.sequence is None:
@@ -379,7 +382,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return nullcontext, inputs
 
     def get_sp_size(self) -> int:
-        """1: the batches of a group are not split."""
+        """Return 1 in a sequence group, because transformers must not split its batches."""
         return 1 if self._ranks.sequence is not None else super().get_sp_size()
 
     def floating_point_ops(self, inputs: Any) -> int:

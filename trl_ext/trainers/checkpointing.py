@@ -1,4 +1,4 @@
-"""A trainer's checkpoints: marked until they are complete, and found again to resume from."""
+"""Writes a trainer's checkpoints, marked until they are complete, and finds the one to resume from."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ _SPELLED: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
 
 
 class Trainer(Protocol):
-    """What checkpoints read of a trainer."""
+    """The members of a trainer that `Checkpoints` reads."""
 
     accelerator: Any
     args: Any
@@ -55,12 +55,12 @@ class Checkpoints:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.resumes_from: Path | None = None  # the checkpoint of the present `train`
-        self.parts: list[Callable[[Path], None]] = []  # each writes a further part of a checkpoint, on every rank
+        self.resumes_from: Path | None = None  # the checkpoint of the current `train`
+        self.parts: list[Callable[[Path], None]] = []  # each writes its part of a checkpoint, on every rank
         self._keeps_optimizer = False
         self._put_off: list[Callable[[], None]] | None = None  # pushes and rotation, while a checkpoint is written
 
-    # Construction: transformers refuses to save the optimizer of a split model, so this class does
+    # Construction: transformers refuses to save the optimizer of a split model, so this class saves it
 
     def hide_optimizer(self) -> None:
         if self._is_split() and not self.trainer.args.save_only_model:
@@ -71,16 +71,16 @@ class Checkpoints:
             self.trainer.args.save_only_model = False
 
     def _is_split(self) -> bool:
-        """Whether transformers split the model over ranks when it loaded it."""
+        """Return whether transformers split the model over ranks when it loaded it."""
         return bool(getattr(self.trainer.model, "is_distributed_loading_by_transformers", False))
 
     # Resuming
 
     def find(self, requested: str | bool | None) -> str | None:
-        """The checkpoint to resume from. The main process looks for it, and all processes use what it finds.
+        """Return the checkpoint to resume from, as the main process finds it; `None` to start from the beginning.
 
         Raises:
-            `ValueError`: there is none, it is not complete, or the engine that runs cannot load it.
+            `ValueError`: there is none, it is not complete, or the current engine cannot load it.
         """
         if not requested:
             self.resumes_from = None
@@ -100,7 +100,7 @@ class Checkpoints:
         return path
 
     def _why_not_loaded(self, folder: Path) -> str | None:
-        """Why the engine that runs cannot resume from a checkpoint; `None` if it can."""
+        """Return why the current engine cannot resume from a checkpoint; `None` if it can."""
         accelerator, written_now = self.trainer.accelerator, ""
         runs = detect_engine(accelerator, self.trainer.model)
         if runs.fsdp_version is not None:
@@ -113,30 +113,33 @@ class Checkpoints:
         return why_not_loaded(folder, written_now, runs.name)
 
     def first_batch(self, begins: tuple[int, int]) -> tuple[int, int]:
-        """The epoch and batch to begin with: after the last epoch if no step is left.
+        """Return the epoch and batch to begin with: `begins`, or after the last epoch if no step is left.
 
-        Transformers would take one more step, because it checks for the last one only after a step.
+        Transformers would take one step too many, because it compares with `max_steps` only after a step.
         """
         if not self.is_finished:
             return begins
         state = self.trainer.state
         if self.trainer.accelerator.is_main_process:
             show(
-                f"{self.resumes_from} was written after optimizer step {state.global_step}, and training ends after "
-                f"step {state.max_steps}: nothing is left to train. Raise `max_steps` or `num_train_epochs`."
+                f"Training is already finished: {self.resumes_from} is at optimizer step {state.global_step} of "
+                f"{state.max_steps}. To train more, raise `max_steps` or `num_train_epochs`."
             )
         return state.num_train_epochs, 0
 
     @property
     def is_finished(self) -> bool:
-        """Whether the checkpoint to resume from has all optimizer steps."""
+        """Whether no optimizer step is left after the checkpoint to resume from."""
         return self.resumes_from is not None and self.trainer.state.global_step >= self.trainer.state.max_steps
 
     # Writing
 
     @contextmanager
     def written(self, folder: Path) -> Iterator[None]:
-        """Within, transformers writes a checkpoint, which is marked until it is complete. Pushes and rotation wait."""
+        """Mark the checkpoint that transformers writes in the `with` block until it is complete.
+
+        Pushing it and deleting old checkpoints wait until then.
+        """
         args, accelerator = self.trainer.args, self.trainer.accelerator
         rotate = module_of(transformers.Trainer).rotate_checkpoints
         steps: list[Callable[[], None]] = []
@@ -157,14 +160,14 @@ class Checkpoints:
             step()
 
     def push(self, push: Callable[[], None]) -> None:
-        """Push a checkpoint, once it is complete."""
+        """Push a checkpoint once it is complete."""
         if self._put_off is None:
             push()
         else:
             self._put_off.append(push)
 
     def save_optimizer(self, folder: str) -> bool:
-        """Write the optimizer and the scheduler of a split model; `False` for others, which transformers saves."""
+        """Write the optimizer and scheduler of a split model. Returns `False` for others, which transformers saves."""
         trainer = self.trainer
         if not self._is_split():
             return False
@@ -174,7 +177,7 @@ class Checkpoints:
         return True
 
     def load_optimizer(self, checkpoint: str | None) -> bool:
-        """Load what `save_optimizer` wrote, and warn if it is missing; `False` if transformers is to load it."""
+        """Load what `save_optimizer` wrote, and warn if it is missing. Returns `False` if transformers must load it."""
         trainer = self.trainer
         if checkpoint is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False
@@ -186,9 +189,9 @@ class Checkpoints:
         if not is_there:
             if trainer.accelerator.is_main_process and not self.is_finished:
                 logger.warning(
-                    f"{folder} has no state of the optimizer that can be loaded here: it was written with "
-                    "`save_only_model=True`, under another engine or, by tensor parallelism, on other ranks. The "
-                    "optimizer and the learning rate start from scratch: the result differs from an uninterrupted run."
+                    f"{folder} has no optimizer state that can be loaded here: it was written with "
+                    "`save_only_model=True`, by another engine, or with another tensor-parallel split. The optimizer "
+                    "and the learning rate schedule start anew, so the result differs from an uninterrupted run."
                 )
             return True
         if not self._is_split():
@@ -198,7 +201,7 @@ class Checkpoints:
         return True
 
     def load_weights(self, folder: Path) -> bool:
-        """Load weights that transformers would miss, or cannot load into a split model; `False` for others."""
+        """Load weights that transformers would miss or cannot load into a split model. Returns `False` for others."""
         trainer, model = self.trainer, self.trainer.model
         if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False
@@ -210,33 +213,33 @@ class Checkpoints:
     # Adapters
 
     def policy_folder(self, checkpoint: str) -> str:
-        """Where PEFT saves the trained adapter in a checkpoint: a folder of its name, unless it is the default one."""
+        """Return PEFT's folder of the trained adapter in a checkpoint: one of its name, unless it is "default"."""
         model = self.trainer.model
         name = model.active_adapter if isinstance(model, PeftModel) else "default"
         folder = Path(checkpoint) / name
         return str(folder) if name != "default" and folder.is_dir() else checkpoint
 
     def load_default_adapter(self, checkpoint: str) -> None:
-        """Load it if it is trained beside other adapters, where transformers loads only those that have a folder."""
+        """Load the adapter "default" if it is trained and there are others, which alone transformers would load."""
         model = self.trainer.model
         several = isinstance(model, PeftModel) and len(model.peft_config) > 1
         if several and model.active_adapter == "default" and (Path(checkpoint) / PEFT_CONFIG_NAME).exists():
             model.load_adapter(checkpoint, "default", is_trainable=True)
 
     def warnings(self) -> list[str]:
-        """A warning about trained weights that PEFT does not save, if there are any."""
+        """Return a warning about trained weights that PEFT does not save, if there are any."""
         beside = trained_beside(self.trainer.model) if isinstance(self.trainer.model, PeftModel) else []
         if not beside:
             return []
         more = f" and {len(beside) - 1} more" if beside[1:] else ""
         return [
-            f"`{beside[0]}`{more} is trained and is in no adapter: PEFT saves adapters only, so neither a checkpoint "
-            "nor `save_model` has it. Name its module in `modules_to_save`, or freeze it."
+            f"`{beside[0]}`{more} is trained but belongs to no adapter. PEFT saves only adapters, so checkpoints and "
+            "`save_model` would lose it. Add its module to `modules_to_save`, or freeze it."
         ]
 
 
 def _found(requested: str | bool, run: Path) -> str | None:
-    """The checkpoint to resume from, which is complete; `None` to train from the beginning."""
+    """Return the complete checkpoint to resume from; `None` to start from the beginning."""
     complete, interrupted = complete_checkpoints(run), half_written(run)
     text, path = str(requested), Path(str(requested))
     means = requested if isinstance(requested, bool) else None if path.exists() else _SPELLED.get(text.lower())
@@ -244,8 +247,8 @@ def _found(requested: str | bool, run: Path) -> str | None:
         if path.is_dir() and not is_complete(path):
             others = f" The last complete one in {run} is {complete[-1].name}." if complete else ""
             raise ValueError(
-                f"`resume_from_checkpoint={text!r}` is no complete checkpoint: it was interrupted while it was "
-                f"written, or is a folder of another kind.{others} `True` takes the last complete one in `output_dir`."
+                f"`resume_from_checkpoint={text!r}` is not a complete checkpoint: writing it was interrupted, or it is "
+                f"another kind of folder.{others} Pass True to use the last complete one in `output_dir`."
             )
         return text
     if means is False:
@@ -254,16 +257,16 @@ def _found(requested: str | bool, run: Path) -> str | None:
         last = complete[-1]
         later = [path.name for path in interrupted if step_of(path) > step_of(last)]
         if later:
-            logger.warning(f"{', '.join(later)} was not written whole: training resumes from {last.name}.")
+            logger.warning(f"{', '.join(later)} is incomplete. Training resumes from {last.name}.")
         elif means == "auto":
             show(f'`resume_from_checkpoint="auto"`: training resumes from {last}.')
         return str(last)
-    names = f": {', '.join(path.name for path in interrupted)} not written whole" if interrupted else ""
-    none = f"no complete checkpoint is in `output_dir` ({run}){names}"
+    names = f"; {', '.join(path.name for path in interrupted)} incomplete" if interrupted else ""
+    none = f"no complete checkpoint is in `output_dir` ({run}{names})"
     if means == "auto":
         show(f'`resume_from_checkpoint="auto"`: {none}. Training starts from the beginning.')
         return None
     raise ValueError(
-        f"`resume_from_checkpoint=True`, but {none}. Leave it off to train from the beginning; "
-        '`"auto"` does so where there is none.'
+        f"`resume_from_checkpoint=True`, but {none}. Leave it off to start from the beginning, or pass "
+        '`"auto"` to do so only if there is no checkpoint.'
     )

@@ -1,6 +1,6 @@
 """DPO: TRL's trainer with our scoring forward and a store of reference log-probs.
 
-Each method of TRL's that DPO changes is here, or in `base.py` if GRPO changes it too.
+The methods of TRL's trainer that DPO overrides are here; those that GRPO also overrides are in `base.py`.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from ..compat import dpo as internals
 from ..config import AddedDPOFields, check_loss_types, warn_of_ignored_smoothing
-from ..config import DPOConfig as DPOConfig  # where earlier pickles of it, `training_args.bin`, look
+from ..config import DPOConfig as DPOConfig  # earlier `training_args.bin` files refer to it here
 from ..distributed.shards import parameter_of
 from ..losses.preference import READ_REWARDS
 from ..losses.reward_columns import REWARD_COLUMNS, RewardCollator, check_reward, check_reward_columns
@@ -29,15 +29,15 @@ from .checked_data import check_rows_are_left, checked_pairs
 from .dpo_loss import DPOLoss
 from .dpo_reference import DPOReference
 
-_ROWS_CHECKED = 1000  # of the training data, if the tokenizer has more tokens than the model
+_ROWS_CHECKED = 1000  # rows of the training data to check if the tokenizer has more tokens than the model
 
 
 class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     """
-    TRL's [`~trl.DPOTrainer`], with per-token log-probs that are exact and a reference that scores each sequence once:
-    same arguments, losses and metrics.
+    TRL's [`~trl.DPOTrainer`] with exact per-token log-probs, and a reference that scores each sequence only once.
 
-    Takes [`DPOConfig`], or TRL's own config (then the added fields have their defaults).
+    Arguments, losses and metrics are the same. Pass a [`DPOConfig`], or TRL's config to use the defaults of the added
+    fields.
     """
 
     data_collator: Any
@@ -53,8 +53,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         config, ref_model = given.get("args"), given.get("ref_model")
         if isinstance(ref_model, str):
             raise TypeError(
-                f"`ref_model={ref_model!r}` is a name, and must be a model. Load it: "
-                "`AutoModelForCausalLM.from_pretrained(...)`; leave it out if it is the model before training."
+                f"`ref_model={ref_model!r}` is a name, but must be a model. Load it with "
+                "`AutoModelForCausalLM.from_pretrained(...)`, or omit it if it is the model before training."
             )
         self._dpo_loss = DPOLoss(self, self._ranks, self._scorer)
         self._dpo_reference = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
@@ -65,7 +65,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 self._dpo_loss.columns = REWARD_COLUMNS
             warn_of_ignored_smoothing(config)
         self._scorer.smoothed = bool(self._added.sft_label_smoothing)
-        # Once a checkpoint is there, so are the log-probs that were scored before it
+        # A checkpoint must not exist without the log-probs that were scored before it
         self._checkpoints.parts.append(lambda _: self._dpo_reference.flush())
         loaded = self._dpo_reference.loaded
         with self._built(given, **internals.recorded_loads(loaded)):
@@ -84,10 +84,10 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if rows is not None:
             check_token_ids(internals.largest_token_ids(self.train_dataset, _ROWS_CHECKED), rows, tokens)
 
-    # Built: data sets, then models, then precomputed log-probs
+    # Construction: datasets, then models, then precomputed log-probs
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        """TRL's own, on rows that have been checked."""
+        """Check the rows, then prepare them as TRL does."""
         where = f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]"
         has_template, has_end = processing_class.chat_template is not None, self._tokenizer.eos_token is not None
         dataset = checked_pairs(dataset, where, has_template=has_template, has_end=has_end)
@@ -101,13 +101,13 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._signature_columns = [*columns, *(x for x in self._dpo_loss.columns if x not in columns)]
 
     def _attach_model(self, model: Any, **options: Any) -> None:
-        """Replaces TRL's `add_fused_lm_head`. Once both models are there, the reference is registered."""
+        """Attach the exact head, and register the reference once both models exist."""
         is_policy = not self._scorer.forwards
         super()._attach_model(model, **options)
         if is_policy:
             weight = parameter_of(model.get_output_embeddings(), "weight")
             self._dpo_loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
-        # A reference model that was released is attached again when it is loaded
+        # Not again for a reference model that was released and is attached again
         if not self._dpo_reference.registered and (self.ref_model is None or model is self.ref_model):
             self._dpo_reference.register()
 
@@ -124,10 +124,10 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._dpo_reference.precompute(dataset, name, batch_size)
         return dataset
 
-    # Trained: a batch
+    # Training: a batch
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Transformers' own, except for rewards: under DeepSpeed it rounds every float to half precision."""
+        """Prepare as transformers does, but keep rewards in fp32, which DeepSpeed would round to half precision."""
         rewards = {name: inputs[name].to(self.args.device) for name in self._dpo_loss.columns if name in inputs}
         if not rewards:
             return super()._prepare_inputs(inputs)
@@ -139,7 +139,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's own loss, on reference log-probs from where the plan says."""
+        """Compute TRL's loss with reference log-probs from the source in the plan."""
         self._loss_reached = True
         self._ranks.check_same(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
@@ -171,14 +171,14 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
         return self.ref_model().log_probs
 
-    # Trained: the run
+    # Training: the run
 
     def _before_training(self) -> None:
         self._dpo_reference.refresh_if_adapters_changed()
         self._dpo_reference.training_began = True
 
     def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
-        """TRL's own, with the current reference."""
+        """Evaluate as TRL does, with the current reference."""
         self._dpo_reference.refresh_if_adapters_changed()
         return super().evaluation_loop(*positional, **keywords)
 
@@ -195,7 +195,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
 @contextmanager
 def _recorded_log_probs(model: Any) -> Iterator[list[torch.Tensor]]:
-    """Within, the list gets the log-probs that `model` scores, without those of prompt learning's virtual tokens."""
+    """Record the log-probs that `model` scores in the `with` block, without virtual tokens of prompt tuning."""
     scored: list[torch.Tensor] = []
 
     def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
@@ -222,7 +222,7 @@ def _with_rewards(dataset: Any, where: str, columns: tuple[str, ...]) -> Any:
 def _checked(example: dict[str, Any], row: int, where: str) -> dict[str, Any]:
     worker = get_worker_info()
     if worker is not None and worker.num_workers > 1:
-        where = f"those that worker {worker.id} reads of {where}"
+        where = f"worker {worker.id}'s part of {where}"
     for column in REWARD_COLUMNS:
         check_reward(example.get(column), column, f"row {row} of {where}")
     return example

@@ -1,4 +1,4 @@
-"""The DPO loss of a batch: metrics of all ranks, the terms that TRL lacks, and TRL's own without overflow."""
+"""The DPO loss of a batch: TRL's terms without overflow, the terms that TRL lacks, and metrics of all ranks."""
 
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from ..scoring.scorer import Scorer
 
 
 class Trainer(internals.DPOInternals, Protocol):
-    """What the loss reads of a trainer."""
+    """The members of a trainer that the loss reads."""
 
     beta: float
     label_smoothing: float
@@ -24,21 +24,21 @@ class Trainer(internals.DPOInternals, Protocol):
 
 
 class DPOLoss:
-    """The loss of one trainer."""
+    """Computes the DPO loss of one trainer."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer) -> None:
         self.trainer, self.ranks, self.scorer = trainer, ranks, scorer
         self.classes = 0
         self.columns: tuple[str, ...] = ()
-        self.counted: list[int] | None = None  # the tokens of a batch's passes, if gathered with its metrics
+        self.counted: list[int] | None = None  # token counts of a batch's passes, if gathered with its metrics
 
     @property
     def options(self) -> AddedDPOFields:
-        """Read at each use, because a user may change `trainer.args`."""
+        """The added fields, read at each use because a user may change `trainer.args`."""
         return AddedDPOFields.of(self.trainer.args)
 
     def of_batch(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
-        """Replaces TRL's `_compute_loss`. Metrics are of all ranks, from one gather."""
+        """Compute the loss in place of TRL's `_compute_loss`. One gather makes the metrics those of all ranks."""
         trainer = self.trainer
         if trainer.accelerator.state.num_processes == 1:
             return self._of_rank(model, batch, return_outputs)
@@ -91,7 +91,7 @@ class DPOLoss:
         return (loss, result[1]) if return_outputs else loss
 
     def _of_trl(self, model: Any, batch: dict[str, Any], return_outputs: bool, but: set[str]) -> Any:
-        """TRL's terms. Those whose exponentials overflow are computed again, with a reference nearer to the policy."""
+        """Compute TRL's terms. Terms whose exponentials overflow use reference log-probs nearer to the policy's."""
         trainer, exponentials = self.trainer, {}
         given = {"beta": trainer.beta, "label_smoothing": trainer.label_smoothing}
         given["alpha"] = trainer.f_alpha_divergence_coef

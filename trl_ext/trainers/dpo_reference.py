@@ -1,4 +1,4 @@
-"""DPO's reference log-probs: from the store, the user's columns or a pass, as the plan says for each batch."""
+"""DPO's reference log-probs, which each batch gets from the store, the user's columns or a pass, as planned."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ _ROWS_CHECKED_TOGETHER = 64
 
 
 class Host(internals.DPOInternals, Protocol):
-    """What the reference reads of a trainer. It sets only `ref_model`, to release or load one."""
+    """The members of a trainer that the reference reads. It sets only `ref_model`, to release or load one."""
 
     train_dataset: Any
     eval_dataset: Any
@@ -52,12 +52,12 @@ class Host(internals.DPOInternals, Protocol):
 class DPOReference:
     """The reference of one trainer, the host.
 
-    Made before TRL's `__init__`. The trainer calls `register` when policy and reference model are there and whole.
+    The trainer makes it before TRL's `__init__`, and calls `register` once policy and reference model exist, unsharded.
     """
 
     def __init__(self, host: Host, ranks: Ranks, scorer: Scorer, weights: ReferenceOfPolicy) -> None:
         self.host, self.ranks, self.scorer, self.weights = host, ranks, scorer, weights
-        self.loaded: list[tuple[Any, Callable[[], Any]]] = []  # by TRL, with their loaders
+        self.loaded: list[tuple[Any, Callable[[], Any]]] = []  # models that TRL loaded, with their loaders
         self.registered = self.training_began = False
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
         self._shared: str | None = None  # a tensor of the reference model that training changes
@@ -71,13 +71,13 @@ class DPOReference:
 
     @property
     def options(self) -> AddedDPOFields:
-        """Read at each use, because a user may change `trainer.args`."""
+        """The added fields, read at each use because a user may change `trainer.args`."""
         return AddedDPOFields.of(self.host.args)
 
-    # When the trainer is built
+    # Construction
 
     def register(self) -> None:
-        """Find out what the reference is, and check the data sets' columns."""
+        """Find out what the reference is, and check the columns of the datasets."""
         host, self.registered = self.host, True
         self._describe()
         if self.kind == "model":
@@ -90,9 +90,9 @@ class DPOReference:
         overrides = type(host).compute_ref_log_probs is not trl.DPOTrainer.compute_ref_log_probs
         if host.args.precompute_ref_log_probs and overrides and not all(self.with_columns.values()):
             raise ValueError(
-                f"`{type(host).__name__}` overrides `compute_ref_log_probs`, which `precompute_ref_log_probs=True` "
-                "does not call here: log-probs are stored for each token. Give the values of your own as the columns "
-                "`ref_chosen_logps` and `ref_rejected_logps` of the data sets, or remove the override."
+                f"`precompute_ref_log_probs=True` does not call `{type(host).__name__}.compute_ref_log_probs`, because "
+                "trl_ext stores a log-prob per token. Put your values into the dataset columns `ref_chosen_logps` and "
+                "`ref_rejected_logps`, or remove the override."
             )
         for name, dataset in self.datasets():
             if self.with_columns[name] and isinstance(dataset, Dataset):
@@ -106,7 +106,11 @@ class DPOReference:
         self._on, self._adapters = self.weights.adapters_on, self._policy_adapters()
 
     def refresh(self) -> None:
-        """Find out what the reference is now: a checkpoint or the user may have loaded or deleted an adapter "ref"."""
+        """Find out what the reference is now, after an adapter "ref" may have been loaded or deleted.
+
+        Raises:
+            `ValueError`: the reference is another one than that which scored the precomputed log-probs.
+        """
         if self.weights.own is None:
             return
         before = self._on
@@ -115,9 +119,9 @@ class DPOReference:
             return
         if before != self._on and self.host.args.precompute_ref_log_probs:
             raise ValueError(
-                "`precompute_ref_log_probs=True` scored the data with the reference that was there when the trainer "
-                'was built, and an adapter named "ref" has come or gone since, which makes another reference. Load or '
-                "delete it before building the trainer, or set `precompute_ref_log_probs=False`."
+                "`precompute_ref_log_probs=True` scored the data when the trainer was built, and the reference has "
+                'changed since then: an adapter named "ref" was loaded or deleted. Load or delete it before you build '
+                "the trainer, or set `precompute_ref_log_probs=False`."
             )
         self._uncacheable = None
         if not self.ranks.is_sharded:
@@ -163,7 +167,7 @@ class DPOReference:
         return ReferenceWeights(model, self._on)
 
     def _identify(self) -> str:
-        """The identity of the reference; its facts go into `self._facts`."""
+        """Return the identity of the reference. The facts that make it go into `self._facts`."""
         weights, accelerator, args = self._weights(), self.ranks.accelerator, self.host.args
         gathering = maybe_gather_lm_head_ctx, accelerator.is_main_process
         with nullcontext() if self.weights.own is None else self.weights.own.copies_in_place():
@@ -185,13 +189,13 @@ class DPOReference:
         args, own = self.host.args, self.kind != "model"
         random_in, rope = weights.dropout(in_training=own), weights.rope_of_batch()
         if random_in:
-            return f"dropout is on in it (`{random_in}`): same distribution, other random draws"
+            return f"it has dropout (`{random_in}`): same distribution, other random draws"
         if args.neftune_noise_alpha is not None and self.weights.own is not None:
-            return "its embeddings are the policy's, with the noise of `neftune_noise_alpha`: other random draws"
+            return "it shares the policy's embeddings, with the noise of `neftune_noise_alpha`: other random draws"
         if own and (args.bf16_full_eval or args.fp16_full_eval):
             name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
-            return f"`{name}` casts the policy when it is evaluated, and the reference with it"
-        return f'its positions (`rope_type="{rope}"`) follow the longest sequence of each batch' if rope else None
+            return f"`{name}` casts the policy in evaluations, and the reference with it"
+        return f'its positions (`rope_type="{rope}"`) depend on the longest sequence of each batch' if rope else None
 
     def plan(self) -> DPOPlan:
         args = self.host.args
@@ -199,19 +203,19 @@ class DPOReference:
         with_columns = tuple(name for name, there in columns.items() if there)
         not_storable = None
         if self.weights.moves:
-            not_storable = "it is moved towards the policy during training (`sync_ref_model`)"
+            not_storable = "it moves towards the policy during training (`sync_ref_model`)"
             if with_columns:
                 raise ValueError(
-                    f"Rows of {' and '.join(f'`{name}`' for name in with_columns)} bring fixed reference log-probs in "
-                    "`ref_chosen_logps` and `ref_rejected_logps`, and `sync_ref_model` moves the reference. Remove the "
-                    "columns, or set `sync_ref_model=False`."
+                    "`sync_ref_model=True` changes the reference, but the columns `ref_chosen_logps` and "
+                    f"`ref_rejected_logps` of {' and '.join(f'`{name}`' for name in with_columns)} fix its log-probs. "
+                    "Remove the columns, or set `sync_ref_model=False`."
                 )
         elif internals.holds_images(self.host):
-            not_storable = "the data hold images, by which the store cannot tell two sequences apart"
+            not_storable = "the data contains images, and the store identifies sequences by their tokens only"
         if args.precompute_ref_log_probs and not_storable:
             raise ValueError(
-                f"The reference cannot be precomputed: {not_storable}. Set `precompute_ref_log_probs=False`, or keep "
-                "the reference as it is."
+                f"`precompute_ref_log_probs=True`, but the reference cannot be precomputed: {not_storable}. Set it to "
+                "False, or keep the reference fixed."
             )
         trained, varies = self._shared, self._varies
         if self.kind != "model":
@@ -228,7 +232,7 @@ class DPOReference:
             storage=self.options.reference_store,
             folder=str(self.options.folder),
             not_storable=not_storable,
-            drifts=f"it changes in training, which moves `{trained}`, a tensor that it reads" if trained else None,
+            drifts=f"it changes in training, because it shares the trained weight `{trained}`" if trained else None,
             varies=varies,
             uncacheable=self._uncacheable,
             own_loss=self.host._bypassed_by(),
@@ -238,7 +242,7 @@ class DPOReference:
     # For each batch
 
     def supplied(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
-        """Within, TRL's loss reads the batch's reference log-probs from where the plan says."""
+        """Give TRL's loss the batch's reference log-probs from the planned source, in the `with` block."""
         plan = self.host.plan
         if from_columns:
             check_batch(inputs)
@@ -253,7 +257,7 @@ class DPOReference:
         return internals.reference_given(self.host, None if from_columns else log_probs)
 
     def _pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
-        """The reference's log-probs of `batch`, from the policy as `prepared` by Accelerate, or as before training."""
+        """Score `batch` with the reference: its own model, or the policy, `prepared` by Accelerate or not yet."""
         model = self._model(prepared)
         with unrecorded_pass(self.host), self.weights.entered():
             return internals.score_as_reference(self.host, model, batch)
@@ -304,16 +308,16 @@ class DPOReference:
         if self.kind == "model" or (host.plan.gone_in_training and self.training_began):
             raise ValueError(
                 "Some sequences have no reference log-probs, and the reference is gone: with "
-                "`precompute_ref_log_probs=True` and no `ref_model` it is the model before training, which scored the "
-                "trainer's own data sets. Give these data as `eval_dataset` when the trainer is built, pass a "
-                "`ref_model`, or set `precompute_ref_log_probs=False`."
+                "`precompute_ref_log_probs=True` and no `ref_model`, the model before training scored only the "
+                "trainer's datasets. Pass this data as `eval_dataset` when you build the trainer, pass a `ref_model`, "
+                "or set `precompute_ref_log_probs=False`."
             )
         return host.model if prepared else internals.policy_before_training(self.host)
 
     # Memory
 
     def release(self) -> None:
-        """Drop a reference model that TRL loaded, if no data set of the run needs it any more."""
+        """Free a reference model that TRL loaded, once no dataset of the run needs it."""
         host, accelerator = self.host, self.ranks.accelerator
         if host.ref_model is None or self._load is None or self._uncacheable or not self._holds_all_data():
             return
@@ -335,13 +339,13 @@ class DPOReference:
         if not same or self.stored.difference(self._pass, self.ranks.device) is not None:
             host.ref_model = None
             raise ValueError(
-                "The reference model was released from memory when every sequence had been scored, and is needed for "
-                f"others now; but what lies at {model.config._name_or_path!r} is no longer the same model. Put it "
-                "back, or pass a `ref_model`, which is kept."
+                "The reference model was freed after it had scored every sequence. New sequences need it, but "
+                f"{model.config._name_or_path!r} is no longer the same model. Restore it, or pass a `ref_model`, which "
+                "stays in memory."
             )
 
     def _holds_all_data(self) -> bool:
-        """Whether the store has every sequence of the run's data sets."""
+        """Return whether the store has every sequence of the run's datasets."""
         if self.host.plan.source != "store":
             return False
         evaluates, columns = self.host.args.eval_strategy != "no", self.with_columns
@@ -351,7 +355,7 @@ class DPOReference:
         return all(count[0] for count in self.ranks.gather_counts([int(held)]))
 
     def _holds(self, dataset: Dataset) -> bool:
-        """Whether the store has this rank's part of `dataset`."""
+        """Return whether the store has this rank's part of `dataset`."""
         dataset = internals.training_columns(self.host, dataset)
         accelerator, step = self.ranks.accelerator, _ROWS_CHECKED_TOGETHER
         starts = range(accelerator.process_index * step, len(dataset), accelerator.num_processes * step)

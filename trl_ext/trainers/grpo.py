@@ -1,6 +1,6 @@
-"""GRPO: TRL's trainer with our scoring forward, without the passes, rows and tokens that cannot change anything.
+"""GRPO: TRL's trainer with our scoring forward, without work that cannot change the gradient.
 
-Each override of TRL's methods is here, or in `base.py` if DPO shares it.
+The methods of TRL's trainer that GRPO overrides are here; those that DPO also overrides are in `base.py`.
 """
 
 import functools
@@ -18,7 +18,7 @@ from transformers.training_args import OptimizerNames
 from ..compat import CORRECTS_TRUNCATED_SAMPLING
 from ..compat import grpo as internals
 from ..config import AddedGRPOFields
-from ..config import GRPOConfig as GRPOConfig  # where earlier pickles of it, `training_args.bin`, look
+from ..config import GRPOConfig as GRPOConfig  # earlier `training_args.bin` files refer to it here
 from ..distributed.gradients import activations_on_host
 from ..packing.support import has_dropout, trains_expert_modules
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
@@ -35,10 +35,11 @@ logger = logging.getLogger("trl_ext")
 
 class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     """
-    TRL's [`~trl.GRPOTrainer`] with exact per-token log-probs, without the passes, rows and tokens that cannot change
-    anything: same arguments, losses and metrics.
+    TRL's [`~trl.GRPOTrainer`] with exact per-token log-probs, without forward passes, completions and tokens that
+    cannot change the gradient.
 
-    Takes [`GRPOConfig`], or TRL's own config (then the added fields have their defaults).
+    Arguments, losses and metrics are the same. Pass a [`GRPOConfig`], or TRL's config to use the defaults of the added
+    fields.
     """
 
     _trl_trainer = trl.GRPOTrainer
@@ -71,12 +72,12 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._ready(given.get("callbacks"))
         self._make_plan()  # a wrong argument is an error here, not at the first step
         if self._ranks.tensor_parallel is not None:
-            set_seed(self.args.seed + self._ranks.tensor_parallel.copy)  # TRL's seed differs between ranks
+            set_seed(self.args.seed + self._ranks.tensor_parallel.copy)  # TRL seeds each rank differently
         self._check_data()
 
     def _check_data(self) -> None:
         rolled_out = self.rollout_func is not None or self._replaces("generation")
-        if not rolled_out:  # else completions may have any length
+        if not rolled_out:  # otherwise completions may have any length
             check_completion_length(self.args, self.model)
         if self._replaces("batches") or self.environment_factories is not None:
             return
@@ -85,13 +86,13 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         for name, dataset in named_datasets(self.train_dataset, evaluated):
             check_prompts(dataset, name, has_template=renders)
             if isinstance(dataset, Dataset) and len(dataset) == 0:
-                logger.warning("`%s` has no rows: nothing will be evaluated on it.", name)
+                logger.warning("`%s` has no rows, so evaluations on it have no result.", name)
 
     def _has_reference(self) -> bool:
         return bool(self.args.beta != 0)
 
     def _entropy_has_gradient(self) -> bool:
-        # Only the entropy bonus: the quantile of top entropies only compares them
+        # `top_entropy_quantile` compares entropies, which has no gradient
         return bool(self._entropy_bonus_enabled)
 
     @property
@@ -99,7 +100,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return bool(getattr(self.args, "activation_offloading", False))
 
     def _on_accelerator(self) -> None:
-        """Ranks of a group get the same prompts, which TRL's generation batch sizes do not account for."""
+        """Check the generation batch for ranks that get the same prompts, which TRL's own check does not expect."""
         check_groups(self.args, self._ranks)
 
     def _make_plan(self) -> GRPOPlan:
@@ -152,12 +153,12 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             )
         )
 
-    # Trained: the run
+    # Training: the run
 
     def _before_training(self) -> None:
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
-        # An earlier training ended before it scored them, and the weights that sampled them are gone
+        # Left over from an earlier `train` that ended before it scored them; the weights that sampled them are gone
         unscored = any("old_per_token_logps" not in inputs for inputs in self._grpo_buffer.to_come())
         if unscored and not self._make_plan().facts.trust_sampling_log_probs:
             self._grpo_buffer.drop()
@@ -168,7 +169,10 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             self._grpo_generation.resume(folder)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, *positional: Any, **keywords: Any) -> Tensor:
-        """TRL's own, and tokens below its threshold by a rounding error: tokens in the same context tie."""
+        """Return TRL's mask, plus tokens that a rounding error puts below its threshold.
+
+        Tokens in the same context have equal entropies, but packing may round them differently.
+        """
         chosen: Tensor = super().get_high_entropy_mask(entropies, mask, *positional, **keywords)
         lowest = torch.where(chosen, entropies, torch.inf).amin()
         rounding = 8 * torch.finfo(entropies.dtype).eps * lowest.clamp(min=1.0)
@@ -179,11 +183,11 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return self._grpo_buffer.sampler
 
     def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
-        """Transformers' own, which begins an accumulation window."""
+        """Get the batches as transformers does, and note where the accumulation window begins."""
         self._grpo_buffer.window_begins()
         return super().get_batch_samples(*positional, **keywords)
 
-    # Trained: a micro-batch
+    # Training: a micro-batch
 
     def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
         on_host = activations_on_host(self.model, self.accelerator.device) if self._offloads else nullcontext()
@@ -209,7 +213,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """TRL's own loss, on the log-probs of the plan's passes."""
+        """Compute TRL's loss from the log-probs of the planned passes."""
         self._loss_reached = True
         self._ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss

@@ -1,4 +1,4 @@
-"""GRPO's generation: sampling and rewards, the groups that it replaces, and its place in a checkpoint."""
+"""GRPO's generation: sampling, rewards, dynamic sampling, and saving and resuming in the middle of its cycle."""
 
 import logging
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ logger = logging.getLogger("trl_ext")
 
 
 class Trainer(internals.GRPOInternals, Protocol):
-    """What the generation reads of a trainer."""
+    """The members of a trainer that the generation reads."""
 
     beta: float
     multi_objective_aggregation: str
@@ -57,7 +57,7 @@ class GRPOGeneration:
         self._fills_buffer = False
 
     def of_batch(self, inputs: Any) -> dict[str, Any]:
-        """Completions with rewards and the reference's log-probs: it replaces TRL's method."""
+        """Sample and reward a generation batch, in place of TRL's `_generate_and_score_completions`."""
         trainer, training = self.trainer, self.trainer.model.training
         batch = self._draw(inputs)
         if training:
@@ -78,13 +78,13 @@ class GRPOGeneration:
             self.scoring.score_as_trl(batch)
         elif not training:
             self.scoring.score_reference([batch])
-        # The user's functions may have drawn random numbers, and TRL shuffles by them next
+        # The user's functions may have drawn random numbers, and TRL shuffles next
         self.ranks.share_random_state()
         return batch
 
     @contextmanager
     def fills_buffer(self) -> Iterator[None]:
-        """Within, generation in training fills TRL's buffer."""
+        """Note that a generation in the `with` block fills TRL's buffer, and rearrange its rows."""
         with replaced(self, _fills_buffer=True), internals.shuffled_then(self.rearranged):
             yield
 
@@ -102,14 +102,14 @@ class GRPOGeneration:
         tensors = [x for _, x in sorted(batch.items()) if isinstance(x, torch.Tensor)]
         if group.processes is not None and not group.alike(*tensors):
             raise RuntimeError(
-                f"The {group.size} ranks that split the tokens of a batch (`{group.kind}_size`) have generated "
-                "different completions. A rollout function that draws at random, or asks a service, must give all "
-                "ranks of a group the same."
+                f"The {group.size} ranks that split the tokens of a batch (`{group.kind}_size`) generated different "
+                "completions. Make a rollout function that samples at random, or calls a service, return the same "
+                "completions on all ranks of a group."
             )
         return batch
 
     def _same_samples(self, ranks: TensorParallel) -> AbstractContextManager[None]:
-        """Within, `generate` takes the first rank's scores on all `ranks`, because devices may round differently."""
+        """Make `generate` use the first rank's scores in the `with` block, because devices may round differently."""
         model = self.trainer.model
         generate = model.generate
 
@@ -123,7 +123,7 @@ class GRPOGeneration:
         return replaced(model, generate=in_step)
 
     def _equal_rewards(self, batch: dict[str, Any]) -> Tensor:
-        """This rank's rows of groups whose rewards are all identical, `(B,)`; if planned, their advantages become 0."""
+        """Return which rows are in groups with identical rewards, `(B,)` bool; if planned, zero their advantages."""
         trainer, rewards = self.trainer, self._trl.rewards
         equal = rows_of_equal_rewards(
             rewards,
@@ -166,7 +166,7 @@ class GRPOGeneration:
         return FurtherPrompts(rows, shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken)
 
     def rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A generation batch that TRL has shuffled, with a group's rows together within an optimizer step."""
+        """Reorder a batch that TRL has shuffled, so that rows of a group share micro-batches of an optimizer step."""
         args = self.trainer.args
         if not self.trainer.plan.keeps_groups_together or internals.has_images(batch):
             return batch
@@ -182,7 +182,7 @@ class GRPOGeneration:
             ),
         )
 
-    # In a checkpoint
+    # Checkpoints
 
     def save(self, folder: Path) -> None:
         args = self.trainer.args
@@ -192,7 +192,7 @@ class GRPOGeneration:
         unscored = any("old_per_token_logps" not in x for x in self.buffer.to_come())
         if slices is not None and unscored and not self.trainer.plan.facts.trust_sampling_log_probs:
             slices = None
-            lost = "training had ended, so they were not scored with the weights they were sampled with"
+            lost = "training ended before the old policy had scored them"
         saved = SavedGeneration(
             micro_batch=self.buffer.trained,
             sampled_at_step=self.scoring.sampled_at_step,
@@ -236,9 +236,9 @@ class GRPOGeneration:
             left_over = saved is not None and not (saved.slices is None and saved.lost is None)
             if (left_over and not args.ignore_data_skip) or self.buffer.in_mid_cycle:
                 logger.warning(
-                    "Training resumes between two generations, and the completions that were still to be trained on "
-                    f"are lost: {problem or 'they are on another rank'}. For the same prompts others are sampled now, "
-                    "from the weights of the checkpoint."
+                    "Training resumes between two generations, but the completions that were not yet trained on are "
+                    f"lost: {problem or 'they are on another rank'}. New ones are sampled for the same prompts with "
+                    "the checkpoint's weights."
                 )
             return
         slices = None if saved.slices is None else [with_scored(inputs) for inputs in saved.slices]
@@ -248,18 +248,18 @@ class GRPOGeneration:
 
     def _lost_reason(self, saved: SavedGeneration | None) -> str | None:
         if self.trainer.args.ignore_data_skip:
-            return "with `ignore_data_skip` the epoch begins again"
+            return "with `ignore_data_skip` the epoch starts again"
         if saved is None:
-            return "the checkpoint lacks them, for example because `save_only_model` or stock TRL wrote it"
+            return "the checkpoint does not have them, for example because `save_only_model` or stock TRL wrote it"
         now = self._schedule()
         changed = [f"{x} was {saved.schedule.get(x)} and is {now[x]}" for x in now if now[x] != saved.schedule.get(x)]
         return saved.lost if not changed else "; ".join(changed)
 
 
 def truncated_sampling(args: Any) -> tuple[str, ...]:
-    """The arguments that truncate the distribution of completions."""
+    """Return the arguments, as "name=value", that truncate the distribution of sampled tokens."""
     whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    # TRL's `generation_kwargs` override its own arguments
+    # `generation_kwargs` override the arguments
     given = {name: (args.generation_kwargs or {}).get(name, getattr(args, name)) or whole[name] for name in whole}
     cuts = {"top_p": given["top_p"] < 1.0, "top_k": given["top_k"] > 0, "min_p": given["min_p"] > 0.0}
     return tuple(f"{name}={given[name]}" for name, is_cut in cuts.items() if is_cut)

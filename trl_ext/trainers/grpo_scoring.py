@@ -1,4 +1,4 @@
-"""GRPO's log-prob passes: which rows and tokens each one runs, in how many forwards, and what is kept."""
+"""GRPO's log-prob passes: the rows and tokens of each pass, its number of forwards, and the log-probs that it keeps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,14 +31,14 @@ from ..planning.sampler_ratio import SamplerRatio, sampler_metrics
 from ..scoring.scorer import Scorer
 
 _LOSS_CHANGED = (
-    "The loss was changed after it was computed, by a `compute_loss` of this trainer's class. With "
-    "`max_tokens_per_micro_batch` that reaches only the last of several forwards. Override `_compute_loss` "
-    "instead, and leave `max_tokens_per_micro_batch` at None."
+    "This trainer's `compute_loss` changed the loss after it was computed. With `max_tokens_per_micro_batch`, the "
+    "change affects only the last of several forward passes. Override `_compute_loss` instead, and set "
+    "`max_tokens_per_micro_batch` to None."
 )
 
 
 class Trainer(internals.GRPOInternals, Protocol):
-    """What the scoring reads of a trainer."""
+    """The members of a trainer that the scoring reads."""
 
     ref_model: Any
     aux_loss_enabled: bool
@@ -58,13 +58,16 @@ class Trainer(internals.GRPOInternals, Protocol):
 
 
 class GRPOScoring:
-    """`of_micro_batch` scores a micro-batch, forms what TRL's loss reads, and measures it."""
+    """Runs the log-prob passes of one trainer, and gives TRL's loss its inputs.
+
+    A micro-batch enters in `of_micro_batch`.
+    """
 
     def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
         self.sampled_at_step = 0
-        self._skipped_tokens = 0  # of this rank, since the last loss
-        self._gradients: list[Tensor] = []  # of the losses of a micro-batch's parts
+        self._skipped_tokens = 0  # on this rank, since the last loss
+        self._gradients: list[Tensor] = []  # with respect to the loss of each part of a micro-batch
         self._last_parts_to_come = 0
         self._in_training_step = False
 
@@ -76,7 +79,11 @@ class GRPOScoring:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Only within do micro-batches run in parts, because only there a backward of the loss follows."""
+        """Let micro-batches run in parts in the `with` block, where a backward follows the loss.
+
+        Raises:
+            `RuntimeError`: the loss was changed after it was computed.
+        """
         self._in_training_step, self._last_parts_to_come = True, 0
         try:
             yield
@@ -114,7 +121,7 @@ class GRPOScoring:
 
     def _loss_of(self, model: Any, inputs: Any, loss_inputs: LossInputs, aux_loss: Any) -> Tensor:
         given, scored = loss_inputs.given_to_loss(inputs), [loss_inputs.policy_BC, loss_inputs.entropies_BC]
-        # A subclass's loss gets what TRL gives it
+        # A subclass's loss gets the shapes that TRL would give it
         if loss_inputs.policy_BC.size(1) == 1 and not self.trainer.plan.facts.has_own_loss:
             given, scored = with_padding(given, *scored)
         with internals.answered_by(self.trainer, model, given, (*scored, aux_loss)):
@@ -140,7 +147,7 @@ class GRPOScoring:
 
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         plan = self.trainer.plan
-        own_loss = plan.facts.has_own_loss  # it may read a tool's tokens
+        own_loss = plan.facts.has_own_loss  # it may read the tokens of tool calls
         if not self.trainer.model.training or internals.has_images(inputs) or own_loss:
             return every_token(inputs, of_tools=own_loss)
         return scored_tokens(inputs, skip_masked=plan.skips_masked, skip_zero_advantages=plan.skips_zero_advantages)
@@ -163,7 +170,7 @@ class GRPOScoring:
         return log_probs_RC, entropies_RC, None
 
     def _trained_part(self, model: Any, inputs: Any, part: ScoredTokens, num_items: Any) -> tuple[Tensor, Tensor]:
-        """The part's pass, after its backward: TRL's loss of the micro-batch, with only the part scored."""
+        """Run forward, loss and backward of a part of a micro-batch. Returns its log-probs and entropies, `(R, C)`."""
         scores: list[tuple[Tensor, Tensor]] = []
 
         def loss_of_part(*_: Any, **__: Any) -> Tensor:
@@ -181,7 +188,7 @@ class GRPOScoring:
 
     @contextmanager
     def _window_goes_on(self, model: Any) -> Iterator[None]:
-        """Within, ranks exchange no gradients and no engine steps, as before the last micro-batch of a window."""
+        """Prevent gradient synchronization and engine steps in the `with` block, as if more micro-batches followed."""
         accelerator = self.trainer.accelerator
         if not accelerator.sync_gradients:
             yield
@@ -195,8 +202,11 @@ class GRPOScoring:
             accelerator.gradient_state._set_sync_gradients(True)
 
     def before_micro_batch(self) -> None:
-        """Score a new generation batch with the reference, and, while the weights are those that sampled them, the
-        slices that come after the next optimizer step with the policy."""
+        """Run the passes of the reference and the old policy that are due.
+
+        The reference scores a new generation batch. Before an optimizer step changes the weights, the policy scores the
+        slices that come after it.
+        """
         trainer = self.trainer
         present, *others = self.buffer.to_come()
         self.score_reference([present, *others])
@@ -207,9 +217,9 @@ class GRPOScoring:
         needed = [present] if ends else [present, *waiting]
         if self.sampled_at_step != trainer.state.global_step and any("old_per_token_logps" not in x for x in needed):
             raise RuntimeError(
-                "A micro-batch meets other weights than those it was sampled with, and its old-policy log-probs were "
-                f"not kept: {trainer._own_loss()} did not call `super().compute_loss(...)` for it, or passed on other "
-                "rows. Call it with the micro-batch that it is given, or override `_compute_loss` instead."
+                "A micro-batch has no old-policy log-probs, and the weights that sampled it have changed: "
+                f"{trainer._own_loss()} did not call `super().compute_loss(...)` for it, or passed other rows. Call it "
+                "with the micro-batch that it gets, or override `_compute_loss` instead."
             )
         if not trainer.accelerator.sync_gradients:
             return
@@ -224,10 +234,10 @@ class GRPOScoring:
                 inputs.update(kept_log_probs(scored.spread(log_probs_RC), scored.tokens_BC))
 
     def score_reference(self, batches: list[dict[str, Any]]) -> None:
-        """Add the reference's log-probs to the batches that lack them.
+        """Add reference log-probs to the batches that lack them.
 
-        They come from the rows and the layout of the policy's own pass. Equal weights then give equal bits, and the KL
-        term a gradient of exactly 0; AdamW would turn a rounding error into steps of the full learning rate.
+        The reference gets the same rows in the same layout as the policy. Equal weights then give bitwise equal
+        log-probs and a KL gradient of exactly 0; AdamW would turn a rounding error into full-size steps.
         """
         if not self.trainer.plan.facts.beta:
             return
@@ -239,7 +249,7 @@ class GRPOScoring:
                 batch["ref_per_token_logps"] = scored.spread(log_probs_RC)
 
     def score_as_trl(self, batch: dict[str, Any]) -> None:
-        """Add to a generation batch the log-probs that stock TRL adds, of every row."""
+        """Add to a generation batch the log-probs of every row that stock TRL would add."""
         trainer, plan = self.trainer, self.trainer.plan
         every = every_token(batch, of_tools=True)
         if plan.trl_scores_old_policy and not plan.facts.trust_sampling_log_probs:
@@ -265,7 +275,7 @@ class GRPOScoring:
         return log_probs
 
     def score_all_as_trl(self) -> None:
-        """The same for the slices to come, which lack the rows that our loss skips."""
+        """Score all rows of the remaining slices as stock TRL would, including those that our loss skips."""
         for inputs in {id(x): x for x in self.buffer.to_come()}.values():
             for name in KEPT:
                 inputs.pop(name, None)
@@ -275,7 +285,7 @@ class GRPOScoring:
         return self.trainer.model if self.trainer.ref_model is None else self.trainer.ref_model
 
     def _unrecorded_log_probs(self, model: Any, inputs: dict[str, Any], scored: ScoredTokens) -> Tensor:
-        """Log-probs `(R, C)` of the old policy or the reference, from as many forwards as the policy's pass."""
+        """Return log-probs `(R, C)` of the old policy or the reference, with as many forwards as the policy's pass."""
         budget = self.trainer.plan.facts.max_tokens_per_micro_batch
         if budget is None or not self.trainer.model.training:
             return self._pass(model, inputs, scored)[0]

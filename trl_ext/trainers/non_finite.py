@@ -1,4 +1,4 @@
-"""A loss that is not finite stops training, or skips its optimizer step, on all ranks."""
+"""Stops training, or skips the optimizer step, on all ranks if a loss is not finite."""
 
 import logging
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from ..planning.non_finite import why_not_skipped
 
 logger = logging.getLogger("trl_ext")
 
-Rows = Callable[[], dict[int, list[str]]]  # row -> the values of it that are not finite
+Rows = Callable[[], dict[int, list[str]]]  # returns row -> names of its values that are not finite
 
 
 class Trainer(Protocol):
-    """What the watch reads of a trainer."""
+    """The members of a trainer that `NonFiniteLoss` reads."""
 
     accelerator: Any
     args: Any
@@ -28,7 +28,7 @@ class Trainer(Protocol):
 
 
 class NonFiniteLoss:
-    """`on_non_finite_loss`: watches the loss of each micro-batch, and names the rows that make it non-finite."""
+    """Implements `on_non_finite_loss`: checks each micro-batch's loss, and names the rows that make it non-finite."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
         self.trainer, self.ranks, self._spoilt = trainer, ranks, False
@@ -44,7 +44,7 @@ class NonFiniteLoss:
         engine = detect_engine(accelerator, self.trainer.model).data_engine
         reason = why_not_skipped(engine=engine, precision=accelerator.mixed_precision, optimizer=optimizer)
         if reason is not None:
-            raise ValueError(f"`on_non_finite_loss='skip'` is not supported here: {reason}. Use 'stop'.")
+            raise ValueError(f"`on_non_finite_loss='skip'` is not supported here: {reason}. Set it to 'stop'.")
 
     def step_begins(self) -> None:
         self._spoilt = False
@@ -55,7 +55,7 @@ class NonFiniteLoss:
                 param.grad = None
 
     def watch(self, loss: Tensor, rows_of: Rows, prompt_of: Callable[[int], list[int]]) -> None:
-        """Check the loss of a micro-batch. A collective: every rank calls it.
+        """Check the loss of a micro-batch. Every rank must call it.
 
         Raises:
             `FloatingPointError`: the loss is not finite on some rank, and the action is `"stop"`.
@@ -69,7 +69,7 @@ class NonFiniteLoss:
         if self.action == "stop":
             raise FloatingPointError(where)
         if self.ranks.every.is_main_process:
-            logger.warning("%s The optimizer step is left out on all ranks.", where)
+            logger.warning("%s All ranks skip this optimizer step.", where)
         self._spoilt = True
 
     def _report(self, loss: Tensor, rows_of: Rows, prompt_of: Callable[[int], list[int]]) -> str | None:
@@ -77,7 +77,7 @@ class NonFiniteLoss:
             return None
         rank, rows, named = f"Rank {self.ranks.every.process_index}", rows_of(), []
         if not rows:
-            return f"{rank}: log-probs and rewards are finite, and what the loss makes of them is {loss.item()}."
+            return f"{rank}: log-probs and rewards are finite, but the loss is {loss.item()}."
         for row in list(rows)[:4]:
             ids = prompt_of(row)
             prompt = self.trainer._tokenizer.decode(ids[:16]) + ("..." if len(ids) > 16 else "")

@@ -1,4 +1,4 @@
-"""The weights of the reference: an adapter, a copy or a model; kept on the host, moved, saved and resumed."""
+"""The weights of the reference (an adapter, copied weights or a model): kept on the host, moved, saved and resumed."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +18,7 @@ logger = logging.getLogger("trl_ext")
 
 
 class Trainer(Protocol):
-    """What the reference reads of a trainer. It sets only `ref_model`."""
+    """The members of a trainer that the reference reads. It sets only `args.sync_ref_model`."""
 
     accelerator: Any
     args: Any
@@ -30,17 +30,17 @@ class Trainer(Protocol):
 
 
 class ReferenceOfPolicy:
-    """The reference of one trainer. `own` is the reference if it is part of the policy."""
+    """The reference of one trainer. `own` is set if the reference is part of the policy."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks, device: str | None) -> None:
         self.trainer, self.ranks, self._device = trainer, ranks, device
-        self.adapters: AdapterChoice  # chosen when all arguments are checked
+        self.adapters: AdapterChoice  # chosen after all arguments are checked
         self.own: OwnReference | None = None
 
-    # When the trainer is built
+    # Construction, before an engine shards the weights
 
     def take_policy(self, *, has_reference: bool) -> None:
-        """Find the reference in the policy, which is whole."""
+        """Find the reference in the policy."""
         trainer = self.trainer
         if self._device is not None:
             self._check_host()
@@ -48,24 +48,24 @@ class ReferenceOfPolicy:
             return
         moves = bool(trainer.args.sync_ref_model)
         self.own = self.adapters.reference(trainer.model, moves)
-        if moves:  # TRL moves reference models only, and refuses this
+        if moves:  # TRL refuses to move a reference that is not a separate model
             trainer.args.sync_ref_model = False
         self._check_copies(self.own)
 
     def take_model(self, model: Any) -> None:
-        """Take a reference model, which is whole."""
+        """Move a reference model to the host if `reference_device` says so."""
         if self._device is None:
             return
         shared = ReferenceWeights(model).shares_with(self.trainer.model, trained=False)
         if shared:
             raise ValueError(
-                "`reference_device='cpu'` moves the reference's weights to the host, and the policy is in the same "
-                f"memory (`{shared}`). Leave it unset, or load a reference model of its own."
+                "`reference_device='cpu'` moves the reference's weights to the host, but the policy shares them "
+                f"(`{shared}`). Leave it unset, or load a separate `ref_model`."
             )
         HostedReference(model, self.trainer.accelerator.device)
 
     def restore(self, config: Any) -> None:
-        """Give the config back the value that `take_policy` hides from TRL."""
+        """Restore the value of `sync_ref_model` that `take_policy` hides from TRL."""
         if self.own is not None and self.own.moves:
             config.sync_ref_model = True
 
@@ -73,31 +73,31 @@ class ReferenceOfPolicy:
         engine = "ZeRO-3" if self._is_partitioned() else "FSDP1" if self._is_fsdp1() else None
         if own.copies and engine is not None:
             raise ValueError(
-                f"The reference needs a copy of `{next(iter(own.copies))}`, which is trained and would be partitioned "
-                f"by {engine}. Use another engine (ZeRO-2, FSDP2); or train a fresh adapter (`peft_config`) or one "
-                'that is called "default", without a `bias`, and with `sync_ref_model=False`.'
+                f"The reference needs a copy of the trained weight `{next(iter(own.copies))}`, which {engine} would "
+                "partition. Use ZeRO-2 or FSDP2; or train a fresh adapter (`peft_config`) or one named "
+                '"default", without `bias` and with `sync_ref_model=False`.'
             )
         if own.moves and self.ranks.tensor_parallel is not None:
             raise ValueError(
-                "`sync_ref_model=True` with an adapter does not go with tensor parallelism, where each rank has a part "
-                "of the reference only. Set it to False, or use another engine."
+                "`sync_ref_model=True` with an adapter does not work under tensor parallelism, where each rank has "
+                "only a part of the reference. Set it to False, or use another engine."
             )
 
-    # In training
+    # Training
 
     def copy_trained(self) -> None:
-        """Copy what training will change, before the first step."""
+        """Copy, before the first step, the weights of the reference that training changes."""
         if self.own is not None:
             self.own.copy_trained()
             self._check_copies(self.own)
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Within, the policy computes what the reference does."""
+        """Make the policy compute the reference's outputs in the `with` block."""
         return nullcontext() if self.own is None else self.own.entered()
 
     @property
     def adapters_on(self) -> tuple[str, ...]:
-        """The adapters that are on in the reference's pass of the policy."""
+        """The adapters that are active while the policy computes the reference's outputs."""
         return () if self.own is None else self.own.adapters
 
     @property
@@ -106,22 +106,22 @@ class ReferenceOfPolicy:
         return self._has_sync_callback() or bool(self.trainer.args.sync_ref_model) or bool(self.own and self.own.moves)
 
     def _synced_model(self) -> Any:
-        """The reference model, if a callback moves it."""
+        """Return the reference model if a callback moves it."""
         return self.trainer.ref_model if self._has_sync_callback() else None
 
     def _has_sync_callback(self) -> bool:
         return any(isinstance(x, trl.SyncRefModelCallback) for x in self.trainer.callback_handler.callbacks)
 
     def before_move(self, step: int) -> None:
-        """Shard FSDP2's reference as the policy is, before optimizer step `step` ends."""
+        """Under FSDP2, shard a reference that moves like the policy, before optimizer step `step` ends."""
         synced = self._synced_model()
         if synced is not None and step % self.trainer.args.ref_model_sync_steps == 0:
             reshard(synced)
 
-    # In a checkpoint
+    # Checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write the reference into a checkpoint, if training moves it or it has copies."""
+        """Write the reference into a checkpoint if training moves it or it has copied weights."""
         own, synced, args = self.own, self._synced_model(), self.trainer.args
         if own is not None and self.ranks.tensor_parallel is None:
             save_weights(own.copies.items(), folder, writes=args.should_save)
@@ -129,7 +129,7 @@ class ReferenceOfPolicy:
             save_weights(synced.named_parameters(), folder, writes=args.should_save)
 
     def resume(self, folder: Path | None, *, is_finished: bool) -> None:
-        """Load the reference of a checkpoint. Under DDP all ranks take the first rank's, as DDP does the policy."""
+        """Load the reference of a checkpoint. Under DDP all ranks take the first rank's, as with the policy."""
         own, synced, trainer = self.own, self._synced_model(), self.trainer
         if own is not None and self.ranks.tensor_parallel is None:
             if folder is not None:
@@ -139,17 +139,17 @@ class ReferenceOfPolicy:
                     copy.copy_(broadcast(copy))
         if synced is not None and self._is_fsdp1():
             raise ValueError(
-                "`sync_ref_model=True` under FSDP1: FSDP1 keeps gathered weights of the reference between passes, so "
-                "it would not follow the policy. Use FSDP2 (`fsdp_version: 2`), or set `sync_ref_model=False`."
+                "`sync_ref_model=True` does not work under FSDP1, which keeps old gathered weights of the reference "
+                "between passes. Use FSDP2 (`fsdp_version: 2`), or set `sync_ref_model=False`."
             )
         if folder is None or synced is None:
             return
         loaded = not self._is_partitioned() and load_weights(dict(synced.named_parameters()), folder)
         if not loaded and not is_finished:
             logger.warning(
-                f"{folder} does not have the weights of the reference that `sync_ref_model` moves, as one of stock "
-                "TRL, ZeRO-3 or `save_only_model`. The reference starts from its first weights: the result differs "
-                "from an uninterrupted run."
+                f"{folder} has no weights of the reference, which `sync_ref_model` moves: stock TRL, ZeRO-3 or "
+                "`save_only_model` wrote it. The reference starts from its initial weights, so the result differs from "
+                "an uninterrupted run."
             )
 
     def _is_partitioned(self) -> bool:
@@ -164,23 +164,23 @@ class ReferenceOfPolicy:
         if trainer.ref_model is None:
             if isinstance(trainer.model, PeftModel) and trainer.args.beta != 0:
                 raise ValueError(
-                    f"{option} keeps a separate reference model on the host, and there is none: a PEFT policy and its "
+                    f"{option} keeps a separate reference model on the host, but there is none: a PEFT policy and its "
                     "reference share their weights. Leave it unset."
                 )
-            return  # beta is 0, or all was precomputed: there is no reference on the device
+            return  # beta is 0, or all log-probs are precomputed: there is no reference model
         if self.ranks.tensor_parallel is not None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise ValueError(
-                f"{option} does not go with FSDP, DeepSpeed and tensor parallelism, which spread the reference model "
-                "over the ranks themselves. Leave it unset; FSDP (`fsdp_offload_params: true`) and ZeRO-3 "
+                f"{option} does not work with FSDP, DeepSpeed and tensor parallelism, which shard the reference model "
+                "themselves. Leave it unset. FSDP (`fsdp_offload_params: true`) and ZeRO-3 "
                 "(`offload_param_device: cpu`) have their own offloading."
             )
         if trainer.args.sync_ref_model:
             raise ValueError(
-                f"{option} keeps a reference that does not change, and `sync_ref_model=True` moves it. Leave one of "
+                f"{option} needs a reference that does not change, but `sync_ref_model=True` changes it. Leave one of "
                 "them unset."
             )
         if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
-                f"{option} exchanges the weights during a forward, which `torch_compile=True` would compile. Leave one "
-                "of them unset."
+                f"{option} replaces weights during the forward pass, which does not work with `torch_compile=True`. "
+                "Leave one of them unset."
             )
