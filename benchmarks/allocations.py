@@ -1,4 +1,4 @@
-"""What a run allocates on the CPU, by the allocator's own records."""
+"""Peak memory of a run on the CPU, from the allocator's records."""
 
 import gc
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(run: Callable[[], Any], since: str | None = None) -> int:
-    """The most memory that `run` held at a time, beyond what was allocated before it.
+    """Return the peak memory of `run` in bytes, above what was allocated before it.
 
     Args:
-        since: a `record_function` that `run` enters; only what is held after that counts.
+        since: a `record_function` that `run` enters; only peaks after that count.
     """
-    gc.collect()  # what is freed while it runs must be its own
+    gc.collect()  # otherwise `run` might free memory that was allocated before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     events = profiled.profiler.kineto_results.events()

@@ -1,4 +1,4 @@
-"""Draw the figures of the documentation that need no measurement: formulas, and counts of the package's own code.
+"""Draw the figures of the documentation that need no measurement: formulas, and token counts by the package's code.
 
 python benchmarks/figures.py   # writes docs/images/
 """
@@ -25,7 +25,7 @@ COLOURS = ("#0b6e4f", "#c1292e", "#235789", "#e08e0b", "#7b4fa3")
 
 
 def draw_losses(axes: Any) -> None:
-    """Each added loss of a pair over its margin, for known rewards that are apart by 1."""
+    """Draw each added loss over the margin of a pair, with a reward difference of 1."""
     margins = torch.linspace(-3, 4, 281, dtype=torch.float64)
     ones, none = torch.ones_like(margins), torch.zeros_like(margins)
     pairs = Pairs(margins, none, ones, ones, chosen_reward=ones, rejected_reward=none)
@@ -38,36 +38,36 @@ def draw_losses(axes: Any) -> None:
     axes.figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
 
-def fed_share(prompt: int, completion: int, group: int, *, share: bool) -> float:
-    """Tokens that a layout feeds, of those of the padded batch: completions of random lengths up to `completion`."""
+def processed_share(prompt: int, completion: int, group: int, *, share: bool) -> float:
+    """Return the share of a padded batch's tokens that a layout processes, with random lengths up to `completion`."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, completion + 1, (group,), generator=generator)
     ids_BS = torch.randint(10, 1000, (group, prompt + completion), generator=generator)
     ids_BS[:, :prompt] = ids_BS[:1, :prompt]
-    # A row's last token is not fed, since nothing is predicted from it
+    # The last token of a row is not processed, because nothing is predicted from it
     needed_B, first_B = prompt + lengths - 1, torch.zeros_like(lengths)
     layout = Layout(ids_BS, needed_B, first_B, share=share, rebase=True, implementation="sdpa")
     return layout.tokens / ids_BS.numel()
 
 
 def draw_packing(axes: Any) -> None:
-    """Tokens fed, of the padded batch's, over the prompt's length."""
+    """Draw the share of a padded batch's tokens that is processed over the prompt's length."""
     prompts = (16, 64, 128, 256, 512, 1024)
     for group, colour in zip((4, 8, 16), COLOURS, strict=False):
         for share, style in ((False, ":"), (True, "-")):
-            shares = [fed_share(prompt, 256, group, share=share) for prompt in prompts]
-            label = f"{group} rows, prompt {'shared' if share else 'fed by each'}"
+            shares = [processed_share(prompt, 256, group, share=share) for prompt in prompts]
+            label = f"{group} rows, prompt {'shared' if share else 'repeated'}"
             axes.plot(prompts, shares, style, color=colour, label=label, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 1)
     axes.set_xlabel("tokens of the prompt; completions of 1 to 256")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_ylabel("tokens fed, of the padded batch's")
+    axes.set_ylabel("tokens processed / tokens of the padded batch")
     axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
 
 
 def draw_bytes(axes: Any) -> None:
-    """Bytes that reach a rank by each way of the head, and the one that is taken."""
+    """Draw the bytes that a rank receives for the head over the number of ranks, for each way to exchange them."""
     ranks = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     for tokens, colour in zip((512, 4096), COLOURS, strict=False):
         cases = [HeadCase(ranks=R, tokens=tokens, hidden=4096, vocabulary=131072) for R in ranks]
@@ -84,7 +84,7 @@ def draw_bytes(axes: Any) -> None:
 
 
 def draw_old_policy(axes: Any) -> None:
-    """Forwards for the old policy, from the table of the page that shows the figure."""
+    """Draw the forwards for the old policy, from the table of the page that shows the figure."""
     page = (IMAGES.parent / "skipped-passes.md").read_text()
     found = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
     names = [" / ".join([x[0].split(", ")[0], x[1], x[2], *x[0].split(", ")[1:]]) for x in found]

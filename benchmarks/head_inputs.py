@@ -1,6 +1,6 @@
-"""What the heads are given in a benchmark, and the same results in float64 from the plain definition.
+"""The inputs of the heads in a benchmark, and their results in float64 from the plain definition.
 
-Dimensions: N tokens, H hidden size, V vocabulary; n tokens and r rows of the weight, whose gradients are checked.
+Dimensions: N tokens, H hidden size, V vocabulary; n tokens and r rows of the weight whose gradients are checked.
 """
 
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ DTYPE = torch.bfloat16
 CHECKED_TOKENS = 512
 CHECKED_ROWS = 256
 SLICE = 8192  # rows of the weight that are cast to float64 at a time
-TOKENS = 4096  # of which so many meet a slice at a time
+TOKENS = 4096  # that are multiplied with a slice at a time
 
 
 class Inputs(NamedTuple):
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H)
     targets: Tensor  # (N,)
-    upstream: Tensor  # (N,), fp32: the gradient that comes in, another one for every token
+    upstream: Tensor  # (N,), fp32: the incoming gradient, different for every token
 
 
 class Reference(NamedTuple):
-    """In float64: every token's log-prob, and the gradients of some tokens and of some rows of the weight."""
+    """Float64 log-probs of all tokens, and gradients of some tokens and some rows of the weight."""
 
     log_probs: Tensor  # (N,)
     tokens: Tensor  # (n,)
@@ -34,7 +34,7 @@ class Reference(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What one call of a head gives: log-probs (N,), if it has them, and the gradients that were asked for."""
+    """The results of one call of a head: log-probs (N,), if it returns them, and the requested gradients."""
 
     log_probs: Tensor | None
     grad_hidden: Tensor | None = None
@@ -42,13 +42,13 @@ class Results(NamedTuple):
 
 
 def fresh_inputs(N: int, H: int, V: int, device: torch.device, seed: int) -> Inputs:
-    """Logits of standard deviation 4, with targets from very unlikely to nearly certain, as a trained model has."""
+    """Draw inputs whose logits have standard deviation 4, with targets from very unlikely to nearly certain."""
     generator = torch.Generator(device).manual_seed(seed)
     on_device: dict[str, Any] = {"device": device, "generator": generator}
     hidden = torch.randn(N, H, dtype=DTYPE, **on_device)
     weight = torch.randn(V, H, dtype=DTYPE, **on_device).mul_(4 / H**0.5)
     targets = torch.randint(V, (N,), **on_device)
-    # Along its row of the weight a hidden state moves its target's logit, and hardly any other
+    # Adding the target's row of the weight to a hidden state raises the target's logit, and hardly changes others
     row_NH = weight[targets].float()
     raised_by = 24 * torch.rand(N, 1, **on_device)
     hidden = (hidden + raised_by * row_NH / row_NH.square().sum(-1, keepdim=True)).to(DTYPE)
@@ -56,7 +56,7 @@ def fresh_inputs(N: int, H: int, V: int, device: torch.device, seed: int) -> Inp
 
 
 def float64_reference(inputs: Inputs) -> Reference:
-    """The definition. Logits are made in slices of the vocabulary, twice, so that they are never whole here either."""
+    """Compute the definition, in slices of the vocabulary to save memory."""
     hidden, weight, targets, upstream = inputs.hidden.double(), inputs.weight, inputs.targets, inputs.upstream.double()
     device, count = hidden.device, len(hidden)
     log_sum_N = torch.full((count,), -torch.inf, dtype=torch.float64, device=device)
@@ -76,7 +76,7 @@ def float64_reference(inputs: Inputs) -> Reference:
         grad_hidden -= probs @ rows_VH
     grad_hidden *= upstream[tokens, None]
 
-    # Half of them rows of targets, the others any
+    # Half of the rows are targets, the others random
     of_targets = targets[tokens[: CHECKED_ROWS // 2]]
     rows = torch.cat([of_targets, torch.randperm(len(weight), device=device)[: CHECKED_ROWS // 2]]).unique()
     coefficients = (hidden @ weight[rows].double().t() - log_sum_N[:, None]).exp_().neg_()
@@ -86,7 +86,7 @@ def float64_reference(inputs: Inputs) -> Reference:
 
 
 def errors(results: Results, reference: Reference) -> dict[str, float | None]:
-    """Largest error of a log-prob, and ||gradient - float64|| / ||float64|| of those that are checked.
+    """Return the largest error of a log-prob, and ||gradient - float64|| / ||float64|| of the checked gradients.
 
     Raises:
         `FloatingPointError`: a result is not finite.

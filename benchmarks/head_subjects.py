@@ -1,25 +1,20 @@
-"""The heads that are measured beside ours: each a function that imports its peer and gives back the call.
+"""The heads that are measured: ours and its peers. Each is a function that imports its library and returns the call.
 
-How each is called, and what it gives:
-
-- `trl_ext_torch`, `trl_ext`: ours without and with its Triton kernels. fp32 log-probs from logits that are not rounded.
-- `trl`: TRL 1.16's chunked head, with the chunk size that its trainers give it. Tiles of logits are rounded to bf16.
+- `trl_ext_torch`, `trl_ext`: ours without and with Triton kernels. fp32 log-probs from logits that are not rounded.
+- `trl`: TRL 1.16's chunked head, with the chunk size of its trainers. Tiles of logits are rounded to bf16.
 - `liger`: Liger's fused linear cross-entropy with `reduction="none"`, negated; made for losses, not for scoring. Logits
-  are rounded to bf16, in chunks of tokens; the backward makes them again, and sums the weight's gradient in bf16 (its
-  default; `accum_dtype` would make it fp32).
-- `liger_grpo`: Liger's fused linear GRPO loss, with a row of one token for every token, so that each has an advantage
-  of its own; on-policy, without KL term, normalised by 1. The loss is then the sum of upstream * log p, and its
-  gradients are those of all others; log-probs are not given back. It is plain torch. The product of the gradient is an
-  fp32 one, as slow as the device's fp32. All rows are one chunk, which is the fastest that it can do (its own default,
-  a row at a time, is made for rows of many tokens), and its loss on N numbers is not compiled.
-- `cut_cross_entropy`: Apple's, with `reduction="none"`, negated, and its defaults: in the backward, blocks of logits
-  whose gradients are all below 2.4e-4 (bf16) are skipped, so that its gradient is an approximation, and the more so and
-  the faster the more certain the model is. Logits stay in fp32, but the target's is a sum of products rounded to bf16;
-  gradients are summed in bf16.
-- `torch_linear_cross_entropy`: torch's, from 2.13 on, chunked, with the options that torch chooses and
-  `reduction="none"`. Logits are in fp32 or rounded by its policy for the device; log-probs come back in bf16.
-- `logits`, `logits_compiled`: the whole logits in bf16, `log_softmax` in fp32 and a gather, eager and by
-  `torch.compile`.
+  are rounded to bf16, in chunks of tokens; the backward computes them again, and sums the weight's gradient in bf16
+  (the default; `accum_dtype` would make it fp32).
+- `liger_grpo`: Liger's fused linear GRPO loss. Each token is a row, so that it has its own advantage; on-policy,
+  without KL term, normalized by 1. The loss is then the sum of upstream * log p, with the same gradients as the other
+  heads; it returns no log-probs. It is plain torch, with an fp32 product for the gradient. All rows are one chunk,
+  which is fastest here (the default, one row at a time, is made for rows of many tokens), and it is not compiled.
+- `cut_cross_entropy`: Apple's, with `reduction="none"`, negated, and its defaults. The backward skips blocks of logits
+  whose gradients are all below 2.4e-4 (bf16): the more certain the model, the faster and the less exact. Logits are in
+  fp32, but the target's logit is a sum of products rounded to bf16; gradients are summed in bf16.
+- `torch_linear_cross_entropy`: from torch 2.13, chunked, with torch's default options and `reduction="none"`. Logits
+  are in fp32, or rounded as torch decides for the device; log-probs are returned in bf16.
+- `logits`, `logits_compiled`: whole logits in bf16, `log_softmax` in fp32 and a gather, eager and compiled.
 
 Dimensions: N tokens, H hidden size, V vocabulary.
 """
@@ -34,7 +29,7 @@ from torch import Tensor
 
 from trl_ext import linear_log_probs
 
-# (inputs, outputs) -> log-probs (N,), or the sum of upstream * log-probs where these are not given
+# (inputs, outputs) -> log-probs (N,), or the sum of upstream * log-probs if the head does not return them
 Head = Callable[[Inputs, tuple[str, ...]], Tensor]
 
 
@@ -42,13 +37,13 @@ Head = Callable[[Inputs, tuple[str, ...]], Tensor]
 class Subject:
     load: Callable[[], Head]
     needs_gpu: bool = False
-    everywhere: bool = True  # at every shape, not at the first alone
-    entropy: bool = False  # gives the entropy too
-    scores: bool = True  # gives log-probs, also without a gradient
+    everywhere: bool = True  # at every shape, not only at the first
+    entropy: bool = False  # can return the entropy
+    scores: bool = True  # can return log-probs, with and without a gradient
 
 
 def ours(**options: Any) -> Head:
-    """Our head with options of `linear_log_probs`."""
+    """Return our head, with options of `linear_log_probs`."""
 
     def head(inputs: Inputs, outputs: tuple[str, ...]) -> Tensor:
         log_probs = linear_log_probs(*inputs[:3], outputs=outputs, **options).log_probs
@@ -65,7 +60,7 @@ def ours_on_triton() -> Head:
 
 
 def trl() -> Head:
-    # Its backward imports this: a machine that lacks a part of it should say so now, and not in a measurement
+    # Its backward imports this; a missing dependency should fail now, not in a measurement
     import trl.trainer.utils  # noqa: F401
     from trl.kernels import ChunkedLogProbFunction
 
@@ -146,19 +141,19 @@ SUBJECTS = {
     "cut_cross_entropy": Subject(cut_cross_entropy, needs_gpu=True),
     "torch_linear_cross_entropy": Subject(torch_linear_cross_entropy),
     "logits": Subject(logits),
-    # It compiles for each shape and use, which would take as long as all measurements together, as it would on the CPU
+    # Compiling it for every shape and use, or on the CPU, would take as long as all measurements together
     "logits_compiled": Subject(logits_compiled, needs_gpu=True, everywhere=False),
 }
 
 
 def load(device: torch.device, without: list[str]) -> dict[str, Head]:
-    """The heads that run here, in the order of `SUBJECTS`; of each other one a line is printed that says why not."""
+    """Return the heads that run here, in the order of `SUBJECTS`; print why each of the others does not."""
     heads: dict[str, Head] = {}
     for name, subject in SUBJECTS.items():
         if name in without:
-            print(f"left out: {name}, as asked for")
+            print(f"left out: {name} (`--without`)")
         elif subject.needs_gpu and device.type != "cuda":
-            print(f"left out: {name}, which is measured on a GPU")
+            print(f"left out: {name}, which needs a GPU")
         else:
             try:
                 heads[name] = subject.load()

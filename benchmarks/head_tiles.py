@@ -1,4 +1,4 @@
-"""Which tile sizes are fastest for our head on a device: each pair of tokens and columns at some shapes, by use."""
+"""Finds the fastest tile sizes of our head on a device, for each use at some shapes."""
 
 import statistics
 from itertools import product
@@ -23,7 +23,7 @@ ROUNDS = 5
 
 
 def sweep(shape: Shape, device: torch.device) -> None:
-    """Print, for each use, the time and the peak memory of every pair of sizes beside what is chosen without them."""
+    """Print, for each use, the time and peak memory of every pair of sizes and of the default sizes."""
     inputs = fresh_inputs(**shape, device=device, seed=int(new_run(), 16))
     pairs = [{"chunk_size": tokens, "tile_columns": columns} for tokens, columns in product(TOKENS, COLUMNS)]
     kernels = "triton" if device.type == "cuda" else "torch"

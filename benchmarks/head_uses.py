@@ -1,4 +1,4 @@
-"""What the benchmark asks of a head: its uses, the call that is timed in each, and what each must multiply and move.
+"""The uses of a head that are measured: the call that is timed, its matrix products, and the bytes that it must move.
 
 Dimensions: N tokens, H hidden size, V vocabulary.
 """
@@ -16,7 +16,7 @@ Shape = dict[str, int]
 
 @dataclass(frozen=True)
 class Use:
-    """What is asked for, what gets a gradient, and the matrix products that this takes where logits are never whole."""
+    """The outputs and gradients of a use, and the matrix products that it takes without whole logits."""
 
     products: tuple[str, ...]
     grad_hidden: bool = False
@@ -40,7 +40,7 @@ ENTROPY_USES = {
 
 
 def step_of(head: Head, use: Use, inputs: Inputs) -> Callable[[], Results]:
-    """One call as it is measured: `head`, and the gradients that `use` asks for."""
+    """Return the call to measure: `head`, and the gradients of `use`."""
     hidden = inputs.hidden.detach().requires_grad_(use.grad_hidden)
     weight = inputs.weight.detach().requires_grad_(use.grad_weight)
     wanted = [tensor for tensor in (hidden, weight) if tensor.requires_grad]
@@ -58,9 +58,9 @@ def step_of(head: Head, use: Use, inputs: Inputs) -> Callable[[], Results]:
 
 
 def matmul_step(use: Use, inputs: Inputs) -> Step:
-    """The bare products of `use`, whose results are dropped."""
+    """Return a call of only the matrix products of `use`."""
     hidden, weight = inputs.hidden, inputs.weight
-    # Random as all other operands are: on zeros a GPU multiplies faster
+    # Random like all other operands, because a GPU multiplies zeros faster
     coefficients_NV = torch.randn(len(hidden), len(weight), dtype=DTYPE, device=hidden.device)
     operands = {
         "logits": (hidden, weight.t()),
@@ -76,10 +76,10 @@ def matmul_step(use: Use, inputs: Inputs) -> Step:
 
 
 def limits(use: Use, shape: Shape, ceilings: Ceilings) -> dict[str, float]:
-    """Milliseconds of the products, and of the bytes, at the device's ceilings."""
+    """Return the milliseconds of the products, and of the bytes, at the device's ceilings."""
     N, H, V = shape.values()
     flops = 2 * N * H * V * len(use.products)
-    # Operands and their gradients; the targets are int64, what comes in and goes out for a token fp32
+    # Operands and their gradients; per token an int64 target, and fp32 outputs and incoming gradient
     elements = N * H * (1 + use.grad_hidden) + V * H * (1 + use.grad_weight)
     per_token = 8 + 4 * len(use.outputs) + 4 * use.grad_hidden
     moved = DTYPE.itemsize * elements + N * per_token

@@ -1,18 +1,16 @@
-"""Measure what feeding no padding, and no prompt twice, saves of training steps, beside stock TRL's.
+"""Measure how much time packing (no padding, shared prompts computed once) saves in training steps, beside stock TRL.
 
-    python benchmarks/packing.py           # small models on the CPU, about 10 minutes; on a GPU the last part alone
-    python benchmarks/packing.py --smoke   # tiny ones: that it runs; its times say nothing
+    python benchmarks/packing.py           # small models on the CPU, about 10 minutes; on a GPU only the last part
+    python benchmarks/packing.py --smoke   # tiny models: a check that it runs; its times mean nothing
 
-- `packing_grpo_...`, `packing_dpo`: training steps of stock TRL and of ours, which take turns; turns.py says what is
-  measured. On the CPU stock's head scores every position of the batch and ours those with a label, which flatters us
-  where the head weighs much: beside it stands
-- `packing_backbone_...`: forward and backward of the model without its head, on a micro-batch, padded and as one row.
-- `packing_nothing_to_share_...`: ours with `padding_free=False` and with True, on full rows that have nothing in
-  common: what the packing costs where it has nothing to save. Forward and backward with the head, for 8 successive
-  lengths.
+- `packing_grpo_...`, `packing_dpo`: training steps of stock TRL and of ours in turns; turns.py describes the values. On
+  the CPU, stock's head scores all positions and ours only those with a label, which favors ours if the head is large.
+- `packing_backbone_...`: forward and backward of the model without its head, on a micro-batch, padded and packed.
+- `packing_nothing_to_share_...`: ours with `padding_free=False` and True, on full rows that have nothing in common: the
+  cost of packing if it saves nothing. Forward and backward with the head, for 8 successive lengths.
 
-Goals for the ratio of the medians: GRPO with groups kept together 3, DPO 1.5, nothing to share 0.97. A step of a GPU's
-size is in training.py.
+Goals for the ratio of the medians: GRPO with groups kept together 3, DPO 1.5, nothing to share 0.97. training.py
+measures steps of a size for GPUs.
 """
 
 import dataclasses
@@ -33,9 +31,9 @@ from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 GRPO = Shape(hidden=256, layers=4, vocabulary=1024, prompt=512, completion=64, steps=4, rounds=2, ragged=True)
 DPO = dataclasses.replace(GRPO, prompt=384, completion=128, steps=5)
 SMOKE = Shape(hidden=32, layers=1, vocabulary=64, prompt=8, completion=4, steps=3, rounds=1, ragged=True)
-# Four layers of Qwen3-0.6B's
+# Four layers of Qwen3-0.6B
 GPU = dataclasses.replace(GRPO, hidden=1024, heads=16, kv_heads=8, head_size=128)
-# That each subject is fed in a comparison of calls; and how many calls that is at least and at most
+# Tokens for each subject in a comparison of calls, and the limits on the number of calls
 TOKENS, FEWEST, MOST = 50_000, 3, 40
 # (rows, tokens of a row)
 FULL_ROWS = ((1, 576), (4, 576), (8, 576), (1, 64), (8, 64))
@@ -53,7 +51,7 @@ CASES = (
 
 
 def grpo_batch(shape: Shape, prompts: list[int], seed: int) -> dict[str, Tensor]:
-    """Rows with these prompts and completions of 1 token to the longest, as TRL's GRPO trainer feeds them."""
+    """Return rows with these prompts and completions of random lengths, padded as in TRL's GRPO trainer."""
     generator = torch.Generator().manual_seed(seed)
     rows, P, C = len(prompts), shape.prompt, shape.completion
     prompt_ids = torch.randint(3, shape.vocabulary, (max(prompts) + 1, P), generator=generator)[prompts]
@@ -101,10 +99,10 @@ def nothing_to_share(shape: Shape, rows: int, length: int, deadline: float) -> l
         for name, padding_free in (("padded", False), ("packed", True))
     }
     batches = []
-    # Attention on the CPU takes half as long again for 63 tokens as for 64, so that one length says little
+    # Attention on the CPU is 1.5 times slower for 63 tokens than for 64, so one length is not representative
     for S in range(max(2, length - 4), length + 4):
         ids = torch.randint(3, shape.vocabulary, (rows, S), generator=torch.Generator().manual_seed(S)).to(device)
-        ids[:, 0] = torch.arange(rows, device=device)  # another first token, so that nothing is shared
+        ids[:, 0] = torch.arange(rows, device=device)  # different first tokens, so that nothing is shared
         labels = ids.clone()
         labels[:, : S // 2] = -100
         batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
@@ -129,7 +127,7 @@ def compared(
     calls: int,
     deadline: float,
 ) -> list[Line]:
-    """Lines of subjects that take turns, for so many calls of each, or fewer where `deadline` comes before."""
+    """Time the subjects in turns, for `calls` calls of each or until the `deadline`, and return their lines."""
     counted: list[int] = []
     hook = model.get_input_embeddings().register_forward_hook(lambda _, args, output: counted.append(args[0].numel()))
     tokens: dict[str, int] = {}

@@ -1,10 +1,10 @@
-"""Measure GRPO and DPO steps beside stock TRL's where passes or rows change no gradient: how many of them are run.
+"""Measure GRPO and DPO steps with passes or rows that do not change the gradient, beside stock TRL, which runs them.
 
     python benchmarks/passes.py           # a small model on the CPU or on one GPU, a few minutes, no network
-    python benchmarks/passes.py --smoke   # a tiny one: that it runs; its times say nothing
+    python benchmarks/passes.py --smoke   # a tiny model: a check that it runs; its times mean nothing
 
-A step is its log-prob passes, its backward and its optimizer: completions come from a script (steps.py). Stock and ours
-take turns, on the same model, data and seed; turns.py says what is measured.
+A step is its log-prob passes, backward and optimizer step; completions come from a script (steps.py). Stock and ours
+take turns, on the same model, data and seed; turns.py describes the values.
 """
 
 from functools import partial

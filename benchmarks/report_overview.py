@@ -1,6 +1,6 @@
-"""The README's picture: measured errors, times beside the device's limit, memory and whole steps, of one device.
+"""The README's picture: errors, times beside the device's limit, memory and whole steps, measured on one device.
 
-A panel is drawn where its figures were measured, and left out where they were not.
+A panel without measurements is left out.
 """
 
 from math import prod
@@ -22,12 +22,12 @@ Bars = dict[str, float]  # by subject
 
 
 def shown_device(runs: list[Run]) -> str:
-    """A GPU before a CPU; of several the one with the newest run."""
+    """Return the device to show: a GPU before a CPU, and of several the one with the newest run."""
     return max(runs, key=lambda run: (not run.device.startswith("CPU"), run.date)).device
 
 
 def largest_errors(runs: list[Run]) -> Bars:
-    """Of each head the largest error of a log-prob, over all shapes and uses."""
+    """Return each head's largest error of a log-prob, over all shapes and uses."""
     found: Bars = {}
     for run in runs:
         for name, line in run.lines.items() if run.benchmark.startswith("head_") else ():
@@ -37,26 +37,26 @@ def largest_errors(runs: list[Run]) -> Bars:
 
 
 def over_limit(runs: list[Run]) -> Bars:
-    """Time of each head at the largest shape, forward and backward with a frozen weight, over the device's limit."""
+    """Return each head's time over the device's limit: forward and backward, frozen weight, largest shape."""
     run = _largest(runs)
     lines = {} if run is None else {name: run.lines[name] for name in LOOKS if name in run.lines}
     return {name: line["median_ms"] / max(line["products_ms"], line["bytes_ms"]) for name, line in lines.items()}
 
 
 def peaks(runs: list[Run]) -> Bars:
-    """Most memory of each head at the largest shape, forward and backward with a frozen weight, MiB."""
+    """Return each head's peak memory in MiB: forward and backward, frozen weight, largest shape."""
     run = _largest(runs)
     lines = {} if run is None else run.lines
     return {name: lines[name]["peak_mib"] for name in LOOKS if lines.get(name, {}).get("peak_mib") is not None}
 
 
 def step_times(runs: list[Run]) -> Bars:
-    """Time of our whole steps over that of TRL's, by benchmark."""
+    """Return the time of our whole steps over that of TRL's, by benchmark."""
     return {STEPS[run.benchmark]: run.over("trl_ext", "trl") for run in runs if run.benchmark in STEPS}
 
 
 def step_peaks(runs: list[Run]) -> Bars:
-    """Most memory of our whole steps over that of TRL's, by benchmark."""
+    """Return the peak memory of our whole steps over that of TRL's, by benchmark."""
     return {
         STEPS[run.benchmark]: run.lines["trl_ext"]["peak_mib"] / run.lines["trl"]["peak_mib"]
         for run in runs
@@ -65,7 +65,7 @@ def step_peaks(runs: list[Run]) -> Bars:
 
 
 def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
-    """All panels, of one device, that there are figures for."""
+    """Draw all panels that have measurements, of one device."""
     device = shown_device(runs)
     here = [run for run in runs if run.device == device]
     largest = _largest(here)
@@ -100,7 +100,7 @@ def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
 
 
 def draw_error(runs: list[Run], names: dict[str, str], path: Path) -> None:
-    """The panel of the errors by itself, over all devices."""
+    """Draw only the panel of the errors, over all devices."""
     bars = largest_errors(runs)
     with plt.rc_context({**STYLE, "axes.grid": False}):
         figure, axes = plt.subplots(figsize=(WIDTH, 0.8 + 0.26 * len(bars)), layout="constrained")
@@ -111,7 +111,7 @@ def draw_error(runs: list[Run], names: dict[str, str], path: Path) -> None:
 def draw_bars(
     axes: Any, title: str, bars: Bars, form: str, log: bool, limit: float | None, *, names: dict[str, str]
 ) -> None:
-    """A bar for each subject, with its figure, the smallest first; `limit` is a line."""
+    """Draw a bar with its value for each subject, the smallest first, and a line at `limit`."""
     order = sorted(bars, key=lambda name: bars[name])
     values = [bars[name] for name in order]
     colours = [LOOKS[name][1] if name in LOOKS else LOOKS["trl_ext"][1] for name in order]

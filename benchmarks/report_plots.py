@@ -14,7 +14,7 @@ from report_runs import Run
 
 WIDTH = 5.0  # inches, at 200 dots each
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
-# Without Liger's GRPO loss, which is measured at one shape and so slow there that it would squeeze the others together
+# Without Liger's GRPO loss, which is measured at one shape, and so slow that it would compress the scale of the others
 LOOKS = {
     "trl_ext": ("o", "#0b6e4f"),
     "trl_ext_torch": ("o", "#8bc6ae"),
@@ -33,18 +33,18 @@ def slug(text: str) -> str:
 
 
 def draw_times(runs: list[Run], titles: dict[str, str], names: dict[str, str], path: Path) -> None:
-    """A row for each shape, a mark for each subject's time over that of the bare products, which are the line."""
+    """Draw each subject's time over that of the bare products, with a row for each shape and a line at 1."""
     label = "time over that of bare products"
     _draw_shapes(runs, titles, names, lambda run, name: run.over(name, "matmul"), label, path, limit=1)
 
 
 def draw_peaks(runs: list[Run], titles: dict[str, str], names: dict[str, str], path: Path) -> None:
-    """A row for each shape, a mark for each subject's peak memory."""
+    """Draw each subject's peak memory, with a row for each shape."""
     _draw_shapes(runs, titles, names, lambda run, name: run.lines.get(name, {}).get("peak_mib"), "MiB at most", path)
 
 
 def draw_errors(worst: dict[str, dict[str, float | None]], names: dict[str, str], path: Path) -> None:
-    """A row for each subject, a mark for each kind of error."""
+    """Draw each kind of error, with a row for each subject."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(WIDTH, 1.6 + 0.3 * len(worst)), layout="constrained")
         kinds = next(iter(worst.values()))
@@ -60,7 +60,7 @@ def draw_errors(worst: dict[str, dict[str, float | None]], names: dict[str, str]
 
 
 def draw_curves(run: Run, names: dict[str, str], path: Path) -> None:
-    """The loss of every subject of a run over its steps, and the gradient norm below it."""
+    """Draw the loss and the gradient norm of every subject of a run over its steps."""
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(2, 1, figsize=(WIDTH, 4.6), sharex=True, layout="constrained")
         for axes, what in zip(grid, ("loss", "grad_norm"), strict=True):
@@ -81,7 +81,7 @@ def _draw_shapes(
     path: Path,
     limit: float | None = None,
 ) -> None:
-    """A panel for each use in `titles`."""
+    """Draw a panel for each use in `titles`."""
     panels = {use: shown for use in titles if (shown := _shown([run for run in runs if run.benchmark == use]))}
     heights = [len(shown) + 2.5 for shown in panels.values()]
     with plt.rc_context(STYLE):
@@ -111,7 +111,7 @@ def _draw_shapes(
 
 
 def _shown(runs: list[Run]) -> list[Run]:
-    """What has room: the shapes of one number of tokens, of which there are most; of equally many the larger."""
+    """Return the runs that have room: all of them, or those with the most frequent (then largest) number of tokens."""
     tokens = [run.shape["N"] for run in runs]
     most = max(tokens, key=lambda N: (tokens.count(N), N), default=0)
     return runs if len(runs) <= MOST_ROWS else [run for run in runs if run.shape["N"] == most]

@@ -1,4 +1,4 @@
-"""The lines in benchmarks/results/ as runs: who was measured beside whom, and which runs are the newest."""
+"""Groups the lines in benchmarks/results/ into runs, and finds the newest."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Run:
     lines: dict[str, dict[str, Any]]
 
     def over(self, subject: str, other: str) -> float | None:
-        """The median of one subject over that of another; None where one of them has none."""
+        """Return the median of one subject over that of another; None if one of them has none."""
         medians = [self.lines.get(name, {}).get("median_ms") for name in (subject, other)]
         return None if None in medians else medians[0] / medians[1]
 
@@ -28,7 +28,7 @@ class Run:
 
 
 def newest_runs(folder: Path) -> list[Run]:
-    """In order of device, benchmark and shape."""
+    """Return the newest runs, in order of device, benchmark and shape."""
     runs: dict[str, Run] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in map(json.loads, path.read_text().splitlines()):
@@ -37,7 +37,7 @@ def newest_runs(folder: Path) -> list[Run]:
             about = [line[name] for name in ("benchmark", "shape", "device", "date")]
             run = runs.setdefault(json.dumps([line["run"], *about]), Run(*about, line["versions"], {}))
             run.lines[line["subject"]] = line
-    # Of equal dates the later file's stays
+    # If dates are equal, the later file wins
     newest = {
         json.dumps([run.device, run.benchmark, run.shape]): run for run in sorted(runs.values(), key=lambda x: x.date)
     }

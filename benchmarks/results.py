@@ -1,4 +1,4 @@
-"""The lines that benchmarks write: one measurement each, with the device, the versions and the date of its run."""
+"""The lines that benchmarks write: each is one measurement, with the device, the versions and the date of its run."""
 
 import json
 import os
@@ -18,12 +18,12 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def new_run() -> str:
-    """Name of a run: subjects are compared within one."""
+    """Return a new name of a run. Only subjects of one run may be compared."""
     return uuid.uuid4().hex[:12]
 
 
 def device_name(device: str) -> str:
-    """What a result says of the device of this type: of a CPU how many threads take part."""
+    """Return the device's name in results; for a CPU, with the number of threads."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
@@ -31,7 +31,7 @@ def device_name(device: str) -> str:
 
 
 def origin(device: str) -> dict[str, Any]:
-    """What every line of a run on a device of this type ends with."""
+    """Return the device, versions and date, which every line of a run ends with."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"device": device_name(device), "versions": versions(), "date": date}
 
@@ -54,9 +54,9 @@ def versions() -> dict[str, str | None]:
 
 
 def add(lines: list[dict[str, Any]], folder: Path) -> Path:
-    """Add lines of one run to the file of their day and device: all of them or none, whenever it is stopped.
+    """Add lines of one run to the file of their day and device, atomically.
 
-    The file is also copied to the folder that the variable `OUT` names, for machines of which only that folder is kept.
+    If the environment variable `OUT` names a folder, the file is also copied there.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", lines[0]["device"].lower())
     path = folder / f"{lines[0]['date'][:10]}-{slug}.jsonl"

@@ -1,18 +1,17 @@
-"""Bytes moved and held per rank, for the head and for the whole step: by formula for any ranks, counted on few.
+"""Bytes received and held per rank, for the head and for a whole step: by formula, and counted on up to 8 ranks.
 
     python benchmarks/scaling.py            # counts at 2, 4 and 8 gloo ranks, times at 2, the tables; 3 minutes
-    python benchmarks/scaling.py --tables   # the tables alone
-    python benchmarks/scaling.py --smoke    # 2 ranks and two calls of each: that it runs; its times say nothing
+    python benchmarks/scaling.py --tables   # only the tables
+    python benchmarks/scaling.py --smoke    # 2 ranks, two calls of each: a check that it runs; its times mean nothing
 
-Benchmarks of the lines that it writes to benchmarks/results/:
+Lines that it writes to benchmarks/results/:
 
-- `scaling_head`: one pass of the head on tiny shapes. `payloads` of each kind of collective by the formula and
-  `counted`, the `received` bytes that follow over a ring, and the most bytes `held` by the formula beside those
-  counted.
-- `scaling_step`: forward and backward of one micro-batch of a tiny Llama in fp32, head included; likewise.
-- `scaling_time`: milliseconds of one pass of the head, forward and backward, for a frozen weight: medians of calls of
-  each way that take turns. `rule` is the way that moves fewer bytes; `ratio` is the fastest other way over it, of which
-  more is better.
+- `scaling_head`: one pass of the head on tiny shapes. `payloads` of each kind of collective by formula and `counted`,
+  the resulting `received` bytes over a ring, and the peak of bytes `held`, by formula and counted.
+- `scaling_step`: the same for forward and backward of one micro-batch of a tiny Llama in fp32, head included.
+- `scaling_time`: median milliseconds of one pass of the head, forward and backward, for a frozen weight. The ways take
+  turns. `rule` is the way that moves fewer bytes; `ratio` is the time of the fastest other way over its time: higher is
+  better.
 
 The formulas are in scaling_formulas.py, the runs in scaling_counts.py.
 """
@@ -46,7 +45,7 @@ WAYS: tuple[Way, ...] = ("local", "in turn", "whole")
 
 
 def head_cases(ranks: int) -> list[tuple[HeadCase, Way]]:
-    """Every way with every gradient that it has."""
+    """Return every combination of a way and gradients that it supports."""
     case = HeadCase(ranks, tokens=24, hidden=32, vocabulary=128 * ranks, item=4, device="cpu")
     ways: tuple[Way, ...] = (*WAYS, "tensor parallel")
     return [
@@ -58,8 +57,8 @@ def head_cases(ranks: int) -> list[tuple[HeadCase, Way]]:
 
 
 def step_formula(ranks: int, engine: Engine, lora: bool) -> float:
-    """Bytes that reach a rank in one micro-batch of the tiny model, with its head."""
-    # The last token of a row is not fed: nothing is predicted from it
+    """Return the bytes that a rank receives in one micro-batch of the tiny model, with its head."""
+    # The last token of a row is not processed, because nothing is predicted from it
     step = Step(ranks, ROWS * (LENGTH - 1), LORA_RANK * lora, item=4, gradient_item=4)
     case = HeadCase(ranks, ROWS * (LENGTH - 1), TINY.hidden, TINY.vocabulary, item=4, trained=not lora)
     ways: dict[Engine, Way] = {"DDP": "here", "TP": "tensor parallel", "FSDP2": chosen_way(case) if lora else "whole"}
@@ -67,7 +66,7 @@ def step_formula(ranks: int, engine: Engine, lora: bool) -> float:
 
 
 def heads(ranks: int) -> list[dict[str, Any]]:
-    """Lines of `scaling_head`."""
+    """Return the lines of `scaling_head`."""
     cases, lines = head_cases(ranks), []
     for number, (case, way) in enumerate(cases):
         if number == 0:
@@ -95,7 +94,7 @@ def heads(ranks: int) -> list[dict[str, Any]]:
 
 
 def steps(ranks: int) -> list[dict[str, Any]]:
-    """Lines of `scaling_step`."""
+    """Return the lines of `scaling_step`."""
     seen = on_ranks(ranks, count_steps, list(STEPS))
     return [
         {
@@ -118,12 +117,12 @@ def steps(ranks: int) -> list[dict[str, Any]]:
 
 
 def times(grid: tuple[tuple[int, int], ...], hidden: int, calls: int) -> list[dict[str, Any]]:
-    """Lines of `scaling_time`."""
+    """Return the lines of `scaling_time`."""
     cases = [HeadCase(2, tokens, hidden, vocabulary, item=4, device="cpu") for tokens, vocabulary in grid]
     seen = on_ranks(2, time_heads, cases, WAYS, calls)
     lines = []
     for number, case in enumerate(cases):
-        # A pass is over when the last rank is
+        # A pass ends when the last rank has finished
         ms = {way: statistics.median(map(max, *(of_rank[number][way] for of_rank in seen))) for way in WAYS}
         rule = chosen_way(case)
         others = min(count for way, count in ms.items() if way != rule)
@@ -154,7 +153,7 @@ def show(line: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="2 ranks, few calls")
-    parser.add_argument("--tables", action="store_true", help="print the tables of docs/scaling.md, and nothing else")
+    parser.add_argument("--tables", action="store_true", help="only print the tables of docs/scaling.md")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder to write to")
     arguments = parser.parse_args()
     if not arguments.tables:

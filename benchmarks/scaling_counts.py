@@ -1,4 +1,4 @@
-"""Runs the head, and whole steps of a tiny model, on real gloo processes, and counts what each receives and holds."""
+"""Runs the head, and whole steps of a tiny model, on gloo processes, and counts the bytes each receives and holds."""
 
 import tempfile
 import time
@@ -31,14 +31,14 @@ OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 @dataclass(frozen=True)
 class Counted:
-    """What one rank of a run saw.
+    """The counts of one rank.
 
     Args:
         payloads (`dict[str, int]`): bytes of the tensors of each kind of collective.
-        received (`float`): bytes that reached the rank, if the ranks form a ring.
-        peak (`int`): most bytes in what was made meanwhile and alive at one time.
-        largest (`int`): bytes of the largest of these tensors, or of one that a collective brought.
-        predicted (`int`, *optional*): bytes that the rule of the head expected for the way it took.
+        received (`float`): bytes that the rank received, if the ranks form a ring.
+        peak (`int`): peak bytes of the tensors that were made during the run.
+        largest (`int`): bytes of the largest of these tensors, or of the largest collective.
+        predicted (`int`, *optional*): bytes that the head's rule predicted for the way it chose.
         values (`tuple[Tensor, ...]`): log-probs, and gradients of hidden states and of this rank's rows.
     """
 
@@ -51,8 +51,8 @@ class Counted:
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `work(*args)` returns on each of so many new processes with a gloo group."""
-    # The server imports once; ranks are forked from it
+    """Run `work(*args)` on `ranks` new processes with a gloo group, and return the results of all."""
+    # The fork server imports once, for all ranks
     set_forkserver_preload(["trl_ext.scoring", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (ranks, folder, work, args), nprocs=ranks, start_method="forkserver")
@@ -72,7 +72,7 @@ def _rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tu
 
 @contextmanager
 def the_rule_says(way: Way) -> Iterator[list[tuple[int, int]]]:
-    """Make the rule choose `way` where both are open; yields what it had found itself, once it was asked."""
+    """Make the rule choose `way`, "local" or another; yields a list of the bytes that the rule itself computes."""
     rule, found = head_rows.bytes_moved, []
 
     def says(*args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -87,7 +87,7 @@ def the_rule_says(way: Way) -> Iterator[list[tuple[int, int]]]:
 
 
 class HeadOfRank:
-    """A head whose rows are spread over the ranks, and hidden states and targets of this rank's tokens."""
+    """A head whose rows are spread over the ranks, with the hidden states and targets of this rank's tokens."""
 
     def __init__(self, case: HeadCase, way: Way, tokens: int | None = None) -> None:
         self.case, self.way = case, way
@@ -105,7 +105,7 @@ class HeadOfRank:
         self.outputs = OUTPUTS[: 1 + case.more_outputs]
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Score, and go back where there is a gradient."""
+        """Run the forward, and the backward if there is a gradient."""
         self.hidden.grad = self.head.weight.grad = None
         with torch.set_grad_enabled(self.case.gradient), the_rule_says(self.way) as self.found:
             rows = head_rows.weight_layout_of(
@@ -132,20 +132,20 @@ class HeadOfRank:
 
 
 def count_head(case: HeadCase, way: Way, tokens: list[int] | None = None) -> Counted:
-    """One pass of the head on this rank, without the exchange of how many tokens each has.
+    """Count one pass of the head on this rank, without the exchange of token counts.
 
     Args:
-        tokens (`list[int]`, *optional*): of each rank. `None`: as many as the case says.
+        tokens (`list[int]`, *optional*): number of tokens of each rank; default: that of the case.
     """
     head = HeadOfRank(case, way, None if tokens is None else tokens[dist.get_rank()])
-    head.run()  # the first collective of a group makes its connections
+    head.run()  # the first collective of a group opens its connections
     with Traffic() as traffic:
         values = head.run()
     seen = replace(counted(traffic), values=values)
     if not head.found:
         return seen
     tokens_move, weight_moves = head.found[0]
-    # How many tokens each rank has was exchanged before the rule was asked
+    # The ranks exchanged their token counts before they applied the rule
     payloads = {**seen.payloads, "all_gather": seen.payloads["all_gather"] - INT64 * case.ranks}
     return replace(
         seen,
@@ -162,17 +162,17 @@ def counted(traffic: Traffic) -> Counted:
 
 
 def count_heads(cases: list[tuple[HeadCase, Way]]) -> list[Counted]:
-    """`count_head` of each, on this rank."""
+    """Return `count_head` of each case, on this rank."""
     return [count_head(case, way) for case, way in cases]
 
 
-# Of the tiny model whose steps are counted: sizes that 8 ranks divide
+# The tiny model whose steps are counted. 8 divides its sizes
 TINY = Model(layers=2, hidden=64, intermediate=128, vocabulary=512, attention=64, key_value=64)
 LORA_RANK, ROWS, LENGTH = 8, 2, 12
 
 
 def llama(lora: bool) -> nn.Module:
-    """The tiny model in fp32, on every rank the same."""
+    """Return the tiny model in fp32, the same on every rank."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -194,11 +194,11 @@ _SIZES = {
 
 
 def count_step(engine: Engine, lora: bool) -> tuple[Counted, str | None]:
-    """Forward and backward of one micro-batch under an engine, and how the head's rows were read."""
+    """Count forward and backward of one micro-batch under an engine, and return how the head's rows were read."""
     model, scoring = _prepared(engine, lora)
     seed = 0 if engine == "TP" else dist.get_rank()
     ids = torch.randint(TINY.vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
-    # The head is checked in the first batch, and DDP rebuilds its buckets after it
+    # The first batch checks the head, and DDP rebuilds its buckets after it
     for watched in (False, False, True):
         model.zero_grad()
         with Traffic() if watched else nullcontext() as traffic:
@@ -212,12 +212,12 @@ def _prepared(engine: Engine, lora: bool) -> tuple[nn.Module, ScoringForward]:
     inner = model.base_model.model if lora else model
     scoring = attach_scoring_forward(inner, ScoringOptions())
     if engine == "DDP":
-        # It would broadcast its buffers, a few hundred bytes of rotary frequencies, in every forward
+        # DDP would broadcast buffers, a few hundred bytes of rotary frequencies, in every forward
         buffers = [name for name, _ in model.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
         return DistributedDataParallel(model), scoring
     if engine == "FSDP2":
-        # As accelerate groups the parameters. It does not find the last norm of a model with adapters
+        # The same groups of parameters as accelerate's, which misses the last norm of a model with adapters
         for layer in inner.model.layers:
             fully_shard(layer)
         fully_shard(inner.model.embed_tokens)
@@ -233,7 +233,7 @@ def _split_over_ranks() -> nn.Module:
     with tempfile.TemporaryDirectory() as own:
         shared = [own]
         dist.broadcast_object_list(shared)
-        llama(lora=False).save_pretrained(shared[0])  # rank 0 alone writes
+        llama(lora=False).save_pretrained(shared[0])  # only rank 0 writes
         dist.barrier()
         sizes = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
         model: nn.Module = AutoModelForCausalLM.from_pretrained(shared[0], dtype="float32", distributed_config=sizes)
@@ -242,12 +242,12 @@ def _split_over_ranks() -> nn.Module:
 
 
 def count_steps(cases: list[tuple[Engine, bool]]) -> list[tuple[Counted, str | None]]:
-    """`count_step` of each, on this rank."""
+    """Return `count_step` of each case, on this rank."""
     return [count_step(engine, lora) for engine, lora in cases]
 
 
 def time_heads(cases: list[HeadCase], ways: tuple[Way, ...], calls: int) -> list[dict[Way, list[float]]]:
-    """Milliseconds of each call of the head in each way, on this rank. The ways take turns."""
+    """Return the milliseconds of each call of the head in each way, on this rank. The ways take turns."""
     seconds: list[dict[Way, list[float]]] = []
     for case in cases:
         heads = {way: HeadOfRank(case, way) for way in ways}

@@ -1,11 +1,11 @@
-"""Bytes that reach a rank and bytes that it holds, for the head and for a whole step, by engine: plain functions.
+"""Formulas for the bytes that a rank receives and holds, for the head and for a whole step, by engine.
 
-The model is that of a ring (Patarasuk and Yuan, 2009): of a tensor of S bytes, an all-gather and a reduce-scatter bring
-each of R ranks (R - 1) / R * S, an all-reduce twice that. A broadcast brings S to every rank but its first; over ranks
-that take turns at being first that is (R - 1) / R * S on average. Bytes sent are as many. Latency, and what overlaps
-with arithmetic, is not in it.
+They model a ring (Patarasuk and Yuan, 2009). For a tensor of S bytes, each of R ranks receives (R - 1) / R * S in an
+all-gather or a reduce-scatter, and twice that in an all-reduce. In a broadcast, every rank but the source receives S;
+if the ranks take turns as the source, that is (R - 1) / R * S on average. Each rank sends as much as it receives. The
+formulas ignore latency and the overlap with arithmetic.
 
-What a layer's own arithmetic holds (activations) is the same under every engine but tensor parallelism, and left out.
+They also ignore activations, which are the same under every engine except tensor parallelism.
 """
 
 from dataclasses import dataclass
@@ -27,16 +27,16 @@ class HeadCase:
     """One pass of the head.
 
     Args:
-        ranks (`int`): R, over which the weight's rows are spread.
-        tokens (`int`): N that are scored on a rank, on each as many; under tensor parallelism all have the same.
+        ranks (`int`): R, the number of ranks that share the weight's rows.
+        tokens (`int`): N, the scored tokens of each rank; under tensor parallelism, all ranks have the same tokens.
         hidden (`int`): H.
         vocabulary (`int`): V.
         item (`int`): bytes of an element of hidden states and weight.
         trained (`bool`): whether the weight gets a gradient.
-        gradient (`bool`): whether the hidden states do.
-        more_outputs (`int`): outputs beside log_probs, each one fp32 number a token.
+        gradient (`bool`): whether the hidden states get a gradient.
+        more_outputs (`int`): number of outputs besides log_probs, each one fp32 number per token.
         entropy_grad (`bool`): whether the entropy has a gradient.
-        device (`str`): whose sizes of tiles, slices and parts to take.
+        device (`str`): device type that the sizes of tiles, slices and parts are for.
     """
 
     ranks: int
@@ -52,7 +52,7 @@ class HeadCase:
 
     @property
     def again(self) -> bool:
-        """Whether the backward reads hidden states and weight once more."""
+        """Whether the backward reads hidden states and weight again."""
         return self.gradient and (self.trained or self.entropy_grad)
 
     @property
@@ -62,25 +62,25 @@ class HeadCase:
 
 
 def gathered(ranks: int, whole: float) -> float:
-    """Bytes that reach a rank by an all-gather or a reduce-scatter of `whole` bytes."""
+    """Return the bytes that a rank receives in an all-gather or a reduce-scatter of `whole` bytes."""
     return (ranks - 1) / ranks * whole
 
 
 def reduced(ranks: int, whole: float) -> float:
-    """Bytes that reach a rank by an all-reduce of `whole` bytes."""
+    """Return the bytes that a rank receives in an all-reduce of `whole` bytes."""
     return 2 * gathered(ranks, whole)
 
 
 def head_payloads(case: HeadCase, way: Way) -> dict[str, int]:
-    """Bytes of the tensors that all collectives of a kind work on, forward and backward together.
+    """Return the bytes of the tensors in all collectives of each kind, forward and backward together.
 
-    - `"here"`: the whole weight is on every rank. Nothing.
-    - `"local"`: the tokens of all ranks come to the rows. Forward: hidden states, targets, a max and two sums a token;
-      the fp32 gradient of the hidden states goes back. Where the backward reads the tiles again, hidden states and
-      targets come again, with four numbers a token that the forward made (six with the entropy's gradient).
-    - `"tensor parallel"`: tokens are everywhere. A max and two sums; the fp32 gradient is added up.
-    - `"in turn"`: every row goes to every rank, again in a backward that reads it.
-    - `"whole"`: the weight is gathered, and held; its gradient is reduced and scattered.
+    - `"here"`: every rank has the whole weight, and nothing moves.
+    - `"local"`: each rank scores the tokens of all ranks with its rows. The forward moves hidden states, targets, a max
+      and two sums per token; the backward the fp32 gradient of the hidden states. A backward that reads the tiles again
+      also moves hidden states and targets again, and four numbers per token (six with the entropy's gradient).
+    - `"tensor parallel"`: every rank has the tokens. A max and two sums move, and the fp32 gradient is summed.
+    - `"in turn"`: every rank broadcasts its rows, and again in a backward that reads them.
+    - `"whole"`: each rank gathers and holds the weight; its gradient is reduced and scattered.
     """
     every = case.ranks * case.tokens
     if case.ranks == 1 or way == "here":
@@ -102,21 +102,21 @@ def head_payloads(case: HeadCase, way: Way) -> dict[str, int]:
 
 
 def received(ranks: int, payloads: dict[str, int]) -> float:
-    """Bytes that reach a rank over a ring, of payloads by kind: over all ranks' mean, for a broadcast."""
+    """Return the bytes that a rank receives over a ring, from payloads by kind; for broadcasts, the mean over ranks."""
     return sum(reduced(ranks, x) if kind == "all_reduce" else gathered(ranks, x) for kind, x in payloads.items())
 
 
 def head_received(case: HeadCase, way: Way) -> float:
-    """Bytes that reach a rank for the head, in one micro-batch, forward and backward."""
+    """Return the bytes that a rank receives for the head in one micro-batch, forward and backward."""
     return received(case.ranks, head_payloads(case, way))
 
 
 def head_held(case: HeadCase, way: Way) -> int:
-    """Most bytes that a rank holds for the head beside its own rows, its own hidden states and their gradient.
+    """Return the peak bytes of the head on a rank, besides its own rows, its own hidden states and their gradient.
 
-    Two fp32 tiles in every way, and the fp32 sums of what is scored together. Local: hidden states of all ranks, for as
-    many tokens at a time as `heads/parallel.py` takes. In turn: two slices, and the targets' rows. Whole: the weight.
-    A trained weight: the gradient of the rows that are scored with, and one tile's in fp32.
+    Every way holds two fp32 tiles, and the fp32 gradient sums of the tokens that are scored together. "local" adds the
+    hidden states of all ranks, for as many tokens at a time as `heads/parallel.py` takes; "in turn" adds two slices and
+    the targets' rows; "whole" adds the weight. A trained weight adds the gradient of its rows, and one tile's in fp32.
     """
     device = torch.device(case.device)
     kind = "cpu" if device.type == "cpu" else "cuda"
@@ -141,7 +141,7 @@ def head_held(case: HeadCase, way: Way) -> int:
 
 
 def chosen_way(case: HeadCase, *, can_stream: bool = True) -> Way:
-    """What `scoring/weight_layout.py` chooses where a weight is spread over ranks with different tokens."""
+    """Return the way that `scoring/weight_layout.py` chooses for a weight spread over ranks with different tokens."""
     if head_received(case, "local") <= head_received(case, "in turn" if not case.trained else "whole"):
         return "local"
     return "in turn" if can_stream and not case.trained else "whole"
@@ -167,27 +167,27 @@ class Model:
     norms_of_heads: int = 0  # elements of a layer's norms of queries and keys
 
     def linears(self) -> list[tuple[int, int]]:
-        """(in, out) of the linear layers of one block."""
+        """Return (in, out) of the linear layers of one block."""
         H, A, K, I = self.hidden, self.attention, self.key_value, self.intermediate  # noqa: E741
         return [(H, A), (H, K), (H, K), (A, H), (H, I), (H, I), (I, H)]
 
     @property
     def block(self) -> int:
-        """Parameters of one block."""
+        """The number of parameters of one block."""
         return sum(a * b for a, b in self.linears()) + 2 * self.hidden + self.norms_of_heads
 
     def adapters(self, rank: int) -> int:
-        """Parameters of LoRA on all linear layers of one block."""
+        """Return the number of parameters of LoRA on all linear layers of one block."""
         return sum(rank * (a + b) for a, b in self.linears())
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and of the head."""
+        """The number of parameters of the embedding, which the head also has."""
         return self.vocabulary * self.hidden
 
     @property
     def total(self) -> int:
-        """All parameters: without LoRA."""
+        """The number of all parameters, without LoRA."""
         return self.layers * self.block + self.embedding * (1 if self.tied else 2) + self.hidden
 
 
@@ -196,16 +196,16 @@ class Step:
     """One optimizer step.
 
     Args:
-        ranks (`int`): R in all. With `tensor` > 1, groups of so many have the same tokens.
-        fed (`int`): tokens that enter a rank's model in a micro-batch.
+        ranks (`int`): R, the number of all ranks. Groups of `tensor` ranks have the same tokens.
+        processed (`int`): tokens that a rank's model processes in a micro-batch.
         lora (`int`): rank of the adapters on all linear layers of the blocks; 0 trains every parameter.
-        micro_batches (`int`): in a step.
-        item (`int`), gradient_item (`int`): bytes of a parameter's element as it is moved, and of a gradient's.
-        state_item (`int`): bytes of optimizer state of a trained parameter: fp32 copy and two moments.
+        micro_batches (`int`): number in a step.
+        item (`int`), gradient_item (`int`): bytes of an element of a weight and of a gradient, as they are moved.
+        state_item (`int`): bytes of optimizer state per trained parameter: fp32 copy and two moments.
     """
 
     ranks: int
-    fed: int
+    processed: int
     lora: int = 0
     micro_batches: int = 1
     tensor: int = 1
@@ -215,27 +215,27 @@ class Step:
 
 
 def trained(model: Model, step: Step) -> int:
-    """Parameters that get a gradient."""
+    """Return the number of parameters that get a gradient."""
     return model.layers * model.adapters(step.lora) if step.lora else model.total
 
 
 def step_received(model: Model, step: Step, engine: Engine) -> float:
-    """Bytes that reach a rank in one optimizer step, without what the head's own way moves.
+    """Return the bytes that a rank receives in one optimizer step, without those of the head's way.
 
-    For FSDP2 and ZeRO-3 the head's weight is left out here, and its gradient: `head_received` has them.
+    For FSDP2 and ZeRO-3, `head_received` counts the head's weight and its gradient instead.
 
-    - DDP: the gradients are reduced once a step.
-    - ZeRO-1: gradients are reduced once a step and the new weights gathered (Rajbhandari et al., arXiv 1910.02054).
-    - ZeRO-2: as ZeRO-1, but gradients are reduced and scattered in every micro-batch.
-    - FSDP2, ZeRO-3: the weights of each block and of the embedding are gathered in the forward and again in the
-      backward, those of the last norm once, in every micro-batch. Gradients are reduced and scattered: by ZeRO-3 in
-      every micro-batch; by FSDP2 once, since accelerate keeps them whole until then.
-    - TP: all-reduces of the fed tokens' hidden states, as transformers 5 runs them. In the forward two a block and one
-      of the embedding; in the backward five a block, because each linear layer that splits its columns has its own.
+    - DDP: all-reduces gradients once per step.
+    - ZeRO-1: reduces gradients once per step and gathers the new weights (Rajbhandari et al., arXiv 1910.02054).
+    - ZeRO-2: as ZeRO-1, but reduces and scatters gradients in every micro-batch.
+    - FSDP2, ZeRO-3: in every micro-batch, gather the weights of blocks and embedding in the forward and again in the
+      backward, and those of the last norm once. ZeRO-3 reduces and scatters gradients in every micro-batch; FSDP2 once
+      per step, because accelerate keeps them whole until then.
+    - TP: all-reduces hidden states of the processed tokens, as transformers 5 does: in the forward, twice per block and
+      once for the embedding; in the backward, five times per block, once for each linear layer split by columns.
     """
     if engine in ("TP", "TP x FSDP2"):
         tensor = step.ranks if engine == "TP" else step.tensor
-        activations = (7 * model.layers + 1) * step.fed * model.hidden * step.item * step.micro_batches
+        activations = (7 * model.layers + 1) * step.processed * model.hidden * step.item * step.micro_batches
         moved = reduced(tensor, activations)
         if engine == "TP":
             return moved
@@ -255,7 +255,7 @@ def step_received(model: Model, step: Step, engine: Engine) -> float:
 
 def _sharded_received(model: Model, step: Step, ranks: int, reductions: int) -> float:
     blocks = model.layers * (model.block + model.adapters(step.lora))
-    # A frozen embedding comes twice too: torch 2.13 prefetches it in a backward that does not need it
+    # A frozen embedding is also gathered twice: torch 2.13 prefetches it in the backward, which does not need it
     rest = model.hidden + (0 if model.tied else 2 * model.embedding)
     gradients = trained(model, step)
     if not step.lora:
@@ -265,9 +265,9 @@ def _sharded_received(model: Model, step: Step, ranks: int, reductions: int) -> 
 
 
 def step_held(model: Model, step: Step, engine: Engine) -> float:
-    """Bytes of weights, gradients and optimizer state that a rank holds, with the blocks that are gathered at a time.
+    """Return the bytes of weights, gradients, optimizer state and gathered blocks that a rank holds.
 
-    For FSDP2 and ZeRO-3 two blocks are gathered at a time, one ahead; the head's weight is `head_held`'s.
+    FSDP2 and ZeRO-3 hold two gathered blocks, one of them ahead. `head_held` counts the head's gathered weight.
     """
     total = model.total + (model.layers * model.adapters(step.lora) if step.lora else 0)
     trains = trained(model, step)

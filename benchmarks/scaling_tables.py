@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md, made of the formulas."""
+"""The tables of docs/scaling.md, computed from the formulas."""
 
 from scaling_formulas import (
     Engine,
@@ -26,7 +26,7 @@ ENGINES: tuple[Engine, ...] = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2", "TP
 
 
 def tables() -> str:
-    """All of them, in Markdown."""
+    """Return all tables in Markdown."""
     parts = [crossings()]
     for name, model in MODELS.items():
         for tokens in (512, TOKENS):
@@ -72,15 +72,15 @@ def step_table(name: str, model: Model) -> str:
 
 
 def whole_step(model: Model, engine: Engine, ranks: int, lora: int) -> tuple[float, float]:
-    """Bytes received and held by a rank in a step of one micro-batch with `TOKENS` tokens, all scored."""
+    """Return the bytes that a rank receives and holds in a step of one micro-batch with `TOKENS` tokens, all scored."""
     step = Step(ranks, TOKENS, lora, tensor=TENSOR)
     case = HeadCase(ranks, TOKENS, model.hidden, model.vocabulary, trained=not lora)
     moved, held = step_received(model, step, engine), step_held(model, step, engine)
     if ranks == 1 or engine in ("DDP", "ZeRO-1", "ZeRO-2"):
         return moved, held + head_held(case, "here") - _gradient(case, 1)
     if engine in ("FSDP2", "ZeRO-3"):
-        # Adapters leave the head frozen, and its rows where they are. Trained, accelerate's FSDP2 and DeepSpeed gather
-        # it; DeepSpeed in the forward and again in the backward
+        # With adapters the head is frozen, and its rows stay sharded. FSDP2 and DeepSpeed gather a trained head;
+        # DeepSpeed in the forward and again in the backward
         way = chosen_way(case) if lora else "whole"
         again = gathered(ranks, case.weight) if engine == "ZeRO-3" and not lora else 0
         return moved + head_received(case, way) + again, held + head_held(case, way)
@@ -96,12 +96,12 @@ def whole_step(model: Model, engine: Engine, ranks: int, lora: int) -> tuple[flo
 
 
 def _gradient(case: HeadCase, ranks: int) -> float:
-    """Bytes of the rows' gradient, which the step's gradients count too."""
+    """Return the bytes of the rows' gradient, which the step's gradients also count."""
     return case.weight / ranks if case.trained else 0
 
 
 def _of_step(model: Model, engine: Engine, ranks: int, lora: int) -> str:
-    # Qwen3 has 8 heads of keys and values: no more ranks can split them
+    # Qwen3 has 8 key-value heads, so at most 8 ranks can split them
     if (engine == "TP" and ranks > TENSOR) or (engine == "TP x FSDP2" and ranks <= TENSOR):
         return "-"
     moved, held = whole_step(model, engine, ranks, lora)
@@ -109,7 +109,7 @@ def _of_step(model: Model, engine: Engine, ranks: int, lora: int) -> str:
 
 
 def crossings() -> str:
-    """Up to how many tokens of all ranks together the rows stay where they are, as a share of V."""
+    """Return a table of the number of tokens of all ranks, as a share of V, up to which "local" moves fewer bytes."""
     rows = []
     for name, options in {
         "no gradient (reference, old policy, evaluation)": {"gradient": False},

@@ -1,7 +1,7 @@
-"""Trainings of stock TRL and of ours on made-up data, for the benchmarks of whole steps: model, data and trainer.
+"""Model, data and trainers (stock TRL's and ours) for the benchmarks of whole steps.
 
-Completions come from a script instead of a sampler, and depend on nothing but their prompt, their place in the batch
-and the step: stock and ours train on the same tokens.
+Completions come from a script instead of a sampler. They depend only on the prompt, the place in the batch and the
+step, so stock and ours train on the same tokens.
 """
 
 import os
@@ -38,32 +38,32 @@ class Shape:
     heads: int = 4
     kv_heads: int = 2
     head_size: int | None = None  # None: hidden / heads
-    ragged: bool = False  # completions of 1/8, 2/8, ... of `completion` tokens, as many of each
+    ragged: bool = False  # completions of 1/8, 2/8, ..., 8/8 of `completion` tokens, equally many of each
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training that TRL's users run, measured under the name `benchmark`."""
+    """A training run to measure, under the name `benchmark`."""
 
     benchmark: str
     trainer: Literal["grpo", "dpo"]
     shape: Shape
-    config: dict[str, Any] = field(default_factory=dict)  # of both subjects
-    ours: dict[str, Any] = field(default_factory=dict)  # of our config alone
+    config: dict[str, Any] = field(default_factory=dict)  # for both subjects
+    ours: dict[str, Any] = field(default_factory=dict)  # only for ours
     lora: bool = False
-    epochs: int = 1  # of DPO, over which the steps are spread evenly
-    dead_share: float = 0.0  # of GRPO's groups, whose rewards are all equal
-    sampler: bool = False  # completions come with their sampler's log-probs, as from vLLM, and are corrected for
+    epochs: int = 1  # in DPO; the steps are spread evenly over them
+    dead_share: float = 0.0  # in GRPO, the share of groups whose rewards are all equal
+    sampler: bool = False  # whether completions come with a sampler's log-probs, as from vLLM, and are corrected
 
     @property
     def rows(self) -> int:
-        """Completions, or pairs, of an optimizer step."""
+        """The number of completions, or pairs, in an optimizer step."""
         return self.config["per_device_train_batch_size"] * self.config.get("gradient_accumulation_steps", 1)
 
 
 @cache
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    # Special tokens are found inside of words too: theirs must not begin another
+    # Special tokens are also found inside words, so no word may contain one
     special = ["<pad>", "</s>", "<unk>"]
     words = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(len(special), vocabulary))])}
     tokens = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -72,7 +72,7 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def policy(shape: Shape, frozen: bool = False) -> Qwen3ForCausalLM:
-    """A model with random weights, always the same: in fp32 to be trained, in bf16 on a GPU where it is frozen."""
+    """Return a model with fixed random weights: in bf16 if it is frozen and on a GPU, else in fp32."""
     torch.manual_seed(0)
     config = Qwen3Config(
         hidden_size=shape.hidden,
@@ -92,19 +92,19 @@ def policy(shape: Shape, frozen: bool = False) -> Qwen3ForCausalLM:
 
 
 def words(seed: int, count: int, vocabulary: int) -> list[int]:
-    """`count` token ids that depend on the seed alone."""
+    """Return `count` token ids that depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocabulary, (count,), generator=generator).tolist()
 
 
 def completion(seed: int, place: int, shape: Shape) -> list[int]:
-    """Tokens that depend on the seed, as many as the place asks for: with place 0 the most."""
+    """Return token ids that depend on the seed, and whose number depends on the place; place 0 has the most."""
     eighths = 8 - place % 8 if shape.ragged else 8
     return [*words(seed, max(1, eighths * shape.completion // 8) - 1, shape.vocabulary), 1]
 
 
 def number_of(key: str) -> int:
-    """The same in every process, as Python's `hash` is not."""
+    """Return a hash that is the same in every process, unlike Python's `hash`."""
     return zlib.crc32(key.encode())
 
 
@@ -117,12 +117,12 @@ def reward(prompts: list[str], completion_ids: list[list[int]], dead: list[bool]
 
 
 def trainer_of(library: Any, case: Case, folder: str) -> Any:
-    """The trainer of `library` for this case."""
+    """Build the trainer of `library` for this case."""
     config = {**common(case.shape), "output_dir": folder, **case.config}
     if library is not trl:
         config |= case.ours
         if case.trainer == "dpo":
-            config["reference_store_dir"] = folder  # nothing is read that another run has stored
+            config["reference_store_dir"] = folder  # do not read the store of another run
     return (grpo if case.trainer == "grpo" else dpo)(library, case, config)
 
 
@@ -138,7 +138,7 @@ def grpo(library: Any, case: Case, config: dict[str, Any]) -> Any:
             "logprobs": [[-8.0] * len(x) for x in ids] if case.sampler else None,
         }
 
-    # Prompts keep their order, so that every step has its share of dead groups
+    # Prompts are not shuffled, so every step has the same share of dead groups
     dead = [int((i + 1) * case.dead_share) > int(i * case.dead_share) for i in range(PROMPTS)]
     rows = [{"prompt": text(words(i, shape.prompt, shape.vocabulary)), "dead": dead[i]} for i in range(PROMPTS)]
     trainer = library.GRPOTrainer(
@@ -152,14 +152,14 @@ def grpo(library: Any, case: Case, config: dict[str, Any]) -> Any:
         processing_class=tokenizer(shape.vocabulary),
         peft_config=adapter(case),
     )
-    if case.sampler:  # as vLLM's trainer does it, with its weights in step
+    if case.sampler:  # as with vLLM, whose weights are always in sync here
         trainer.use_vllm = True
         type(trainer)._last_loaded_step = property(lambda self: self.state.global_step, lambda self, step: None)
     return trainer
 
 
 def dpo(library: Any, case: Case, config: dict[str, Any]) -> Any:
-    """Its reference is a model of its own, and with LoRA the policy without its adapter."""
+    """Build a DPO trainer. Its reference is a separate model, or with LoRA the policy without its adapter."""
     shape = case.shape
     rows = [
         {

@@ -1,18 +1,18 @@
-"""The store of reference log-probs on disk: to write, open, read and merge it, by how many sequences it holds.
+"""Measure the store of reference log-probs on disk: writing, opening, reading and merging, by number of sequences.
 
     python benchmarks/store.py           # 100,000 and 1,000,000 sequences of 100 tokens, 2 GB of disk, 2 minutes
-    python benchmarks/store.py --smoke   # a few: that it runs; its times say nothing
+    python benchmarks/store.py --smoke   # a few sequences: a check that it runs; its times mean nothing
 
-`--folder` names where the files go, such as one in memory (/dev/shm), which leaves out what the disk takes. What was
-just written is still in the memory of the system when it is read.
+`--folder` says where the files go; a folder in memory (/dev/shm) excludes the time of the disk. Files that were just
+written are read from the system's cache.
 
-Benchmarks of the lines that it writes to benchmarks/results/, each with the `seconds` of one process:
+Each line that it writes to benchmarks/results/ has the `seconds` of one process:
 
-- `store_write`: `sequences` are added, 1,000 at a time, and flushed as in training.
-- `store_open`: these are opened by a process that does not write.
-- `store_read`: 100,000 of them are read, in random order; the fastest of three times; `per_second`.
-- `store_merge`: they lie in 128 files, and the store is opened by the process that writes.
-- `store_flush`: so many are flushed one by one, to `files` in the end.
+- `store_write`: adds `sequences`, 1,000 at a time, and flushes them as in training.
+- `store_open`: opens them in a process that does not write.
+- `store_read`: reads 100,000 of them in random order; the fastest of three times, and how many `per_second`.
+- `store_merge`: opens them from 128 files in the process that writes, which merges the files.
+- `store_flush`: flushes so many one by one; `files` are left.
 """
 
 import argparse
@@ -35,7 +35,7 @@ TOGETHER, PARTS, READS = 1000, 128, 100_000
 
 
 def sequences(count: int, tokens: int) -> Iterator[Entries]:
-    """Random ones, some at a time."""
+    """Yield random sequences, `TOGETHER` at a time."""
     generator = np.random.default_rng(0)
     for begin in range(0, count, TOGETHER):
         rows = min(TOGETHER, count - begin)
@@ -55,7 +55,7 @@ def seconds(do: Callable[[], Any]) -> float:
 
 
 def measure(count: int, tokens: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """The lines of one size, in a folder of their own."""
+    """Yield the lines of one size, measured in `folder`."""
     size = {"sequences": count, "tokens": tokens}
     store = DiskStore(folder / "whole", IDENTITY)
     took = sum(seconds(partial(store.add, entries)) for entries in sequences(count, tokens)) + seconds(store.flush)
@@ -89,8 +89,8 @@ def measure_flushes(count: int, tokens: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a few sequences: that it runs; its times say nothing")
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder, if it is left out")
+    parser.add_argument("--smoke", action="store_true", help="a few sequences, to check that it runs")
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder to write the lines to")
     chosen = parser.parse_args()
     counts, flushes = ((2000,), (20, 60)) if chosen.smoke else ((100_000, 1_000_000), (1000, 3000))

@@ -1,4 +1,4 @@
-"""Time and memory of single calls, and the two ceilings of a device: its matmul rate and its memory bandwidth."""
+"""Time and memory of single calls, and a device's two ceilings: its matmul rate and its memory bandwidth."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ Step = Callable[[], Any]
 
 
 def milliseconds(step: Step, device: torch.device) -> float:
-    """Time of one call that begins on an idle device; on the CPU the process's own, whatever else the machine does."""
+    """Return the time of one call that starts on an idle device; on the CPU, the process time."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
@@ -27,7 +27,7 @@ def milliseconds(step: Step, device: torch.device) -> float:
 
 
 def peak_mib(step: Step, device: torch.device) -> float:
-    """Most memory allocated during one call, above what was allocated before."""
+    """Return the peak memory of one call, above what was allocated before."""
     if device.type != "cuda":
         return peak_bytes(step) / 2**20
     torch.cuda.synchronize(device)
@@ -39,20 +39,19 @@ def peak_mib(step: Step, device: torch.device) -> float:
 
 
 def in_turns(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each step in so many rounds, in which each has its turn; one more before them is warm-up."""
+    """Return the milliseconds of each step in each round, after one round of warm-up. The steps take turns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
     for _ in range(1 + rounds):
         for name in order:
             times[name].append(milliseconds(steps[name], device))
-        # What one leaves behind, such as heat, falls on each of the others in turn
+        # After-effects of a step, such as heat, then affect each of the others in turn
         order = order[1:] + order[:1]
     return {name: spent[1:] for name, spent in times.items()}
 
 
 class Ceilings(NamedTuple):
-    """What a device was seen to do at most: bf16 operations a second in a large product, and bytes a second, read and
-    written, in a large copy."""
+    """A device's measured limits: bf16 FLOP/s in a large product, and bytes/s, read and written, in a large copy."""
 
     flops: float
     bandwidth: float
@@ -62,7 +61,7 @@ class Ceilings(NamedTuple):
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Medians of 20 calls, after warm-up, on random numbers: on zeros a GPU multiplies faster."""
+    """Measure the medians of 20 calls after warm-up, on random numbers, because a GPU multiplies zeros faster."""
     N, H, V = (8192, 8192, 16384) if device.type == "cuda" else (256, 512, 1024)
     hidden = torch.randn(N, H, dtype=torch.bfloat16, device=device)
     weight = torch.randn(V, H, dtype=torch.bfloat16, device=device)

@@ -1,7 +1,7 @@
-"""What one rank sends for and holds: every collective that torch runs, with its bytes, and the storages alive.
+"""Counts the collectives that torch runs on one rank, with their bytes, and the bytes of live storages.
 
-A dispatch mode sees what this package, FSDP2, DDP and DTensor call alike, below all of them, in the forward and in a
-backward on the CPU. Nothing is estimated: bytes are those of the tensors handed to the process group.
+A dispatch mode sees the calls of this package, FSDP2, DDP and DTensor, in the forward and in a backward on the CPU.
+Nothing is estimated: the bytes are those of the tensors that the process group gets.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as one rank took part in it.
+    """One collective, as one rank sees it.
 
     Args:
         kind (`str`): `"all_gather"`, `"reduce_scatter"`, `"all_reduce"` or `"broadcast"`.
-        payload (`int`): bytes of the tensor in full: what all ranks' parts are together, for `all_gather` and
-            `reduce_scatter`.
-        ranks (`int`): of its group.
-        sends (`bool`): whether this rank is the one that a broadcast starts from.
-        dtype (`torch.dtype`): of its elements.
+        payload (`int`): bytes of the whole tensor: for `all_gather` and `reduce_scatter`, the parts of all ranks.
+        ranks (`int`): number of ranks in its group.
+        sends (`bool`): whether this rank is the source of a broadcast.
+        dtype (`torch.dtype`): dtype of the tensor.
     """
 
     kind: str
@@ -37,12 +36,12 @@ class Collective:
 
     @property
     def received(self) -> float:
-        """Bytes that reach this rank, if the ranks form a ring."""
+        """The bytes that this rank receives, if the ranks form a ring."""
         return 0.0 if self.sends else self.payload * RING[self.kind](self.ranks)
 
 
-# Of a payload, what each rank of R receives over a ring (Patarasuk and Yuan, 2009). An all-reduce is a reduce-scatter
-# and an all-gather; a broadcast passes every rank but its first.
+# The share of a payload that each of R ranks receives over a ring (Patarasuk and Yuan, 2009). An all-reduce is a
+# reduce-scatter and an all-gather; a broadcast reaches every rank but its source.
 RING = {
     "all_gather": lambda ranks: (ranks - 1) / ranks,
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
@@ -50,7 +49,7 @@ RING = {
     "broadcast": lambda ranks: 1.0,
 }
 
-# Operator of torch -> (kind, which argument or, if None, which result is the tensor in full)
+# Operator of torch -> (kind, index of the argument that is the whole tensor; None if the result is)
 _NATIVE = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::allreduce_coalesced_": ("all_reduce", 0),
@@ -76,8 +75,8 @@ class Traffic(TorchDispatchMode):
     """Watches one thread.
 
     Attributes:
-        collectives (`list[Collective]`): in the order in which they were called.
-        peak (`int`): most bytes in storages that were made since the watch began and were alive at one time.
+        collectives (`list[Collective]`): in the order of the calls.
+        peak (`int`): peak bytes of the storages that were made since the watch began.
         largest (`int`): bytes of the largest of them.
     """
 
@@ -90,16 +89,16 @@ class Traffic(TorchDispatchMode):
 
     @property
     def received(self) -> float:
-        """Bytes that reached this rank, if the ranks form a ring."""
+        """The bytes that this rank received, if the ranks form a ring."""
         return sum(x.received for x in self.collectives)
 
     def of_kind(self, kind: str) -> int:
-        """Payload of all collectives of a kind."""
+        """Return the payload of all collectives of a kind."""
         return sum(x.payload for x in self.collectives if x.kind == kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls again, with what this rank has of it
+            return NotImplemented  # DTensor calls again, with this rank's part
         out = func(*args, **(kwargs or {}))
         name = func._schema.name
         if name.startswith(("c10d::", "_c10d_functional")) and name not in _NOTHING_MOVES:
@@ -118,7 +117,7 @@ class Traffic(TorchDispatchMode):
     def _hold(self, args: Any, out: Any) -> None:
         self._alive = {key: x for key, x in self._alive.items() if not x[0].expired()}
         self._before = {key: x for key, x in self._before.items() if not x.expired()}
-        # What an operator is given, and none made since the watch began, was there before
+        # An argument that was not made since the watch began existed before
         for storage in _storages(args):
             if storage._cdata not in self._alive:
                 self._before.setdefault(storage._cdata, StorageWeakRef(storage))

@@ -1,24 +1,23 @@
-"""Measure whole training steps of GRPO and DPO, stock TRL's and ours: the same script with the class swapped.
+"""Measure whole training steps of GRPO and DPO, stock TRL's and ours: the same script with another class.
 
     python benchmarks/training.py           # a 0.6 B model on one GPU, 150 s; a small one on the CPU, 5 minutes
-    python benchmarks/training.py --smoke   # a tiny one, seconds: that it runs; its times say nothing
+    python benchmarks/training.py --smoke   # a tiny one, seconds: a check that it runs; its times mean nothing
 
-Generation is not measured: completions come from a script (steps.py), so that a step is its log-prob passes, its
-backward and its optimizer, with tokenization and rewards. Model and data are made on the fly, with random weights: no
-network. Stock and ours take turns, on the same model, data and seed; turns.py says what is measured. A config field
-that is not in a line's `shape` has its default. Benchmarks:
+Generation is not measured: completions come from a script (steps.py), so a step is its log-prob passes, backward and
+optimizer step, with tokenization and rewards. Model and data are random and made on the fly, without a network. Stock
+and ours take turns, on the same model, data and seed; turns.py describes the values. Config fields that are not in a
+line's `shape` have their defaults. Benchmarks:
 
-- `grpo_step_lora`, `grpo_step_full`: 4 groups of 8 completions, of 1/8 of the longest to the longest, in micro-batches
-  of 8 rows; one group is dead, all of its rewards being equal. On a GPU in bf16: frozen weights are kept in it, trained
-  ones are fp32 under autocast.
+- `grpo_step_lora`, `grpo_step_full`: 4 groups of 8 completions, from 1/8 of the longest to the longest, in
+  micro-batches of 8 rows. All rewards of one group are equal. On a GPU, frozen weights are bf16, and trained ones fp32
+  under bf16 autocast.
 - `dpo_step_lora_epoch_1`, `dpo_step_lora_epoch_2`: the reference is the model without its adapter.
-- `grpo_longest_lora`, `dpo_longest_lora`, on a GPU alone: `longest` is the longest completion, in tokens, with which
-  two steps of one micro-batch were seen to fit, and `fails_at` the shortest with which they were not. `peak_mib` is
-  that of the longest; nothing is timed. Found by doubling, then by bisection, in a limited number of trials and of
-  seconds.
+- `grpo_longest_lora`, `dpo_longest_lora`, only on a GPU: `longest` is the longest completion, in tokens, with which two
+  steps of one micro-batch fit into memory, and `fails_at` the shortest with which they did not, found by doubling and
+  bisection within limits on trials and time. `peak_mib` is that of the longest; nothing is timed.
 - `grpo_loss_curve`, `dpo_loss_curve`: `loss` and `grad_norm` at each of 100 steps of a smaller model, and on our line
-  the `largest_difference` from stock's; nothing is timed. GRPO visits each batch twice: at the first visit its loss
-  does not depend on the model.
+  the `largest_difference` from stock; nothing is timed. GRPO trains on each batch twice, because the first time its
+  loss does not depend on the model.
 """
 
 import statistics
@@ -39,14 +38,14 @@ TRIALS = 9
 
 
 class Sizes(NamedTuple):
-    """Shapes of one machine."""
+    """The shapes for one machine."""
 
     grpo: Shape
     dpo: Shape
     curve: Shape
 
 
-# Qwen3-0.6B's
+# Qwen3-0.6B
 GPU_STEP = Shape(
     hidden=1024,
     layers=28,
@@ -77,9 +76,9 @@ SMOKE = Sizes(TINY, TINY, TINY)
 
 
 def longest_that_fits(fits: Callable[[int], bool], first: int, trials: int, deadline: float) -> tuple[int, int | None]:
-    """The greatest length seen to fit (0: none), and the least seen not to (None: none).
+    """Return the greatest length that fits (0 if none does), and the smallest that does not (None if all do).
 
-    A further trial is begun only where one as long as the last ends before `deadline`, a time of `time.monotonic`.
+    Another trial starts only if one as long as the last would end before `deadline`, a time of `time.monotonic`.
     """
     good, bad = 0, None
     for _ in range(trials):
@@ -96,7 +95,7 @@ def longest_that_fits(fits: Callable[[int], bool], first: int, trials: int, dead
 
 
 def longest_of(library: Any, case: Case, deadline: float) -> dict[str, float | None]:
-    """What a line says of the longest."""
+    """Return the fields of a line about the longest completion."""
     taken: dict[int, list[Step]] = {0: [Step()]}
 
     def fits(length: int) -> bool:
@@ -107,13 +106,13 @@ def longest_of(library: Any, case: Case, deadline: float) -> dict[str, float | N
         return True
 
     good, bad = longest_that_fits(fits, case.shape.completion, TRIALS, deadline)
-    # The first step looks at its batch in other ways too
+    # Of the last step, because the first one also runs checks
     return {"longest": good, "fails_at": bad, "peak_mib": peak_of(taken[good]), "tokens": taken[good][-1].tokens}
 
 
 def longest(case: Case, deadline: float) -> list[Line]:
     if not torch.cuda.is_available():
-        print(f"left out: {case.benchmark}, for which there must be a GPU")
+        print(f"left out: {case.benchmark}, which needs a GPU")
         return []
     run, lines = results.new_run(), []
     shape = {name: size for name, size in shape_of(case).items() if name != "completion"}
@@ -143,7 +142,7 @@ def curve(case: Case, deadline: float) -> list[Line]:
 
 
 def measurements(sizes: Sizes) -> dict[str, Callable[[float], list[Line]]]:
-    """In the order of what matters most, should the time run out."""
+    """Return the measurements, the most important ones first, in case the time runs out."""
     pairs = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     grpo = Case("grpo_step_lora", "grpo", sizes.grpo, FOUR_GROUPS, lora=True, dead_share=0.25)
     dpo = Case("dpo_step_lora", "dpo", sizes.dpo, pairs, lora=True, epochs=2)

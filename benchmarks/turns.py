@@ -1,10 +1,10 @@
-"""Stock TRL and ours take turns at the same training: time, memory and what is fed, for each optimizer step.
+"""Measure time, memory and tokens of each optimizer step, with stock TRL and ours in turns at the same training.
 
-A line's milliseconds are of whole optimizer steps, each begun and ended with nothing left to do on the device; on the
-CPU one thread runs, and its own time is taken, so that what else the machine does counts less. `tokens` entered the
-models in a step, padding included, by a hook on the input embedding; `no_grad_forwards` are those of the old policy and
-the reference; both are means over the `steps` that were measured. `peak_mib` is the most memory allocated in a step,
-model and optimizer included; on the CPU that of a whole training, by the allocator's records, in a round of its own.
+A line's milliseconds are of whole optimizer steps, with the device synchronized at both ends; on the CPU they are
+process time on one thread, so that other load on the machine matters less. `tokens` counts the tokens, padding
+included, at the input embeddings; `no_grad_forwards` counts passes of the old policy and the reference. Both are means
+over the measured `steps`. `peak_mib` is the peak memory of a step, model and optimizer included; on the CPU it is that
+of a whole training, from the allocator's records, in a separate round.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Line = dict[str, Any]
 
 @dataclass
 class Step:
-    """What one optimizer step took."""
+    """The measurements of one optimizer step."""
 
     milliseconds: float = 0.0
     peak_mib: float | None = None
@@ -47,15 +47,15 @@ class Step:
 
 
 class Steps(TrainerCallback):
-    """The optimizer steps of a trainer."""
+    """Measures the optimizer steps of a trainer."""
 
     def __init__(self, trainer: Any) -> None:
         self.taken: list[Step] = []
         for model in filter(None, (trainer.model, trainer.ref_model)):
-            model.get_input_embeddings().register_forward_hook(self._feed)
+            model.get_input_embeddings().register_forward_hook(self._count)
         trainer.add_callback(self)
 
-    def _feed(self, module: Any, args: Any, output: Any) -> None:
+    def _count(self, module: Any, args: Any, output: Any) -> None:
         if self.taken:  # DPO's trainer may score before the first step
             self.taken[-1].tokens += args[0].numel()
             self.taken[-1].no_grad_forwards += not torch.is_grad_enabled()
@@ -73,7 +73,7 @@ class Steps(TrainerCallback):
 
 
 def now() -> float:
-    """Seconds, with nothing left to do on the device."""
+    """Return the time in seconds, after synchronizing the device; on the CPU, process time."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()
@@ -85,7 +85,7 @@ def device() -> str:
 
 
 def train(library: Any, case: Case) -> tuple[list[Step], list[dict[str, float]]]:
-    """One training: its optimizer steps, and what it logged. Nothing of it stays in memory."""
+    """Run one training; return its optimizer steps and its logs. Nothing of it stays in memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -115,9 +115,9 @@ def peak_of(steps: list[Step]) -> float | None:
 
 
 def measure(case: Case, deadline: float) -> list[Line]:
-    """A line for each subject, and for each epoch where there are several.
+    """Return a line for each subject, and for each epoch if there are several.
 
-    A third round, and each further one, is begun only where it ends before `deadline`, a time of `time.monotonic`.
+    After the second round, another starts only if it would end before `deadline`, a time of `time.monotonic`.
     """
     taken: dict[str, list[list[Step]]] = {name: [] for name in SUBJECTS}
     for number in range(case.shape.rounds):
@@ -147,36 +147,36 @@ def sizes_of(shape: Shape) -> dict[str, Any]:
 
 
 def shape_of(case: Case) -> dict[str, Any]:
-    """What a reader needs to run the case again."""
+    """Return the sizes and arguments that are needed to run the case again."""
     return {**sizes_of(case.shape), "lora": case.lora, "dead_share": case.dead_share, **case.config, **case.ours}
 
 
 def begin(doc: str | None, budget: float) -> argparse.Namespace:
-    """What the command line asks for; and the process is made quiet, and on the CPU one thread."""
+    """Parse the command line, turn off logs and progress bars, and use one thread on the CPU."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model: that it runs; its times say nothing")
-    parser.add_argument("--only", default="", help="measure only what has this in its name")
-    parser.add_argument("--budget", type=float, default=budget, help="seconds; what does not fit is left out")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, to check that it runs")
+    parser.add_argument("--only", default="", help="run only benchmarks whose name contains this")
+    parser.add_argument("--budget", type=float, default=budget, help="seconds; benchmarks beyond it are left out")
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder to write to")
     chosen = parser.parse_args()
-    # No progress bars and plans on the table's way
+    # Progress bars and plans would break the table
     logging.getLogger("trl_ext").setLevel(logging.WARNING)
     datasets.disable_progress_bars()
-    warnings.simplefilter("ignore", FutureWarning)  # of the libraries', on names of their own
+    warnings.simplefilter("ignore", FutureWarning)  # from libraries
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
     return chosen
 
 
 def take(measurements: dict[str, Callable[[float], list[Line]]], chosen: argparse.Namespace) -> None:
-    """Take the measurements, each in an equal share of the time that is left, and keep the lines of each at once.
+    """Run the measurements, each in an equal share of the remaining time, and write the lines of each immediately.
 
-    One is left out where less time is left than the last one took, and where the device lacks the memory.
+    A measurement is left out if the last one took longer than the remaining time, or if the device runs out of memory.
     """
     end = time.monotonic() + chosen.budget
     names = [name for name in measurements if chosen.only in name]
     origin = results.origin(device())
-    print(f"{origin}\n{'':<44}{'before ms':>11}{'after ms':>11}{'ratio':>7}  tokens fed, MiB at most")
+    print(f"{origin}\n{'':<44}{'before ms':>11}{'after ms':>11}{'ratio':>7}  tokens, peak MiB")
     took = 0.0
     for number, name in enumerate(names):
         begun = time.monotonic()
@@ -196,10 +196,10 @@ def take(measurements: dict[str, Callable[[float], list[Line]]], chosen: argpars
 
 
 def show(lines: list[Line]) -> None:
-    """Neighbours of one benchmark for a reader: the first one's time over the second's, of which more is better."""
+    """Print pairs of lines of one benchmark, with the first one's time over the second's: higher is better."""
     for before, after in zip(lines[::2], lines[1::2], strict=True):
-        fed = f"{before['tokens']:.0f} -> {after['tokens']:.0f}"
+        tokens = f"{before['tokens']:.0f} -> {after['tokens']:.0f}"
         times, peaks = ([line[what] for line in (before, after)] for what in ("median_ms", "peak_mib"))
         timed = " " * 29 if None in times else f"{times[0]:>11.1f}{times[1]:>11.1f}{times[0] / times[1]:>7.2f}"
         held = "" if None in peaks else f"  {peaks[0]:.0f} -> {peaks[1]:.0f}"
-        print(f"{before['benchmark']:<44}{timed}  {fed}{held}", flush=True)
+        print(f"{before['benchmark']:<44}{timed}  {tokens}{held}", flush=True)

@@ -1,6 +1,6 @@
-r"""Fine-tunes a language model on preference pairs with DPO, with LoRA or in full.
+r"""Fine-tunes a language model on preference pairs with DPO, with LoRA or all weights.
 
-One device:
+On one device:
 
     python examples/dpo_lora.py \
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \
@@ -9,14 +9,14 @@ One device:
         --use_peft --lora_r 16 --lora_alpha 32 \
         --output_dir runs/qwen-dpo
 
-Several GPUs of one machine: the same options after
+On several GPUs of one machine, pass the same options to:
 
     accelerate launch --config_file examples/accelerate_configs/ddp.yaml --num_processes 4 examples/dpo_lora.py
 
-The options are TRL's own (`--help` lists them), and `--config options.yaml` reads them from a file. `--dataset_name`
-takes whatever `load_dataset` does: a name on the Hub, or a folder of JSONL files with the columns `prompt`, `chosen`
-and `rejected`. Where `--model_name_or_path` is a folder with an `adapter_config.json`, that adapter is trained
-further, and the model as it was at the start is the reference; leave out `--use_peft` then.
+The options are TRL's (`--help` lists them); `--config options.yaml` reads them from a file. `--dataset_name` takes a
+Hub name or a folder of JSONL files with the columns `prompt`, `chosen` and `rejected`. If `--model_name_or_path` is a
+folder with an `adapter_config.json`, the script continues to train that adapter, with the initial model as reference;
+omit `--use_peft` then.
 """
 
 import os
@@ -46,7 +46,7 @@ def main(
 ) -> None:
     if model_args.model_name_or_path is None or not (script_args.dataset_name or mixture_args.datasets):
         raise ValueError(
-            "Say what to train on what: `--model_name_or_path` and `--dataset_name` (or `datasets` in a file)."
+            "Pass a model and a dataset: `--model_name_or_path` and `--dataset_name` (or `datasets` in a config file)."
         )
     model_init_kwargs: dict[str, Any] = {
         "dtype": model_args.dtype,
@@ -57,8 +57,8 @@ def main(
     model = model_args.model_name_or_path
     quantization_config = get_quantization_config(model_args)
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
-        # Given the folder, the trainer would not find a PEFT model in it. `is_trainable` matters: PEFT loads adapters
-        # for inference unless told otherwise, and the run would train nothing.
+        # The trainer does not load adapters from a folder. Without `is_trainable`, PEFT loads them for inference, and
+        # nothing would be trained.
         model = AutoPeftModelForCausalLM.from_pretrained(
             model, is_trainable=True, quantization_config=quantization_config, **model_init_kwargs
         )

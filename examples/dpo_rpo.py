@@ -1,13 +1,12 @@
-r"""RPO: pairs with a reward of each completion, of which the policy learns by how much the chosen one is better.
+r"""RPO: preference pairs with rewards, from which the policy learns how much better the chosen completion is.
 
-On the demo's model and data, on a CPU, half a minute:
+Takes half a minute on a CPU, with the demo's model and data:
 
     python examples/dpo_rpo.py --output_dir runs/rpo
 
-The data set needs the columns `chosen_reward` and `rejected_reward`; here the rewards of the demo's pairs are made
-up: 1 for a right answer, and for a wrong one less the further it is off. `reward_scale` is what they are multiplied
-by before beta times the log-ratios is compared with them. A term `sft` beside it keeps the chosen completions likely,
-with smoothed labels.
+The dataset needs the columns `chosen_reward` and `rejected_reward`. Here the script makes them: 1 for a correct answer,
+and less for a wrong one the further off it is. RPO fits beta times the log-ratio difference to `reward_scale` times the
+reward difference. The second loss, `sft` with label smoothing, keeps the chosen completions likely.
 """
 
 import re
@@ -23,19 +22,19 @@ from trl_ext import DPOConfig, DPOTrainer
 
 @dataclass
 class Task:
-    """What is trained on what.
+    """The model and the data.
 
     Args:
-        model (`str`, *optional*): a name on the Hub or a folder.
-        data (`str`, *optional*): a data set of pairs of worked answers.
+        model (`str`, *optional*): a Hub name or a folder.
+        data (`str`, *optional*): a dataset of preference pairs with worked answers.
     """
 
-    model: str = field(default="examples/demo/model", metadata={"help": "A name on the Hub or a folder."})
-    data: str = field(default="examples/demo/data/dpo", metadata={"help": "Pairs of worked answers."})
+    model: str = field(default="examples/demo/model", metadata={"help": "Hub name or folder."})
+    data: str = field(default="examples/demo/data/dpo", metadata={"help": "Preference pairs with worked answers."})
 
 
 def with_rewards(pair: dict[str, Any]) -> dict[str, Any]:
-    """The pair, and a reward of each completion by how far off its number is."""
+    """Add rewards to the pair, which depend on how far off the rejected number is."""
     right, wrong = (int(re.search(r"so (\d+)", pair[name])[1]) for name in ("chosen", "rejected"))
     return {**pair, "chosen_reward": 1.0, "rejected_reward": -min(abs(right - wrong) / 100, 2.0)}
 

@@ -1,6 +1,6 @@
-r"""Fine-tunes a language model on rewards for its own completions with GRPO, with LoRA or in full.
+r"""Fine-tunes a language model on rewards of its own completions with GRPO, with LoRA or all weights.
 
-One device:
+On one device:
 
     python examples/grpo_lora.py \
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \
@@ -10,14 +10,14 @@ One device:
         --use_peft --lora_r 16 --lora_alpha 32 \
         --output_dir runs/qwen-grpo
 
-Several GPUs of one machine: the same options after
+On several GPUs of one machine, pass the same options to:
 
     accelerate launch --config_file examples/accelerate_configs/ddp.yaml --num_processes 4 examples/grpo_lora.py
 
-The options are TRL's own (`--help` lists them), and `--config options.yaml` reads them from a file. `--dataset_name`
-takes whatever `load_dataset` does: a name on the Hub, or a folder of JSONL files with a column `prompt` and the
-columns that the rewards read. Where `--model_name_or_path` is a folder with an `adapter_config.json`, that adapter is
-trained further, as after `dpo_lora.py`; leave out `--use_peft` then.
+The options are TRL's (`--help` lists them); `--config options.yaml` reads them from a file. `--dataset_name` takes a
+Hub name or a folder of JSONL files with a column `prompt` and the columns that the rewards read. If
+`--model_name_or_path` is a folder with an `adapter_config.json`, for example from `dpo_lora.py`, the script continues
+to train that adapter; omit `--use_peft` then.
 """
 
 import importlib
@@ -44,15 +44,15 @@ from trl_ext import GRPOConfig, GRPOTrainer
 
 @dataclass
 class GRPOScriptArguments(ScriptArguments):
-    """Arguments of this script: TRL's data set arguments and the rewards.
+    """TRL's dataset arguments, and the rewards.
 
     Args:
         reward_funcs (`list[str]`, *optional*, defaults to `[]`):
-            Reward functions: the dotted path of each, such as `my_rewards.brevity`, or the name of one in
-            `trl.rewards`, such as `accuracy_reward`. Modules are found among the installed packages, beside this
-            script and in the current folder.
+            Reward functions: dotted paths, such as `my_rewards.brevity`, or names in `trl.rewards`, such as
+            `accuracy_reward`. Modules are looked up in the installed packages, the folder of this script and the
+            current folder.
         reward_model_name_or_path (`str`, *optional*):
-            Reward model: a name on the Hub or a folder.
+            Reward model: a Hub name or a folder.
     """
 
     reward_funcs: list[str] = field(
@@ -60,12 +60,12 @@ class GRPOScriptArguments(ScriptArguments):
         metadata={"help": "Reward functions: dotted paths (`my_rewards.brevity`) or names in `trl.rewards`."},
     )
     reward_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Reward model: a name on the Hub or a folder."}
+        default=None, metadata={"help": "Reward model: a Hub name or a folder."}
     )
 
 
 def load_reward(path: str) -> Callable:
-    """The reward function at a dotted path, or of that name in `trl.rewards`."""
+    """Import a reward function by its dotted path, or by its name in `trl.rewards`."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module or "trl.rewards"), name)
 
@@ -78,7 +78,7 @@ def main(
 ) -> None:
     if model_args.model_name_or_path is None or not (script_args.dataset_name or mixture_args.datasets):
         raise ValueError(
-            "Say what to train on what: `--model_name_or_path` and `--dataset_name` (or `datasets` in a file)."
+            "Pass a model and a dataset: `--model_name_or_path` and `--dataset_name` (or `datasets` in a config file)."
         )
     model_init_kwargs: dict[str, Any] = {
         "dtype": model_args.dtype,
@@ -89,8 +89,8 @@ def main(
     model = model_args.model_name_or_path
     quantization_config = get_quantization_config(model_args)
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
-        # Given the folder, the trainer would not find a PEFT model in it. `is_trainable` matters: PEFT loads adapters
-        # for inference unless told otherwise, and the run would train nothing.
+        # The trainer does not load adapters from a folder. Without `is_trainable`, PEFT loads them for inference, and
+        # nothing would be trained.
         model = AutoPeftModelForCausalLM.from_pretrained(
             model, is_trainable=True, quantization_config=quantization_config, **model_init_kwargs
         )
@@ -98,7 +98,7 @@ def main(
     else:
         training_args.model_init_kwargs = {"revision": model_args.model_revision, **model_init_kwargs}
 
-    # `python my_script.py` looks for modules beside the script only; rewards usually lie where the run is started.
+    # Python looks for modules in the script's folder, not in the current one, where rewards usually are.
     sys.path.append(os.getcwd())
     if mixture_args.datasets:
         dataset = get_dataset(mixture_args)

@@ -1,13 +1,13 @@
-r"""GRPO with a rollout function: completions, and their log-probs, come from a sampler of your own.
+r"""GRPO with a rollout function: completions and their log-probs come from your own sampler.
 
-On the demo's model and data, on a CPU, a minute:
+Takes a minute on a CPU, with the demo's model and data:
 
     python examples/grpo_rollout.py --output_dir runs/rollout
 
-`rollout_func` gets the prompts, each once for each of its completions, and the trainer; it returns the token ids of
-prompts and completions, and the log-prob of each sampled token as the sampler has it. With `trust_sampling_log_probs`
-those are the old policy's, and no pass is run for them. That is an approximation: a sampler of another engine, or in
-another precision, is not the policy to the last bit. Without it the ratio is formed from the policy's own.
+`rollout_func` gets the trainer and the prompts, each repeated for each of its completions. It returns the token ids of
+prompts and completions, and the sampler's log-prob of each sampled token. With `trust_sampling_log_probs`, the trainer
+uses these as the old policy's log-probs instead of running a forward pass. This is an approximation: another engine or
+precision gives slightly different log-probs. Without the option, the policy computes them.
 """
 
 from dataclasses import dataclass, field
@@ -24,20 +24,20 @@ from trl_ext import GRPOConfig, GRPOTrainer
 
 @dataclass
 class Task:
-    """What is trained on what.
+    """The model and the data.
 
     Args:
-        model (`str`, *optional*): a name on the Hub or a folder.
-        data (`str`, *optional*): a data set with the columns `prompt` and `answer`.
+        model (`str`, *optional*): a Hub name or a folder.
+        data (`str`, *optional*): a dataset with the columns `prompt` and `answer`.
     """
 
-    model: str = field(default="examples/demo/model", metadata={"help": "A name on the Hub or a folder."})
+    model: str = field(default="examples/demo/model", metadata={"help": "Hub name or folder."})
     data: str = field(default="examples/demo/data/grpo", metadata={"help": "With columns `prompt` and `answer`."})
 
 
 @torch.no_grad()
 def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-    """One completion for each prompt, and the sampler's log-probs of its tokens."""
+    """Sample one completion for each prompt, and return the sampler's log-probs of its tokens."""
     tokenizer, model = trainer.processing_class, trainer.accelerator.unwrap_model(trainer.model)
     batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     sampled = model.generate(
@@ -57,7 +57,7 @@ def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
     ends = (ids == tokenizer.eos_token_id).int()
     lengths = torch.where(ends.any(1), ends.argmax(1) + 1, ids.shape[1]).tolist()
     return {
-        "prompt_ids": [row[fed].tolist() for row, fed in zip(prompt_ids, mask, strict=True)],
+        "prompt_ids": [row[is_token].tolist() for row, is_token in zip(prompt_ids, mask, strict=True)],
         "completion_ids": [row[:n].tolist() for row, n in zip(ids, lengths, strict=True)],
         "logprobs": [row[:n].tolist() for row, n in zip(log_probs, lengths, strict=True)],
     }
@@ -82,7 +82,7 @@ if __name__ == "__main__":
         reward_weights=[1.0, 0.1],
         num_iterations=2,
         trust_sampling_log_probs=True,
-        gradient_checkpointing=False,  # its forward keeps no cache, without which sampling is slow
+        gradient_checkpointing=False,  # it turns off the KV cache, and sampling would be slow
         learning_rate=5e-4,
         max_steps=20,
         per_device_train_batch_size=64,

@@ -1,12 +1,11 @@
-r"""GRPO with tools: the model may call a Python function, reads what it returns, and is trained on its own tokens only.
+r"""GRPO with tools: the model can call a Python function and read its result.
 
-With a model whose chat template can show tool calls, such as Qwen3's:
+Needs a model whose chat template supports tool calls, such as Qwen3:
 
     python examples/grpo_tools.py --model Qwen/Qwen3-0.6B --output_dir runs/tools
 
-A tool is a function with type hints and a docstring with `Args:`, of which its description for the model is made.
-What a tool returns stands in the completion and is masked out of the loss. Tool calls are read from completions by
-TRL.
+A tool is a function with type hints and a docstring with `Args:`, which describe it to the model. TRL finds the tool
+calls in a completion and inserts their results, which are masked out of the loss.
 """
 
 import random
@@ -22,15 +21,15 @@ from trl_ext import GRPOConfig, GRPOTrainer
 
 @dataclass
 class Task:
-    """What is trained on what.
+    """The model and the number of problems.
 
     Args:
-        model (`str`, *optional*): a name on the Hub or a folder.
-        problems (`int`, *optional*): how many are made.
+        model (`str`, *optional*): a Hub name or a folder.
+        problems (`int`, *optional*): number of problems to generate.
     """
 
-    model: str = field(default="Qwen/Qwen3-0.6B", metadata={"help": "A name on the Hub or a folder."})
-    problems: int = field(default=512, metadata={"help": "How many problems are made."})
+    model: str = field(default="Qwen/Qwen3-0.6B", metadata={"help": "Hub name or folder."})
+    problems: int = field(default=512, metadata={"help": "Number of problems to generate."})
 
 
 def multiply(a: int, b: int) -> int:
@@ -48,18 +47,18 @@ def multiply(a: int, b: int) -> int:
 
 
 def right(completions: list[list[dict[str, Any]]], answer: list[int], **_: Any) -> list[float]:
-    """1 where the last message holds the product."""
+    """Reward 1 if the last message contains the product, else 0."""
     said = [str(messages[-1].get("content", "")) if messages else "" for messages in completions]
     return [float(str(wanted) in text) for text, wanted in zip(said, answer, strict=True)]
 
 
 def calls(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
-    """1 where a tool has answered."""
+    """Reward 1 if a tool was called, else 0."""
     return [float(any(message["role"] == "tool" for message in messages)) for messages in completions]
 
 
 def problems(count: int) -> Dataset:
-    """Products of two numbers of three digits."""
+    """Generate problems: products of two three-digit numbers."""
     rng = random.Random(0)
     pairs = [(rng.randint(100, 999), rng.randint(100, 999)) for _ in range(count)]
     return Dataset.from_list(

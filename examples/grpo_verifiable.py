@@ -1,13 +1,13 @@
-r"""GRPO with LoRA and a verifiable reward: a number that is right or not, and a small reward for saying where it is.
+r"""GRPO with LoRA and verifiable rewards: 1 for the correct number, and a small reward for the format of the answer.
 
-On the demo's model and data, on a CPU, a minute:
+Takes a minute on a CPU, with the demo's model and data:
 
     python examples/grpo_verifiable.py --output_dir runs/verifiable
 
-A reward function gets lists, a value for each completion: `prompts`, `completions`, and each column of the data set
-by its name. So `answer` below is the data set's column. It returns a number for each completion; rewards of several
-functions are weighted by `reward_weights` and summed. A group whose completions are all right, or all wrong, teaches
-nothing: its rows are not fed (`skipped/rows` in the logs).
+A reward function gets lists with a value for each completion: `prompts`, `completions`, and each column of the dataset
+by its name, such as `answer` below. It returns a number for each completion. TRL weights several functions by
+`reward_weights` and adds them up. A group whose completions all get the same reward has zero advantage and is skipped
+(`skipped/rows` in the logs).
 """
 
 import re
@@ -23,25 +23,25 @@ from trl_ext import CurvesCallback, GRPOConfig, GRPOTrainer
 
 @dataclass
 class Problem:
-    """What is trained on what.
+    """The model and the data.
 
     Args:
-        model (`str`, *optional*): a name on the Hub or a folder.
-        data (`str`, *optional*): a data set with the columns `prompt` and `answer`.
+        model (`str`, *optional*): a Hub name or a folder.
+        data (`str`, *optional*): a dataset with the columns `prompt` and `answer`.
     """
 
-    model: str = field(default="examples/demo/model", metadata={"help": "A name on the Hub or a folder."})
+    model: str = field(default="examples/demo/model", metadata={"help": "Hub name or folder."})
     data: str = field(default="examples/demo/data/grpo", metadata={"help": "With columns `prompt` and `answer`."})
 
 
 def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """1 where the number after `so`, at the end, is the answer."""
+    """Reward 1 if the completion ends with `so` and the correct number, else 0."""
     found = [re.search(r"so (\d+)$", text) for text in completions]
     return [float(x is not None and x[1] == wanted) for x, wanted in zip(found, answer, strict=True)]
 
 
 def says_so(completions: list[str], **_: Any) -> list[float]:
-    """1 where there is a number after `so` at all: reached early, it keeps groups from being all alike."""
+    """Reward 1 if the completion ends with `so` and any number, which is learned early and makes rewards differ."""
     return [float(re.search(r"so \d+$", text) is not None) for text in completions]
 
 

@@ -1,13 +1,12 @@
-r"""Several adapters in one model: one is trained with DPO, another, frozen, is its reference.
+r"""Several adapters on one model: DPO trains one, and another, frozen one is the reference.
 
-On the demo's model and data, on a CPU, half a minute:
+Takes half a minute on a CPU, with the demo's model and data:
 
     python examples/several_adapters.py --output_dir runs/adapters
 
-The weights of the base model are there once. `policy_adapter_name` says which adapter is trained and
-`ref_adapter_name` which one the policy is held near; a fresh adapter whose reference is the base model needs neither.
-Here the first stage makes the adapter "sums", and the second trains "both" from a copy of it, with "sums" as its
-reference.
+The base model is in memory only once. `policy_adapter_name` names the adapter to train, and `ref_adapter_name` the
+reference; a fresh adapter whose reference is the base model needs neither. Here the first stage trains the adapter
+"sums", and the second trains "both", a copy of it, with "sums" as the reference.
 """
 
 from dataclasses import dataclass, field
@@ -23,19 +22,19 @@ from trl_ext import DPOConfig, DPOTrainer
 
 @dataclass
 class Task:
-    """What is trained on what.
+    """The model and the data.
 
     Args:
-        model (`str`, *optional*): a name on the Hub or a folder.
-        data (`str`, *optional*): a data set of pairs.
+        model (`str`, *optional*): a Hub name or a folder.
+        data (`str`, *optional*): a dataset of preference pairs.
     """
 
-    model: str = field(default="examples/demo/model", metadata={"help": "A name on the Hub or a folder."})
+    model: str = field(default="examples/demo/model", metadata={"help": "Hub name or folder."})
     data: str = field(default="examples/demo/data/dpo", metadata={"help": "With `prompt`, `chosen` and `rejected`."})
 
 
 def stage(model: PeftModel, data: Dataset, config: DPOConfig, tokenizer: AutoTokenizer) -> None:
-    """Train what `config` names."""
+    """Train the adapter that `config` names."""
     trainer = DPOTrainer(model=model, args=config, train_dataset=data, processing_class=tokenizer)
     print(trainer.explain()["reference"].reason)
     trainer.train()

@@ -79,8 +79,8 @@ def test_what_cannot_be_imported_or_needs_a_gpu_is_said(capsys, monkeypatch):
     heads = head_subjects.load(CPU, without=["logits"])
     said = capsys.readouterr().out
     assert "left out: liger_grpo cannot be imported (" in said
-    assert "left out: cut_cross_entropy, which is measured on a GPU" in said
-    assert "left out: logits, as asked for" in said
+    assert "left out: cut_cross_entropy, which needs a GPU" in said
+    assert "left out: logits (`--without`)" in said
     assert not heads.keys() & {"liger_grpo", "cut_cross_entropy", "logits"}
 
 
