@@ -1,4 +1,4 @@
-"""GRPO's activation offloading: the same gradients bit for bit, from activations that were on the host meanwhile."""
+"""GRPO's activation offloading keeps activations on the host, and gradients stay bitwise equal."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def gradients(model: Any, offloaded: bool) -> dict[str, torch.Tensor]:
-    """On the CPU the copies are from host to host."""
+    """Train with offloading; on the CPU, it copies from host to host."""
     tokens = torch.arange(3, 3 + 4 * 16).view(4, 16)
     model.zero_grad()
     with activations_on_host(model, CPU) if offloaded else nullcontext():
@@ -28,7 +28,7 @@ def gradients(model: Any, offloaded: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["tied", "untied", "experts"])
-def test_gradients_are_the_same_bit_for_bit(name: str, workshop: Workshop) -> None:
+def test_gradients_are_bitwise_equal(name: str, workshop: Workshop) -> None:
     model = AutoModelForCausalLM.from_pretrained(workshop.model(name))
     attach_scoring_forward(model, ScoringOptions())
     want, got = gradients(model, False), gradients(model, True)

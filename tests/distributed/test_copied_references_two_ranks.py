@@ -1,4 +1,4 @@
-"""References that are copies, on two real ranks under DDP and FSDP2: training as on one process, resumed too."""
+"""With a copied reference, two ranks under DDP and FSDP2 train and resume as one process does."""
 
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "untied", "of_user": True},
         {"sync_ref_model": True, "ref_model_mixup_alpha": 0.6, "optim": "adamw_torch", "learning_rate": 5e-3},
     ),
-    # SGD, whose state is empty, which PyTorch cannot load under FSDP2. Adam would make an update of a zero gradient.
+    # PyTorch cannot load the empty state of SGD under FSDP2. Adam would update weights with a zero gradient.
     "bias": ({"model": "head_bias", "bias": "all"}, {"learning_rate": 0.3}),
 }
 
@@ -26,12 +26,12 @@ SHARED = {"ref_model_sync_steps": 1, "reference_store": "memory"}
 
 
 def train(rank: Rank | None, row: str, checkpoints: Path, folder: Path, rows: int) -> dict[str, Any]:
-    """Four steps of DPO, then the last two of them again from a checkpoint; with an evaluation in between."""
+    """Train four steps of DPO, then the last two again from a checkpoint, with an evaluation in between."""
     how, config = ROWS[row]
     workshop = Workshop(checkpoints)
 
     def built() -> Any:
-        # A user's own adapter, drawn otherwise on each rank: DDP takes the first rank's
+        # An adapter of the user that is drawn differently on each rank: DDP takes the first rank's
         seed = 0 if rank is None or rank.engine != "ddp" else rank.index
         lora = lora_config(bias=how.get("bias", "none"))
         model, options = base(workshop, how["model"]), {"peft_config": lora}

@@ -82,7 +82,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("config", "engine", "environment", "cases"),
     [
-        # No accelerator, and nobody says CPU: unrelated runs; with a backend, no gradient sync; then DDP for FSDP2
+        # No GPU, and the CPU not requested: unrelated runs; with a backend, no gradient sync; then DDP for FSDP2
         pytest.param("fsdp2", "ddp", {}, ["alone", "alone-grpo", "gloo-alone", "fsdp-on-cpu"], marks=pytest.mark.slow),
         pytest.param("ddp", "ddp", CPU, ["loaded-model", "not-wrapped"], marks=pytest.mark.slow),
         pytest.param("fsdp2", "ddp", CPU, ["fsdp-on-cpu"], marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""The head's weight stays spread while DPO and GRPO train on two real ranks, as one process trains."""
+"""DPO and GRPO train on two ranks as one process does, and never gather the head's weight."""
 
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ def trainer_of(
 
 
 def change(trainer: Any) -> dict[str, torch.Tensor]:
-    """Of the trained weights, by the training."""
+    """Return the change of the trained weights."""
     initial = trained(trainer.model)
     trainer.train()
     return {name: weight - initial[name] for name, weight in trained(trainer.model).items()}
@@ -73,7 +73,7 @@ def trainer_on(rank: Rank, model: str, **how: Any) -> Any:
 
 
 def watched(rank: Rank, model: str, **how: Any) -> tuple[str, dict[str, torch.Tensor]]:
-    """Trains while the watch looks on, which raises if the head's weight comes together."""
+    """Train under the watch, which raises if the head's weight is gathered."""
     trainer = trainer_on(rank, model, **how)
     inner, shape = trainer.train, (trainer.model.config.vocab_size, 32)
 
@@ -88,7 +88,7 @@ def watched(rank: Rank, model: str, **how: Any) -> tuple[str, dict[str, torch.Te
 
 
 def gathered(rank: Rank, model: str, **how: Any) -> tuple[str, dict[str, torch.Tensor]]:
-    """Trains with a head that the rule gathers, or that was asked for by name; the watch notices."""
+    """Train with a head whose weight is gathered, by the rule or by request. The watch must notice."""
     with pytest.raises(HeadGatheredError):
         watched(rank, model, **how)
     trainer = trainer_on(rank, model, **how)
@@ -97,7 +97,7 @@ def gathered(rank: Rank, model: str, **how: Any) -> tuple[str, dict[str, torch.T
     return trainer.scoring_forwards[0].head_rows, changed
 
 
-# How, on which model, with what, and how the rule reads the head
+# Trainer, model, arguments, and how the rule reads the head
 FSDP2: dict[str, tuple[Any, str, dict[str, Any], str]] = {
     "lora, few tokens": (watched, "odd_vocab", {"lora": {}}, LOCAL),
     "lora, many tokens": (watched, "untied", {"lora": {}, "rows": 4}, IN_TURN),
@@ -120,7 +120,7 @@ CASES = {
 }
 
 
-# Each rank's rollouts are seeded by the rank; each rank draws its rows of a new adapter
+# Each rank seeds its rollouts by its rank, and draws its own rows of a new adapter
 APART = [("fsdp2", "grpo, lora"), ("tp", "lora")]
 FAST = ("lora, few tokens", "trained head, few tokens", "lora", "grpo")
 
@@ -133,7 +133,7 @@ FAST = ("lora, few tokens", "trained head, few tokens", "lora", "grpo")
         pytest.param("tp", (*FSDP2, *TP), id="tp-all", marks=pytest.mark.slow),
     ],
 )
-def test_the_head_stays_where_it_is_and_training_is_that_of_one_process(
+def test_the_head_is_not_gathered_and_training_equals_one_process(
     engine: str, names: tuple[str, ...], workshop: Workshop, tmp_path: Path
 ):
     table = {name: row for name, row in {"fsdp2": FSDP2, "tp": TP}[engine].items() if name in names}
@@ -153,7 +153,7 @@ def test_the_head_stays_where_it_is_and_training_is_that_of_one_process(
 
 
 def far(ours: dict[str, torch.Tensor], one: dict[str, torch.Tensor]) -> float:
-    """How far apart two changes of the weights are, against the size of the second."""
+    """Return the relative difference of two changes of the weights."""
     assert ours.keys() == one.keys()
     ours_all, one_all = (torch.cat([x[name].double().flatten() for name in sorted(one)]) for x in (ours, one))
     return ((ours_all - one_all).norm() / one_all.norm()).item()

@@ -1,4 +1,4 @@
-"""A rank that ends in the middle of a step is named by the others, and training resumes to the same weights."""
+"""If a rank ends in the middle of a step, the others name it, and a resumed run ends with the same weights."""
 
 import os
 import re
@@ -23,11 +23,11 @@ from trl_ext.distributed.failures import _is_of_a_collective
 
 STEPS = 4
 TIMEOUT = 60  # of the process group, in seconds: more than a loaded machine needs to notice a closed connection
-HANGS = 20  # the same, where nothing closes a connection: a rank must reach its collective within it
+HANGS = 20  # for ranks that hang: a rank must reach its collective within this time
 
 
 class Ends:
-    """Does something once, after the forward of a training step and before its backward."""
+    """Calls a function once, between the forward and the backward of a training step."""
 
     def __init__(self, at_step: int, does: Any):
         self.at_step, self.does, self.trainer = at_step, does, None
@@ -69,9 +69,9 @@ def train(
     timeout: int = TIMEOUT,
     **config: Any,
 ) -> dict[str, torch.Tensor]:
-    """Four steps, saved after each; the change of the weights. With `ends` the rank ends in the third."""
+    """Train four steps, saving after each; return the change of the weights. `ends` ends the rank in the third."""
     if not torch.distributed.is_initialized():
-        # Transformers leaves `ddp_timeout` out where ACCELERATE_USE_CPU is set
+        # Transformers ignores `ddp_timeout` if ACCELERATE_USE_CPU is set
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     torch.manual_seed(0)
     common = {
@@ -108,7 +108,7 @@ def train(
                 max_completion_length=8,
                 beta=0.1,
                 steps_per_generation=2,
-                num_iterations=2,  # one generation for all steps: training resumes in mid-cycle
+                num_iterations=2,  # one generation for all steps, so training resumes within its cycle
                 **common,
             ),
             train_dataset=prompts(2 * STEPS, seed=1),
@@ -164,7 +164,7 @@ def test_a_killed_rank_is_named_and_training_resumes_to_the_same_weights(
         assert far(resumed[0], whole[0]) <= 1e-6
 
 
-# In gloo's ring rank 2 stands between ranks 0 and 1, so rank 0 learns of rank 1's end only from its monitor thread
+# In gloo's ring, rank 2 is between ranks 0 and 1, so only its monitor thread tells rank 0 that rank 1 has ended
 @pytest.mark.slow
 @pytest.mark.parametrize("launchers_store", [True, False], ids=["store-of-the-launcher", "store-in-rank-0"])
 @pytest.mark.parametrize("ending_rank", [0, 1])
@@ -183,7 +183,7 @@ def test_every_survivor_names_the_killed_rank(
 def test_accelerate_launch_ends_and_names_the_killed_rank(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its agent ends the others as soon as it notices, so what is read may be its report or theirs."""
+    """The agent ends the other ranks when it notices, so the report may be its own or theirs."""
     monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
     began = time.monotonic()
     with pytest.raises(AssertionError, match=r"(?s)rank +: 1 \(local_rank: 1\)\s+exitcode +: -9") as ended:
@@ -193,7 +193,7 @@ def test_accelerate_launch_ends_and_names_the_killed_rank(
 
 
 @pytest.mark.slow
-def test_an_error_of_a_rank_is_its_own_and_named_to_the_others(
+def test_a_rank_raises_its_own_error_and_the_others_report_it(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
@@ -244,7 +244,7 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(
         (ValueError("[/p/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), False),
     ],
 )
-def test_an_error_is_a_collectives_by_its_type_or_by_gloos_mark_alone(error: Exception, is_one: bool):
+def test_an_error_of_a_collective_is_known_by_its_type_or_by_gloos_prefix(error: Exception, is_one: bool):
     assert _is_of_a_collective(error) is is_one
     above = KeyError("of what follows")
     above.__context__ = error

@@ -1,4 +1,4 @@
-"""The launcher of the matrix notices a rank that fails, ranks that hang and an engine that is not the one asked for."""
+"""The launcher of the matrix notices a rank that fails, ranks that hang, and another engine than the requested one."""
 
 import time
 from dataclasses import replace
@@ -25,7 +25,7 @@ def hang_on_rank_1(rank: LaunchedRank) -> None:
 
 
 def stock_row(rank: LaunchedRank) -> None:
-    """Of stock TRL: our trainers would notice the engine first."""
+    """Train with stock TRL, because our trainers would notice the engine first."""
     import trl
 
     from matrix_rows import train
@@ -44,7 +44,7 @@ CASES = {"fail": fail_on_rank_1, "hang": hang_on_rank_1, "stock": stock_row}
         ("hang", r"(?s)The ranks hang.*stack of rank 0.*barrier.*stack of rank 1.*hang_on_rank_1"),
     ],
 )
-def test_the_launcher_says_what_went_wrong_and_leaves_no_process(case: str, words: str, tmp_path: Path):
+def test_the_launcher_names_the_failure_and_leaves_no_process(case: str, words: str, tmp_path: Path):
     with pytest.raises(AssertionError, match=words):
         launch.launch(__file__, [case], "ddp", tmp_path, timeout=60)
     ranks = [int(path.read_text()) for path in tmp_path.glob("rank*.pid")]
@@ -56,7 +56,7 @@ def test_the_launcher_says_what_went_wrong_and_leaves_no_process(case: str, word
 
 
 @pytest.mark.slow
-def test_an_engine_that_fell_back_to_another_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_silent_fallback_to_another_engine_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With ACCELERATE_USE_CPU, a launch with DeepSpeed's config trains under DDP, and exits 0."""
     from matrix_rows import save_models
 

@@ -1,4 +1,4 @@
-"""Every engine that `accelerate launch` starts trains as one process does: DPO and GRPO, full and LoRA, tied or not."""
+"""Every engine trains as one process does under `accelerate launch`: DPO and GRPO, full and LoRA, tied or not."""
 
 import functools
 import tempfile
@@ -13,7 +13,7 @@ from matrix_rows import CONTROLS, ROWS, OneProcess, Seen, save_models, train
 from matrix_rows import __file__ as SCRIPT
 from tiers import fast_first
 
-# Rounding moves the weights' change by 1e-5 of it at most. Without gradient sync it is another one altogether
+# Rounding changes the update of the weights by at most 1e-5 of its size. Without gradient sync it is very different
 LIMIT, UNSYNCED = 1e-4, 0.1
 
 
@@ -36,7 +36,7 @@ def on_one_process(row: str) -> Seen:
 
 
 def distances(seen: Seen, expected: Seen) -> dict[str, float]:
-    """How far apart two runs are: of the losses, of the gradient norms and of the weights' changes, relative."""
+    """Return the relative differences of two runs: of losses, gradient norms and changes of the weights."""
     assert seen.change.keys() == expected.change.keys()
     assert all(torch.equal(seen.start[name], weight) for name, weight in expected.start.items())
     pairs = {
@@ -50,7 +50,7 @@ def distances(seen: Seen, expected: Seen) -> dict[str, float]:
 
 
 def check_matrix(engine: str, rows: list[str], folder: Path, processes: int = 2) -> None:
-    """Launch `rows` and a control for each, hold all against one process, and name every row that is wrong."""
+    """Launch `rows` and a control for each, compare all with one process, and name every row that differs."""
     results = launch(SCRIPT, rows, engine, folder, processes, timeout=900)
     wrong = []
     for row, of_ranks in results.items():

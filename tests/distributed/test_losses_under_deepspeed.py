@@ -1,4 +1,4 @@
-"""DeepSpeed in bf16, where transformers rounds every float of a batch: RPO's rewards are not rounded."""
+"""RPO's rewards keep fp32 precision under DeepSpeed in bf16, where transformers rounds every float of a batch."""
 
 import os
 from dataclasses import replace
@@ -24,7 +24,7 @@ def rewards_met(rank: LaunchedRank) -> dict[str, Any]:
     def watch(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
         met.append(batch["chosen_reward"].cpu())
 
-    # Transformers takes bf16 without `use_cpu`, with which there is no DeepSpeed, for a GPU's
+    # Without `use_cpu`, which turns DeepSpeed off, transformers requires a GPU for bf16
     with patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True):
         seen = run(
             *(trl_ext, Workshop(Path(os.environ["TINY_ROOT"])), rank.folder / "out"),

@@ -1,4 +1,4 @@
-"""DPO's metrics on 1, 2 and 3 processes with one global batch are the same, also where its last batch is uneven."""
+"""DPO's metrics are the same on 1, 2 and 3 processes with the same global batch, even if the last one is uneven."""
 
 import os
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from tiny import REFERENCE_SEED, Workshop
 
 GLOBAL_BATCH = 6
 UNEVEN = 22  # 6, 6, 6 and 4 pairs
-EVALUATED = 7  # 6 and 1: on the second batch only the first rank has a pair of its own
+EVALUATED = 7  # 6 and 1: in the second batch only the first rank has a pair that is not repeated
 NOT_OF_THE_BATCH = ("runtime", "per_second", "step_time", "preparation_time", "epoch", "grad_norm", "flos")
 
 
 @contextmanager
 def gathers_counted() -> Iterator[list[int]]:
-    """How many gathers of tensors there were within each `compute_loss`, so far."""
+    """Record the number of tensor gathers in each `compute_loss`."""
     original, calls = Accelerator.gather, [0]
 
     def gather(self: Any, tensor: Any) -> Any:
@@ -39,7 +39,7 @@ def gathers_counted() -> Iterator[list[int]]:
 
 
 def metrics(library: Any, processes: int, workshop: Workshop, folder: Path, rank: Rank | None, **config: Any) -> Any:
-    """The logs of an evaluation, then of an epoch, and how many gathers each micro-batch of training has."""
+    """Return the logs of an evaluation and of an epoch, and the number of gathers of each training micro-batch."""
     counted, before = [], []
     with gathers_counted() as calls:
 
@@ -84,7 +84,7 @@ CASES = {f"ours-{name}": case(trl_ext, name) for name in OPTIONS} | {"stock-sigm
 
 
 def differences(got: list[dict[str, float]], want: list[dict[str, float]]) -> list[str]:
-    """What of the logs is another than on one process, but for the training loss of the last batch and its mean."""
+    """Return the differences of the logs from one process, except the training loss of the last batch and its mean."""
     wrong = []
     assert len(got) == len(want) > 2
     for place, (ours, one) in enumerate(zip(got, want, strict=True)):
@@ -118,10 +118,10 @@ def test_every_metric_is_that_of_one_process(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """But for the training loss of the uneven batch, whose repeated rows are trained on, as in TRL."""
+    """The exception is the training loss of the uneven batch, whose repeated rows are trained on, as in TRL."""
     workshop.model("tied"), workshop.model("tied", REFERENCE_SEED)
     monkeypatch.setenv("TINY_ROOT", str(workshop.root))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "of_ranks"))  # whose store is not that of the other rows
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "of_ranks"))  # with a separate store
     cases = [f"ours-{name}" for name in options] + (["stock-sigmoid"] if with_stock else [])
     found = run_on_ranks(__file__, cases, "ddp", tmp_path, processes)
     for name in options:
@@ -129,7 +129,7 @@ def test_every_metric_is_that_of_one_process(
         for of_rank in found[f"ours-{name}"]:
             assert not differences(of_rank["logs"], one["logs"])
         at_one_rank = found[f"ours-{name}"][0]
-        assert set(at_one_rank["gathers"]) <= {2}, at_one_rank["gathers"]  # of the reference's store, and of all else
+        assert set(at_one_rank["gathers"]) <= {2}, at_one_rank["gathers"]  # with the reference store, and without
     if not with_stock:
         return
     stock = found["stock-sigmoid"][0]

@@ -1,6 +1,6 @@
-"""Random batches on two real ranks, one of them often without anything to train on: no hang, and one process's weights.
+"""Random batches on two ranks, where one often has nothing to train on, do not hang and equal one process.
 
-Both ranks run the same collectives in the same order: what torch dispatches is written down, DDP's and FSDP2's too.
+Both ranks run the same collectives in the same order, including those of DDP and FSDP2, as torch dispatches them.
 """
 
 import os
@@ -33,7 +33,7 @@ TOLERANCE = 1e-4
 
 
 class Collectives(TorchDispatchMode):
-    """Writes down each collective that this process starts: its name and the sizes of its tensors."""
+    """Records each collective that this process starts: its name and the sizes of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Calls(TrainerCallback):
 
 
 class SomeUnlabelled(DataCollatorForPreference):
-    """Takes the completions out of the loss for the rows that `marks` names by the first token of their prompt."""
+    """Masks the completions of the rows that `marks` names by the first token of their prompt."""
 
     marks: frozenset[int] = frozenset()
 
@@ -87,7 +87,7 @@ class SomeUnlabelled(DataCollatorForPreference):
 
 
 def some_dead(seed: int, share: float) -> Any:
-    """Rewards that are alike for all completions of some prompts, and of runs of prompts: all that a rank has."""
+    """Return rewards that are equal for all completions of some prompts, and sometimes for all prompts of a rank."""
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         scores = id_reward(completion_ids)
@@ -126,13 +126,13 @@ def common(folder: Path, draw: random.Random, processes: int) -> dict[str, Any]:
 
 
 def quantile(seed: int) -> float:
-    """At one seed alone: where equal completions put an entropy on the quantile itself, rounding picks the token."""
+    """Use one seed only: if equal completions put an entropy on the quantile, rounding picks the token."""
     return 0.47 if seed == 5 else 1.0
 
 
 def is_beside_stock(kind: str, seed: int) -> bool:
-    """Whether one process sees other batches: where Accelerate fills the last batch up with rows that came before, and
-    where a micro-batch's tokens of high entropy are picked, whose rows are shuffled on each rank."""
+    """Return whether one process sees other batches: if Accelerate fills the last batch with earlier rows, or
+    if each micro-batch picks its tokens of high entropy, because each rank shuffles its rows."""
     return seed % 2 == 1 if kind == "dpo" else quantile(seed) < 1
 
 
@@ -143,9 +143,9 @@ def dpo(folder: Path, seed: int, processes: int, library: Any = trl_ext) -> Any:
     config["learning_rate"] = DPO_LEARNING_RATES.get(loss_type, 1e-2)
     a_rank = draw.choice([1, 2])
     config |= {"loss_type": [loss_type], **DPO_LOSSES[loss_type]}
-    # Not beside stock, whose file of them is in a folder of each rank's own as these tests set up `datasets`
+    # Not compared with stock, which writes them into a folder of each rank, as these tests set up `datasets`
     precomputed = draw.random() < 0.3 and not is_beside_stock("dpo", seed)
-    # Rows whose completion is cut off whole are dropped, and those that remain may not fill the last batch
+    # Rows whose whole completion is truncated are dropped, and the others may not fill the last batch
     longest = draw.choice([None, 6]) if is_beside_stock("dpo", seed) else None
     config |= {"max_length": longest, "precompute_ref_log_probs": precomputed}
     store = "memory" if config["precompute_ref_log_probs"] else draw.choice(["memory", "off"])
@@ -177,7 +177,7 @@ def grpo(folder: Path, seed: int, processes: int, library: Any = trl_ext) -> Any
     config |= {"importance_sampling_level": draw.choice(["token", "token", "sequence"])}
     config |= {"mask_truncated_completions": draw.random() < 0.3}
     config |= {"top_entropy_quantile": quantile(seed)}
-    # Tokens of high entropy are picked in each micro-batch, which then is not cut
+    # Tokens of high entropy are picked in each micro-batch, which therefore is not split
     parts = draw.choice([None, 20, 40]) if quantile(seed) == 1.0 else None
     fed = {"padding_free": draw.choice([None, False]), "share_prompts": draw.choice([None, False])}
     config |= {"max_tokens_per_micro_batch": parts, **fed} if library is trl_ext else {}
@@ -226,7 +226,7 @@ def on_rank(rank: Rank, kind: str, seed: int, library: Any = trl_ext) -> dict[st
     trainer, result = run(rank.folder, kind, seed, library=library)
     for module in trainer.model_wrapped.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation, which came last, leaves the last layers whole
+            module.reshard()  # the evaluation at the end leaves the last layers gathered
     rank.check(trainer)
     return result
 
@@ -242,7 +242,7 @@ CASES |= {
 
 
 def cannot_pack_on_rank_1(rank: Rank) -> tuple[str, bool]:
-    """On rank 1 alone the first batch shows that rows cannot be fed as one; what is fed afterwards."""
+    """Make packing fail in the first batch of rank 1 only; return the shapes of the forwards after it."""
     trainer = grpo(rank.folder, seed=1, processes=2)
     assert trainer.padding_free
     shapes = []
@@ -258,7 +258,7 @@ def cannot_pack_on_rank_1(rank: Rank) -> tuple[str, bool]:
 
 
 def spread_after_a_batch_without_labels(rank: Rank) -> tuple[float, bool]:
-    """First the head's weight is whole and rank 1 has no label, then the weight is spread: how far off, if checked."""
+    """Run with a whole weight and no label on rank 1, then with a sharded one; return the differences, if checked."""
     model = AutoModelForCausalLM.from_pretrained(os.environ["TINY_MODEL"])
     model.lm_head.requires_grad_(False)
     scoring = attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy")))
@@ -281,7 +281,7 @@ CASES |= {"cannot-pack": cannot_pack_on_rank_1, "spread": spread_after_a_batch_w
 
 
 @pytest.mark.slow
-def test_ranks_decide_alike(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_take_the_same_decisions(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))
     results = run_on_ranks(__file__, ["cannot-pack", "spread"], "ddp", tmp_path)
     for off, checked in results["spread"]:

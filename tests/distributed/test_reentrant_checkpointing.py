@@ -1,4 +1,4 @@
-"""Reentrant checkpointing under DDP: an error before the first step where torch's backward fails, and nowhere else."""
+"""Reentrant checkpointing under DDP is an error before the first step if, and only if, torch's backward would fail."""
 
 import warnings
 from functools import partial
@@ -25,7 +25,7 @@ FAILS = "Expected to mark a variable ready only once"
 
 
 def outcomes(group: Any, trains: str, reentrant: bool | None, **ddp: bool) -> tuple[bool, bool]:
-    """Whether the model is refused, and whether torch cannot train it."""
+    """Return whether the model is refused, and whether torch fails to train it."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(MODELS["untied"]())
     if trains == "lora":
@@ -68,7 +68,7 @@ def outcomes(group: Any, trains: str, reentrant: bool | None, **ddp: bool) -> tu
         ("lora", None, {"find_unused_parameters": True}, False),
     ],
 )
-def test_refused_is_what_torch_cannot_train(
+def test_a_model_is_refused_if_torch_cannot_train_it(
     trains: str, reentrant: bool | None, ddp: dict[str, bool], expected: bool, ranks: WorkerRanks
 ):
     found = ranks.run(partial(outcomes, trains=trains, reentrant=reentrant, **ddp), 2)
@@ -85,7 +85,7 @@ STOPS = {"lora", "full-sought"}
 
 
 def run(rank: Rank, kind: str, setting: str, library: Any) -> Any:
-    """The change of the weights after two steps; the message where the first one fails."""
+    """Return the change of the weights after two steps, or the error message if the first one fails."""
     trainers = Trainers.of(library)
     common = {
         "output_dir": str(rank.folder / "run"),

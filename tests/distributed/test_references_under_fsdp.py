@@ -1,4 +1,4 @@
-"""References that move, and those that are copies, under FSDP: as on one process, or an error before the first step."""
+"""Under FSDP, moving and copied references equal those of one process, or are an error before the first step."""
 
 import warnings
 from functools import partial
@@ -41,7 +41,7 @@ def build(rank: Rank | None, folder: Path, kind: str = "dpo", lora: str | None =
 
 
 def change(rank: Rank | None, folder: Path | None = None, **options: Any) -> dict[str, torch.Tensor]:
-    """Of the trained weights, whole, after three steps."""
+    """Return the change of the trained weights, gathered, after three steps."""
     torch.manual_seed(0)
     trainer = build(rank, folder or rank.folder, **options)
     before = trained(trainer.model)
@@ -86,7 +86,7 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_fsdp1_refuses_what_would_not_move_and_trains_the_rest(tmp_path: Path):
+def test_fsdp1_refuses_references_that_would_not_move_and_trains_the_rest(tmp_path: Path):
     Workshop(tmp_path).model("untied")
     (tmp_path / "ranks").mkdir()
     found = run_on_ranks(__file__, [case for case in CASES if case != "full"], "fsdp1", tmp_path / "ranks")

@@ -1,4 +1,4 @@
-"""Resuming on several real ranks: finished runs, what `"auto"` finds, and a checkpoint of another engine."""
+"""Resuming on several ranks: finished runs, the choice of `"auto"`, and checkpoints of another engine."""
 
 import os
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def made(rank: Rank, name: str, output: Path, **changes: Any) -> Any:
 
 
 def finished(rank: Rank, name: str, lora: bool) -> tuple[int, int, bool]:
-    """Optimizer steps of a finished run that is resumed, its step, and whether its weights are the same."""
+    """Resume a finished run; return its optimizer steps, its step, and whether its weights are unchanged."""
     folder = rank.folder / f"finished-{name}-{lora}"
     # GRPO's second step of six, DPO's of two: the epoch goes on
     trainer = made(rank, name, folder, max_steps=2 if name == "grpo" else 1, peft_config=lora)
@@ -43,7 +43,7 @@ def finished(rank: Rank, name: str, lora: bool) -> tuple[int, int, bool]:
 
 
 def auto(rank: Rank, who_has: int) -> int:
-    """Optimizer steps of two, where the folder of one rank has the first one's checkpoint and the other's has none."""
+    """Return the optimizer steps, of two, if only one rank's folder has the checkpoint after the first step."""
     whole = rank.folder / f"auto-{who_has}"
     first = made(rank, "dpo", whole, max_steps=1)
     first.train()
@@ -86,7 +86,7 @@ def test_the_first_rank_decides_what_auto_means_for_all(
 
 
 def run_of(rank: LaunchedRank, lora: bool, name: str) -> Any:
-    """A trainer whose checkpoints are in a folder of this name."""
+    """Build a trainer whose checkpoints are in a folder of this name."""
     config: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"}
     model, split = None, rank.model_arguments()
     if lora:
@@ -104,7 +104,7 @@ def saved(rank: LaunchedRank, lora: bool) -> str:
 
 
 def resumed(rank: LaunchedRank, lora: bool, written: str) -> str:
-    """The error of resuming from a run's first checkpoint; empty where training goes on."""
+    """Resume from a run's first checkpoint; return the error, or "" if training continues."""
     trainer = run_of(rank, lora, written)
     checkpoint = Path(trainer.args.output_dir) / "checkpoint-1"
     rank.checked = True

@@ -1,4 +1,4 @@
-"""Gloo ranks receive the bytes that the formulas of docs/scaling.md and the rule of the head say."""
+"""Gloo ranks receive as many bytes as the formulas of docs/scaling.md and the rule of the head predict."""
 
 from pathlib import Path
 
@@ -13,16 +13,16 @@ from tiers import fast_first
 
 DOCS = Path(__file__).parents[2] / "docs" / "scaling.md"
 
-# A weight that is large beside tiles and slices: 16 MiB, of which each of 2 ranks has 8
+# A weight that is much larger than tiles and slices: 16 MiB, 8 on each of 2 ranks
 LARGE = HeadCase(2, tokens=2, hidden=64, vocabulary=65536, item=4, device="cpu")
 SPREAD = ("local", "in turn", "tensor parallel")
-# Neither the ranks' tokens nor their rows are equally many
+# The ranks have different numbers of tokens and of rows
 UNEVEN = HeadCase(2, tokens=9, hidden=8, vocabulary=301, item=4, device="cpu")
 TOKENS = (9, 4)
 
 
 def everything(ranks):
-    """What one rank counts, in one launch."""
+    """Return the counts of one rank, in one launch."""
     large = {way: count_head(LARGE, way) for way in (*SPREAD, "whole")} if ranks == 2 else {}
     uneven = {way: count_head(UNEVEN, way, list(TOKENS)) for way in ("local", "in turn")} if ranks == 2 else {}
     return {
@@ -35,7 +35,7 @@ def everything(ranks):
 
 @pytest.fixture(scope="module", params=fast_first([2, 4, 8], 2))
 def counted(request):
-    """Of each rank, what it counted."""
+    """Return the counts of each rank."""
     return on_ranks(request.param, everything, request.param)
 
 
@@ -81,7 +81,7 @@ def test_every_way_gives_the_same_values_and_gradients(counted):
         results = {}
         for (case, way), seen in zip(cases, rank["heads"], strict=True):
             if way == "tensor parallel":
-                continue  # other tokens
+                continue  # different tokens
             first = results.setdefault(case, seen.values)
             for a, b in zip(seen.values, first, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
@@ -89,7 +89,7 @@ def test_every_way_gives_the_same_values_and_gradients(counted):
 
 
 @pytest.mark.slow
-def test_where_rows_stay_or_come_in_turn_nothing_is_as_large_as_the_weight(of_two):
+def test_local_and_in_turn_make_no_tensor_as_large_as_the_weight(of_two):
     for rank in of_two:
         for way in SPREAD:
             assert rank["large"][way].largest <= LARGE.weight // 4, way

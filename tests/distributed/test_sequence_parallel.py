@@ -1,4 +1,4 @@
-"""The tokens of a batch, split over ranks by context and by sequence parallelism, train as on one process."""
+"""Context and sequence parallelism, which split the tokens of a batch over ranks, train as one process does."""
 
 import functools
 from collections.abc import Iterator
@@ -36,14 +36,14 @@ def on_one_process(name: str) -> Seen:
 
 
 def far(seen: Seen, expected: Seen) -> float:
-    """How far apart the two changes of the weights are, against the size of that of one process."""
+    """Return the difference of two changes of the weights, relative to that of one process."""
     assert seen.change.keys() == expected.change.keys()
     ours, one = (torch.cat([of.change[name].double().flatten() for name in expected.change]) for of in (seen, expected))
     return ((ours - one).norm() / one.norm()).item()
 
 
 def check(cases: list[str], engine: str, folder: Path, processes: int = 2) -> None:
-    """Launch `cases`, hold those that train against one process, and name every one that is wrong."""
+    """Launch `cases`, compare those that train with one process, and name every one that differs."""
     results = launch(SCRIPT, cases, engine, folder, processes, timeout=600)
     wrong = []
     for name in [name for name in cases if name in RUNS or name in CONTROLS]:
@@ -55,7 +55,7 @@ def check(cases: list[str], engine: str, folder: Path, processes: int = 2) -> No
                 continue
             wrong += [f"{name}, rank {rank}: the weights are off by {distance:.2g}"] if distance > 1e-4 else []
             wrong += [f"{name}, rank {rank}: {what}" for what in differences(seen.logs, expected.logs, processes)]
-            # In a training step each rank feeds half, filled up by at most one token
+            # In a training step each rank processes half of the tokens, plus at most one of padding
             halves = [-(-tokens // 2) for tokens in expected.fed[-4:]]
             if processes == 2 and "draws" not in name and "evaluated" not in name and seen.fed[-4:] != halves:
                 wrong.append(f"{name}, rank {rank}: {seen.fed[-4:]} tokens were fed, not {halves}")
@@ -63,9 +63,9 @@ def check(cases: list[str], engine: str, folder: Path, processes: int = 2) -> No
 
 
 def differences(logs: list[dict[str, float]], expected: list[dict[str, float]], processes: int) -> Iterator[str]:
-    """What of the logs is not as on one process."""
+    """Return the differences of the logs from one process."""
     for log, one in zip(logs, expected, strict=True):
-        # Of two groups each has its own padding, and some metrics are means over micro-batches
+        # Each of two groups has its own padding, and some metrics are means over micro-batches
         names = [*one] if processes == 2 else [name for name in one if name in ("loss", "grad_norm")]
         if processes == 2 and log.keys() != one.keys():
             yield f"{sorted(log.keys() ^ one.keys())}"

@@ -1,6 +1,6 @@
-"""Tensor parallelism, on real processes over gloo: DPO and GRPO train as on one process with the same batch.
+"""DPO and GRPO with tensor parallelism train as one process does with the same batch.
 
-TRL's own GRPO is no reference here: its ranks of one group draw different completions, and a forward mixes them.
+Stock GRPO cannot be compared: the ranks of a group sample different completions, and a forward mixes them.
 """
 
 import random
@@ -79,19 +79,19 @@ BEST: dict[str, Any] = {
 
 
 def distinct_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Some groups are rewarded alike, and have no advantage."""
+    """Reward some groups with equal rewards, so that they have zero advantage."""
     return [float(len(set(ids)) // 2) for ids in completion_ids]
 
 
 def random_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Another one on each rank, however the ranks were seeded."""
+    """Return a different value on each rank, however the ranks are seeded."""
     generator = random.SystemRandom()
     torch.rand(generator.randint(1, 9))
     return [generator.random() for _ in completion_ids]
 
 
 def random_rollout(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
-    """Other completions on each rank, as from an environment that is not seeded."""
+    """Return different completions on each rank, as from an environment without a seed."""
     generator = random.SystemRandom()
     completions = [[generator.randint(3, 96) for _ in range(generator.randint(1, 6))] for _ in prompts]
     return {
@@ -102,7 +102,7 @@ def random_rollout(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
 
 
 def noise_on_scores(trainer: Any) -> None:
-    """Another noise on each rank, as from devices that round differently; log-probs do not go through this hook."""
+    """Add different noise on each rank, as from devices that round differently. Log-probs do not use this hook."""
     generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(32))
 
     def hook(module: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def noise_on_scores(trainer: Any) -> None:
 
 @contextmanager
 def recorded(trainer: Any) -> Iterator[dict[str, Any]]:
-    """What a user sees of the training within, and what is fed."""
+    """Record the training in the `with` block: logs, and tokens that the model processes."""
     logs: list[dict[str, float]] = []
 
     class Recorder(TrainerCallback):
@@ -130,7 +130,7 @@ def recorded(trainer: Any) -> Iterator[dict[str, Any]]:
 
 
 def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: str | None, **options: Any) -> Any:
-    """The trainer after training, with `record`: what could be seen."""
+    """Train, and return the trainer with its `record`."""
     reward_funcs, rollout_func = options.pop("reward", distinct_words), options.pop("rollout", None)
     peft_config, prepare = options.pop("peft_config", None), options.pop("prepare", None)
     resume = options.pop("resume", None)
@@ -176,7 +176,7 @@ def train(kind: str, folder: Path, model: str, place: dict[str, Any], adapter: s
 def on_rank(rank: Rank, kind: str, adapter: str | None, fsdp_size: int = 1, **options: Any) -> dict[str, Any]:
     folder = rank.folder / "-".join([kind, adapter or "full", *options])
     place = split(fsdp_size) if rank.engine == "tp" else {}
-    if fsdp_size > 1:  # transformers' embedding hands FSDP the local tensor of a DTensor; nothing writes to it
+    if fsdp_size > 1:  # transformers' embedding gives FSDP the local tensor of a DTensor, which is never written to
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     trainer = train(kind, folder, models(rank)["model"], place, adapter and models(rank)[adapter], **options)
     rank.check(trainer)
@@ -185,7 +185,7 @@ def on_rank(rank: Rank, kind: str, adapter: str | None, fsdp_size: int = 1, **op
 
 
 def resumed(rank: Rank, kind: str, adapter: str | None, fsdp_size: int = 1, **options: Any) -> None:
-    """From the first of three steps, within GRPO's cycle of generation, to the weights of a run that went through."""
+    """A run resumed from the first of three steps, within GRPO's generation cycle, ends with the same weights."""
     folder = rank.folder / "-".join(["resumed", kind, adapter or "full", *options])
     if fsdp_size > 1:
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
@@ -233,7 +233,7 @@ def refused(rank: Rank, words: str, kind: str = "grpo", fsdp_size: int = 1, **op
 
 
 def random_adapter(rank: Rank) -> list[torch.Tensor]:
-    """A of each row-wise layer, as PEFT's default draws it, whole."""
+    """Return the whole A of each row-wise layer, as PEFT draws it by default."""
     trainer = train(
         *("dpo", rank.folder / "random-adapter", models(rank)["model"], split(), None),
         peft_config=lora_config(target_modules=["o_proj", "q_proj"], init_lora_weights=True),
@@ -245,7 +245,7 @@ def random_adapter(rank: Rank) -> list[torch.Tensor]:
 
 
 SOME = {"target_modules": ["down_proj", "embed_tokens", "q_proj", "unsplit"]}
-# PEFT's default start, and what makes it draw other numbers; and the dtype of the model
+# PEFT's default initialization, options that change the draws, and the dtype of the model
 FRESH: dict[str, tuple[dict[str, Any], str]] = {
     "default": ({"init_lora_weights": True}, "float32"),
     "gaussian": ({"init_lora_weights": "gaussian", **SOME}, "float32"),
@@ -255,7 +255,7 @@ FRESH: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def fresh_adapters(folder: str, seed: int, place: dict[str, Any]) -> dict[str, Any]:
-    """Of each of `FRESH` the weights as PEFT, called by a trainer, has just made them, and the random state then."""
+    """Return, for each of `FRESH`, the weights that PEFT makes for a trainer, and the random state afterwards."""
     made = {}
     for name, (options, dtype) in FRESH.items():
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **place)
@@ -302,7 +302,7 @@ def different_rows(rank: Rank) -> None:
     with pytest.raises(ValueError, match="were given different batches"):
         ranks.check_same(torch.arange(6 + rank.index))
     with pytest.raises(ValueError, match="were given different batches"):
-        ranks.check_same(torch.tensor([3, 1] if rank.index else [1, 2]))  # sums of id times place are equal
+        ranks.check_same(torch.tensor([3, 1] if rank.index else [1, 2]))  # their sums of id * position are equal
     assert TensorParallel.of(torch.nn.Linear(2, 2)) is None
     rank.checked = True
 
@@ -378,7 +378,7 @@ def assert_same_training(on_ranks: list[dict[str, Any]], alone: dict[str, Any]) 
 
 
 def assert_saved(on_ranks: list[dict[str, Any]], adapter: bool) -> None:
-    """What was saved is the whole of what was trained."""
+    """Check that the whole trained weights were saved."""
     folder = Path(on_ranks[0]["saved"])
     if adapter:
         saved = load_file(folder / "adapter_model.safetensors")
@@ -390,7 +390,7 @@ def assert_saved(on_ranks: list[dict[str, Any]], adapter: bool) -> None:
 
 
 def assert_fresh(on_ranks: list[dict[str, Any]], workshop: Workshop) -> None:
-    """A fresh adapter begins with the values that one process draws."""
+    """Check that a fresh adapter has the initial values of a single process."""
     alone = fresh_adapters(workshop.model("untied"), 5, {})
     for name, one in alone.items():
         for of_rank in on_ranks:
@@ -465,13 +465,13 @@ def test_a_resumed_run_ends_with_the_same_weights(cases: list[str], processes: i
 
 
 @pytest.mark.slow
-def test_what_is_random_on_a_rank_is_the_same_on_all_that_hold_the_model(launch: Callable[..., Any]):
+def test_random_values_are_the_same_on_all_ranks_of_a_group(launch: Callable[..., Any]):
     results = launch("grpo-random", "grpo-noise", "random-adapter", "refused-adapters", "refused-arguments")
     for a, of_other in zip(*results["random-adapter"], strict=True):
         assert torch.equal(a, of_other)
         here, there = a.chunk(2, dim=1)
         assert not torch.equal(here, there)
-        assert here.abs().max() <= a.shape[1] ** -0.5  # PEFT's bound, by the width of the whole
+        assert here.abs().max() <= a.shape[1] ** -0.5  # PEFT's bound depends on the whole width
     for case in ("grpo-random", "grpo-noise"):
         ours, other = results[case]
         assert ours["logs"] == other["logs"]
@@ -491,8 +491,8 @@ def test_two_copies_on_two_ranks_each_train_as_two_processes(launch: Callable[..
             assert_same_training(pair, of_copy)
 
 
-def test_a_split_model_whose_ranks_cannot_be_told_is_refused():
+def test_a_split_model_without_a_named_mesh_is_refused():
     model = torch.nn.Linear(2, 2)
-    model._tp_size = 2  # as transformers 5.17 leaves it, whose device mesh has no names
+    model._tp_size = 2  # as in transformers 5.17, whose device mesh has no names
     with pytest.raises(ValueError, match=r'device mesh has no dimension named "tp".*Update transformers'):
         TensorParallel.of(model)

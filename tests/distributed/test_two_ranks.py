@@ -1,4 +1,4 @@
-"""Two real processes over gloo train as stock TRL does on two, under DDP and FSDP2; the launcher notices failures."""
+"""Two gloo ranks train as stock TRL does on two, under DDP and FSDP2, and the launcher notices failures."""
 
 import os
 import time
@@ -18,7 +18,7 @@ from trained_weights import far, trained
 
 
 def dpo(rank: Rank, trainers: Trainers, lora: bool, **config: Any) -> dict[str, torch.Tensor]:
-    """Two steps of DPO; the change of the trained weights, whole."""
+    """Train two steps of DPO; return the change of the trained weights, gathered."""
     torch.manual_seed(0)
     trainer = trainers.dpo_trainer(
         model=os.environ["TINY_MODEL"],
@@ -107,6 +107,6 @@ def test_two_ranks_end_with_stock_trls_weights(
         ("unchecked", "did not show its trainer"),
     ],
 )
-def test_the_launcher_says_what_went_wrong(case: str, words: str, tmp_path: Path):
+def test_the_launcher_names_the_failure(case: str, words: str, tmp_path: Path):
     with pytest.raises(AssertionError, match=words):
         run_on_ranks(__file__, [case], "ddp", tmp_path, timeout=40)

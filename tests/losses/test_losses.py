@@ -1,4 +1,4 @@
-"""Loss terms that TRL lacks: published formulas against numbers computed by hand, and their gradients in float64."""
+"""The added loss terms equal values computed by hand from the published formulas, and their gradients in float64."""
 
 from dataclasses import replace
 from math import log
@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 from trl_ext.losses.preference import PREFERENCE_LOSSES, LossOptions, Pairs, rpo_margins, smoothing_term
 
 DOUBLE = torch.float64
-# Two pairs. beta = 0.5 times the differences of log-ratios, 2 ln 3 each, are margins of ln 3: sigmoid 3/4. Twice the
-# differences of rewards, 0 and ln 3, are margins of 0 and ln 9: sigmoid 1/2 and 9/10.
+# Two pairs. beta = 0.5 times the log-ratio differences, 2 ln 3 each, gives margins of ln 3: sigmoid 3/4. Twice the
+# reward differences, 0 and ln 3, gives margins of 0 and ln 9: sigmoid 1/2 and 9/10.
 PAIRS = Pairs(
     chosen=torch.tensor([log(3), 2 * log(3)], dtype=DOUBLE),
     rejected=torch.tensor([-log(3), 0.0], dtype=DOUBLE),
@@ -21,7 +21,7 @@ PAIRS = Pairs(
     rejected_reward=torch.tensor([7.0, 1.0], dtype=DOUBLE),
 )
 OPTIONS = LossOptions(beta=0.5, label_smoothing=0.1, reward_scale=2.0)
-# With means over tokens the differences are 3/2 ln 3 and 1/2 ln 3: margins of 0.75 ln 3 and 0.25 ln 3
+# With means over tokens, the log-ratio differences are 3/2 ln 3 and 1/2 ln 3: margins of 0.75 ln 3 and 0.25 ln 3
 AVERAGE = replace(OPTIONS, rpo_average_log_probs=True)
 
 BY_HAND = [
@@ -50,7 +50,7 @@ def test_a_loss_is_the_published_formula(name: str, options: LossOptions, want: 
     torch.testing.assert_close(got, torch.tensor(want, dtype=DOUBLE), rtol=0, atol=1e-9)
 
 
-# The derivative by the difference of log-ratios, from a = beta times it and b = eta times that of the rewards
+# Derivatives by the log-ratio difference, with a = beta * log-ratio difference and b = eta * reward difference
 SLOPES = {
     "rpo_forward_kl": lambda a, b: 0.5 * a.sigmoid() * (-a).sigmoid() * (a - b),
     "rpo_backward_kl": lambda a, b: 0.5 * (a.sigmoid() - b.sigmoid()),
@@ -62,7 +62,7 @@ SLOPES = {
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 @pytest.mark.parametrize("size", [1.0, 500.0])
-def test_its_gradient_is_the_formulas_also_far_out(name: str, size: float):
+def test_a_gradient_is_the_formula_even_for_large_margins(name: str, size: float):
     generator = torch.Generator().manual_seed(0)
     chosen, rejected, better, worse = (
         size * torch.randn(64, generator=generator, dtype=DOUBLE).requires_grad_() for _ in range(4)
@@ -79,7 +79,7 @@ def test_its_gradient_is_the_formulas_also_far_out(name: str, size: float):
     torch.testing.assert_close(down, -want, rtol=1e-8, atol=1e-10)
 
 
-def test_the_kl_of_rpo_is_zero_only_where_the_margins_agree():
+def test_the_kl_of_rpo_is_zero_only_if_the_margins_are_equal():
     margin = torch.linspace(-30, 30, 121, dtype=DOUBLE)
     tokens = torch.ones(121)
     for name in ("rpo_forward_kl", "rpo_backward_kl"):
@@ -91,7 +91,7 @@ def test_the_kl_of_rpo_is_zero_only_where_the_margins_agree():
 
 @pytest.mark.parametrize("convention", ["pytorch", "megatron"])
 @pytest.mark.parametrize("size", [1.0, 300.0])
-def test_smoothing_over_tokens_is_the_dense_definition(convention: str, size: float):
+def test_token_smoothing_equals_the_dense_definition(convention: str, size: float):
     torch.manual_seed(0)
     logits = (size * torch.randn(3, 5, 11, dtype=DOUBLE)).requires_grad_()
     targets = torch.randint(11, (3, 5))

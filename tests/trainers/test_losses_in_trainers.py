@@ -268,7 +268,7 @@ def test_a_bad_reward_is_named_with_its_row(
 
 def test_a_bad_reward_names_the_worker_that_reads_it(workshop: Workshop, tmp_path: Path):
     data = columns(chosen_reward=[*GOOD[:5], math.nan, 0.0, 0.0]).to_iterable_dataset(num_shards=2)
-    with pytest.raises(ValueError, match="`chosen_reward` must .* in row 1 of worker 1's part of the train data set"):
+    with pytest.raises(ValueError, match=r"`chosen_reward` must .* in row 1 of worker 1's part of the train data set"):
         run(trl_ext, workshop, tmp_path, loss_type="rpo_squared", train_dataset=data, dataloader_num_workers=2)
 
 
