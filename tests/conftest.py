@@ -1,4 +1,4 @@
-"""Settings every test shares: no network, no telemetry, one torch thread, and one workshop of tiny models a session."""
+"""Settings of all tests: no network, no telemetry, one torch thread, and one workshop of tiny models per session."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Read by the libraries when they are imported, so set before any of them is.
+# Libraries read these when they are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
@@ -15,12 +15,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TQDM_DISABLE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL's own switch: `rollout_func` warns without it
 
-os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="trl_ext_tests_")  # not the user's
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="trl_ext_tests_")  # not the user's folder
 
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # for the head's kernels; read when Triton is imported, as libraries do
+    os.environ["TRITON_INTERPRET"] = "1"  # for the head's kernels; must be set before a library imports Triton
 
 import datasets
 import pytest
@@ -28,19 +28,19 @@ import pytest
 from tiny import Workshop
 from worker_ranks import WorkerRanks
 
-# Tiny models run faster on one thread, and `pytest -n` then has a core for each worker.
+# Tiny models are faster on one thread, and `pytest -n` has a core for each worker.
 torch.set_num_threads(int(os.environ.get("TRL_EXT_TEST_THREADS", "1")))
 
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """The session's tiny models, adapters and tokenizers, each made once."""
+    """Return the session's tiny models, adapters and tokenizers, each made once."""
     return Workshop(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[WorkerRanks]:
-    """The session's processes over gloo, for cases too short to start any for each."""
+    """Return the session's gloo processes, for cases that are too short to start processes for each."""
     workers = WorkerRanks()
     yield workers
     workers.stop()
@@ -52,7 +52,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads reference log-probs that another has stored."""
+    """Give each test a new store of reference log-probs."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
@@ -61,13 +61,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Accelerate collects garbage before each training: 0.3 s where it looks at every object of the imported libraries,
-    # three quarters of the time of a tiny run
+    # Accelerate collects garbage before each training. Visiting every object of the imported libraries takes 0.3 s,
+    # three quarters of a tiny run
     gc.collect()
     gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)  # of those that -m leaves
+@pytest.hookimpl(trylast=True)  # of the tests that -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("--part")
     if part is not None:

@@ -1,4 +1,4 @@
-"""A trainer is one file over one base: what a reader must open, counted."""
+"""A trainer is one file over one base class: limits on what a reader must open."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ from tiny import Workshop, lora_config, preferences, prompts
 
 PACKAGE = Path(trl_ext.__file__).parent
 TRAINERS = [(trl_ext.DPOTrainer, trl.DPOTrainer), (trl_ext.GRPOTrainer, trl.GRPOTrainer)]
-# Hooks of our own that both of our classes define
+# Our hooks that both classes define
 OWN_HOOKS = {"_make_plan", "_has_reference", "_entropy_has_gradient", "_on_accelerator", "_before_training"}
 OWN_HOOKS |= {"_loss_bypassed", "_attach_model", "_resumed", "_flush_store", "_release_reference"}
 
@@ -34,7 +34,7 @@ def test_a_trainer_is_two_classes_and_each_method_is_defined_once(trainer: type,
     assert not any(hasattr(cls, name) for name in twice for cls in (of_trl, transformers.Trainer))
 
 
-def test_no_class_is_mixed_in():
+def test_there_are_no_mixins():
     names = [
         node.name
         for path in PACKAGE.rglob("*.py")
@@ -51,8 +51,8 @@ def test_sizes():
     assert max(lines["dpo.py"], lines["grpo.py"]) <= 250
     ignores = sum(
         path.read_text().count("type: ignore")
-        for room in ("trainers", "compat")
-        for path in (PACKAGE / room).glob("*.py")
+        for package in ("trainers", "compat")
+        for path in (PACKAGE / package).glob("*.py")
     )
     assert ignores <= 15
 
@@ -63,7 +63,7 @@ def test_the_package_stays_small():
     assert sum(len(path.read_text().splitlines()) for path in files) <= 15_300
 
 
-def test_parts_ask_for_little():
+def test_protocols_of_parts_are_small():
     for path in (PACKAGE / "trainers").glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and any(
@@ -74,7 +74,7 @@ def test_parts_ask_for_little():
 
 
 class Way:
-    """The calls within trl_ext: which classes of trainers/ and compat/ they enter, and how often the file changes."""
+    """Records the calls within trl_ext: the classes of trainers/ and compat/ they enter, and changes of file."""
 
     def __init__(self) -> None:
         self.classes: set[str] = set()
@@ -84,9 +84,9 @@ class Way:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(str(PACKAGE)) or code.co_name.startswith("<"):
             return
-        room, *inner = Path(code.co_filename).relative_to(PACKAGE).parts
+        package, *inner = Path(code.co_filename).relative_to(PACKAGE).parts
         owner, *member = code.co_qualname.split(".")
-        if inner and room in ("trainers", "compat") and member and member[0] != "<locals>":
+        if inner and package in ("trainers", "compat") and member and member[0] != "<locals>":
             self.classes.add(owner)
         caller = frame.f_back
         while caller is not None and not caller.f_code.co_filename.startswith(str(PACKAGE)):
@@ -95,7 +95,7 @@ class Way:
 
 
 def of_dpo(workshop: Workshop, trainer: type, config: dict[str, Any]) -> Any:
-    args = trl_ext.DPOConfig(per_device_train_batch_size=2, num_train_epochs=2, **config)  # the second hits the store
+    args = trl_ext.DPOConfig(per_device_train_batch_size=2, num_train_epochs=2, **config)  # reads the store
     return trainer(
         model=workshop.model("tied"), args=args, train_dataset=preferences(4, seed=1), peft_config=lora_config()
     )
@@ -118,11 +118,11 @@ def of_grpo(workshop: Workshop, trainer: type, config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("of_ours", "build", "step", "most_hops"),
-    # The commit before this design: 150 and 151 hops, 15 and 10 classes
+    # Before this design: 150 and 151 changes of file, 15 and 10 classes
     [(trl_ext.DPOTrainer, of_dpo, 3, 100), (trl_ext.GRPOTrainer, of_grpo, 4, 100)],
     ids=["dpo", "grpo"],
 )
-def test_the_way_of_a_micro_batch(
+def test_a_micro_batch_enters_few_classes_and_files(
     workshop: Workshop, tmp_path: Path, of_ours: type, build: Callable[..., Any], step: int, most_hops: int
 ):
     way, steps = Way(), iter(range(1, 100))

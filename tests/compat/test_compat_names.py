@@ -1,4 +1,4 @@
-"""What trl_ext uses of TRL's internals is listed; a later release is taken if it has them all, and else refused."""
+"""All internals of TRL that trl_ext uses are listed; a later release works if it has them all, else it is refused."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ def test_every_internal_that_is_used_is_listed():
     found, nowhere = used()
     assert nowhere == []
     assert sum(map(len, found.values())) > 150
-    # Else: python tests/support/compat_names.py
+    # If this fails: python tests/support/compat_names.py
     assert {owner: set(names) for owner, names in found.items()} == {owner: set(x) for owner, x in NAMES.items()}
     for owner, names in found.items():
         for name, parameters in names.items():
@@ -54,7 +54,7 @@ def test_a_new_use_of_an_internal_is_noticed():
     assert nowhere == ["trl.trainer.grpo_trainer:GRPOTrainer has no `_tokenise`"]
 
 
-def test_everything_that_has_moved_is_listed(monkeypatch):
+def test_every_changed_name_is_listed(monkeypatch):
     monkeypatch.delattr("trl.trainer.dpo_trainer.create_model_from_path")
     monkeypatch.delattr("trl.DPOTrainer.compute_ref_log_probs")
     monkeypatch.delattr("trl.trainer.utils.FusedCausalLMOutput")
@@ -69,7 +69,7 @@ def test_everything_that_has_moved_is_listed(monkeypatch):
     ]
 
 
-def test_that_nothing_has_moved_is_kept(tmp_path: Path, monkeypatch):
+def test_a_passed_check_is_recorded(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tested = r"is not tested with trl 1\.17\.0; it is tested with trl<1\.17,>=1\.15 and"
     with pytest.warns(UserWarning, match=tested) as warned:
@@ -83,10 +83,10 @@ def test_that_nothing_has_moved_is_kept(tmp_path: Path, monkeypatch):
     assert time.process_time() - begun < 0.05
     with pytest.raises(ImportError, match=r"does not work with trl 1\.17\.1, .*\n- `trl\.x` has no `y`$"):
         check_untested({**LATER, "trl": "1.17.1"}, TESTED)
-    assert len(list((tmp_path / "trl_ext").iterdir())) == 1  # what has moved is looked for again
+    assert len(list((tmp_path / "trl_ext").iterdir())) == 1  # the check runs again
 
 
-def test_a_dependency_that_does_not_load_is_its_own_error(tmp_path: Path, monkeypatch):
+def test_a_missing_dependency_raises_its_own_error(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def broken(name: str) -> Any:
@@ -96,18 +96,18 @@ def test_a_dependency_that_does_not_load_is_its_own_error(tmp_path: Path, monkey
         patch.setattr(importlib, "import_module", broken)
         with pytest.raises(ImportError, match=r"^libcudart\.so\.12"):
             check_untested(LATER, TESTED)
-    with pytest.warns(UserWarning, match="is not tested"):  # once it is repaired
+    with pytest.warns(UserWarning, match="is not tested"):  # after it is repaired
         check_untested(LATER, TESTED)
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch):
+def test_an_unwritable_cache_folder_is_no_error(tmp_path: Path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="is not tested"):
         check_untested(LATER, TESTED)
 
 
-def test_a_later_transformers_is_looked_at_too_and_ranks_beyond_the_first_do_not_warn(tmp_path: Path, monkeypatch):
+def test_a_later_transformers_is_checked_too_and_only_the_first_rank_warns(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match=r"is not tested with transformers 5\.99\.0; it is tested with"):
         check_untested({"trl": "1.16.0", "transformers": "5.99.0"}, TESTED)
@@ -115,7 +115,7 @@ def test_a_later_transformers_is_looked_at_too_and_ranks_beyond_the_first_do_not
     check_untested(LATER, TESTED)
 
 
-# Of TRL's files: what is replaced by what. The release itself still works
+# Changes of TRL's files: (file, old, new). The release still works without trl_ext
 MOVES = [
     ("trainer/dpo_trainer.py", r"\bcreate_model_from_path,", "create_model_from_path as create_policy,"),
     ("trainer/dpo_trainer.py", r"\bcreate_model_from_path\(", "create_policy("),
@@ -134,7 +134,7 @@ MOVES = [
 
 
 def later_trl(folder: Path, moves: list[tuple[str, str, str]]) -> dict[str, str]:
-    """An environment in which the installed TRL, with these moves, is TRL 1.17."""
+    """Make an environment in which the installed TRL, with these changes, is TRL 1.17."""
     of_package, metadata = Path(trl.__file__).parent, Path(str(distribution("trl")._path))  # type: ignore[attr-defined]
     shutil.copytree(of_package, folder / "trl")
     shutil.copytree(metadata, folder / "trl-1.17.0.dist-info")
@@ -147,7 +147,7 @@ def later_trl(folder: Path, moves: list[tuple[str, str, str]]) -> dict[str, str]
         source, count = re.subn(old, new, path.read_text())
         assert count, f"{file} has no {old}"
         path.write_text(source)
-    # Warnings are shown again: those of the libraries, which pyproject.toml names, would be errors
+    # Show warnings instead of raising them, because libraries warn too
     paths = [str(folder), str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).parent)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(folder / "cache")}
 
@@ -157,7 +157,7 @@ def python(code: str, environment: dict[str, str]) -> "subprocess.CompletedProce
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_a_later_trl_whose_names_have_moved_is_one_error_that_lists_them(tmp_path: Path):
+def test_a_later_trl_with_changed_names_is_one_error_that_lists_them(tmp_path: Path):
     done = python("import trl_ext.compat", later_trl(tmp_path, MOVES))
     assert done.returncode == 1
     said = done.stderr[done.stderr.index("ImportError: trl_ext ") :].splitlines()
@@ -186,7 +186,7 @@ def test_a_later_trl_with_the_same_names_trains_with_one_warning(tmp_path: Path)
     ("package", "beyond", "supported"),
     [("trl", "2.0.0", "<2,>=1.15"), ("trl", "1.14.2", "<2,>=1.15"), ("transformers", "5.16.1", "<6,>=5.17")],
 )
-def test_what_is_beyond_the_range_is_refused(package: str, beyond: str, supported: str, tmp_path: Path):
+def test_a_version_outside_the_range_is_refused(package: str, beyond: str, supported: str, tmp_path: Path):
     (tmp_path / f"{package}-9.dist-info").mkdir()
     (tmp_path / f"{package}-9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: {beyond}\n")
     code = "import sys, types; sys.modules['trl_ext'] = x = types.ModuleType('trl_ext'); x.__path__ = [sys.argv[1]];"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with every package of this one but trl_ext."""
+    """Return the interpreter of an environment with all packages of this one except trl_ext."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -30,7 +30,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    # Only what a checkout has: `pip install --editable` leaves metadata beside it
+    # Only the checkout, because `pip install --editable` puts metadata next to it
     for name in ("trl_ext", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     paths = [str(tmp_path), str(ROOT / "tests" / "support")]

@@ -1,6 +1,6 @@
-"""Ours on the other supported TRL equals ours on this one.
+"""Training with TRL 1.15 equals training with the installed TRL.
 
-TRL 1.15's own head needs Triton and cannot run on a CPU, so it is not compared with stock: `TRL_EXT_OTHER_PYTHON` names
+TRL 1.15's head needs Triton and cannot run on a CPU, so there is no comparison with stock. `TRL_EXT_OTHER_PYTHON` names
 the interpreter of an environment with trl 1.15 and trl_ext, and both run the same cases from the same checkpoints.
 """
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     not OTHER_PYTHON, reason="TRL_EXT_OTHER_PYTHON names no second environment; `make test-all` makes one"
 )
 
-# Every loss type of both trainers, each in the set-up in which the fast tier runs it.
+# Every loss type of both trainers, each in the setup of the fast tier.
 LOSS_CASES = [case.name for case in LOSS_TABLE if case.fast]
 OTHER_CASES = [
     "dpo-use_weighting",
@@ -37,18 +37,18 @@ OTHER_CASES = [
     "grpo-num_iterations",
 ]
 
-# Logged by one version alone. The two releases log the same keys.
+# Keys that only one version logs: none.
 ONLY_HERE: frozenset[str] = frozenset()
 ONLY_THERE: frozenset[str] = frozenset()
 
 
 @pytest.fixture(scope="module")
 def both(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What this environment and the other one showed, by case."""
+    """Return the results of this environment and of the other one, by case."""
     assert OTHER_PYTHON is not None
     folder = tmp_path_factory.mktemp("versions")
     script = Path(__file__).parents[1] / "support" / "run_losses.py"
-    for case in (CASES[name] for name in LOSS_CASES + OTHER_CASES):  # made here, before two processes ask for them
+    for case in (CASES[name] for name in LOSS_CASES + OTHER_CASES):  # made here, before two processes need them
         workshop.model(case.model)
         workshop.model(case.model, seed=REFERENCE_SEED)
         if case.setup == "ref_adapter":
@@ -70,7 +70,7 @@ def both(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.mark.parametrize("name", LOSS_CASES + OTHER_CASES)
-def test_ours_is_the_same_on_both_trl_versions(name: str, both: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_training_is_the_same_with_both_trl_versions(name: str, both: tuple[dict[str, Any], dict[str, Any]]) -> None:
     here, there = (results["cases"][name] for results in both)
     wrong: list[str] = []
 
@@ -107,7 +107,7 @@ def test_ours_is_the_same_on_both_trl_versions(name: str, both: tuple[dict[str, 
     assert not wrong, "\n".join(wrong[:40])
 
 
-def test_every_internal_that_is_named_is_there():
+def test_trl_1_15_has_every_internal_that_is_used():
     assert OTHER_PYTHON is not None
     names = str(Path(__file__).with_name("test_compat_names.py"))
     done = subprocess.run([OTHER_PYTHON, "-m", "pytest", "-q", "-n", "0", names], capture_output=True, text=True)

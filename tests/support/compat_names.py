@@ -1,4 +1,4 @@
-"""What trl_ext uses of TRL's and transformers' internals, read from its source.
+"""Lists the internals of TRL and transformers that trl_ext uses, from its source.
 
     python tests/support/compat_names.py   # writes trl_ext/compat/names.py
 
@@ -43,7 +43,7 @@ Names = dict[str, dict[str, str]]
 
 
 def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
-    """Owner -> name -> parameters, where they count, of what is used; and what is used although nobody has it.
+    """Return owner -> name -> parameters of all names used, and the names that are used but that no owner has.
 
     Args:
         classes (`Iterable[type]`): looked at beside those of the package.
@@ -98,7 +98,7 @@ def _imported(tree: ast.Module) -> Iterator[tuple[Any, str]]:
 
 
 def _trls(tree: ast.Module) -> Iterator[tuple[Any, str]]:
-    """Methods that are called on a class of theirs, such as `trl.DPOTrainer.compute_loss(trainer, ...)`."""
+    """Return methods that are called on one of their classes, such as `trl.DPOTrainer.compute_loss(trainer, ...)`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
             package = {"trl": trl, "transformers": transformers}.get(getattr(node.value.value, "id", ""))
@@ -110,7 +110,7 @@ def _trls(tree: ast.Module) -> Iterator[tuple[Any, str]]:
 
 
 def _of_trainer(tree: ast.Module) -> Iterator[str]:
-    """What is read or set of a `trainer`, but for what `hasattr` asks for."""
+    """Return the attributes of a `trainer` that are read or set, except those that `hasattr` checks."""
     names = {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute) and _is_trainer(x.value)}
     yield from sorted(names - _asked_for(tree))
 
@@ -121,10 +121,10 @@ def _asked_for(tree: ast.AST) -> set[str]:
 
 
 def _classes() -> Iterator[type]:
-    """Every class of ours that is made of theirs."""
+    """Return our classes that inherit from theirs."""
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        with contextlib.suppress(ImportError):  # Triton's, where that is not installed
+        with contextlib.suppress(ImportError):  # Triton may not be installed
             for cls in vars(importlib.import_module(name)).values() if path.stem != "__main__" else ():
                 if inspect.isclass(cls) and cls.__module__ == name and _theirs(cls) is not None:
                     yield cls
@@ -139,7 +139,7 @@ def _ours(cls: type) -> list[type]:
 
 
 def _of_class(cls: type) -> Iterator[tuple[type, str, bool, bool]]:
-    """Whose name, which, whether `super()` is asked for it, and whether they must have it, since ours do not."""
+    """Return owner, name, whether it is called on `super()`, and whether theirs must have it because ours do not."""
     owner = _theirs(cls)
     assert owner is not None
     own = {name for x in _ours(cls) for name in (*vars(x), *inspect.get_annotations(x))}
@@ -171,19 +171,19 @@ def _is_super(node: ast.AST) -> bool:
 
 
 def _override(cls: type, name: str) -> Any:
-    """The function of ours that stands for theirs."""
+    """Return our function that replaces theirs."""
     found = next((vars(x)[name] for x in _ours(cls) if name in vars(x)), None)
     return found if inspect.isfunction(found) else None
 
 
 def _hands_on(method: Any) -> bool:
-    """Whether a method takes whatever it is given, so that the parameters of theirs do not matter."""
+    """Return whether a method takes any arguments, so that the parameters of theirs do not matter."""
     kinds = {x.kind for x in inspect.signature(method, follow_wrapped=False).parameters.values()}
     return {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
 
 
 def _written(found: Names) -> str:
-    """The source of names.py: of a name that was there before, what it took is kept."""
+    """Return the source of names.py. Earlier parameters of a name are kept."""
     plain, functions = ["_NAMES = {"], ["_FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {"]
     for owner, names in found.items():
         of_owner = " ".join(name for name, parameters in names.items() if not parameters)

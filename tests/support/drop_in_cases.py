@@ -1,4 +1,4 @@
-"""The table of cases in which our trainers must equal stock TRL's: (loss type) x (set-up), and every option once.
+"""The cases in which our trainers must equal stock TRL's: every loss type in every setup, and every option once.
 
 `fast` cases name every loss type and every option at least once for each trainer; the others complete the table.
 """
@@ -22,21 +22,21 @@ class Case:
     ours: dict[str, Any] = field(default_factory=lambda: {"keep_groups_together": False})
     steps: int = 2
     learning_rate: float = 0.05
-    lora: dict[str, Any] = field(default_factory=dict)  # changes to tiny.lora_config
+    lora: dict[str, Any] = field(default_factory=dict)  # changes of tiny.lora_config
     rollout: str = "scripted"  # a name of tiny.ROLLOUTS, or "generate" for TRL's own generation
     rewards: tuple[str, ...] = ("id",)  # names of rewards.REWARDS
     streaming: bool = False
-    prompts: int = 12  # rows of a GRPO data set
-    vllm: bool = False  # `use_vllm` is set once the trainer is built: a rollout stands for vLLM
+    prompts: int = 12  # rows of a GRPO dataset
+    vllm: bool = False  # `use_vllm` is set after the trainer is built, and a rollout replaces vLLM
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def accuracy_is_noise_at_first(self) -> bool:
-        """Whether the policy still is its reference in the first step.
+        """Whether the policy equals its reference in the first step.
 
-        Where the two are scored in batches of another shape, a reward accuracy is the sign of a rounding error, and
+        If the two are scored in batches of different shapes, a reward accuracy is the sign of a rounding error, and
         whether there is one depends on the release of torch.
         """
         return self.trainer == "dpo" and self.setup in ("full", "ref_adapter")
@@ -44,7 +44,7 @@ class Case:
 
 SETUPS = ("full", "lora", "ref_adapter", "ref_model")
 
-# Loss type -> what it needs beside its name. `label_smoothing` where the loss type reads it.
+# Loss type -> its other arguments, such as `label_smoothing` if it reads it.
 DPO_LOSSES: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "hinge": {},
@@ -62,7 +62,7 @@ DPO_LOSSES: dict[str, dict[str, Any]] = {
     "sft": {},
     "sigmoid_norm": {},
 }
-# Quadratic in the log-ratio or in its distance to 5: the same learning rate would throw the weights far away.
+# Quadratic in the log-ratio or in its distance to 5, so the same learning rate would be far too high.
 DPO_LEARNING_RATES = {"sppo_hard": 5e-4, "ipo": 5e-3}
 
 F_DIVERGENCE_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
@@ -72,7 +72,7 @@ GRPO_LOSSES: dict[str, dict[str, Any]] = {
     "bnpo": {},
     "dr_grpo": {},
     "dapo": {},
-    "cispo": {"epsilon_high": 1.1},  # bounds the ratio itself; TRL's default of 0.2 would clip every token
+    "cispo": {"epsilon_high": 1.1},  # bounds the ratio; TRL's default of 0.2 would clip every token
     "sapo": {},
     "luspo": {},
     "vespo": {},
@@ -82,7 +82,7 @@ GRPO_LEVELS = ("token", "sequence")
 # PEFT's "all-linear" finds no linear layer in the experts and warns.
 ATTENTION_ONLY = {"target_modules": ["q_proj", "v_proj"]}
 
-# Two passes over each generation batch, so that the second step's importance ratio is not 1.
+# Two iterations over each generation batch, so that the second step's importance ratio is not 1.
 OFF_POLICY = {"num_iterations": 2}
 
 
@@ -97,7 +97,7 @@ def _dpo_table() -> Iterator[Case]:
                 learning_rate=DPO_LEARNING_RATES.get(loss_type, 0.05),
                 fast=column == row % len(SETUPS),
             )
-    # The score holds exp(-log-ratio), or a root of it: steep, the more so where the loss type is steep itself.
+    # The score contains exp(-log-ratio), or a root of it, which is steep, especially with a steep loss type.
     for divergence, rate in {"forward_kl": 0.05, "js_divergence": 1.0, "alpha_divergence": 0.2}.items():
         for loss_type in F_DIVERGENCE_LOSSES:
             yield Case(
@@ -118,7 +118,7 @@ def _dpo(name: str, setup: str = "full", model: str = "tied", **config: Any) -> 
 
 DPO_OPTIONS = [
     _dpo("beta", "ref_model", beta=0.5),
-    _dpo("neftune", "ref_model", neftune_noise_alpha=5.0),  # its noise depends on the width of the batch
+    _dpo("neftune", "ref_model", neftune_noise_alpha=5.0),  # the noise depends on the width of the batch
     _dpo("use_weighting", "ref_model", use_weighting=True, learning_rate=2.0),
     _dpo("use_weighting-lora", "lora", use_weighting=True, learning_rate=2.0, fast=False),
     _dpo("use_weighting-softcap", "ref_model", "softcap", use_weighting=True, learning_rate=2.0, fast=False),
@@ -208,7 +208,7 @@ DPO_OPTIONS = [
     _dpo("wide_vocab-lora", "lora", "wide_vocab", use_weighting=True, fast=False),
     _dpo("lora-with-ref_model", "lora_ref_model"),
     _dpo("lora-head-saved", "lora", "untied", lora={"modules_to_save": ["lm_head"]}),
-    # One step: from the second on TRL's reference has the trained biases
+    # One step, because from the second on TRL's reference has the trained biases
     _dpo("lora-bias", "lora", "head_bias", lora={"bias": "all"}, steps=1, fast=False),
     _dpo("dora", "lora", lora={"use_dora": True}, fast=False),
     _dpo("max_length", "ref_model", max_length=9),
@@ -264,7 +264,7 @@ GRPO_OPTIONS = [
         "full",
         use_adaptive_entropy=True,
         entropy_coef=0.02,
-        entropy_target=10.0,  # nats: the bonus is on from the second step
+        entropy_target=10.0,  # nats, so that the bonus is active from the second step
         steps=3,
     ),
     _grpo(

@@ -1,4 +1,4 @@
-"""A short run of a trainer, for tests of the engine that it runs on."""
+"""A short run of a trainer, for tests of its engine."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ CONFIGS = Path(__file__).parents[2] / "examples" / "accelerate_configs"
 
 
 def trainer_of(folder: Path, kind: str = "dpo", model: Any = None, **config: Any) -> Any:
-    """A trainer of the tiny model in the environment's `TINY_MODEL`, or of `model`, for one step."""
+    """Build a trainer for one step of `model`, by default the tiny model in the environment variable `TINY_MODEL`."""
     common = {
         "output_dir": str(folder / "run"),
         "per_device_train_batch_size": 2,

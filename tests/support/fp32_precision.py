@@ -1,4 +1,4 @@
-"""The ways to have fp32 products computed with fewer digits, and back."""
+"""The ways to lower the precision of fp32 products, and to restore it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +22,13 @@ WAYS = {
 
 
 def fp32_switches() -> tuple[str, str, str]:
-    """For all backends, for CUDA's products and for the CPU's: `torch.get_float32_matmul_precision` raises on some."""
+    """Return the settings of all backends, of CUDA and of the CPU; `torch.get_float32_matmul_precision` may raise."""
     return _BACKENDS.fp32_precision, _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision
 
 
 @contextmanager
 def fewer_digits(way: str) -> Iterator[None]:
-    """Within, what `WAYS` calls `way` is on."""
+    """Lower the precision by the `way` of `WAYS` in the `with` block."""
     before = fp32_switches()
     try:
         WAYS[way]()

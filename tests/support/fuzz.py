@@ -1,4 +1,4 @@
-"""Random combinations of options, ours against stock TRL: gradients, final weights, metrics.
+"""Trains random combinations of options with ours and stock TRL, and compares gradients, final weights and metrics.
 
 Run with `make fuzz N=400` or `python tests/support/fuzz.py --draws 400 --first 0`. A draw is a function of its seed:
 run one that differs again with `--draws 1 --first SEED`. Every field of the configs is drawn, or `NOT_DRAWN` says
@@ -37,7 +37,7 @@ from tiny import Workshop
 from training_comparison import metrics_differ, tensors_differ
 
 STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
-# A rounding error grows over a few steps; a wrong loss is off by far more
+# Rounding errors grow over a few steps; a wrong loss differs by much more
 TOLERANCE = 1e-4
 
 NOT_DRAWN = {
@@ -89,13 +89,13 @@ NOT_DRAWN = {
 
 
 def draw(seed: int) -> tuple[Case, dict[str, Any]]:
-    """The case of a seed, and the arguments that only our config has."""
+    """Return the case of a seed, and the arguments that only our config has."""
     rng = random.Random(seed)
     return (_dpo if rng.random() < 0.4 else _grpo)(rng, seed)
 
 
 class _Options(dict[str, Any]):
-    """Arguments, each added with some probability."""
+    """Draws arguments, each with some probability."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def _of_both(rng: random.Random, config: _Options, ours: _Options) -> None:
     config.maybe("pad_to_multiple_of", None, 4, 8, chance=0.2)
     if rng.random() < 0.25:
         config.update(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
-    if rng.random() < 0.3:  # its own epsilon would make full steps of gradients that are rounding errors
+    if rng.random() < 0.3:  # its default epsilon would turn gradients that are rounding errors into full steps
         config.update(optim="adamw_torch", adam_epsilon=1e-4)
     ours.maybe("padding_free", False, False, True, chance=0.25)
     if ours.get("padding_free") is None:
@@ -219,7 +219,7 @@ def _grpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
         for key, value in (("k_pos", 1.0), ("lambda_pos", 2.0), ("k_neg", 2.0), ("lambda_neg", 1.0)):
             config.maybe(f"vespo_{key}", value)
     config.maybe("scale_rewards", "batch", "none")
-    if model != "chat" and config["max_completion_length"] > 1:  # else every completion is truncated
+    if model != "chat" and config["max_completion_length"] > 1:  # otherwise every completion is truncated
         config.maybe("mask_truncated_completions", True, chance=0.3)
     config.maybe("top_entropy_quantile", 0.2, 0.5, 0.8, chance=0.15)
     if rng.random() < 0.2:
@@ -267,14 +267,14 @@ def _grpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
     return replace(case, ours=dict(ours)), dict(ours)
 
 
-# What ours may refuse while TRL trains: in the message, and the option that asks for it
+# Errors that ours may raise although TRL trains: a part of the message, and the option that causes it
 REFUSED: dict[str, str] = {
     "`max_tokens_per_micro_batch=": "max_tokens_per_micro_batch",
     "`padding_free=True` is not supported here": "padding_free",
     "`precompute_ref_log_probs=True` fills the store, so `reference_store`": "reference_store",
 }
 
-# Draws that differ, and why that is right
+# Draws that may differ, and why
 EXPLAINED = {
     202: "entropies of tokens of one context tie; stock's own rounding parts them at the quantile, ours takes all",
 }
@@ -283,7 +283,7 @@ EXPLAINED = {
 def outcome(
     seed: int, workshop: Workshop, change: Callable[[Trainers], Trainers] = lambda ours: ours
 ) -> list[str] | str:
-    """What differs in the draw of `seed`; or, in one word, why nothing was compared.
+    """Return the differences in the draw of `seed`, or, in one word, why nothing was compared.
 
     Args:
         change (`Callable`): of our trainers, for a control.
@@ -307,7 +307,7 @@ def outcome(
         return (
             [] if any(training_comparison._norm(gradients) > 0 for gradients in found[1].gradients) else "no gradient"
         )
-    # Stock beside itself on wider batches: how far rounding alone leads
+    # Stock against itself on wider batches shows the effect of rounding alone
     padded = _run(replace(case, config={**case.config, "pad_to_multiple_of": 32}), STOCK, workshop)
     if isinstance(padded, Exception):
         return wrong
@@ -318,7 +318,7 @@ def outcome(
 
 
 def _within(padded: Record, stock: Record, tolerance: float) -> bool:
-    """Whether two runs of stock agree, in the gradient's norm too, which is a rounding error where terms cancel."""
+    """Return whether two runs of stock agree, also in the gradient norm, which is a rounding error if terms cancel."""
     norms = ([training_comparison._norm(gradients) for gradients in record.gradients] for record in (padded, stock))
     return not _tensors_differ(padded, stock, tolerance) and all(
         abs(a - b) <= tolerance * max(a, b) for a, b in zip(*norms, strict=True)
@@ -339,7 +339,7 @@ def _finite(record: Record) -> bool:
 def _differences(case: Case, ours: Record, stock: Record, tolerance: float = TOLERANCE) -> list[str]:
     with patch.object(training_comparison, "TOLERANCE", tolerance):
         wrong = metrics_differ(case, ours, stock)
-        if case.trainer == "dpo" or case.ours.get("keep_groups_together") is False:  # else other rows share one
+        if case.trainer == "dpo" or case.ours.get("keep_groups_together") is False:  # otherwise other rows share one
             for i, (got, want) in enumerate(zip(ours.losses, stock.losses, strict=True)):
                 if not training_comparison._close(got, want, stock.advantage):
                     wrong.append(f"loss of micro-batch {i}: ours {got!r}, stock {want!r}")
@@ -351,7 +351,7 @@ def _tensors_differ(ours: Record, stock: Record, tolerance: float) -> list[str]:
     largest = max(training_comparison._norm(gradients) for gradients in stock.gradients)
     with patch.object(training_comparison, "TOLERANCE", tolerance):
         for i, (got, want) in enumerate(zip(ours.gradients, stock.gradients, strict=True)):
-            # A step without an advantage has a gradient of rounding errors
+            # Without an advantage, the gradient of a step is a rounding error
             wrong += tensors_differ(f"gradient of step {i}", got, want, at_least=largest / 100)
         # 1e-7 is the rounding of a weight
         return wrong + tensors_differ("weight update", ours.updates, stock.updates, at_least=1e-3)

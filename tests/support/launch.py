@@ -1,6 +1,6 @@
-"""Runs cases of a test under a real `accelerate launch` on the CPU, with every engine that it starts, and asserts it.
+"""Runs cases of a test under `accelerate launch` on the CPU with any engine, and checks that the engine ran.
 
-Like `ranks.py`, whose cases and reports these are, but the processes are accelerate's own. As a script this file is one
+Like `ranks.py`, whose cases and reports it uses, but accelerate starts the processes. As a script this file is one
 rank: `accelerate launch --config_file FILE launch.py --script FILE --engine zero3 --folder DIR CASE ...`.
 """
 
@@ -52,14 +52,14 @@ def _zero(stage: int, **settings: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine is launched.
+    """The settings that launch an engine.
 
     Args:
-        config (`dict[str, Any]`): of `accelerate launch --config_file`; `"deepspeed"` of it goes to a file of its own.
+        config (`dict[str, Any]`): for `accelerate launch --config_file`; its `"deepspeed"` goes into a separate file.
         environment (`dict[str, str]`): set for the launch.
-        as_accelerators (`bool`): whether the ranks must pass for GPUs, where accelerate offers an engine only to them.
+        as_accelerators (`bool`): whether accelerate must take the ranks for GPUs, as some engines require.
         distributed (`tuple[str, ...]`): the sizes of transformers' `DistributedConfig` that are the number of ranks.
-        replicates_tokens (`bool`): whether all ranks are fed the same batch.
+        replicates_tokens (`bool`): whether all ranks get the same batch.
     """
 
     config: dict[str, Any]
@@ -78,14 +78,14 @@ ENGINES = {
     "fsdp2_native": Engine(_MULTI_GPU, _CPU, distributed=("fsdp_size",)),
     "zero1": Engine(_zero(1), _DEEPSPEED),
     "zero2": Engine(_zero(2), _DEEPSPEED),
-    # Smaller parameters than the threshold would stay whole on every rank: those of a tiny model all are
+    # Parameters below the threshold stay whole on every rank, which would be all of a tiny model
     "zero3": Engine(_zero(3, stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=0), _DEEPSPEED),
     "tp": Engine(_MULTI_GPU, _LIKE_GPUS, as_accelerators=True, distributed=("tp_size",), replicates_tokens=True),
 }
 
 
 class LaunchedRank(ranks.Rank):
-    """What a case is given: which rank it is, of how many, under which of [`ENGINES`]."""
+    """The argument of a case: its rank, the number of ranks, and the engine, a name in [`ENGINES`]."""
 
     @property
     def replicates_tokens(self) -> bool:
@@ -99,18 +99,18 @@ class LaunchedRank(ranks.Rank):
         if ENGINES[self.engine].as_accelerators:
             ranks.be_like_gpus()
         if self.is_zero:
-            # Else DeepSpeed compiles an all-reduce through shared memory, which only inference uses. Where it cannot be
-            # compiled, gloo serves (deepspeed/comm/torch.py: build_shm_op). The table is open to edits (deepspeed/ops).
+            # Otherwise DeepSpeed compiles an all-reduce over shared memory, which only inference uses. If it cannot be
+            # compiled, DeepSpeed uses gloo (deepspeed/comm/torch.py: build_shm_op)
             import deepspeed.ops
 
             deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
     def training_arguments(self) -> dict[str, Any]:
-        """Fields of the trainer's config that this engine needs on the CPU."""
+        """Return fields of the trainer's config that this engine needs on the CPU."""
         return {"ddp_backend": "gloo"} if self.is_zero else {}
 
     def model_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `from_pretrained` that this engine needs."""
+        """Return keyword arguments of `from_pretrained` that this engine needs."""
         from transformers.distributed import DistributedConfig
 
         sizes = dict.fromkeys(ENGINES[self.engine].distributed, self.processes)
@@ -139,7 +139,7 @@ class LaunchedRank(ranks.Rank):
             assert all(isinstance(param.data, DTensor) for param in params)
         elif self.engine == "fsdp2_native":
             assert any(isinstance(module, FSDPModule) for module in wrapped.modules()), kind  # within PEFT's
-            # PEFT's are whole on each rank, which must sum their gradients all the same
+            # Parameters of PEFT that are whole on each rank, which must still sum their gradients
             base = [param for name, param in wrapped.named_parameters() if "lora_" not in name]
             assert base and all(isinstance(param.data, DTensor) for param in base), kind  # noqa: PT018
         elif self.engine == "tp":
@@ -157,7 +157,7 @@ class LaunchedRank(ranks.Rank):
         self.checked = True
 
     def whole(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Copies of `params` in full, gathered by the engine's own means. Every rank must ask for the same."""
+        """Return whole copies of `params`, gathered by the engine. Every rank must call it with the same."""
         from torch.distributed.tensor import DTensor
 
         gathered: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -172,7 +172,7 @@ class LaunchedRank(ranks.Rank):
             }
 
     def without_gradient_sync(self, trainer: Any) -> None:
-        """From now on `trainer`, whose engine is prepared, trains on this rank's gradients as if all ranks had them."""
+        """Make `trainer`, whose engine is prepared, use only this rank's gradients, as if all ranks had them."""
         from torch.distributed.fsdp import FSDPModule
 
         wrapped = trainer.model_wrapped
@@ -182,8 +182,8 @@ class LaunchedRank(ranks.Rank):
         for module in wrapped.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(_OwnReduceScatter())
-        # Tensor parallelism, DeepSpeed, and transformers for an adapter on native FSDP2 sum while the backward runs. Of
-        # a DeepSpeed engine the backward alone: accelerate's also takes the optimizer's step
+        # Tensor parallelism, DeepSpeed, and transformers for an adapter on native FSDP2 sum during the backward. For
+        # DeepSpeed, only its own backward is replaced, because accelerate's also takes the optimizer step
         owner = wrapped if self.is_zero else trainer.accelerator
         backward = owner.backward
 
@@ -194,7 +194,7 @@ class LaunchedRank(ranks.Rank):
         owner.backward = alone
 
 
-def _own_bucket(state, bucket):  # DDP takes no other annotation of its bucket than its own class
+def _own_bucket(state, bucket):  # DDP requires its own class as the annotation of the bucket
     import torch
 
     own = torch.futures.Future()
@@ -203,7 +203,7 @@ def _own_bucket(state, bucket):  # DDP takes no other annotation of its bucket t
 
 
 class _OwnReduceScatter:
-    """Stands for FSDP2's reduce-scatter: each rank takes its part of its own gradient."""
+    """Replaces FSDP2's reduce-scatter: each rank takes its part of its own gradient."""
 
     def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> Any:
         import torch
@@ -216,7 +216,7 @@ class _OwnReduceScatter:
 
 @contextlib.contextmanager
 def _own_sums(processes: int, deepspeed: bool) -> Iterator[None]:
-    """Within, a sum over the ranks is this rank's own tensor, times their number, and a mean is this tensor."""
+    """Make a sum over ranks return this rank's tensor times their number, and a mean the tensor, in the block."""
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional
 
@@ -253,7 +253,7 @@ def launch(
         cases (`Sequence[str]`): names in `CASES`, run in this order on every rank.
         engine (`str`): a name in `ENGINES`.
         folder (`Path`): an empty folder for files of this launch, `LaunchedRank.folder` of its cases.
-        processes (`int`): how many ranks.
+        processes (`int`): number of ranks.
         timeout (`float`): seconds that the launch may take.
 
     Returns:
@@ -295,7 +295,7 @@ def launch(
 
 
 def _config(how: Engine, folder: Path, processes: int) -> Path:
-    """Write accelerate's config file (JSON is YAML), and DeepSpeed's where there is one."""
+    """Write accelerate's config file (JSON is YAML), and DeepSpeed's if there is one."""
     config = {
         "compute_environment": "LOCAL_MACHINE",
         "num_machines": 1,
@@ -315,7 +315,7 @@ def _config(how: Engine, folder: Path, processes: int) -> Path:
 
 
 def _report(launcher: "subprocess.Popen[bytes]", folder: Path, output: Path, processes: int) -> str:
-    """What went wrong: the failure of the rank that failed first, or the stack of each where they hang."""
+    """Return the failure of the rank that failed first, or the stack of each rank if they hang."""
     report = []
     if launcher.poll() is None:
         report.append("The ranks hang.")
@@ -335,7 +335,7 @@ def _pids(folder: Path) -> list[int]:
 
 
 def _end(launcher: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """The launcher's agent starts each rank in a session of its own, so they are ended one by one."""
+    """End the ranks one by one, because the launcher's agent starts each in a separate session."""
     for kill in (launcher.kill, *(lambda pid=pid: os.kill(pid, signal.SIGKILL) for pid in _pids(folder))):
         with contextlib.suppress(ProcessLookupError):
             kill()

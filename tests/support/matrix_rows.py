@@ -1,4 +1,4 @@
-"""The rows of the launch matrix: one training run of DPO or GRPO, the same on one process and under any engine."""
+"""The rows of the launch matrix. Each is one training run of DPO or GRPO, for one process or any engine."""
 
 import os
 import random
@@ -17,8 +17,8 @@ from run_losses import Trainers
 from tiny import V_WORDS, lora_config, preferences, prompts, word_tokenizer
 
 STEPS, ACCUMULATION = 5, 2
-MICRO_BATCH = 12  # rows of all ranks together, or pairs
-GENERATIONS = 8  # so that 2 ranks, or 4, have a part of a group each
+MICRO_BATCH = 12  # rows, or pairs, of all ranks together
+GENERATIONS = 8  # so that each of 2 or 4 ranks has a part of a group
 _SHAPE = {
     "hidden_size": 48,
     "intermediate_size": 48,
@@ -33,7 +33,7 @@ _SHAPE = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
-# Where tokens cost less to move than the weight, a head on shards works on its rows; with few rows it is the reverse
+# If moving tokens costs less than moving the weight, each rank scores with its rows; with few rows it is the reverse
 MODELS = {
     "untied": LlamaConfig(**_SHAPE, vocab_size=1000, tie_word_embeddings=False),
     "tied": Qwen3Config(**_SHAPE, vocab_size=1000, tie_word_embeddings=True),
@@ -46,19 +46,19 @@ ROWS += [(trainer, "lora", "few") for trainer in TRAINERS]  # a trained weight o
 
 
 def save_models(folder: Path) -> None:
-    """The checkpoints that the rows start from, each with an adapter beside it whose weights are not zero."""
+    """Save the checkpoints that the rows start from, each with an adapter whose weights are not zero."""
     for name, config in MODELS.items():
         torch.manual_seed(1234)
         model = AutoModelForCausalLM.from_config(config)
         model.save_pretrained(folder / name)
         word_tokenizer().save_pretrained(folder / name)
-        # Column-wise linears alone: PEFT takes no others under tensor parallelism
+        # Only column-wise linear layers, because PEFT supports no others under tensor parallelism
         adapter = lora_config(target_modules=["q_proj", "v_proj", "up_proj"])
         get_peft_model(model, adapter).save_pretrained(folder / name / "adapter")
 
 
 class Engine(Protocol):
-    """What a run needs to know of what it runs on; `launch.LaunchedRank` is one."""
+    """What a run reads of its engine; `launch.LaunchedRank` implements it."""
 
     folder: Path
     index: int
@@ -74,7 +74,7 @@ class Engine(Protocol):
 
 @dataclass
 class OneProcess:
-    """Training without any engine: what all engines are held against."""
+    """Training without an engine, which all engines are compared with."""
 
     folder: Path
     index: int = 0
@@ -96,11 +96,11 @@ class OneProcess:
 
 @dataclass
 class Seen:
-    """What a run showed: of each optimizer step, and of all of them.
+    """The record of a run: values of each optimizer step, and of all of them.
 
     Attributes:
         losses, grad_norms (`list[float]`): as logged.
-        start, change (`dict[str, Tensor]`): the trained weights before, and what was added to them.
+        start, change (`dict[str, Tensor]`): the initial trained weights, and their change.
         head (`str`): which rows of the head's weight the last pass was scored with; empty for stock TRL.
     """
 
@@ -154,12 +154,12 @@ def _config(engine: Engine, per_device: int) -> dict[str, Any]:
         "per_device_train_batch_size": per_device,
         "gradient_accumulation_steps": ACCUMULATION,
         "max_steps": STEPS,
-        # The change of the weights is then the sum of the gradients. Adam's is not: it forgets their scale, so a
-        # gradient put in twice would pass, and makes a step of any rounding where a gradient is 0
+        # With SGD the change of the weights is the sum of the gradients. Adam ignores their scale, so a
+        # doubled gradient would pass, and turns rounding errors into steps where a gradient is 0
         "optim": "sgd",
         "learning_rate": 0.05,
         "lr_scheduler_type": "constant",
-        "max_grad_norm": 1e9,  # logs the norm and never clips, which would hide a factor
+        "max_grad_norm": 1e9,  # logs the norm but never clips, which would hide a factor
         "seed": 7,
         "bf16": False,
         "gradient_checkpointing": False,
@@ -173,7 +173,7 @@ def _config(engine: Engine, per_device: int) -> dict[str, Any]:
 
 
 def _policy(engine: Engine, mode: str, path: Path) -> Any:
-    """Loaded after the config was made: ZeRO-3 then takes the weights apart as they come."""
+    """Load the model after the config exists, so that ZeRO-3 partitions the weights while they are loaded."""
     if mode == "full":
         return str(path)
     base = AutoModelForCausalLM.from_pretrained(path, dtype="float32", **engine.model_arguments())
@@ -207,7 +207,7 @@ def _grpo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device:
 
 
 def _rollout(engine: Engine, texts: list[str], trainer: Any) -> dict[str, Any]:
-    """Completions that depend on the prompt and on which of its samples one is, on nothing else."""
+    """Return completions that depend only on the prompt and the index of the sample."""
     tokenizer = trainer.processing_class
     first = 0 if engine.replicates_tokens else engine.index * len(texts)
     completions = []

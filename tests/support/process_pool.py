@@ -1,6 +1,6 @@
-"""Starts processes that have torch, transformers and TRL imported already, to be killed at any moment.
+"""Starts processes that have already imported torch, transformers and TRL, for tests that kill them.
 
-A fork of a process that has imported them costs milliseconds, where a process of its own imports for seconds.
+Forking a process that has imported them takes milliseconds; a new process would import for seconds.
 """
 
 import gc
@@ -36,11 +36,11 @@ class ProcessPool:
         self._process.stdout.close()
 
     def start(self, function: str, output: Path, *args: str) -> int:
-        """The process id of a child that calls `function` ("module:name") and writes what it prints to `output`."""
+        """Start a child that calls `function` ("module:name"), with its output in `output`; return its process id."""
         return int(self._ask("start", function, str(output), *args))
 
     def ended(self, pid: int) -> int:
-        """The exit status of a child once it has ended, negative for the signal that killed it."""
+        """Wait until a child has ended; return its exit status, negative if a signal killed it."""
         return int(self._ask("wait", str(pid)))
 
     def _ask(self, *words: str) -> str:
@@ -56,13 +56,13 @@ class ProcessPool:
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # ignore what libraries print
     import torch
     import trl
 
     import trl_ext
 
-    for trainer in ("DPOTrainer", "GRPOTrainer"):  # TRL imports its trainers when they are first named
+    for trainer in ("DPOTrainer", "GRPOTrainer"):  # TRL imports its trainers on first use
         assert issubclass(getattr(trl_ext, trainer), getattr(trl, trainer))
     torch.set_num_threads(1)
     gc.freeze()  # see conftest.py

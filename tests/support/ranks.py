@@ -1,4 +1,4 @@
-"""Runs cases of a test on several real processes over gloo, under an engine, and brings the results back.
+"""Runs cases of a test on several gloo processes, under an engine, and returns the results.
 
 A test file holds `CASES`, from names to functions that take a [`Rank`], and asks for some of them with
 [`run_on_ranks`]: one launch of the ranks runs them all, one after another, because starting Python costs far more than
@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, NoReturn
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 
-# What `accelerate launch` sets. There are ways to launch two processes that exit 0 under another engine than the one
-# that was asked for, so each case must show its trainer to `Rank.check`.
+# What `accelerate launch` sets. Some settings silently start another engine than the requested one,
+# so each case must call `Rank.check` with its trainer.
 ENGINES: dict[str, dict[str, str]] = {
     "ddp": {"ACCELERATE_USE_CPU": "true"},
     "fsdp2": {
@@ -58,7 +58,7 @@ ENGINES: dict[str, dict[str, str]] = {
 
 
 class Rank:
-    """What a case is given: which rank it is, of how many, under which engine.
+    """The argument of a case: its rank, the number of ranks, and the engine.
 
     Attributes:
         index (`int`): of this process, from 0.
@@ -74,7 +74,7 @@ class Rank:
         self.checked = False
 
     def prepare(self) -> None:
-        """What must happen in this process before the first case."""
+        """Prepare this process for the first case."""
         if self.engine != "ddp":
             be_like_gpus()
 
@@ -99,7 +99,7 @@ class Rank:
             assert accelerator.parallelism_config.tp_size == 2
             meshes = {param.device_mesh for param in wrapped.parameters() if isinstance(param.data, DTensor)}
             assert meshes
-            assert any("tp" in mesh.mesh_dim_names for mesh in meshes), meshes  # norms are FSDP2's alone
+            assert any("tp" in mesh.mesh_dim_names for mesh in meshes), meshes  # only FSDP2 shards norms
             assert not isinstance(wrapped, DistributedDataParallel)
         elif self.engine == "fsdp1":
             assert accelerator.distributed_type == DistributedType.FSDP, accelerator.distributed_type
@@ -113,7 +113,7 @@ class Rank:
 
 
 def split(fsdp_size: int = 1) -> dict[str, Any]:
-    """Arguments that split a model over two ranks as it is loaded, for the engine "tp"."""
+    """Return the arguments that split a model over two ranks when it is loaded, for the engine "tp"."""
     from transformers.distributed import DistributedConfig
 
     sizes = {"fsdp_size": fsdp_size} if fsdp_size > 1 else {}
@@ -149,17 +149,17 @@ def run_on_ranks(
 
 
 def python_path() -> str:
-    """Where each process finds these modules and the package."""
+    """Return the path on which each process finds these modules and the package."""
     return os.pathsep.join([str(SUPPORT), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 class End(NamedTuple):
-    """How a rank ended.
+    """The end of a rank.
 
     Args:
-        status (`int`): its exit status, less than 0 where a signal ended it.
-        seconds (`float`): from the first end of a rank to this.
-        failure (`str`): the traceback it failed with, else empty.
+        status (`int`): its exit status, negative if a signal ended it.
+        seconds (`float`): time since the first rank ended.
+        failure (`str`): its traceback, or "" if it did not fail.
     """
 
     status: int
@@ -177,11 +177,11 @@ def ends_of_ranks(
     launchers_store: bool = True,
     stopped: int | None = None,
 ) -> list[End]:
-    """As [`run_on_ranks`], for a case that is meant to fail: how each rank ended.
+    """Run a case that is meant to fail, as [`run_on_ranks`] does; return how each rank ended.
 
     Args:
-        launchers_store (`bool`): whether the rendezvous store outlives rank 0, as under torchrun; else it lies in it.
-        stopped (`int`, *optional*): a rank that stops itself, and is not waited for. Its end is not among the result.
+        launchers_store (`bool`): whether the launcher hosts the rendezvous store, as torchrun does; else rank 0 does.
+        stopped (`int`, *optional*): a rank that stops itself, and is not waited for or returned.
     """
     ends: dict[int, End] = {}
     first = None
@@ -211,10 +211,10 @@ def _launched(
     timeout: float,
     launchers_store: bool = True,
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The ranks, started; none of them is left behind."""
+    """Start the ranks, and end all of them after the `with` block."""
     from torch.distributed import TCPStore
 
-    # The store is ours, on a port that the system chose, so no other process can take the port before rank 0 does
+    # This process hosts the store, on a port that the system chose, so no other process can take the port
     store = TCPStore("127.0.0.1", 0, processes, True, timedelta(seconds=timeout), wait_for_workers=False)
     port = store.port
     if not launchers_store:
@@ -251,7 +251,7 @@ def file_of(folder: Path, rank: int, what: str) -> Path:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
-    """Until every rank has ended well. Raises as soon as one has not."""
+    """Wait until every rank has ended successfully. Raise as soon as one fails."""
     while any(process.poll() is None for process in ranks):
         if any(process.poll() for process in ranks) or time.monotonic() > deadline:
             break
@@ -261,7 +261,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -
     timed_out = time.monotonic() > deadline
     hanging = [rank for rank, process in enumerate(ranks) if process.poll() is None]
     stacks = _stacks(ranks, folder, hanging) if timed_out else ""
-    if not timed_out:  # those that a failed rank leaves alone in a collective fail within moments, or hang
+    if not timed_out:  # ranks that wait for a failed one in a collective soon fail, or hang
         time.sleep(1)
     failures = sorted(folder.glob("rank*.failure"), key=lambda path: path.stat().st_mtime_ns)
     ended = [process.poll() for process in ranks]
@@ -283,8 +283,7 @@ def _stacks(ranks: list[subprocess.Popen[bytes]], folder: Path, hanging: list[in
 
 
 def be_like_gpus() -> None:
-    """Accelerate has FSDP and tensor parallelism on GPUs alone. Say that these ranks are such, over gloo; all that
-    follows is its own."""
+    """Make accelerate take these ranks for GPUs, on which alone it supports FSDP and tensor parallelism, over gloo."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -292,7 +291,7 @@ def be_like_gpus() -> None:
 
 
 def _as_pytest_does() -> None:
-    """Turn warnings into errors, but for those that pyproject.toml lists."""
+    """Turn warnings into errors, except those that pyproject.toml lists."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     for line in settings["tool"]["pytest"]["ini_options"]["filterwarnings"]:
         action, message, category = (line.split(":") + ["", "Warning"])[:3] if ":" in line else (line, "", "Warning")
@@ -311,7 +310,7 @@ def _one_rank() -> None:
 
 
 def serve(rank: Rank, script: Path, cases: list[str]) -> NoReturn:
-    """Be this rank: run `cases` of `script`, leave their results or the failure in its folder, and end the process."""
+    """Run `cases` of `script` as this rank, write the results or the failure into its folder, and end the process."""
     faulthandler.register(signal.SIGUSR1, file=file_of(rank.folder, rank.index, "stack").open("w"), all_threads=True)
     try:
         results = _run(rank, script, cases)
@@ -325,7 +324,7 @@ def serve(rank: Rank, script: Path, cases: list[str]) -> NoReturn:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's own shutdown, in which about one process in 40 aborts: gloo's threads still run
+    # Skip the interpreter's shutdown, where about one process in 40 aborts because gloo's threads still run
     os._exit(status)
 
 
@@ -341,7 +340,7 @@ def _run(rank: Rank, script: Path, cases: list[str]) -> dict[str, Any]:
     sys.modules[script.stem] = module
     spec.loader.exec_module(module)
     results = {}
-    gc.freeze()  # accelerate collects garbage at each training, and went through all that was imported
+    gc.freeze()  # accelerate collects garbage at each training, which would visit everything that was imported
     with warnings.catch_warnings():
         _as_pytest_does()
         for case in cases:
@@ -349,7 +348,7 @@ def _run(rank: Rank, script: Path, cases: list[str]) -> dict[str, Any]:
             results[case] = module.CASES[case](rank)
             assert rank.checked, f"{case} did not show its trainer to `rank.check`, so its engine may be another"
             dist.barrier()
-            AcceleratorState._reset_state()  # the next model's layers are wrapped by their own class, not this one's
+            AcceleratorState._reset_state()  # the next model's layers must be wrapped by their own class
     return results
 
 

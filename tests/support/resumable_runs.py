@@ -1,4 +1,4 @@
-"""Small DPO and GRPO runs that save often, for tests that end them before they are done and train on."""
+"""Small DPO and GRPO runs that save often, for tests that interrupt and resume them."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ COMMON = {
     "num_train_epochs": 2,
 }
 DPO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-# Three slices are each visited twice, two to an optimizer step: every other step ends in mid-cycle, and an epoch is
+# Each of three slices is visited twice, two per optimizer step: every other step ends within a cycle, and an epoch has
 # six steps
 GRPO = {
     "per_device_train_batch_size": 4,
@@ -46,7 +46,7 @@ GRPO = {
 
 
 def build(name: str, library: Any, model: str, output: Path, streaming: bool = False, **changes: Any) -> Any:
-    """A trainer of `library` ("dpo" or "grpo") that writes all it writes into `output`."""
+    """Build a "dpo" or "grpo" trainer of `library` that writes all its files into `output`."""
     datasets_config.HF_DATASETS_CACHE = output / "cache"
     peft_config = lora_config() if changes.pop("peft_config", False) else None
     if name == "dpo":
@@ -76,11 +76,11 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def optimizer_steps() -> Iterator[list[str]]:
-    """Within, the optimizers that take a step, one entry a step."""
+    """Record the optimizer of each step that is taken in the `with` block."""
     steps: list[str] = []
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if any(group["lr"] != 0 for group in optimizer.param_groups):  # torch makes an optimizer's state by one of 0
+        if any(group["lr"] != 0 for group in optimizer.param_groups):  # a step of 0 initializes the state
             steps.append(type(optimizer).__name__)
 
     handle = register_optimizer_step_post_hook(stepped)
@@ -91,7 +91,7 @@ def optimizer_steps() -> Iterator[list[str]]:
 
 
 def made_up(trainer: Any, best_step: int) -> None:
-    """Have evaluation give a metric that is best after `best_step`."""
+    """Make evaluation return a metric that is best after `best_step`."""
     evaluate = trainer.evaluate
 
     def evaluated(*positional: Any, **keywords: Any) -> dict[str, float]:
@@ -103,9 +103,9 @@ def made_up(trainer: Any, best_step: int) -> None:
 
 
 def train_to_the_end(name: str, model: str, folder: str, kill_at_write: str = "") -> None:
-    """A user's script: from the last complete checkpoint, or else from the beginning; leaves the weights in a file.
+    """Train as a user's script: from the last complete checkpoint, or from the beginning; save the weights in a file.
 
-    With `kill_at_write` the process kills itself at so many-th file operation of its checkpoints.
+    With `kill_at_write` the process kills itself at that file operation of its checkpoints.
     """
     output = Path(folder)
     writes = kill_when_written(output, int(kill_at_write or 0))
@@ -123,7 +123,7 @@ def train_to_the_end(name: str, model: str, folder: str, kill_at_write: str = ""
 
 
 def kill_when_written(output: Path, kill_at: int) -> Callable[[], int]:
-    """Count what Python opens for writing, makes, renames and deletes of checkpoints; at `kill_at` of them SIGKILL."""
+    """Count the files of checkpoints that Python writes, creates, renames and deletes; at `kill_at`, send SIGKILL."""
     events = 0
     changes = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 

@@ -1,4 +1,4 @@
-"""Reward functions by name: some tell completions apart, some reward all of a group alike."""
+"""Reward functions by name: some differ within a group, some are equal for all its completions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,33 +7,33 @@ from tiny import prompt_text
 
 
 def id_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A real number that differs between the completions of a group."""
+    """Return a different real number for each completion of a group."""
     return [sum(token * 37 % 101 for token in ids) / (101 * len(ids)) for ids in completion_ids]
 
 
 def short_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """Prefers short completions, and cannot score those of three tokens."""
+    """Prefer short completions, and return None for those of three tokens."""
     return [None if len(ids) == 3 else 1.0 / len(ids) for ids in completion_ids]
 
 
 def half_dead_reward(prompts: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """As `id_reward`, but 0.5 for every completion of every second prompt: the group has no advantage at all."""
+    """As `id_reward`, but 0.5 for every completion of every second prompt, whose groups have zero advantage."""
     scores = id_reward(completion_ids)
     return [0.5 if _odd(prompt) else score for prompt, score in zip(prompts, scores, strict=True)]
 
 
 def _odd(prompt: str | list[dict[str, str]]) -> bool:
-    """Whether the prompt is an odd row of its data set."""
+    """Return whether the prompt is an odd row of its dataset."""
     return bool(int(prompt_text(prompt).split()[0][1:]) % 2)
 
 
 def dead_reward(prompts: list[Any], **_: Any) -> list[float]:
-    """The same for every completion of a prompt, and exact in fp32: TRL's advantages are exactly 0."""
+    """Return the same value for every completion of a prompt, exact in fp32, so TRL's advantages are exactly 0."""
     return [float(_odd(prompt)) for prompt in prompts]
 
 
 def tenths_reward(prompts: list[Any], **_: Any) -> list[float]:
-    """The same for every completion of a prompt, but not exact in fp32: TRL's advantages are rounding errors."""
+    """Return one value for all completions of a prompt, inexact in fp32, so TRL's advantages are rounding errors."""
     return [0.1 if _odd(prompt) else 0.7 for prompt in prompts]
 
 
@@ -44,23 +44,23 @@ def half_tenths_reward(prompts: list[Any], completion_ids: list[list[int]], **_:
 
 
 def unscorable_reward(prompts: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """As `id_reward`, but nothing for the completions of every second prompt."""
+    """As `id_reward`, but None for the completions of every second prompt."""
     scores = id_reward(completion_ids)
     return [None if _odd(prompt) else score for prompt, score in zip(prompts, scores, strict=True)]
 
 
 def tenths_missing_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """0.7, but nothing for completions of three tokens."""
+    """Return 0.7, but None for completions of three tokens."""
     return [None if len(ids) == 3 else 0.7 for ids in completion_ids]
 
 
 def step_up_reward(prompts: list[Any], **_: Any) -> list[float]:
-    """0.5 for each fourth completion, else 0. With half of `step_down_reward` the sum is 0.5 for all."""
+    """Return 0.5 for each fourth completion, else 0. With half of `step_down_reward`, the sum is 0.5 for all."""
     return [0.5 * (place % 4 == 3) for place in range(len(prompts))]
 
 
 def step_down_reward(prompts: list[Any], **_: Any) -> list[float]:
-    """0 for each fourth completion, else 1."""
+    """Return 0 for each fourth completion, else 1."""
     return [float(place % 4 != 3) for place in range(len(prompts))]
 
 
@@ -76,13 +76,13 @@ REWARDS: dict[str, Callable[..., list[float | None]]] = {
     "step_up": step_up_reward,
     "step_down": step_down_reward,
 }
-NOISY_REWARDS = {"tenths", "half_tenths", "tenths_missing"}  # of which TRL makes advantages where all are equal
+NOISY_REWARDS = {"tenths", "half_tenths", "tenths_missing"}  # for which TRL's advantages of equal rewards are not 0
 
 
 def dead_on_rank_1(prompts_of_a_rank: int) -> Callable[..., list[float]]:
-    """The same reward for all completions of the prompts that rank 1 gets.
+    """Return the same reward for all completions of the prompts that rank 1 gets.
 
-    A generation batch is cut into one run of consecutive prompts for each rank, and row i's prompt begins with "wi".
+    Each rank gets consecutive prompts of a generation batch, and the prompt of row i begins with "wi".
     """
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Trains one case of the table with one pair of trainers, and writes down everything a user could see.
+"""Trains one case of the table with one pair of trainers, and records everything that a user can see.
 
 Run as a script it trains the named cases with `trl_ext` and writes JSON, so that two environments can be compared:
 `python run_losses.py --checkpoints DIR --out FILE CASE [CASE ...]`.
@@ -28,7 +28,7 @@ from token_counts import Feed, count_feeds
 
 PROMPT_LEARNING = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTuningConfig}
 
-# Wall-clock figures, the only keys not compared: they differ between two runs of the same code.
+# Wall-clock times differ between runs of the same code, and are the only keys that are not compared.
 WALL_CLOCK = (
     "step_time",
     "runtime",
@@ -40,7 +40,7 @@ WALL_CLOCK = (
 
 @dataclass(frozen=True)
 class Trainers:
-    """The classes of one library, stock or ours."""
+    """The classes of one library: TRL's or ours."""
 
     dpo_trainer: type
     dpo_config: type
@@ -52,18 +52,18 @@ class Trainers:
         return cls(library.DPOTrainer, library.DPOConfig, library.GRPOTrainer, library.GRPOConfig)
 
     def only_ours(self, case: Case) -> dict[str, Any]:
-        """The arguments that `case` has for our GRPOConfig alone, where this is ours."""
-        config = getattr(self.grpo_config, "func", self.grpo_config)  # a test may have bound some of its arguments
+        """Return the arguments of `case` that only our GRPOConfig has, if this is ours."""
+        config = getattr(self.grpo_config, "func", self.grpo_config)  # a test may have bound arguments
         known = {field.name for field in dataclasses.fields(config)}
         return {name: value for name, value in case.ours.items() if name in known}
 
     def padded(self) -> "Trainers":
-        """Our trainers, fed as TRL feeds: then the rows and the padding of each forward can be counted."""
+        """Return our trainers without packing, so that rows and padding of each forward can be counted."""
         configs = {name: partial(getattr(self, name), padding_free=False) for name in ("dpo_config", "grpo_config")}
         return replace(self, **configs)
 
     def with_loss_times(self, factor: float) -> "Trainers":
-        """The same trainers with a wrong loss, which a comparison worth its name must notice."""
+        """Return the same trainers with a wrong loss, which the comparison must notice."""
 
         def wrong(trainer: type) -> type:
             def compute_loss(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -77,16 +77,16 @@ class Trainers:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What GRPO's loss was given in training."""
+    """The inputs of GRPO's loss in training."""
 
     advantages: torch.Tensor  # one a row
     tokens: torch.Tensor  # of each row that are in the loss
-    log: int  # how many log entries there were before it
+    log: int  # number of log entries before it
 
 
 @dataclass
 class Record:
-    """What one training run showed a user, and the scales to judge it by."""
+    """What one training run shows a user, and the scales for comparing it."""
 
     losses: list[float] = field(default_factory=list)  # of each micro-batch, as `training_step` returns them
     batches: list[MicroBatch] = field(default_factory=list)  # GRPO's
@@ -94,7 +94,7 @@ class Record:
     logit_size: float = 0.0  # mean |logit| of a DPO batch, from the model's own forward
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)  # before each optimizer step
     updates: dict[str, torch.Tensor] = field(default_factory=dict)  # final minus initial weights
-    packed: bool = False  # whether a forward is one row, in which the rows of the batch cannot be counted
+    packed: bool = False  # whether a forward is one packed row, where the rows of the batch cannot be counted
     feeds: list[Feed] = field(default_factory=list)  # every forward of policy and reference model, with its tokens
 
     def fed(self, what: str = "tokens", **where: Any) -> int:
@@ -105,7 +105,7 @@ class Record:
 
     @property
     def advantage(self) -> float:
-        """Mean |advantage|, the scale of a GRPO loss; 0 for DPO."""
+        """The mean |advantage|, which is the scale of a GRPO loss; 0 for DPO."""
         return sum(batch.advantages.abs().mean().item() for batch in self.batches) / max(len(self.batches), 1)
 
 
@@ -135,7 +135,7 @@ def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]
 
 def _recording(trainer: type, record: Record) -> type:
     class Recording(trainer):
-        # TRL loads the weights into vLLM where this is not the global step; a case without a vLLM is always in step
+        # TRL syncs the weights to vLLM if this is not the global step; without vLLM nothing must be synced
         _last_loaded_step = property(lambda self: self.state.global_step, lambda self, step: None)
 
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -154,9 +154,9 @@ def _recording(trainer: type, record: Record) -> type:
 
 
 def train(case: Case, trainers: Trainers, workshop: Workshop, rounds: int = 1) -> Record:
-    """Train `case` from freshly loaded checkpoints and return what was seen; `rounds` calls `train()` so many times."""
+    """Train `case` from freshly loaded checkpoints, with `rounds` calls of `train()`, and return the record."""
     record = Record()
-    # A cache of its own: a reference log-prob from another case's batch differs in its last bit
+    # A separate cache, because reference log-probs from another case's batch differ in the last bit
     with (
         tempfile.TemporaryDirectory() as output_dir,
         patch.object(datasets.config, "HF_DATASETS_CACHE", Path(output_dir) / "datasets"),
@@ -173,7 +173,7 @@ def train(case: Case, trainers: Trainers, workshop: Workshop, rounds: int = 1) -
 
 
 def build(case: Case, trainers: Trainers, workshop: Workshop, output_dir: str, record: Record) -> Any:
-    """The trainer of `case`, which writes down in `record` what can be seen of it."""
+    """Build the trainer of `case`, which records in `record` what a user can see."""
     config = {
         "output_dir": output_dir,
         "seed": 7,
@@ -235,7 +235,7 @@ def _grpo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Work
     if case.streaming:
         train_dataset = train_dataset.to_iterable_dataset()
     if case.setup == "ref_model":
-        # TRL takes no reference model in GRPO: it loads one from the policy's own checkpoint wherever beta > 0.
+        # TRL's GRPO takes no reference model: if beta > 0, it loads one from the policy's checkpoint.
         config = {"beta": 0.1, **config}
     base = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "temperature": 0.9}
     trainer = _recording(trainers.grpo_trainer, record)(
@@ -256,7 +256,7 @@ def _evaluates(config: dict[str, Any]) -> bool:
 
 
 def _digest(tensors: dict[str, torch.Tensor | None]) -> dict[str, list[float] | None]:
-    """Norm of each tensor and its projections on three fixed random directions: JSON enough to tell two apart."""
+    """Return the norm of each tensor and its projections on three fixed random directions, as JSON values."""
     digest: dict[str, list[float] | None] = {}
     for name, tensor in tensors.items():
         if tensor is None:
@@ -269,7 +269,7 @@ def _digest(tensors: dict[str, torch.Tensor | None]) -> dict[str, list[float] | 
 
 
 def summary(record: Record) -> dict[str, Any]:
-    """`record` as JSON values: losses and metrics as they are, gradients and updates as digests."""
+    """Return `record` as JSON values: losses and metrics unchanged, gradients and updates as digests."""
     return {
         "losses": record.losses,
         "advantage": record.advantage,

@@ -22,12 +22,12 @@ from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl_ext.distributed import sequence_parallel
 
 CP = ("fsdp2",)
-# Wall-clock figures, and a count that is 0 under ZeRO-3
+# Wall-clock times, and a count that is 0 under ZeRO-3
 NOT_COMPARED = ("runtime", "per_second", "step_time", "preparation_time", "total_flos")
 
 
 class Seen(NamedTuple):
-    """What one rank saw: its logs, the change of the trained weights, and the tokens of each forward."""
+    """The record of one rank: logs, the change of the trained weights, and the tokens of each forward."""
 
     logs: list[dict[str, float]]
     change: dict[str, torch.Tensor]
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
 
 
 def parallelism(rank: LaunchedRank | None, size: int) -> dict[str, Any]:
-    """The arguments that ask for groups of `size` ranks; none on one process."""
+    """Return the arguments that request groups of `size` ranks; none on one process."""
     if rank is None:
         return {}
     others = {"dp_shard_size": rank.processes // size}
@@ -47,7 +47,7 @@ def parallelism(rank: LaunchedRank | None, size: int) -> dict[str, Any]:
 
 def arguments(rank: LaunchedRank | None, config: dict[str, Any]) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp()) if rank is None else rank.folder
-    # One process is given what the groups of two ranks are given together
+    # One process gets the batches of both groups of two ranks
     groups = 1 if rank is None else rank.processes // 2
     rows = 6 // groups
     return {
@@ -99,13 +99,13 @@ def grpo(rank: LaunchedRank | None, model: str = "untied", lora: bool = False, *
 
 
 def weights(rank: LaunchedRank | None, trainer: Any) -> dict[str, torch.Tensor]:
-    """Copies of what is trained, whole."""
+    """Return whole copies of the trained weights."""
     trained = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
     return {name: x.detach().clone() for name, x in trained.items()} if rank is None else rank.whole(trained)
 
 
 class _Check(TrainerCallback):
-    """Looks at the engine after each step: after an evaluation sharded weights can lie together."""
+    """Checks the engine after each step, because an evaluation can leave sharded weights gathered."""
 
     def __init__(self, rank: LaunchedRank, trainer: Any) -> None:
         self.rank, self.trainer = rank, trainer
@@ -115,7 +115,7 @@ class _Check(TrainerCallback):
 
 
 def trained(rank: LaunchedRank | None, build: Callable[..., Any], **config: Any) -> Seen:
-    """Five steps of a trainer."""
+    """Train five steps; return the record."""
     torch.manual_seed(0)
     trainer = build(rank, **config)
     fed: list[int] = []
@@ -132,7 +132,7 @@ def trained(rank: LaunchedRank | None, build: Callable[..., Any], **config: Any)
 
 
 def resumed(rank: LaunchedRank) -> None:
-    """The last of five steps, by a trainer that resumes from what another has saved, are those of that other."""
+    """Check that a trainer that resumes from another's checkpoint takes the same last steps, of five."""
     common = {"output_dir": str(rank.folder / "resumed"), "optim": "adamw_torch"}
     torch.manual_seed(0)
     first = dpo(rank, save_strategy="steps", save_steps=2, **common)
@@ -146,7 +146,7 @@ def resumed(rank: LaunchedRank) -> None:
 
 
 def unscaled(rank: LaunchedRank, **config: Any) -> Seen:
-    """A control: the sum over the group is taken for the mean, or the other way round."""
+    """A control that replaces the sum over the group by the mean, or the mean by the sum."""
     init = sequence_parallel.SequenceGroup.__init__
 
     def wrong(self: Any, *args: Any) -> None:
@@ -159,21 +159,21 @@ def unscaled(rank: LaunchedRank, **config: Any) -> Seen:
 
 
 def unexchanged(rank: LaunchedRank, **config: Any) -> Seen:
-    """A control: the gradient of what was exchanged stays where it is."""
+    """A control that does not exchange the gradient of exchanged tensors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequence_parallel._Exchanged, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
         return trained(rank, **config)
 
 
 def refused(rank: LaunchedRank, build: Callable[..., Any], words: str, **config: Any) -> None:
-    """The trainer is not built, and says why."""
+    """Check that building the trainer raises `ValueError`."""
     with pytest.raises(ValueError, match=words):
         build(rank, **config)
-    rank.checked = True  # no engine is there to be checked
+    rank.checked = True  # there is no engine to check
 
 
 def other_rows(rank: LaunchedRank) -> None:
-    """Ranks of a group that are given different batches stop."""
+    """Check that ranks of a group stop if they get different batches."""
     trainer = dpo(rank)
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: collate(rows[rank.index : rank.index + 4])
@@ -183,7 +183,7 @@ def other_rows(rank: LaunchedRank) -> None:
 
 
 def other_completions(rank: LaunchedRank) -> None:
-    """Ranks of a group that generate different completions stop."""
+    """Check that ranks of a group stop if they generate different completions."""
 
     def rollout(*args: Any, **kwargs: Any) -> dict[str, Any]:
         drawn = scripted_rollout(*args, **kwargs)
@@ -197,7 +197,7 @@ def other_completions(rank: LaunchedRank) -> None:
 
 
 def judged(rank: LaunchedRank | None) -> Seen:
-    """Rewards that differ on the ranks of a group, as do the random numbers drawn for them: its first rank's count."""
+    """Train with rewards and random numbers that differ on the ranks of a group, which must use its first rank's."""
     index = 0 if rank is None else rank.index
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -215,7 +215,7 @@ def judged(rank: LaunchedRank | None) -> Seen:
 RUNS = {
     "dpo-full": partial(trained, build=dpo, gradient_checkpointing=True),
     "dpo-lora": partial(trained, build=dpo, lora=True, max_grad_norm=0.3),
-    # Rows that make whole batches on two groups too: accelerate fills the last ones up with others
+    # A number of rows that fills all batches of two groups; accelerate would fill the last ones with other rows
     "dpo-whole": partial(trained, build=dpo, rows=36),
     "dpo-tied": partial(trained, build=dpo, model="tied", max_grad_norm=0.3),
     "dpo-experts": partial(trained, build=dpo, model="experts"),
@@ -246,13 +246,13 @@ CHECKPOINTS = {"resumed": resumed}
 
 
 def quiet(case: Callable[..., Any]) -> Callable[[LaunchedRank], Any]:
-    """`case`, without DeepSpeed's own warnings."""
+    """Run `case` without DeepSpeed's warnings."""
 
     def run(rank: LaunchedRank) -> Any:
         with contextlib.ExitStack() as stack:
             if rank.is_zero:
                 stack.enter_context(warnings.catch_warnings())
-                warnings.simplefilter("ignore")  # DeepSpeed's own are many
+                warnings.simplefilter("ignore")  # DeepSpeed has many
             return case(rank)
 
     return run

@@ -1,4 +1,4 @@
-"""A step of training on a tiny model, with the arguments of configs and of trainers side by side; what it is given."""
+"""Trains a tiny model for one step. Arguments of the config and of the trainer are passed together."""
 
 import inspect
 from pathlib import Path
@@ -15,7 +15,7 @@ PAIR = {"prompt": "w1 w2", "chosen": " w3 w4", "rejected": " w5"}
 
 
 class Bench:
-    """Builds and trains, with our trainers or with TRL's own."""
+    """Builds and trains our trainers, or TRL's."""
 
     def __init__(self, workshop: Workshop, folder: Path, package: Any = trl_ext) -> None:
         self.workshop, self.folder, self.package = workshop, folder, package

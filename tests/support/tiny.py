@@ -1,6 +1,6 @@
-"""Tiny tokenizers, models, adapters, data sets and rollouts, made on the fly and saved as local checkpoints.
+"""Tiny tokenizers, models, adapters, datasets and rollouts, made on the fly and saved as local checkpoints.
 
-Everything is a function of fixed seeds, so two runs, two trainers or two environments meet the same numbers. Weights
+Everything depends only on fixed seeds, so two runs, trainers or environments get the same numbers. Weights
 are drawn wide (`initializer_range` 0.15 and more) so that log-probs differ from token to token.
 """
 
@@ -32,7 +32,7 @@ from transformers import (
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 N_WORDS = 94
-V_WORDS = N_WORDS + 3  # 97: a prime, so no tile or shard divides it
+V_WORDS = N_WORDS + 3  # 97 is prime, so no tile or shard divides it
 REFERENCE_SEED = 5  # of the separate reference models
 CHAT_SPECIALS = [
     "<|endoftext|>",
@@ -64,12 +64,12 @@ def _qwen3(**changes: Any) -> PreTrainedConfig:
     return Qwen3Config(**{**_SHAPE, **_WORD_IDS, "head_dim": 8, "tie_word_embeddings": True, **changes})
 
 
-# What each model is here for stands beside it. All have rotary positions: a learned-position GPT-2 has a key bias
-# whose gradient is zero in exact arithmetic, so it compares noise with noise.
+# The purpose of each model is next to it. All have rotary positions: GPT-2 with learned positions has a key bias
+# whose gradient is zero in exact arithmetic, so a comparison would be of noise.
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "tied": lambda: _qwen3(),
     "untied": lambda: LlamaConfig(**{**_SHAPE, **_WORD_IDS, "tie_word_embeddings": False}),
-    # A head large beside a batch's hidden states, of rows that two ranks cannot share evenly
+    # A head that is larger than a batch's hidden states, with rows that two ranks cannot share evenly
     "odd_vocab": lambda: LlamaConfig(**{**_SHAPE, **_WORD_IDS, "vocab_size": 501, "tie_word_embeddings": False}),
     "chat": lambda: _qwen3(vocab_size=V_CHAT, pad_token_id=256, eos_token_id=258),
     "wide_vocab": lambda: _qwen3(vocab_size=33001, num_hidden_layers=1),  # more columns than one of TRL's tiles
@@ -112,7 +112,7 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a whitespace-separated word: `w0` to `w93`."""
+    """Return a tokenizer with one token per word, `w0` to `w93`, separated by whitespace."""
     vocab = {token: i for i, token in enumerate([PAD, EOS, UNK, *(f"w{i}" for i in range(N_WORDS))])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -120,7 +120,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, with Qwen3's special tokens and the copy of its chat template that TRL installs."""
+    """Return a tokenizer with one token per byte, Qwen3's special tokens, and TRL's copy of its chat template."""
     from trl.chat_template_utils import qwen3_chat_template
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -135,13 +135,13 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class Workshop:
-    """Makes checkpoints under `root`, each the first time it is asked for."""
+    """Makes checkpoints under `root`, each on first use."""
 
     def __init__(self, root: Path):
         self.root = Path(root)
 
     def model(self, name: str, seed: int = 0) -> str:
-        """Path of a saved model with its tokenizer; another `seed` is another reference model."""
+        """Return the path of a saved model with its tokenizer; another `seed` gives another reference model."""
         path = self.root / f"{name}-{seed}"
         if not path.exists():
             torch.manual_seed(1234)
@@ -149,12 +149,12 @@ class Workshop:
             head = model.get_output_embeddings()
             if getattr(head, "bias", None) is not None:  # initialised to zero, which would hide a dropped bias
                 torch.nn.init.normal_(head.bias, std=0.5)
-            if name in ("tied", "chat"):  # tied, and little added to the embedding: predicts repeats of what it reads
+            if name in ("tied", "chat"):  # tied, with small updates of the embedding: predicts repeats of its input
                 torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.2)
                 for part, param in model.named_parameters():
                     if part.endswith(("o_proj.weight", "down_proj.weight")):
                         param.data.mul_(0.3)
-            if seed:  # near the policy, as a reference is, but not the policy
+            if seed:  # near the policy, as a reference is, but not equal
                 torch.manual_seed(seed)
                 with torch.no_grad():
                     for param in model.parameters():
@@ -164,7 +164,7 @@ class Workshop:
         return str(path)
 
     def adapter(self, name: str) -> str:
-        """Path of a saved LoRA adapter for model `name`, with weights that are not zero."""
+        """Return the path of a saved LoRA adapter for model `name`, with weights that are not zero."""
         path = self.root / f"{name}-adapter"
         if not path.exists():
             base = AutoModelForCausalLM.from_pretrained(self.model(name))
@@ -174,7 +174,7 @@ class Workshop:
 
 
 def lora_config(**changes: Any) -> LoraConfig:
-    """LoRA whose B is not zero, so that the policy differs from its reference from the first step on."""
+    """Return a LoRA config whose B is not zero, so that the policy differs from its reference from the first step."""
     return LoraConfig(
         **{
             "task_type": "CAUSAL_LM",
@@ -188,7 +188,7 @@ def lora_config(**changes: Any) -> LoraConfig:
 
 
 def _words(rng: random.Random, count: int) -> list[int]:
-    """`count` words, about a third of them repeats: tied models predict those, so token accuracy is not zero."""
+    """Return `count` words, a third of them repeats, which tied models predict, so that token accuracy is not zero."""
     words: list[int] = []
     for _ in range(count):
         words.append(words[-1] if words and rng.random() < 0.35 else rng.randrange(N_WORDS))
@@ -200,7 +200,7 @@ def _text(words: list[int]) -> str:
 
 
 def preferences(rows: int, seed: int, conversational: bool = False) -> Dataset:
-    """Pairs with prompts of 2 to 7 and completions of 1 to 9 words; some pairs begin alike, some prompts recur."""
+    """Return pairs with prompts of 2 to 7 and completions of 1 to 9 words. Some pairs share a prefix, some a prompt."""
     rng = random.Random(seed)
     examples = []
     prompt: list[int] = []
@@ -223,7 +223,7 @@ def preferences(rows: int, seed: int, conversational: bool = False) -> Dataset:
 
 
 def prompts(rows: int, seed: int, conversational: bool = False) -> Dataset:
-    """Different prompts of 1 to 6 words."""
+    """Return different prompts of 1 to 6 words."""
     rng = random.Random(seed)
     texts = [_text([row, *_words(rng, rng.randint(0, 5))]) for row in range(rows)]
     return Dataset.from_list(
@@ -238,7 +238,7 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 def _rollout(
     prompts: list[Any], trainer: Any, complete: Callable[[random.Random, Any], tuple[list[int], dict[str, list]]]
 ) -> dict[str, list]:
-    """Rollout whose completions depend on the prompt, its place in the group and the step, never on the weights."""
+    """Return completions that depend on the prompt, the place in the group and the step, but not on the weights."""
     tokenizer = trainer.processing_class
     place: Counter[str] = Counter()
     output: dict[str, list] = {"prompt_ids": [], "completion_ids": []}
@@ -270,7 +270,7 @@ def scripted_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
 
 
 def masked_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
-    """With tokens that an environment wrote (`env_mask` 0), in the middle and at the end of completions."""
+    """Return completions with tool tokens (`env_mask` 0) in the middle and at the end."""
 
     def complete(rng: random.Random, trainer: Any) -> tuple[list[int], dict[str, list]]:
         ids = _word_completion(rng, trainer)
@@ -280,7 +280,7 @@ def masked_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
 
 
 def masked_whole_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
-    """As `masked_rollout`, but an environment wrote every token of about half of the completions."""
+    """As `masked_rollout`, but about half of the completions have only tool tokens."""
 
     def complete(rng: random.Random, trainer: Any) -> tuple[list[int], dict[str, list]]:
         ids = _word_completion(rng, trainer)
@@ -291,7 +291,7 @@ def masked_whole_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
 
 
 def sampler_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
-    """With the log-probs of a sampler that disagrees with the policy, more on some completions than on others."""
+    """Return log-probs of a sampler that differs from the policy, more on some completions than on others."""
 
     def complete(rng: random.Random, trainer: Any) -> tuple[list[int], dict[str, list]]:
         ids = _word_completion(rng, trainer)
@@ -303,14 +303,14 @@ def sampler_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
 
 @functools.cache
 def _sampler(path: str) -> PreTrainedModel:
-    with torch.random.fork_rng():  # loading draws random numbers, and only the first of two trainers loads
+    with torch.random.fork_rng():  # loading draws random numbers, and only the first of two trainers loads it
         return AutoModelForCausalLM.from_pretrained(path).eval()
 
 
 def near_sampler_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
-    """With the log-probs of a sampler that is the initial policy, give or take a noise: ratios lie about 1.
+    """Return log-probs of the initial policy with some noise as the sampler's, so that ratios are near 1.
 
-    One token in ten comes without a log-prob, as from a vLLM that could not score it.
+    One token in ten has no log-prob, as from a vLLM that could not score it.
     """
     model = _sampler(trainer.model.config._name_or_path)
     output = scripted_rollout(prompts, trainer)
@@ -326,14 +326,14 @@ def near_sampler_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
 
 
 def near_sampler_masked_whole_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
-    """As `near_sampler_rollout`, but an environment wrote every token of about half of the completions."""
+    """As `near_sampler_rollout`, but about half of the completions have only tool tokens."""
     output = near_sampler_rollout(prompts, trainer)
     output["env_mask"] = [[int(sum(ids) % 2)] * len(ids) for ids in output["completion_ids"]]
     return output
 
 
 def tool_call_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
-    """First turn of a conversation: most completions call the tool `add`, one in four answers directly."""
+    """Return first turns of a conversation: most completions call the tool `add`, one in four answers directly."""
 
     def complete(rng: random.Random, trainer: Any) -> tuple[list[int], dict[str, list]]:
         if rng.random() < 0.25:

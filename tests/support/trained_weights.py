@@ -1,17 +1,17 @@
-"""The trained weights of a model, whole on every rank, and how far apart two sets of them are."""
+"""Whole copies of a model's trained weights, and the difference between two sets of them."""
 
 import torch
 from torch.distributed.tensor import DTensor
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the trained weights, whole on every rank."""
+    """Return copies of the trained weights, gathered on every rank."""
     weights = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
     return {name: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for name, x in weights.items()}
 
 
 def far(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """How far apart two sets of tensors are, against the size of the other."""
+    """Return the difference of two sets of tensors, relative to the second."""
     assert ours.keys() == other.keys()
     ours_all, other_all = (torch.cat([each[name].double().flatten() for name in other]) for each in (ours, other))
     return ((ours_all - other_all).norm() / other_all.norm()).item()

@@ -1,4 +1,4 @@
-"""Compares two training runs: losses, metrics, gradients and weights, but for what the table of metrics lets differ."""
+"""Compares losses, metrics, gradients and weights of two training runs, except metrics that may differ."""
 
 import math
 
@@ -20,9 +20,9 @@ def _close(got: float | None, want: float | None, scale: float) -> bool:
 
 
 def assert_same(case: Case, ours: Record, stock: Record) -> None:
-    """Raise AssertionError, naming everything that differs, unless `ours` shows what `stock` shows to `TOLERANCE`.
+    """Raise AssertionError, naming everything that differs, unless `ours` equals `stock` within `TOLERANCE`.
 
-    Logged metrics may differ where the table of docs/skipped-passes.md says so. `skipped/*` of GRPO is held to what the
+    Logged metrics may differ if the table of docs/skipped-passes.md says so. `skipped/*` of GRPO must equal what the
     hooks on the input embeddings counted.
     """
     wrong: list[str] = []
@@ -37,26 +37,26 @@ def assert_same(case: Case, ours: Record, stock: Record) -> None:
         wrong += tensors_differ(f"gradient of step {i}", got_grads, want_grads)
     wrong += tensors_differ("weight update", ours.updates, stock.updates)
 
-    # Nothing compares equal to nothing, and NaN to NaN: such a case would prove little.
+    # A case without values, or with NaN, would prove nothing.
     assert all(math.isfinite(loss) for loss in stock.losses), f"{case.name}: stock's losses are {stock.losses}"
     assert any(_norm(gradients) > 0 for gradients in stock.gradients), f"{case.name}: stock has no gradient at all"
     assert not wrong, f"{case.name}: {len(wrong)} differences\n" + "\n".join(wrong[:40])
 
 
 def live_rows(case: Case, batch: MicroBatch) -> torch.Tensor:
-    """The rows of stock's micro-batch that can change the gradient, by their advantages and masks: `(B,)`, bool."""
+    """Return the rows of stock's micro-batch that can change the gradient, by advantages and masks: `(B,)`, bool."""
     live = batch.tokens > 0
     if case.model == "experts":  # the router loss counts every row
         return torch.ones_like(live)
     if skips_zero_advantages(case):
-        # What TRL makes of equal rewards is at most 1e-3, and no other advantage of these cases is as small
+        # TRL's advantages of equal rewards are at most 1e-3, and all others of these cases are larger
         noise = 2e-3 if not NOISY_REWARDS.isdisjoint(case.rewards) else 0.0
         live = live & (batch.advantages.abs() > noise)
     return live
 
 
 def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
-    """What the logs show that they may not show, log entry by log entry."""
+    """Return the differences of the logs that are not allowed, by log entry."""
     wrong: list[str] = []
     assert len(ours.logs) == len(stock.logs) > 0, (len(ours.logs), len(stock.logs))
     for i, (got_log, want_log) in enumerate(zip(ours.logs, stock.logs, strict=True)):
@@ -81,7 +81,7 @@ def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
             counted = {"rows": rows_not_fed, "tokens": not_fed["tokens"], "passes": not_fed["forwards"]}
             if ours.packed:
                 del counted["rows"]
-            if case.ours.get("max_tokens_per_micro_batch"):  # a pass in several parts is one
+            if case.ours.get("max_tokens_per_micro_batch"):  # a pass in several parts counts once
                 del counted["passes"]
             for what, count in counted.items():
                 got = got_log.get(f"{prefix}skipped/{what}", 0)
@@ -91,7 +91,7 @@ def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
 
 
 def metric_scale(case: Case, key: str, log: dict[str, float], advantage: float, logit_size: float) -> float:
-    """The size of what a logged value is a difference or a signed mean of, where that is not its own size."""
+    """Return the scale of a logged value that is a difference or a signed mean of larger values."""
     prefix = "eval_" if key.startswith("eval_") else ""
     key = key.removeprefix("eval_")
     if case.trainer == "dpo" and key.startswith("rewards/"):
@@ -101,7 +101,7 @@ def metric_scale(case: Case, key: str, log: dict[str, float], advantage: float, 
         return logit_size
     if case.trainer == "grpo" and key in ("loss", "train_loss", "policy_loss"):
         return advantage
-    if key == "kl":  # half the square of a difference of log-probs, whose rounding it has
+    if key == "kl":  # half the squared difference of log-probs, with their rounding errors
         return max(1e-2, 0.2 * math.sqrt(abs(log[f"{prefix}kl"])))
     return 0.0
 
@@ -113,10 +113,10 @@ def _norm(tensors: dict[str, torch.Tensor | None]) -> float:
 def tensors_differ(
     what: str, ours: dict[str, torch.Tensor | None], stock: dict[str, torch.Tensor | None], at_least: float = 0.0
 ) -> list[str]:
-    """Each tensor's difference against the norm of all: a vector comparison, as sums of absolute values are blind.
+    """Return each tensor's difference relative to the norm of all; sums of absolute values would not notice signs.
 
     Args:
-        at_least (`float`): the least norm to compare with.
+        at_least (`float`): the smallest norm to compare with.
     """
     if ours.keys() != stock.keys():
         return [f"{what}: other names: {sorted(ours.keys() ^ stock.keys())[:6]}"]

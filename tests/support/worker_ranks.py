@@ -1,4 +1,4 @@
-"""Ranks over gloo that stay from case to case: one costs milliseconds then, and hypothesis can draw many."""
+"""Gloo ranks that are reused for many cases, so that a case takes milliseconds and hypothesis can draw many."""
 
 import multiprocessing
 import os
@@ -20,16 +20,16 @@ _SECONDS = 60.0
 
 
 class WorkerRanks:
-    """`MOST` processes, started when they are first needed, and anew after a case that failed or hung."""
+    """`MOST` processes, started on first use, and again after a case that failed or hung."""
 
     def __init__(self) -> None:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
     def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-        """What `function(group, *args)` returns on each rank of a group of so many ranks.
+        """Run `function(group, *args)` on each rank of a group, and return the results of all.
 
-        Rank 0 of a smaller group is not process 0, so that no rank of a group passes for one of the world.
+        Rank 0 of a smaller group is not process 0, so that ranks of a group differ from ranks of the world.
 
         Raises:
             `AssertionError`: a rank raised (with its traceback), or they did not end in time.
@@ -67,7 +67,7 @@ class WorkerRanks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # Imported once, and not by each process
+        # Imported once, not by each process
         context.set_forkserver_preload(
             ["hypothesis", "pytest", "torch.distributed.fsdp", "head_adapter_cases", "trl_ext.scoring"]
         )

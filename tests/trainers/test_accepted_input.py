@@ -1,4 +1,4 @@
-"""What looks like a mistake and is none trains, as in TRL; and the checks read no data set for it."""
+"""Input that only looks like a mistake trains as in TRL, and the checks do not read whole datasets."""
 
 import functools
 import math
@@ -113,14 +113,14 @@ def of_extras(completions: Any, score: list[float], **_: Any) -> list[float]:
 
 
 def with_scores(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """A rollout that renders messages itself, and gives its rewards a column."""
+    """A rollout that renders messages itself, and adds a column for the rewards."""
     texts = [x if isinstance(x, str) else x[-1]["content"] for x in prompts]
     output = scripted_rollout(texts, trainer)
     return output | {"score": [float(len(ids)) for ids in output["completion_ids"]]}
 
 
 def short_rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """Of any length is 3 here."""
+    """Return completions of up to 3 tokens, whatever `max_completion_length` is."""
     held, trainer.max_completion_length = trainer.max_completion_length, 3
     try:
         return scripted_rollout(prompts, trainer)
@@ -292,7 +292,7 @@ FAST = ("a completion that nothing rewards", "a stream whose columns are unknown
 
 
 @pytest.mark.parametrize("what", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in ACCEPTED])
-def test_what_trl_trains_rightly_goes_on_running(what: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_input_that_trl_trains_correctly_still_trains(what: str, workshop: Workshop, tmp_path: Path) -> None:
     bench = Bench(workshop, tmp_path)
     ACCEPTED[what](bench)
     assert bench.trainer.state.global_step == 1
@@ -318,7 +318,7 @@ def test_trl_trains_it(what: str, workshop: Workshop, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_trl_trains_with_a_doubt_is_a_warning(
+def test_doubtful_input_that_trl_trains_is_a_warning(
     what: str, words: str, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ACCEPTED[what](Bench(workshop, tmp_path))
@@ -326,7 +326,7 @@ def test_what_trl_trains_with_a_doubt_is_a_warning(
 
 
 class Counted(Dataset):
-    """A data set that counts the rows that are read of it."""
+    """A dataset that counts the rows that are read from it."""
 
     read = 0
 
@@ -354,12 +354,12 @@ def test_checks_read_a_row_of_a_million() -> None:
         check_prompts(whole, "train_dataset", has_template=False)
 
 
-def test_of_a_stream_the_first_row_is_checked_once() -> None:
+def test_the_first_row_of_a_stream_is_checked_once() -> None:
     rows = [{"chosen": "w1 w2", "rejected": "w1 w3"}] * 2 + [{"chosen": "w1", "rejected": "w2"}] * 2
     stream = Dataset.from_list([{**row, "context": "w4"} for row in rows]).to_iterable_dataset(num_shards=2)
     checked = checked_pairs(stream, "train_dataset", has_template=False, has_end=True)
     next(iter(checked))  # as TRL prepares it
-    assert len(list(checked.shard(num_shards=2, index=1))) == 2  # as a worker reads it
+    assert len(list(checked.shard(num_shards=2, index=1))) == 2  # as a data loader worker reads it
 
 
 def test_a_transform_of_the_prompts_is_not_called_before_training() -> None:
@@ -382,7 +382,7 @@ def test_building_a_trainer_reads_a_row_of_the_prompts(workshop: Workshop, tmp_p
 
 
 @pytest.mark.slow
-def test_of_many_rows_the_first_thousand_are_searched_for_tokens(workshop: Workshop, tmp_path: Path) -> None:
+def test_only_the_first_thousand_rows_are_searched_for_token_ids(workshop: Workshop, tmp_path: Path) -> None:
     bench = Bench(workshop, tmp_path)
     rows = Dataset.from_list([PAIR] * 1000 + [{**PAIR, "chosen": " x2"}])
     arguments = {"model": workshop.model("tied"), "args": bench.config("DPO"), "processing_class": with_more_tokens()}
@@ -394,7 +394,7 @@ def test_of_many_rows_the_first_thousand_are_searched_for_tokens(workshop: Works
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DPO", "GRPO"])
-def test_building_a_trainer_draws_what_trl_draws_of_a_stream(kind: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_building_a_trainer_reads_as_much_of_a_stream_as_trl(kind: str, workshop: Workshop, tmp_path: Path) -> None:
     def drawn(package: Any) -> int:
         count = 0
 
@@ -411,5 +411,5 @@ def test_building_a_trainer_draws_what_trl_draws_of_a_stream(kind: str, workshop
         trainer_class(model=workshop.model("tied"), args=config, train_dataset=stream, **given)
         return count
 
-    # One more for DPO: whether the rows bring reference log-probs
+    # One more for DPO, to see whether the rows have reference log-probs
     assert drawn(trl_ext) <= drawn(trl) + (kind == "DPO")

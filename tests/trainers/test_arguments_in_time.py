@@ -1,4 +1,4 @@
-"""Arguments are checked before anything is changed, and read when they are used."""
+"""Arguments are checked before anything changes, and read when they are used."""
 
 from pathlib import Path
 

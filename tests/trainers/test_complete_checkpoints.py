@@ -1,4 +1,4 @@
-"""A checkpoint counts once all of it is written: which one is resumed from, which are deleted, and what is said."""
+"""A checkpoint counts once all of it is written: which one training resumes from, and which ones are deleted."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def test_the_last_complete_checkpoint_is_not_the_highest_number(tmp_path: Path):
     assert [path.name for path in half_written(tmp_path)] == ["checkpoint-11", "checkpoint-12", "checkpoint-13"]
 
 
-def test_a_checkpoint_written_again_begins_empty_where_it_was_half_written(tmp_path: Path):
+def test_rewriting_an_incomplete_checkpoint_starts_with_an_empty_folder(tmp_path: Path):
     folder = checkpoint(tmp_path, 2, ended=False)
     (folder / "rng_state_7.pth").write_text("of a rank that is no more")
     begin(folder)
@@ -61,7 +61,7 @@ def test_resuming_names_incomplete_checkpoints(workshop: Workshop, tmp_path: Pat
     with pytest.raises(ValueError, match=r"no complete checkpoint .*checkpoint-9 incomplete"):
         trainer.train(resume_from_checkpoint=True)
     trainer.train()
-    # Rotation leaves the last complete one, and not the half-written one of a higher number
+    # Rotation keeps the last complete one, not the incomplete one with a higher number
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert trainer.args.save_total_limit == 1
     half = checkpoint(tmp_path, 9, ended=False)
@@ -74,7 +74,7 @@ def test_resuming_names_incomplete_checkpoints(workshop: Workshop, tmp_path: Pat
 
 @settings(max_examples=200, deadline=None)
 @given(epoch=st.integers(1, 12), accumulation=st.integers(1, 5), step=st.integers(0, 40))
-def test_position_in_data_is_that_of_windows_one_after_another(epoch: int, accumulation: int, step: int):
+def test_position_in_data_counts_accumulation_windows(epoch: int, accumulation: int, step: int):
     epochs, begun = 0, 0
     for _ in range(step):
         begun = min(begun + accumulation, epoch)
@@ -85,7 +85,7 @@ def test_position_in_data_is_that_of_windows_one_after_another(epoch: int, accum
     assert position_in_data(step, accumulation, None) == (0, step * accumulation)
 
 
-def test_a_generation_is_read_as_it_was_written(tmp_path: Path):
+def test_a_generation_file_is_read_as_written(tmp_path: Path):
     rows = torch.randn(4, 3)
     slices = [
         {"a": rows[:2], "n": torch.tensor(5), "none": None, "images": [1, 2]},
@@ -110,14 +110,14 @@ def test_a_generation_is_read_as_it_was_written(tmp_path: Path):
     assert not (tmp_path / "generation_2.safetensors").exists()
 
 
-def test_auto_resumes_where_there_is_a_complete_checkpoint_and_else_begins(
+def test_auto_resumes_from_a_complete_checkpoint_or_starts_from_the_beginning(
     workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     run = tmp_path / "run"
 
     def trained(until: int, asked: str = "auto") -> tuple[int, list[str]]:
-        """How many steps the trainer took, and the lines that say where it began."""
-        # Else a schedule that ended in the checkpoint leaves the next step a learning rate of 0
+        """Return how many steps the trainer took, and the messages that say where it started."""
+        # A schedule that has ended in the checkpoint would give the next step a learning rate of 0
         constant = {"lr_scheduler_type": "constant"}
         trainer = build("dpo", trl_ext, workshop.model("untied"), run, max_steps=until, **constant)
         caplog.clear()
@@ -131,8 +131,8 @@ def test_auto_resumes_where_there_is_a_complete_checkpoint_and_else_begins(
     steps, (line,) = trained(1)
     assert steps == 1
     assert re.fullmatch(
-        r'`resume_from_checkpoint="auto"`: no complete checkpoint is in `output_dir` \(\S+/run\): checkpoint-1 not '
-        r"written whole\. Training starts from the beginning\.",
+        r'`resume_from_checkpoint="auto"`: no complete checkpoint is in `output_dir` \(\S+/run; checkpoint-1 '
+        r"incomplete\)\. Training starts from the beginning\.",
         line,
     )
     assert is_complete(run / "checkpoint-1")
@@ -143,7 +143,7 @@ def test_auto_resumes_where_there_is_a_complete_checkpoint_and_else_begins(
     steps, (line,) = trained(3, "AUTO")
     assert steps == 1
     assert line == "checkpoint-9 is incomplete. Training resumes from checkpoint-2."
-    # A folder of the user's by that name comes first, and `True` still wants a checkpoint
+    # A user's folder of that name comes first, and must be a checkpoint
     monkeypatch.chdir(tmp_path)
     (tmp_path / "auto").mkdir()
     with pytest.raises(ValueError, match="`resume_from_checkpoint='auto'` is not a complete checkpoint"):
@@ -157,7 +157,7 @@ def test_auto_resumes_where_there_is_a_complete_checkpoint_and_else_begins(
         trained(4, "true")
 
 
-# Files of a checkpoint, and under which engine that is in the form that is named one cannot resume from it
+# Files of a checkpoint, the format of the current engine, and the format in the error; "" if it can resume
 WRITTEN: dict[str, list[str]] = {
     "": ["model.safetensors", "optimizer.pt"],
     "FSDP with FULL_STATE_DICT": ["model.safetensors", "pytorch_model_fsdp.bin", "optimizer.bin"],
@@ -177,12 +177,12 @@ RESUMES = {("", "DeepSpeed"), ("", "DeepSpeed ZeRO-1 or ZeRO-2 on 1 processes")}
 
 
 @pytest.mark.parametrize("written", WRITTEN)
-def test_the_engine_of_a_checkpoint_is_told_by_its_files(written: str, tmp_path: Path):
+def test_the_files_of_a_checkpoint_tell_its_engine(written: str, tmp_path: Path):
     for name in WRITTEN[written]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     if "global_step" in WRITTEN[written][-1]:
-        (tmp_path / "global_step9").mkdir()  # of another checkpoint; `latest` names the one that counts
+        (tmp_path / "global_step9").mkdir()  # of another checkpoint; `latest` names the valid one
         (tmp_path / "latest").write_text("global_step5\n")
     for runs in WRITTEN:
         said = why_not_loaded(tmp_path, runs, "DDP")
@@ -200,7 +200,7 @@ def test_the_engine_of_a_checkpoint_is_told_by_its_files(written: str, tmp_path:
         assert advice.get(written, "or start a new run from its weights.") in said
 
 
-def test_one_process_refuses_what_it_cannot_load_and_says_what_it_lacks(
+def test_one_process_refuses_what_it_cannot_load_and_warns_of_what_is_missing(
     workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     model = workshop.model("untied")
@@ -219,7 +219,7 @@ def test_one_process_refuses_what_it_cannot_load_and_says_what_it_lacks(
     assert caplog.text.count("checkpoint-1 has no optimizer state that can be loaded here") == 1
 
 
-def test_a_weight_that_the_checkpoint_lacks_stays_as_it_is(workshop: Workshop, tmp_path: Path):
+def test_a_weight_that_is_not_in_the_checkpoint_stays_unchanged(workshop: Workshop, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     was = {name: x.clone() for name, x in model.state_dict().items()}
     model.save_pretrained(tmp_path)
@@ -235,7 +235,7 @@ def test_a_weight_that_the_checkpoint_lacks_stays_as_it_is(workshop: Workshop, t
 
 
 @pytest.mark.parametrize("name", ["tied", "untied", "experts"])
-def test_names_differ_where_the_files_do_not_have_those_of_the_model(name: str, workshop: Workshop, tmp_path: Path):
+def test_names_differ_if_the_files_lack_a_name_of_the_model(name: str, workshop: Workshop, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(workshop.model(name))
     for size in ("1GB", "20KB"):  # one file, and several with an index
         model.save_pretrained(tmp_path / size, max_shard_size=size)

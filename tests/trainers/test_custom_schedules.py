@@ -1,4 +1,4 @@
-"""A subclass that decides which batches our loss gets, and when: it trains as TRL's does, or stops and says why."""
+"""A subclass that decides when our loss gets which batches trains as TRL's does, or stops with a reason."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +43,7 @@ def log_probs_of(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def own_loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """A clipped ratio to the old policy, which reads what the batch remembers of it."""
+    """A clipped ratio to the old policy, from the log-probs in the batch."""
     log_probs, mask = log_probs_of(model, inputs), inputs["completion_mask"]
     ratio = (log_probs - inputs.get("old_per_token_logps", log_probs.detach())).exp().clamp(max=3)
     return -(ratio * inputs["advantages"].unsqueeze(1) * mask).sum() / mask.sum()
@@ -73,7 +73,7 @@ def now_and_then(trainer: Any) -> Any:
 
 @pytest.mark.parametrize("subclass", [in_halves, now_and_then])
 @pytest.mark.parametrize("slices", [1, 2])
-def test_old_log_probs_of_other_weights_are_never_taken(subclass, slices: int, workshop: Workshop, tmp_path: Path):
+def test_old_log_probs_of_other_weights_are_never_used(subclass, slices: int, workshop: Workshop, tmp_path: Path):
     run = replace(case(num_iterations=2, steps_per_generation=slices), steps=8)
     trainers = Trainers.of(trl_ext)
     trainers = replace(trainers, grpo_trainer=subclass(trainers.grpo_trainer))
@@ -93,7 +93,7 @@ def ours_at_first(trainer: Any) -> Any:
     return Stages
 
 
-def test_a_later_stage_reads_the_old_log_probs_that_ours_has_kept(workshop: Workshop):
+def test_a_later_stage_reads_the_old_log_probs_that_our_loss_kept(workshop: Workshop):
     assert_trains_as_trl(workshop, case(num_iterations=2, steps_per_generation=2), ours_at_first)
 
 
@@ -133,7 +133,7 @@ def test_the_plan_says_that_a_subclass_buffers_its_batches(workshop: Workshop, t
 
 
 def with_trls_entries_alone(trainer: Any) -> Any:
-    """Hands on the entries that it knows, and changes advantages from step to step."""
+    """Passes on only the entries that it knows, and changes advantages from step to step."""
     known = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "num_items_in_batch")
 
     class Filters(trainer):
@@ -209,7 +209,7 @@ def logits_in_training(trainer: Any) -> Any:
     return LogitsInTraining
 
 
-def test_an_evaluation_before_training_does_not_hide_that_dpos_loss_is_another(workshop: Workshop, tmp_path: Path):
+def test_an_evaluation_before_training_does_not_hide_another_dpo_loss(workshop: Workshop, tmp_path: Path):
     bench = Bench(workshop, tmp_path)
     evaluation = {"eval_strategy": "steps", "eval_steps": 9, "eval_on_start": True}
     bench.dpo(subclass=logits_in_training, eval_dataset=preferences(5, seed=2), **evaluation)
@@ -232,7 +232,7 @@ def with_a_wrong_key(trainer: Any) -> Any:
 @pytest.mark.parametrize(
     "mistake", [{"reward_funcs": reads_a_wrong_column}, {"subclass": with_a_wrong_key}], ids=lambda x: next(iter(x))
 )
-def test_a_key_error_of_the_users_code_stays_one(mistake: dict[str, Any], workshop: Workshop, tmp_path: Path):
+def test_a_key_error_of_the_users_code_is_raised_unchanged(mistake: dict[str, Any], workshop: Workshop, tmp_path: Path):
     with pytest.raises(KeyError, match="answre"):
         Bench(workshop, tmp_path).grpo(**mistake)
 
@@ -245,13 +245,13 @@ def with_its_own_generation(trainer: Any) -> Any:
     return Generates
 
 
-def test_the_budget_of_tokens_holds_where_a_subclass_reads_what_is_generated(workshop: Workshop, tmp_path: Path):
+def test_the_token_budget_holds_if_a_subclass_reads_generated_batches(workshop: Workshop, tmp_path: Path):
     seen: list[tuple[bool, int]] = []
 
     class Watched(with_its_own_generation(trl_ext.GRPOTrainer)):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.scoring_forwards[0].packing.checked = True  # that check feeds a few rows more
+            self.scoring_forwards[0].packing.checked = True  # the check scores a few more rows
             self.model.get_input_embeddings().register_forward_hook(self.count)
 
         def count(self, module: Any, inputs: Any, output: Any) -> None:
@@ -280,7 +280,7 @@ def test_the_budget_of_tokens_holds_where_a_subclass_reads_what_is_generated(wor
     assert max(tokens for _, tokens in seen) <= 30
 
 
-def test_a_reference_without_experts_scores_for_a_policy_with_some(workshop: Workshop, tmp_path: Path):
+def test_a_policy_with_experts_can_have_a_reference_without(workshop: Workshop, tmp_path: Path):
     weights = []
     for package in (trl, trl_ext):
         bench = Bench(workshop, tmp_path, package)

@@ -1,6 +1,6 @@
-"""GRPO without its dead rows moves the weights as stock TRL does: all loss types, both levels, SGD and AdamW.
+"""GRPO without dead rows changes the weights as stock TRL does: all loss types, both levels, SGD and AdamW.
 
-dW is the final minus the initial weights, over the whole model, after five optimizer steps in fp32 without dropout.
+dW is the change of all weights after five optimizer steps in fp32 without dropout.
 """
 
 import itertools
@@ -31,8 +31,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 MODELS = ("tied", "untied")  # rotary positions, no key bias
 
-# One of 20,000 weights has a gradient there as small as the rounding of the others (7e-9), of which AdamW, with its own
-# epsilon of 1e-8, makes a step of its full length: two heads that feed every row differ by 7e-4 in that one as well
+# One of 20,000 weights has a gradient as small as the rounding of the others (7e-9). With its default epsilon of 1e-8,
+# AdamW turns it into a full step: two heads that score every row also differ by 7e-4 there
 NEAR_ZERO_GRADIENT = ("misaligned", "adamw", "tied")
 
 
@@ -67,7 +67,7 @@ def assert_moves_as_stock(case: Case, workshop: Workshop) -> None:
     assert distance(ours, stock) <= TOLERANCE
 
 
-# The fast tier meets every loss type at one level, each schedule, optimizer and model several times
+# The fast tier has every loss type at one level, and each schedule, optimizer and model several times
 FAST = {
     (loss, GRPO_LEVELS[i // 2 % 2], list(SCHEDULES)[i % 3], list(OPTIMIZERS)[i % 2], MODELS[i // 4 % 2])
     for i, loss in enumerate(GRPO_LOSSES)
@@ -109,7 +109,7 @@ FAST_OTHERS = {("masked_whole", "adamw"), ("tool_tokens", "sgd"), ("lora", "sgd"
         for cell in itertools.product(OTHERS, OPTIMIZERS)
     ],
 )
-def test_the_weights_move_as_with_every_row_with_every_option(name: str, optimizer: str, workshop: Workshop) -> None:
+def test_with_every_option_the_weights_move_as_with_every_row(name: str, optimizer: str, workshop: Workshop) -> None:
     changes = dict(OTHERS[name])
     config, model = changes.pop("config", {}), changes.pop("model", "tied")
     case = case_of("dapo", "token", "iterations", optimizer, model, **changes)
@@ -125,8 +125,8 @@ def test_the_measure_notices_weights_that_do_not_move(optimizer: str, workshop: 
     assert distance(ours, stock) == pytest.approx(1.0)
 
 
-def test_the_measure_notices_a_mean_over_the_rows_that_are_fed(workshop: Workshop) -> None:
-    """Half of the rows fed, and the mean taken over those: about twice the gradient."""
+def test_the_measure_notices_a_mean_over_the_live_rows_only(workshop: Workshop) -> None:
+    """A mean over the live half of the rows gives about twice the gradient."""
 
     class OwnMean(trl_ext.GRPOTrainer):
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:

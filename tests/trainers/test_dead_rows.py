@@ -1,4 +1,4 @@
-"""GRPO feeds no row whose gradient is provably zero, and every other row."""
+"""GRPO scores exactly the rows whose gradient can be other than zero."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,13 +26,13 @@ MISALIGNED = {"gradient_accumulation_steps": 3, "steps_per_generation": 4, "num_
 def case_of(name: str, rewards: str | tuple[str, ...] = "half_dead", setup: str = "full", **config: Any) -> Case:
     keys = {key: config.pop(key) for key in ("steps", "rollout", "model", "prompts") if key in config}
     rewards = (rewards,) if isinstance(rewards, str) else rewards
-    # Unshuffled, every second group of a generation batch is an odd one
+    # Without shuffling, every second group of a generation batch is odd
     config = {"shuffle_dataset": False, **config}
     return Case(name, "grpo", setup, config=config, rewards=rewards, learning_rate=0.02, **{"steps": 3, **keys})
 
 
 def both(case: Case, workshop: Workshop) -> tuple[Record, Record]:
-    """Ours and stock's run of `case`; ours fed the live rows alone, one at least of each micro-batch."""
+    """Run `case` with ours and stock; check that ours processed only live rows, at least one per micro-batch."""
     stock = train(case, STOCK, workshop)
     ours = train(case, OURS, workshop)
     assert_same(case, ours, stock)
@@ -46,21 +46,21 @@ def rows_to_feed(case: Case, stock: Record) -> int:
 
 
 @pytest.mark.parametrize("setup", ["full", "lora"])
-def test_half_the_groups_dead_feeds_half_the_tokens(setup: str, workshop: Workshop) -> None:
+def test_with_half_the_groups_dead_half_the_tokens_are_processed(setup: str, workshop: Workshop) -> None:
     ours, stock = both(case_of("half", setup=setup), workshop)
     assert 0 < ours.fed("tokens", **POLICY) <= 0.55 * stock.fed("tokens", **POLICY)
 
 
-def test_the_old_policy_does_not_score_dead_rows_either(workshop: Workshop) -> None:
+def test_the_old_policy_does_not_score_dead_rows(workshop: Workshop) -> None:
     ours, stock = both(case_of("half-misaligned", steps=4, **MISALIGNED), workshop)
-    # Slices 3 of the first generation and 1, 2, 3 of the second (windows 012 301 230 | 123 of eight) wait for a step
+    # Slice 3 of the first generation and 1, 2, 3 of the second (windows 012 301 230 | 123) come after an optimizer step
     assert ours.fed("forwards", **OLD_POLICY) < stock.fed("forwards", **OLD_POLICY)
     waiting_rows = 8 * ours.fed("forwards", **OLD_POLICY)
     assert ours.fed("rows", **OLD_POLICY) <= 0.75 * waiting_rows
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
-def test_all_groups_dead_feeds_one_row_of_each_micro_batch(iterations: int, workshop: Workshop) -> None:
+def test_with_all_groups_dead_one_row_of_each_micro_batch_is_processed(iterations: int, workshop: Workshop) -> None:
     case = case_of("all-dead", "dead", num_iterations=iterations, steps=4)
     stock, ours = train(case, STOCK, workshop), train(case, OURS, workshop)
     assert [feed.rows for feed in ours.feeds] == [1, 1, 1, 1]
@@ -97,7 +97,7 @@ def test_rewards_that_are_equal_but_not_exact_have_no_advantage(
 
 
 class _WithoutNoise(trl.GRPOTrainer):
-    """Stock, with 0 for the advantages that TRL makes of equal rewards."""
+    """Stock TRL, with advantages of 0 for groups of equal rewards."""
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
@@ -109,17 +109,17 @@ class _WithoutNoise(trl.GRPOTrainer):
 def test_with_the_switch_off_equal_rewards_train_as_in_trl(rewards: str, generations: int, workshop: Workshop) -> None:
     config = {"num_generations": generations, "per_device_train_batch_size": 2 * generations}
     case = case_of(f"off-{rewards}-{generations}", rewards, steps=2, **config)
-    if rewards == "tenths":  # so that a gradient of 1e-3 moves weights by more than their own rounding
+    if rewards == "tenths":  # so that a gradient of 1e-3 changes weights by more than rounding
         case = replace(case, learning_rate=10.0)
     stock, ours = train(case, STOCK, workshop), train(case, SWITCHED_OFF, workshop)
     rows = sum(max(1, int((batch.advantages != 0).sum())) for batch in stock.batches)
     assert ours.fed("rows", **POLICY) == rows
     assert any(update.any() for update in stock.updates.values()) == (rewards == "half_tenths" or generations > 6)
     if any(update.any() for update in stock.updates.values()):
-        assert_same(replace(case, rewards=("id",)), ours, stock)  # by the strict part of the table
+        assert_same(replace(case, rewards=("id",)), ours, stock)  # as the strict part of the table says
 
 
-def test_adamw_moves_on_trls_noise_and_not_on_ours(workshop: Workshop) -> None:
+def test_adamw_steps_on_trls_rounding_noise_but_not_with_ours(workshop: Workshop) -> None:
     """The figures of docs/skipped-passes.md: eight rewards of 0.7."""
     config = {"num_generations": 8, "per_device_train_batch_size": 8, "optim": "adamw_torch", "learning_rate": 1e-3}
     case = case_of("noise", "tenths", steps=1, **config)
@@ -132,22 +132,22 @@ def test_adamw_moves_on_trls_noise_and_not_on_ours(workshop: Workshop) -> None:
     assert ours.logs[0]["grad_norm"] == 0.0
 
 
-def test_equal_rewards_of_some_completions_are_seen_beside_missing_ones(workshop: Workshop) -> None:
+def test_equal_rewards_are_found_if_some_completions_have_none(workshop: Workshop) -> None:
     config = {"num_generations": 8, "per_device_train_batch_size": 16}
     case = case_of("missing", "tenths_missing", steps=2, **config)
     stock, ours = train(case, STOCK, workshop), train(case, OURS, workshop)
     for batch in stock.batches:
-        assert 0 < (batch.advantages != 0).sum() < 16  # noise, and 0 for what was not rewarded
+        assert 0 < (batch.advantages != 0).sum() < 16  # noise, and 0 for completions without a reward
     assert [feed.rows for feed in ours.feeds] == [1, 1]
     assert all(not update.any() for update in ours.updates.values())
 
 
-def test_groups_that_no_function_scored_are_not_fed(workshop: Workshop) -> None:
+def test_groups_without_any_reward_are_not_processed(workshop: Workshop) -> None:
     ours, stock = both(case_of("unscorable", "unscorable"), workshop)
     assert ours.fed("rows", **POLICY) < stock.fed("rows", **POLICY)
 
 
-def test_rewards_that_are_equal_in_sum_only_are_told_apart_where_each_is_normalised(workshop: Workshop) -> None:
+def test_rewards_equal_only_in_sum_are_not_equal_if_each_function_is_normalized(workshop: Workshop) -> None:
     case = case_of("sum", ("step_up", "step_down"), reward_weights=[1.0, 0.5], steps=2)
     ours = train(case, OURS, workshop)
     assert [feed.rows for feed in ours.feeds] == [1, 1]
@@ -160,7 +160,7 @@ def test_rewards_that_are_equal_in_sum_only_are_told_apart_where_each_is_normali
 @pytest.mark.parametrize(
     "how", [{"rollout": "masked_whole"}, {"mask_truncated_completions": True}], ids=["masked_whole", "truncated"]
 )
-def test_completions_masked_whole_are_not_fed(how: dict[str, Any], beta: float, workshop: Workshop) -> None:
+def test_fully_masked_completions_are_not_processed(how: dict[str, Any], beta: float, workshop: Workshop) -> None:
     case = case_of("masked", "id", "ref_model" if beta else "full", beta=beta, num_iterations=2, steps=4, **how)
     ours, stock = both(case, workshop)
     assert 0 < ours.fed("rows", **POLICY) < stock.fed("rows", **POLICY)
@@ -180,7 +180,7 @@ NOT_ALLOWED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("rewards", ["half_tenths", pytest.param("half_dead", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NOT_ALLOWED)
-def test_dead_rows_are_fed_where_they_have_another_gradient(name: str, rewards: str, workshop: Workshop) -> None:
+def test_dead_rows_are_processed_if_they_have_another_gradient(name: str, rewards: str, workshop: Workshop) -> None:
     config, reason = NOT_ALLOWED[name]
     seen = []
 
@@ -189,7 +189,7 @@ def test_dead_rows_are_fed_where_they_have_another_gradient(name: str, rewards: 
             seen.append(self.explain())
             return super().train(*args, **kwargs)
 
-    # In a group of eight, equal rewards of 0.7 have TRL's noise for an advantage: it stays where rows are fed anyway
+    # TRL's advantages of eight equal rewards of 0.7 are rounding noise, which stays if all rows are scored
     case = case_of(name, rewards, num_generations=8, per_device_train_batch_size=16, **config)
     stock = train(case, STOCK, workshop)
     ours = train(case, replace(OURS, grpo_trainer=Explaining), workshop)
@@ -199,12 +199,12 @@ def test_dead_rows_are_fed_where_they_have_another_gradient(name: str, rewards: 
     assert reason in seen[0]["policy"].reason
 
 
-def test_rows_masked_whole_are_fed_where_the_router_loss_counts_them(workshop: Workshop) -> None:
+def test_fully_masked_rows_are_processed_if_the_router_loss_counts_them(workshop: Workshop) -> None:
     ours, stock = both(case_of("router", "id", model="experts", rollout="masked_whole"), workshop)
     assert ours.fed("rows", **POLICY) == stock.fed("rows", **POLICY)
 
 
-def test_evaluation_feeds_every_row(workshop: Workshop) -> None:
+def test_evaluation_processes_every_row(workshop: Workshop) -> None:
     config = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
     ours, stock = both(case_of("evaluation", **config), workshop)
     evaluation = {"model": "policy", "training": False}
@@ -212,7 +212,7 @@ def test_evaluation_feeds_every_row(workshop: Workshop) -> None:
 
 
 class _Watching(trl.GRPOTrainer):
-    """Stock, keeping what its metrics are means of."""
+    """Stock TRL that records the values its metrics are means of."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.live = inputs["advantages"] != 0

@@ -1,4 +1,4 @@
-"""GRPO on two real ranks, one with dead groups only: no hang, and the weights of one process and of stock TRL."""
+"""GRPO on two ranks, one of them with dead groups only, does not hang and equals one process and stock TRL."""
 
 import os
 from functools import partial
@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 
 
 class TokenCounts(TrainerCallback):
-    """Counts the rows that enter the model at its input embedding in each training forward."""
+    """Counts the rows at the input embedding in each training forward."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -40,7 +40,7 @@ class TokenCounts(TrainerCallback):
 def grpo(
     folder: Path, library: str, loss_type: str, optimizer: str, accumulation: int, processes: int = 2, **config: Any
 ) -> tuple[Any, dict[str, torch.Tensor], list[int]]:
-    """Train on the same rollouts whatever the number of processes: the trainer, the change of its weights, rows fed."""
+    """Train on the same rollouts on any number of processes; return trainer, change of weights, and rows processed."""
     trainers = LIBRARIES[library]
     trainer = trainers.GRPOTrainer(
         model=os.environ["TINY_MODEL"],

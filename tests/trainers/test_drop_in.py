@@ -1,4 +1,4 @@
-"""Ours equal stock TRL's, case by case of the table in drop_in_cases.py, and the comparison notices a wrong loss."""
+"""Our trainers equal stock TRL's in each case of drop_in_cases.py, and the comparison notices a wrong loss."""
 
 import functools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`top_entropy_quantile`: tokens of equal context tie, as in stock TRL, so the quantile picks the same tokens."""
+"""With `top_entropy_quantile`, tokens with the same context tie as in stock TRL, so it picks the same tokens."""
 
 import random
 from dataclasses import replace
@@ -44,7 +44,7 @@ def distance(case: Case, ours: Trainers, workshop: Workshop) -> float:
     return float((updates[0] - updates[1]).norm() / updates[1].norm())
 
 
-# 16: a tie at the threshold, whose tokens are not all picked without our own rule
+# 16: a tie at the threshold; without our rule, not all of its tokens are picked
 @pytest.mark.parametrize("seed", fast_first(range(40), 0, 1, 2, 16))
 def test_the_quantile_picks_the_tokens_that_trl_picks(seed: int, workshop: Workshop) -> None:
     assert distance(drawn(seed), OURS, workshop) <= 1e-4
@@ -52,13 +52,13 @@ def test_the_quantile_picks_the_tokens_that_trl_picks(seed: int, workshop: Works
 
 @pytest.mark.parametrize("ours", [{"share_prompts": False}, {"padding_free": False}, {"head_chunk_size": 3}], ids=str)
 @pytest.mark.parametrize("seed", [pytest.param(x, marks=() if x < 1 else pytest.mark.slow) for x in range(12)])
-def test_it_does_in_every_layout(seed: int, ours: dict[str, Any], workshop: Workshop) -> None:
+def test_every_layout_picks_the_same_tokens(seed: int, ours: dict[str, Any], workshop: Workshop) -> None:
     case = drawn(seed)
     assert distance(replace(case, ours={**case.ours, **ours}), OURS, workshop) <= 1e-4
 
 
-def test_tokens_of_one_context_have_one_entropy_and_its_gradient(workshop: Workshop) -> None:
-    """Bit for bit, though each has another target, which is summed up apart."""
+def test_tokens_with_the_same_context_have_equal_entropies_and_gradients(workshop: Workshop) -> None:
+    """They are bitwise equal, although each token has another target, which is summed separately."""
     model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy"), entropy_requires_grad=True))
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import trl_ext
 from fuzz import NOT_DRAWN, draw, outcome
 from tiny import Workshop
 
-# Draws that compare nothing; all others must
+# Draws that cannot be compared; all others must be
 NOT_COMPARED = {23: "refused", 30: "refused", 31: "both raise", 38: "no gradient"}
 
 

@@ -1,4 +1,4 @@
-"""Matrix products with the vocabulary in a running trainer step, counted where torch dispatches them."""
+"""Counts the matrix products with the vocabulary in a trainer step, as torch dispatches them."""
 
 import tempfile
 
@@ -29,7 +29,7 @@ class CountProducts(TorchDispatchMode):
 
 
 def counting(trainer_class, counts):
-    """`trainer_class` that counts the products of its forwards, and of forward and backward together, per step."""
+    """Return a `trainer_class` that counts the products of its forwards, and of forward and backward, per step."""
 
     class Counting(trainer_class):
         def training_step(self, *args, **kwargs):
@@ -93,7 +93,7 @@ def train_grpo(workshop: Workshop, **options):
     return counts
 
 
-# The first step also checks the head against the dense definition, so the later ones are looked at
+# The first step also checks the head against the dense definition, so the tests read later steps
 def test_dpo_lora_takes_two_for_the_policy_and_one_for_the_reference(workshop):
     assert train_dpo(workshop, "lora")[1:] == [3, 3]
 
@@ -106,7 +106,7 @@ def test_dpo_lora_with_a_precomputed_reference_takes_two(workshop):
     assert train_dpo(workshop, "lora", precompute_ref_log_probs=True)[1:] == [2, 2]
 
 
-def test_a_trained_weight_takes_four_beside_the_references_one(workshop):
+def test_a_trained_weight_takes_four_and_the_reference_one(workshop):
     assert train_dpo(workshop, "full")[1:] == [5, 5]
 
 

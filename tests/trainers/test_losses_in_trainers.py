@@ -1,4 +1,4 @@
-"""DetectedEngine DPO trainers with the losses that TRL lacks: their values, their data, and what they refuse."""
+"""DPO trainers with the losses that TRL lacks: their values, their data, and their errors."""
 
 import math
 from pathlib import Path
@@ -24,7 +24,7 @@ def far(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def training_comparison(ours: Run, stock: Run, constant: float = 0.0) -> None:
-    """Losses, but for a `constant`, gradients, weights and every metric but the loss."""
+    """Compare losses up to a `constant`, gradients, weights, and all metrics except the loss."""
     assert ours.losses == pytest.approx([x + constant for x in stock.losses], rel=1e-5, abs=1e-6)
     for got, want in zip(ours.gradients, stock.gradients, strict=True):
         assert far(got, want) < 1e-5
@@ -46,7 +46,7 @@ def test_three_losses_depend_on_which_pairs_share_a_micro_batch(loss_type: str, 
     if loss_type == "exo_pair":
         config["label_smoothing"] = 0.1
     if loss_type == "aot":
-        config["train_dataset"] = two_tokens(8, 1.0)  # of lengths that differ, policy and reference sort pairs alike
+        config["train_dataset"] = two_tokens(8, 1.0)  # different lengths, so policy and reference sort alike
     whole = run(trl_ext, workshop, tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1, **config)
     halves = run(trl_ext, workshop, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, **config)
     distance = far(halves.gradients[-1], whole.gradients[-1])
@@ -88,14 +88,14 @@ def test_rpo_of_one_reward_difference_is_cdpo(workshop: Workshop, tmp_path: Path
 
 
 def dense_log_probs(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of all classes, and of the tokens, `(2B, S - 1)`; float64 from the model's own logits."""
+    """Return float64 log-probs of all classes, and of the tokens, `(2B, S - 1)`, from the model's logits."""
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits.double()[:, :-1]
     every = logits.log_softmax(-1)
     return every, every.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
 
 
 class Dense:
-    """The definition of a loss on the first batch, from the logits of policy and reference."""
+    """Compute a loss by definition on the first batch, from the logits of policy and reference."""
 
     def __init__(self, reference: torch.nn.Module | None, definition: Any) -> None:
         self.reference, self.definition = reference, definition
@@ -212,10 +212,10 @@ def test_the_sft_term_has_smoothed_labels(head: str, convention: str, lora: bool
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_smoothed_term_beside_others_has_the_definitions_gradient(
+def test_a_smoothed_term_among_others_has_the_gradient_of_the_definition(
     accumulation: int, workshop: Workshop, tmp_path: Path
 ):
-    """(1 - a) of the plain term and a of the one smoothed whole."""
+    """The loss is (1 - a) of the plain term plus a of the fully smoothed one."""
     a = 0.25
     common = {"loss_type": ["sigmoid", "sft"], "gradient_accumulation_steps": accumulation, "max_steps": 1}
     plain, part, most = (run(trl_ext, workshop, tmp_path, sft_label_smoothing=x, **common) for x in (0.0, a, 2 * a))
@@ -272,7 +272,7 @@ def test_a_bad_reward_names_the_worker_that_reads_it(workshop: Workshop, tmp_pat
         run(trl_ext, workshop, tmp_path, loss_type="rpo_squared", train_dataset=data, dataloader_num_workers=2)
 
 
-def test_evaluation_data_are_checked_too(workshop: Workshop, tmp_path: Path):
+def test_evaluation_data_is_checked_too(workshop: Workshop, tmp_path: Path):
     options = {"loss_type": "rpo_squared", "eval_strategy": "steps", "eval_steps": 1}
     with pytest.raises(ValueError, match="got nan in row 2 of the eval data set"):
         run(
@@ -305,7 +305,7 @@ def test_a_users_collator_gets_the_columns_and_may_give_its_own(workshop: Worksh
     assert seen.log("rewards/target_margins") == pytest.approx([target])
 
 
-def test_rewards_are_left_alone_where_no_loss_reads_them(workshop: Workshop, tmp_path: Path):
+def test_rewards_are_not_checked_if_no_loss_reads_them(workshop: Workshop, tmp_path: Path):
     data = columns(chosen_reward=["good"] * 8)
     training_comparison(*(run(library, workshop, tmp_path, train_dataset=data) for library in (trl_ext, trl)))
 
@@ -323,7 +323,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_a_loss_does_not_have_is_refused(config: dict[str, Any], message: str, workshop: Workshop, tmp_path: Path):
+def test_unsupported_options_are_refused(config: dict[str, Any], message: str, workshop: Workshop, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
         trl_ext.DPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", **config)
     # With TRL's own config it is refused when the trainer is built
@@ -361,7 +361,7 @@ def test_fields_are_checked(config: dict[str, Any], message: str, tmp_path: Path
         (["cdpo", "sft"], None),
     ],
 )
-def test_a_label_smoothing_that_trl_ignores_is_said(
+def test_a_label_smoothing_that_trl_ignores_is_a_warning(
     loss_type: list[str],
     warned: str | None,
     workshop: Workshop,
@@ -379,8 +379,8 @@ def test_a_label_smoothing_that_trl_ignores_is_said(
     )
 
 
-def test_rewards_do_not_keep_the_reference_from_its_store(workshop: Workshop, tmp_path: Path):
-    """Two epochs, of which one has passes of the reference."""
+def test_rewards_do_not_turn_off_the_reference_store(workshop: Workshop, tmp_path: Path):
+    """Of two epochs, only the first runs the reference."""
     seen = run(trl_ext, workshop, tmp_path, loss_type="rpo_squared", max_steps=4)
     assert seen.log("skipped/passes") == [0, 0, 1, 1]
     assert seen.trainer.stored.holds(next(iter(seen.trainer.get_train_dataloader())))

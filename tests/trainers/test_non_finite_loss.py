@@ -1,4 +1,4 @@
-"""A loss that is not finite: its rows and its pass are named, and it stops training or costs one optimizer step."""
+"""If a loss is not finite, its rows and pass are named, and training stops or skips one optimizer step."""
 
 import math
 import os
@@ -22,13 +22,13 @@ WORD = {"dpo": 3 + 13, "grpo": 3 + 2}  # of one pair; of one prompt, and of few 
 
 
 def spoil(trainer: Any, name: str) -> None:
-    """Rows with one word get NaN from the policy."""
+    """A policy that gives NaN to rows with a certain word."""
     with torch.no_grad():
         trainer.model.get_input_embeddings().weight[WORD[name]] = math.nan
 
 
 class Weights(TrainerCallback):
-    """The weights at the beginning and after each optimizer step, and how many of them are NaN."""
+    """Record the weights at the start and after each optimizer step, and how many of them are NaN."""
 
     def __init__(self) -> None:
         self.after: list[dict[str, torch.Tensor]] = []
@@ -43,14 +43,14 @@ class Weights(TrainerCallback):
         self.after.append({name: x.detach().clone() for name, x in whole.items()})
 
     def stood_still(self) -> list[bool]:
-        """Of each step: whether it left every weight as it was."""
+        """Return, for each step, whether it left all weights unchanged."""
         return [
             all(torch.equal(now[name].nan_to_num(9.0), before[name].nan_to_num(9.0)) for name in now)
             for before, now in zip(self.after, self.after[1:], strict=False)
         ]
 
     def are_nan(self) -> int:
-        """Weights that are NaN in the end, beside the word's own."""
+        """Count the weights that are NaN in the end, except the word's own."""
         return sum(int(x.isnan().sum()) for name, x in self.after[-1].items() if "embed" not in name)
 
 
@@ -67,11 +67,11 @@ def trained(name: str, library: Any, model: str, output: Path, rank: Rank | None
     return weights
 
 
-APART = {"padding_free": False, "share_prompts": False}  # in one packed row a NaN reaches the others
+APART = {"padding_free": False, "share_prompts": False}  # in a packed row, a NaN spreads to the others
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_skip_leaves_out_the_optimizer_step_and_goes_on(
+def test_skip_skips_the_optimizer_step_and_continues(
     name: str, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = workshop.model("untied")
@@ -95,7 +95,7 @@ def test_stop_names_row_and_pass(workshop: Workshop, tmp_path: Path) -> None:
         trained("dpo", trl_ext, workshop.model("untied"), tmp_path, on_non_finite_loss="stop", **APART)
 
 
-def test_logits_are_still_given_to_compute_metrics(workshop: Workshop, tmp_path: Path) -> None:
+def test_compute_metrics_still_gets_logits(workshop: Workshop, tmp_path: Path) -> None:
     trainer = build("dpo", trl_ext, workshop.model("untied"), tmp_path, on_non_finite_loss="stop", save_strategy="no")
     trainer.compute_metrics = lambda seen: {"classes": seen.predictions.shape[-1]}
     with pytest.warns(FutureWarning, match="return_outputs"):
@@ -123,7 +123,7 @@ def test_rows_are_named_by_the_pass_that_came_first() -> None:
     assert not_finite_rows(values, tokens) == {0: ["policy"], 2: ["reference"], 3: ["reward"]}
 
 
-def test_an_engine_that_cannot_leave_out_a_step_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_skip_a_step_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     assert why_not_skipped(engine=None, precision="bf16", optimizer="adamw_torch") is None
     assert why_not_skipped(engine="FSDP2", precision="no", optimizer="adamw_torch") is None
     assert "DeepSpeed ZeRO-2" in str(why_not_skipped(engine="DeepSpeed ZeRO-2", precision="no", optimizer="sgd"))
@@ -136,7 +136,7 @@ def test_an_engine_that_cannot_leave_out_a_step_is_refused(workshop: Workshop, t
         build("dpo", trl_ext, model, tmp_path, on_non_finite_loss="warn")
 
 
-# On several ranks one alone meets the word
+# Only one of several ranks has the word
 
 
 def on_ranks(rank: Rank, name: str, asked: str) -> tuple[list[bool], int, str]:
@@ -160,7 +160,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_all_ranks_leave_out_the_step_of_one(
+def test_all_ranks_skip_the_step_if_one_loss_is_not_finite(
     engine: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINY_MODEL", workshop.model("untied"))

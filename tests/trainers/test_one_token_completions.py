@@ -1,7 +1,7 @@
-"""Completions of one token: metrics are means over the tokens of the loss, where TRL's count masked rows too.
+"""With completions of one token, metrics are means over the tokens of the loss; TRL's also count masked rows.
 
-TRL takes a tensor of shape (B, 1) for one value a sequence. With `pad_to_multiple_of=2` it has (B, 2), and its means
-are those that are wanted here.
+TRL takes a tensor of shape (B, 1) for one value per sequence. With `pad_to_multiple_of=2` it has (B, 2), and its
+means are those that are expected here.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ METRICS = ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_means_are_over_the_tokens_of_the_loss(level: str, workshop: Workshop) -> None:
+def test_metrics_are_means_over_the_tokens_of_the_loss(level: str, workshop: Workshop) -> None:
     case = replace(CASE, config={**CASE.config, "importance_sampling_level": level})
     padded = replace(case, config={**case.config, "pad_to_multiple_of": 2})
     ours, stock, wanted = train(case, OURS, workshop), train(case, STOCK, workshop), train(padded, STOCK, workshop)

@@ -12,14 +12,14 @@ from tiny import _SHAPE, _WORD_IDS, lora_config
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [
-    # bitsandbytes 0.50: fp16 is all that its 8-bit product takes; and it calls what torch 2.13 will remove
+    # bitsandbytes 0.50 casts 8-bit products to fp16, and calls functions that torch 2.13 deprecates
     pytest.mark.filterwarnings("ignore:MatMul8bitLt. inputs will be cast"),
     pytest.mark.filterwarnings("ignore:.*_check_is_size will be removed"),
 ]
 
 BITS = {
     "4bit": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32),
-    # Without a threshold: which columns are above it depends on all rows of a batch, padding among them
+    # Without a threshold, because the columns above it depend on all rows of a batch, padding included
     "8bit": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
 }
 
@@ -27,7 +27,7 @@ BITS = {
 def quantized(workshop, folder, bits):
     if not (folder / "model").exists():
         torch.manual_seed(0)
-        wide = {"hidden_size": 128, "intermediate_size": 128}  # blocks of weights are 64 wide, and more
+        wide = {"hidden_size": 128, "intermediate_size": 128}  # blocks of quantized weights are at least 64 wide
         model = AutoModelForCausalLM.from_config(
             LlamaConfig(**{**_SHAPE, **_WORD_IDS, **wide, "tie_word_embeddings": False, "initializer_range": 0.08})
         )
@@ -53,7 +53,7 @@ def test_an_adapter_on_a_quantized_model_trains_as_in_stock(bits, kind, workshop
 
 
 def test_a_4_bit_policy_has_its_gradient_after_an_evaluation(workshop, tmp_path):
-    """Stock's has none through layers that bitsandbytes has changed for inference, where the CPU has bf16."""
+    """Stock's has no gradient through layers that bitsandbytes has converted for inference, on a CPU with bf16."""
 
     def gradients(library, evaluates):
         policy = quantized(workshop, tmp_path, "4bit")

@@ -1,4 +1,4 @@
-"""A run that was killed, at whatever moment, and resumed ends with the weights of one that was not, bit for bit."""
+"""A run that is killed at any moment and resumed ends with bitwise the weights of an uninterrupted run."""
 
 import os
 import random
@@ -37,7 +37,7 @@ def same(ours: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> bool:
 
 
 class Runs:
-    """Processes that train one run; `whole` is what it ends with when it is left alone."""
+    """Processes that train one run; `whole` is the result of an uninterrupted run."""
 
     def __init__(self, process_pool: ProcessPool, trainer: str, model: str, folder: Path):
         self.process_pool, self.trainer, self.model, self.folder = process_pool, trainer, model, folder
@@ -48,7 +48,7 @@ class Runs:
         self.writes = int((folder / "whole" / "writes").read_text())
 
     def run(self, name: str, kill_after: float | None = None, kill_at_write: int = 0) -> int:
-        """The exit status of one process."""
+        """Start one process; return its exit status."""
         output = self.folder / name
         output.mkdir(exist_ok=True)
         pid = self.process_pool.start(
@@ -61,20 +61,20 @@ class Runs:
         )
         if kill_after is not None:
             time.sleep(kill_after)
-            os.kill(pid, signal.SIGKILL)  # the pool has not reaped it, so the id is its own
+            os.kill(pid, signal.SIGKILL)  # the pool has not reaped it, so no other process has its id
         status = self.process_pool.ended(pid)
         assert status in (0, -signal.SIGKILL), (self.folder / f"{name}.log").read_text()[-4000:]
         return status
 
     def end(self, name: str) -> None:
-        """Let the run finish, and compare."""
+        """Let the run finish, and compare it with the uninterrupted one."""
         assert self.run(name) == 0
         ended = load_file(self.folder / name / "weights.safetensors")
         assert same(ended, self.whole), name
 
 
 def killed_and_resumed(runs: Runs, kills: int, seed: int) -> None:
-    """`kills` kills, every other one of them inside the writing or deleting of a checkpoint; runs of five kills."""
+    """Kill `kills` times, in runs of five, and every other time while a checkpoint is written or deleted."""
     draw = random.Random(seed)
     inside = 0
     for first in range(0, kills, 5):
@@ -83,7 +83,7 @@ def killed_and_resumed(runs: Runs, kills: int, seed: int) -> None:
             if kill % 2:
                 status = runs.run(name, kill_after=draw.uniform(0, runs.seconds))
             else:
-                # What is left of the run writes less: later numbers are met by no process
+                # The rest of the run writes less, so no process reaches later numbers
                 status = runs.run(name, kill_at_write=draw.randint(1, max(runs.writes // 5, 2)))
                 half = [x for x in (runs.folder / name).glob("checkpoint-*") if not is_complete(x)]
                 inside += bool(half)
@@ -104,7 +104,7 @@ def test_twenty_kills_change_nothing(trainer: str, process_pool: ProcessPool, wo
 
 
 class Run:
-    """A run in this process, left alone or resumed, and what it generated for.
+    """A run in this process, uninterrupted or resumed, with the prompts that it generated for.
 
     Args:
         resumes (`tuple[Path, int]`, *optional*): the folder of a run and the step of the checkpoint to resume from.
@@ -137,15 +137,15 @@ class Run:
 
 @pytest.fixture(scope="module")
 def whole(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A GRPO run of two epochs of six steps: it generates at steps 0, 3, 6 and 9, each time for three prompts."""
+    """Return a GRPO run of two epochs of six steps, which generates at steps 0, 3, 6 and 9 for three prompts each."""
     run = Run("grpo", trl_ext, workshop.model("untied"), tmp_path_factory.mktemp("grpo") / "whole")
     assert [step for step, _ in run.generations] == [0, 3, 6, 9]
     return run
 
 
-# Two steps into the first cycle; in the second epoch, whose order is another
+# Two steps into the first cycle, and in the second epoch, which has another order
 @pytest.mark.parametrize("step", [2, 7])
-def test_grpo_resumed_within_a_cycle_goes_on_with_its_completions_and_prompts(
+def test_grpo_resumed_within_a_cycle_continues_with_its_completions_and_prompts(
     step: int, whole: Run, workshop: Workshop, tmp_path: Path
 ):
     resumed = Run("grpo", trl_ext, workshop.model("untied"), tmp_path / "ours", (whole.output, step))
@@ -155,13 +155,13 @@ def test_grpo_resumed_within_a_cycle_goes_on_with_its_completions_and_prompts(
 
 @pytest.mark.parametrize("step", [2, 6])
 def test_stock_grpo_resumed_trains_on_other_prompts(step: int, whole: Run, workshop: Workshop, tmp_path: Path):
-    """What is mended here: within a cycle the phase of generation is lost, in a later epoch its order."""
+    """Stock TRL loses its position within a generation cycle, and in a later epoch the order of the prompts."""
     resumed = Run("grpo", trl, workshop.model("untied"), tmp_path / "stock", (whole.output, step))
     assert resumed.generations != whole.after(step)
     assert not same(resumed.weights, whole.weights)
 
 
-def test_a_checkpoint_of_stock_trl_resumes_with_the_same_prompts_and_says_what_is_lost(
+def test_a_checkpoint_of_stock_trl_resumes_with_the_same_prompts_and_a_warning(
     whole: Run, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     stock = Run("grpo", trl, workshop.model("untied"), tmp_path / "stock", max_steps=3)
@@ -177,10 +177,10 @@ def test_a_checkpoint_of_stock_trl_resumes_with_the_same_prompts_and_says_what_i
     [
         ({"steps_per_generation": 6, "num_iterations": 1}, "steps_per_generation was 3 and is 6; num_iterations was 2"),
         ({"steps_per_generation": 2, "num_iterations": 1}, "num_iterations was 2"),  # where TRL would generate anyway
-        ({"ignore_data_skip": True}, None),  # the epoch begins again, with a generation
+        ({"ignore_data_skip": True}, None),  # the epoch starts again, with a generation
     ],
 )
-def test_a_buffer_of_no_use_is_not_taken_and_that_is_said(
+def test_an_unusable_buffer_is_dropped_with_a_warning(
     changes: dict[str, Any],
     words: str | None,
     whole: Run,
@@ -195,7 +195,7 @@ def test_a_buffer_of_no_use_is_not_taken_and_that_is_said(
 
 
 def rewards_of_few(completions: list[str], **_: Any) -> list[float]:
-    """Equal rewards for most groups, so that dynamic sampling draws further prompts."""
+    """Give most groups equal rewards, so that dynamic sampling draws further prompts."""
     return [float("w7 " in text) for text in completions]
 
 
@@ -224,11 +224,11 @@ def test_a_run_resumed_from_any_checkpoint_ends_with_the_same_weights(
 
 
 @pytest.mark.parametrize("name", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
-def test_a_reference_that_follows_the_policy_goes_on_where_the_checkpoint_stood(
+def test_a_moving_reference_is_resumed_from_the_checkpoint(
     name: str, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """Stock TRL begins again with the reference of the beginning."""
-    # GRPO asks its reference when it generates: at step 3
+    """Stock TRL starts again with the initial reference."""
+    # GRPO runs its reference when it generates, at step 3
     moving = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
     moving["max_steps"] = {"dpo": 3, "grpo": 4}[name]
     model = workshop.model("untied")
@@ -244,7 +244,7 @@ def test_a_reference_that_follows_the_policy_goes_on_where_the_checkpoint_stood(
 
 
 class Heard(TrainerCallback):
-    """The events that a callback of the user's hears."""
+    """Records the events of a user's callback."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -256,7 +256,7 @@ class Heard(TrainerCallback):
 
 
 def resumed_at_the_end(name: str, library: Any, model: Any, folder: Path, **changes: Any) -> tuple[Any, ...]:
-    """A run that has ended, resumed from its last checkpoint: trainer, output, optimizer steps, events, tokens."""
+    """Resume a finished run from its last checkpoint; return trainer, output, optimizer steps, events and tokens."""
     trainer = build(name, library, model, folder, **changes)
     heard = Heard()
     trainer.add_callback(heard)
@@ -265,7 +265,7 @@ def resumed_at_the_end(name: str, library: Any, model: Any, folder: Path, **chan
     return trainer, output, steps, heard.events, tokens
 
 
-# Training ends within an epoch, but for the last: DPO's epoch is 3 steps and GRPO's 6
+# Training ends within an epoch except in the last case; an epoch is 3 steps in DPO and 6 in GRPO
 ENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"max_steps": 2}),
     "dpo, LoRA": ("dpo", {"max_steps": 2, "peft_config": True}),
@@ -276,7 +276,7 @@ ENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo, saved at its end": ("dpo", {"max_steps": 2, "save_steps": 500}),
     "dpo, saved by epochs": ("dpo", {"max_steps": 2, "save_strategy": "epoch"}),
     "dpo, whole epochs": ("dpo", {"num_train_epochs": 1}),
-    # Completions are left over, which were not scored with the weights they were sampled with
+    # Completions are left that were not scored with the weights that sampled them
     "grpo": ("grpo", {"max_steps": 4}),
     "grpo, LoRA": ("grpo", {"max_steps": 4, "peft_config": True}),
     "grpo, none left over": ("grpo", {"max_steps": 5}),
@@ -305,7 +305,7 @@ def test_a_finished_run_resumed_trains_nothing(
     assert output.global_step == again.state.global_step == ended.global_step
     assert again.state.epoch == trainer.state.epoch
     assert output.training_loss == 0.0  # of the steps of this call, as in transformers
-    assert len(again.state.log_history) == log  # the summary in the place of that which came after the checkpoint
+    assert len(again.state.log_history) == log  # the summary replaces the one that came after the checkpoint
     assert [x for x in events if x != "on_init_end"] == ["on_train_begin", "on_log", "on_train_end"]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == saved
     assert len(re.findall(NOTHING_LEFT, caplog.text)) == 1
@@ -314,7 +314,7 @@ def test_a_finished_run_resumed_trains_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_stock_takes_a_step_too_many(name: str, workshop: Workshop, tmp_path: Path):
+def test_stock_trl_takes_one_step_too_many(name: str, workshop: Workshop, tmp_path: Path):
     changes = {"lr_scheduler_type": "constant", "max_steps": 2}
     model = workshop.model("untied")
     trainer = build(name, trl, model, tmp_path, **changes)
@@ -327,7 +327,7 @@ def test_stock_takes_a_step_too_many(name: str, workshop: Workshop, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_fewer_steps_than_were_trained_train_nothing_and_more_train_on(name: str, workshop: Workshop, tmp_path: Path):
+def test_a_finished_run_trains_on_only_if_steps_are_added(name: str, workshop: Workshop, tmp_path: Path):
     model, constant = workshop.model("untied"), {"lr_scheduler_type": "constant"}
     trainer = build(name, trl_ext, model, tmp_path / "short", max_steps=2, **constant)
     trainer.train()
@@ -368,7 +368,7 @@ def test_a_finished_run_resumed_ends_with_its_best_model(name: str, lora: bool, 
 
 @pytest.mark.parametrize("best", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["resumed", "best"])
 def test_experts_are_those_of_the_checkpoint(best: bool, workshop: Workshop, tmp_path: Path):
-    """They are one tensor in the model and many in the file, by whose names transformers' trainer looks for them."""
+    """Experts are one tensor in the model but many in the file, and transformers' trainer uses the model's names."""
     changes: dict[str, Any] = {"max_steps": 2, "lr_scheduler_type": "constant"}
     if best:
         changes |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
@@ -394,8 +394,8 @@ def test_experts_are_those_of_the_checkpoint(best: bool, workshop: Workshop, tmp
     assert same(weights(resumed), weights(trainer))
 
 
-def test_a_head_in_fp32_keeps_its_digits(workshop: Workshop, tmp_path: Path):
-    """Experts are loaded by `from_pretrained`, in a model of bf16 whose head `cast_lm_head_to_fp32` keeps in fp32."""
+def test_an_fp32_head_keeps_its_precision(workshop: Workshop, tmp_path: Path):
+    """`from_pretrained` loads the experts of a bf16 model whose head `cast_lm_head_to_fp32` keeps in fp32."""
     changes: dict[str, Any] = {"max_steps": 2, "learning_rate": 0.3, "optim": "sgd", "cast_lm_head_to_fp32": True}
     trainers = []
     for resumes in (False, True):

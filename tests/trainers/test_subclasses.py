@@ -1,4 +1,4 @@
-"""A user's subclass of a trainer trains as the same subclass of TRL's does, or says why it cannot."""
+"""A user's subclass of our trainer trains as the same subclass of TRL's trainer, or raises an error with the reason."""
 
 import re
 from dataclasses import replace
@@ -66,7 +66,7 @@ def with_a_loss_from_logits(trainer):
 
 
 def with_log_probs_changed_at_generation(trainer):
-    """Reads and changes what TRL's generation has scored."""
+    """Reads and changes the batch that TRL's generation has scored."""
 
     class Changed(trainer):
         def _generate_and_score_completions(self, inputs):
@@ -104,7 +104,7 @@ def with_a_pass_of_its_own(trainer):
 
 
 def with_a_pass_that_asks_the_model(trainer):
-    """What TRL hands on is a model: it has a config and a mode, and can be unwrapped."""
+    """Checks that TRL passes a model on, which has a config and a mode and can be unwrapped."""
 
     class Asks(trainer):
         def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
@@ -131,7 +131,7 @@ def with_logits_of_its_own(trainer):
 
 
 def with_a_second_pass(trainer):
-    """A term on the completions without their prompts, beside TRL's loss."""
+    """Adds a term on the completions without their prompts to TRL's loss."""
 
     class Second(trainer):
         def _compute_loss(self, model, inputs):
@@ -145,7 +145,7 @@ def with_a_second_pass(trainer):
 
 
 def with_another_gradient(trainer):
-    """A term that reaches rows without an advantage, on the very log-probs of TRL's loss."""
+    """Adds a term on the log-probs of TRL's loss that has a gradient for zero-advantage rows too."""
 
     class Gradient(trainer):
         def _compute_loss(self, model, inputs):
@@ -160,7 +160,7 @@ def with_another_gradient(trainer):
 
 
 def with_passes_of_its_rewards(trainer):
-    """Rewards that the user's own pass of the policy gives."""
+    """Computes rewards with its own pass of the policy."""
 
     class Scored(trainer):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
@@ -242,7 +242,7 @@ SLOW_SUBCLASSES = [
     [*SUBCLASSES, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_SUBCLASSES)],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_a_subclass_trains_as_that_of_trls_trainer(workshop: Workshop, subclass, config):
+def test_a_subclass_trains_as_the_same_subclass_of_trls_trainer(workshop: Workshop, subclass, config):
     run = case("subclass", **config)
     ours, stock = (updates(run, workshop, library, subclass) for library in (trl_ext, trl))
     assert stock.norm() > 0
@@ -250,7 +250,7 @@ def test_a_subclass_trains_as_that_of_trls_trainer(workshop: Workshop, subclass,
 
 
 @pytest.mark.parametrize("budget", [None, 24])
-def test_methods_put_on_the_trainer_stay_on_it(workshop: Workshop, budget):
+def test_methods_set_on_the_trainer_stay_set(workshop: Workshop, budget):
     run = case("patched", num_iterations=2, beta=0.1)
     run = replace(run, ours={**run.ours, "max_tokens_per_micro_batch": budget})
     ours, stock = (updates(run, workshop, library, with_methods_put_on_the_trainer) for library in (trl_ext, trl))
@@ -258,7 +258,7 @@ def test_methods_put_on_the_trainer_stay_on_it(workshop: Workshop, budget):
     assert (ours - stock).norm() <= 1e-4 * stock.norm()
 
 
-def test_advantages_that_change_between_generation_and_a_later_visit_are_an_error(workshop: Workshop):
+def test_advantages_that_change_after_generation_are_an_error(workshop: Workshop):
     def shifting(trainer):
         class Shifting(trainer):
             def compute_loss(self, model, inputs, *args, **kwargs):
@@ -272,8 +272,8 @@ def test_advantages_that_change_between_generation_and_a_later_visit_are_an_erro
         updates(run, workshop, trl_ext, shifting)
 
 
-def test_dropout_leaves_the_ratio_at_1_where_trl_has_it_at_1(workshop: Workshop):
-    """Two iterations within one accumulation window: TRL keeps nothing, so neither ratio is between two draws."""
+def test_with_dropout_the_ratio_is_1_if_it_is_1_in_trl(workshop: Workshop):
+    """With two iterations in one accumulation window TRL keeps no log-probs, so no ratio compares two dropout masks."""
 
     def dropping(trainer):
         class Dropping(trainer):
@@ -300,14 +300,14 @@ def test_bounds_without_1_treat_padding_as_trl_does(workshop: Workshop):
 
 
 def near_sampler_with_tools(prompts, trainer):
-    """Log-probs of a sampler near the policy, and tokens that an environment wrote among the completions'."""
+    """Return completions with tool tokens, and log-probs of a sampler near the policy."""
     output = near_sampler_rollout(prompts, trainer)
     output["env_mask"] = [[int(i % 3 != 1) for i in range(len(ids))] for ids in output["completion_ids"]]
     return output
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
-def test_a_loss_of_ones_own_meets_trls_ratio_and_metrics_beside_tool_tokens(workshop: Workshop, monkeypatch, mode):
+def test_a_subclasss_loss_gets_trls_ratio_and_metrics_with_tool_tokens(workshop: Workshop, monkeypatch, mode):
     def with_its_own_loss(trainer):
         class Own(trainer):
             def _compute_loss(self, model, inputs):
@@ -330,7 +330,7 @@ def test_a_loss_of_ones_own_meets_trls_ratio_and_metrics_beside_tool_tokens(work
 
 
 def plan_after(subclass, workshop, library, folder, case):
-    """The trainer of `case`, trained, and its plan."""
+    """Train the trainer of `case`; return it and its plan."""
     trainers = Trainers.of(library)
     name = f"{case.trainer}_trainer"
     trainers = replace(trainers, **{name: subclass(getattr(trainers, name))})
@@ -342,7 +342,7 @@ def plan_after(subclass, workshop, library, folder, case):
 BYPASSED = r"`(Without|FromLogits)\.compute_loss` does not call `super\(\)\.compute_loss\(\.\.\.\)`"
 
 
-def test_the_plan_follows_a_compute_loss_that_leaves_ours_out(workshop: Workshop, tmp_path, caplog):
+def test_the_plan_follows_a_compute_loss_that_does_not_call_ours(workshop: Workshop, tmp_path, caplog):
     run = case("without", **HALF_DEAD, **ITERATIONS)
     plan = plan_after(with_a_loss_without_ours, workshop, trl_ext, tmp_path, run)
     assert plan["policy"].reason.startswith("every row, dead ones too: this trainer overrides the loss")
@@ -355,7 +355,7 @@ def test_the_plan_follows_a_compute_loss_that_leaves_ours_out(workshop: Workshop
     assert "`FromLogits.compute_loss`" in plan["head"].reason
 
 
-def test_the_plan_follows_a_pass_that_leaves_our_forward_out(workshop: Workshop, tmp_path, caplog):
+def test_the_plan_follows_a_pass_that_does_not_use_our_forward(workshop: Workshop, tmp_path, caplog):
     plan = plan_after(with_logits_of_its_own, workshop, trl_ext, tmp_path, case("logits"))
     assert {plan[name].action for name in ("head", "packing")} == {"skip"}
     assert "`Logits._get_per_token_logps_and_entropies`" in plan["head"].reason
@@ -372,7 +372,7 @@ def test_the_plan_follows_a_pass_that_leaves_our_forward_out(workshop: Workshop,
         ({}, {"rollout": "sampler", "vllm": True}, RuntimeError, "'importance_sampling_ratio'"),
     ],
 )
-def test_what_needs_our_compute_loss_is_an_error_without_it(workshop, tmp_path, ours, config, error, message):
+def test_an_option_that_needs_our_compute_loss_is_an_error_without_it(workshop, tmp_path, ours, config, error, message):
     config = dict(config)
     run = replace(case("without", **{k: x for k, x in config.items() if k != "vllm"}), vllm="vllm" in config)
     with pytest.raises(error, match=message):
@@ -397,7 +397,7 @@ def with_a_dpo_loss_from_logits(trainer):
     return FromLogits
 
 
-def test_a_dpo_loss_that_leaves_ours_out_trains_as_trls_and_the_plan_says_so(workshop: Workshop, tmp_path, caplog):
+def test_a_dpo_loss_that_does_not_call_ours_trains_as_in_trl_and_the_plan_says_so(workshop: Workshop, tmp_path, caplog):
     run = Case("dpo-logits", "dpo", steps=3)
     records = []
     for library in (trl_ext, trl):
@@ -413,7 +413,7 @@ def test_a_dpo_loss_that_leaves_ours_out_trains_as_trls_and_the_plan_says_so(wor
 
 
 def with_names_of_ours(trainer):
-    """Methods whose names a user may well choose."""
+    """Defines methods with names that a user is likely to choose."""
 
     class Named(trainer):
         def flush(self):
@@ -425,7 +425,7 @@ def with_names_of_ours(trainer):
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_a_users_names_are_the_users(name: str, workshop: Workshop, tmp_path):
+def test_names_that_a_user_chooses_are_free(name: str, workshop: Workshop, tmp_path):
     bench = Bench(workshop, tmp_path)
     getattr(bench, name)(
         subclass=with_names_of_ours, **({"reference_store_dir": str(tmp_path)} if name == "dpo" else {})
@@ -434,7 +434,7 @@ def test_a_users_names_are_the_users(name: str, workshop: Workshop, tmp_path):
         assert list(tmp_path.rglob("*.safetensors"))
 
 
-def test_a_class_between_ours_and_trls_is_asked(workshop: Workshop, tmp_path):
+def test_a_class_between_ours_and_trls_is_called(workshop: Workshop, tmp_path):
     asked = []
 
     class OfUser(trl.DPOTrainer):

@@ -1,4 +1,4 @@
-"""In a running bf16 trainer, log-probs and gradients are float64's on the very operands the head was given."""
+"""In a running bf16 trainer, log-probs and gradients equal float64's on the operands that the head gets."""
 
 import tempfile
 
@@ -15,7 +15,7 @@ from trl_ext import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 @pytest.fixture
 def heads_calls(monkeypatch):
-    """Every call of the head while the test runs: its operands as they were multiplied, and its results."""
+    """Records every call of the head: its operands as they are multiplied, and its results."""
     calls = []
     run_head = scoring_forward.run_head
 
@@ -51,7 +51,7 @@ def config(kind, folder, **options):
 
 
 def worst_error(calls):
-    """Of log-probs and entropy over all calls, in units of 1e-5 max(1, |z| / 32), with operands as multiplied."""
+    """Return the largest error of log-probs and entropies over all calls, in units of 1e-5 max(1, |z| / 32)."""
     worst = 0.0
     for name, hidden, weight, targets, transform, autocast, results, _ in calls:
         assert name == "tiled"
@@ -67,7 +67,7 @@ def worst_error(calls):
 
 
 def worst_gradient(calls):
-    """Of the hidden states over all calls with a gradient: relative error over the rounding floor of its dtype."""
+    """Return the largest relative error of hidden-state gradients over all calls, over the dtype's rounding floor."""
     ratios = []
     for _, hidden, weight, targets, transform, autocast, _, gradients in calls:
         if not gradients:
@@ -78,7 +78,7 @@ def worst_gradient(calls):
         exact_hidden = hidden.double().requires_grad_()
         exact = defined(exact_hidden, weight, targets, None, temperature).log_probs
         exact.backward(gradients["upstream"].double())
-        # Under autocast the hidden states are fp32, whose floor lies below the products' own 1e-6
+        # Under autocast hidden states are fp32, whose rounding floor is below the 1e-6 of the products
         floor = max(relative(exact_hidden.grad.to(dtype), exact_hidden.grad), 1e-6)
         ratios.append(relative(gradients["hidden"], exact_hidden.grad) / floor)
     assert ratios
@@ -86,7 +86,7 @@ def worst_gradient(calls):
 
 
 def run(workshop: Workshop, kind: str, dtype: torch.dtype, calls, **options):
-    """Train two steps in bf16 with a fresh LoRA adapter; returns the logs. The check's own calls are left out."""
+    """Train two steps in bf16 with a fresh LoRA adapter, without recording the calls of checks; return the logs."""
     path = workshop.model("tied")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -136,7 +136,7 @@ def test_dpo_gets_exact_log_probs_and_gradients(workshop, heads_calls, dtype, pr
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "pure bf16"])
 def test_grpo_gets_exact_log_probs_and_gradients(workshop, heads_calls, dtype):
     run(workshop, "grpo", dtype, heads_calls)
-    assert len(heads_calls) == 3  # the reference once, the policy in both iterations
+    assert len(heads_calls) == 3  # one pass of the reference, two of the policy
     assert worst_error(heads_calls) < 1
     assert worst_gradient(heads_calls) < 1.15
 
@@ -150,7 +150,7 @@ def test_a_fresh_adapter_is_its_precomputed_reference(workshop, heads_calls, dty
         heads_calls,
         precompute_ref_log_probs=True,
         precompute_ref_batch_size=2,
-        pad_to_multiple_of=32,  # the same width in both passes: the backbone's own bf16 rounding depends on it
+        pad_to_multiple_of=32,  # the same width in both passes, because the backbone's bf16 rounding depends on it
     )
     first = logs[0]
     for metric in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
@@ -158,8 +158,8 @@ def test_a_fresh_adapter_is_its_precomputed_reference(workshop, heads_calls, dty
     assert any(abs(logs[1][metric]) > 1e-4 for metric in ("rewards/chosen", "rewards/rejected"))
 
 
-def test_stock_trls_head_is_off_on_the_same_operands(workshop, heads_calls):
-    """The measure can tell: TRL's own function, on the operands of a running trainer."""
+def test_stock_trls_head_fails_on_the_same_operands(workshop, heads_calls):
+    """The measure notices the errors of TRL's function on the operands of a running trainer."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     run(workshop, "dpo", torch.bfloat16, heads_calls)

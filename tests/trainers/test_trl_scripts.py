@@ -1,4 +1,4 @@
-"""TRL's own training scripts run with nothing changed but where the trainer and its config come from."""
+"""TRL's training scripts run with only the imports of the trainer and its config changed."""
 
 import importlib.util
 import os
@@ -32,7 +32,7 @@ ARGUMENTS: dict[str, list[str]] = {
 
 
 def _with_our_trainer(script: str, trainer: str) -> str:
-    """`script` with the trainer and its config imported from trl_ext, and not a character else changed."""
+    """Return `script` with the trainer and its config imported from trl_ext, and nothing else changed."""
     names = {f"{trainer.upper()}Trainer", f"{trainer.upper()}Config"}
     moved: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""What was not scored cannot spoil the loss: log-probs of -200 on dead rows and tool tokens leave everything finite."""
+"""Unscored positions cannot affect the loss: log-probs of -200 on dead rows and tool tokens keep it finite."""
 
 import itertools
 from typing import Any
@@ -21,10 +21,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("level", ["token", pytest.param("sequence", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_type", GRPO_LOSSES)
-def test_far_log_probs_where_nothing_is_scored_change_nothing(loss_type: str, level: str, workshop: Workshop) -> None:
+def test_far_log_probs_at_unscored_positions_change_nothing(loss_type: str, level: str, workshop: Workshop) -> None:
     config = {"loss_type": loss_type, "importance_sampling_level": level, **GRPO_LOSSES[loss_type]}
     with built(STOCK, workshop, **config) as stock:
-        # What stock makes of the same batch where those positions hold harmless values
+        # Stock's result for the same batch with harmless values at those positions
         want, gradients = loss_and_gradients(stock, crafted(stock, dead=-4.0))
     with built(OURS, workshop, **config) as ours:
         got, own_gradients = loss_and_gradients(ours, crafted(ours))
@@ -43,7 +43,7 @@ BESIDE_KL = [
 
 
 @pytest.mark.parametrize(("loss_type", "option", "bias_correction"), BESIDE_KL)
-def test_far_log_probs_stay_finite_beside_a_kl_term(
+def test_far_log_probs_stay_finite_with_a_kl_term(
     loss_type: str, option: str, bias_correction: bool, workshop: Workshop
 ) -> None:
     config = {"loss_type": loss_type, **GRPO_LOSSES[loss_type], **OPTIONS[option]}
@@ -53,7 +53,7 @@ def test_far_log_probs_stay_finite_beside_a_kl_term(
         for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"):
             far[name][DEAD] = -4.0
         want, gradients = loss_and_gradients(ours, near)
-        # The reference's alone may be far, the old policy's alone, or both
+        # Log-probs of the reference, of the old policy, or of both are far
         for inputs in (
             far,
             {**far, "ref_per_token_logps": near["ref_per_token_logps"]},

@@ -1,6 +1,6 @@
-"""Experts that are modules: one that only padding or dead rows reach gets a gradient of zero, as in stock TRL.
+"""An expert module that only padding or dead rows reach gets a gradient of zero, as in stock TRL.
 
-Without any gradient AdamW would leave its moments and its weight decay out.
+Without a gradient, AdamW would skip its moments and weight decay.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ ADAMW = {"optim": "adamw_torch", "weight_decay": 0.1, "learning_rate": 1e-2, "ma
 
 
 class Experts(nn.Module):
-    """A block of sixteen experts, one a token."""
+    """A block of sixteen experts, with one expert per token."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 
 def model(workshop: Workshop, frozen: int = 0) -> Any:
-    """The first `frozen` layers are not trained."""
+    """Build a model whose first `frozen` layers are not trained."""
     made = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     torch.manual_seed(3)
     for layer in made.model.layers:
@@ -48,7 +48,7 @@ def model(workshop: Workshop, frozen: int = 0) -> Any:
 
 
 class Gradients(TrainerCallback):
-    """Which parameters have no gradient, and which one of zeros, before each optimizer step."""
+    """Records which parameters have no gradient, and which have a zero one, before each optimizer step."""
 
     def __init__(self) -> None:
         self.missing: list[set[str]] = []

@@ -32,7 +32,6 @@ def begin(folder: Path) -> None:
 
 
 def finish(folder: Path) -> None:
-    """Mark `folder` complete."""
     (folder / _MARK).unlink()
 
 
@@ -71,5 +70,4 @@ def _checkpoints(run: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the optimizer step in a checkpoint's name."""
     return int(checkpoint.name.rpartition("-")[2])

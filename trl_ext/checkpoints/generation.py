@@ -23,8 +23,8 @@ class SavedGeneration:
         sampled_at_step (`int`): the optimizer step at which the completions were sampled.
         further_prompts (`int`): number of prompts that dynamic sampling drew in addition to the data loader's.
         schedule (`dict[str, int]`): the arguments that must be the same when training resumes.
-        slices (`list[dict]`, *optional*): TRL's generation buffer: the entries of each micro-batch, which are tensors
-            or JSON values. `None` if no completions are left to train on.
+        slices (`list[dict]`, *optional*): TRL's generation buffer: each micro-batch's tensors and JSON values. `None`
+            if no completions are left to train on.
         lost (`str`, *optional*): why `slices` lacks completions.
     """
 
@@ -94,8 +94,7 @@ def position_in_data(
 
     Args:
         micro_batches_of_an_epoch (`int`, *optional*): `None` if unknown before the data ends.
-        epoch_begins_again (`bool`): whether training restarts the unfinished epoch, so that its micro-batches do not
-            count.
+        epoch_begins_again (`bool`): whether the unfinished epoch starts again, and does not count.
     """
     if micro_batches_of_an_epoch is None:
         return 0, 0 if epoch_begins_again else global_step * accumulation_steps

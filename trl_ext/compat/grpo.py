@@ -18,11 +18,7 @@ from .replaced import module_of, names_replaced, next_of, replaced
 
 
 def nan_rewards_noted(reward: Any, noted: set[int]) -> Any:
-    """Wrap a reward function to add to `noted` the indices of completions that it gives NaN. Models are returned as is.
-
-    Raises:
-        `TypeError`: the function does not return a number or None for each completion.
-    """
+    """Wrap a reward function to add to `noted` the indices of completions that it gives NaN. Models stay unwrapped."""
     if isinstance(reward, nn.Module):
         return reward
 
@@ -105,10 +101,7 @@ def metrics_set_aside(trainer: GRPOInternals) -> AbstractContextManager[None]:
 def answered_by(
     trainer: GRPOInternals, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
 ) -> AbstractContextManager[None]:
-    """Make TRL's pass of `model` over `batch` return `answer` (log-probs, entropies, router loss) in the `with` block.
-
-    Other passes run.
-    """
+    """Make TRL's pass of `model` over `batch`, and no other, return `answer`: log-probs, entropies, router loss."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     unanswered = getattr(trainer, PASS)
 

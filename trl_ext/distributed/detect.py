@@ -154,7 +154,6 @@ class DetectedEngine:
         return " x ".join(filter(None, [layers, self.data_engine])) or "one process"
 
     def provides(self, engine: str) -> bool:
-        """Return whether a requested engine runs."""
         if engine == _TENSOR_PARALLEL:
             return self.tensor_parallel > 1
         runs = self.data_engine or ""

@@ -43,7 +43,6 @@ class Ranks:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the engine is FSDP or DeepSpeed."""
         state = self.accelerator.state
         return getattr(state, "fsdp_plugin", None) is not None or state.deepspeed_plugin is not None
 

@@ -65,7 +65,6 @@ class SequenceGroup:
         return bool((every == mine).all())
 
     def shard(self, tokens: int) -> "Shard":
-        """Return this rank's share of a row of `tokens` tokens."""
         processes = self.processes
         assert processes is not None
         return Shard(tokens, -(-tokens // self.size), self.rank, self.size, processes)
@@ -82,7 +81,6 @@ class Shard(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The index of this rank's first token in the row."""
         return self.rank * self.width
 
     def columns(self, row_1T: Tensor) -> Tensor:
@@ -112,12 +110,9 @@ class Shard(NamedTuple):
         return self._gathered(x).flatten(0, 1)[: self.tokens]
 
     def gathered(self, x: Tensor, owner_N: Tensor) -> Tensor:
-        """Gather `(N, ...)`, the values of N tokens, each from the rank that `owner_N` names. One all-gather.
+        """Gather `(N, ...)`, the values of N tokens; `x` are those that `owner_N` gives to this rank. One all-gather.
 
         All ranks compute the same from the result, so the backward takes this rank's gradient from its own graph.
-
-        Args:
-            x (`Tensor`): the values of this rank's tokens among the N, in order.
         """
         of_rank = owner_N == torch.arange(self.size, device=owner_N.device).unsqueeze(1)
         widest = int(of_rank.sum(dim=1).max())

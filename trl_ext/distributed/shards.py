@@ -98,10 +98,7 @@ def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
 
 
 def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
-    """Return the shards of a weight that ZeRO-3 cuts into equal flat parts.
-
-    A row that a cut splits belongs to the rank that has its beginning; one all-gather completes such rows.
-    """
+    """Return the shards of a weight that ZeRO-3 cuts into flat parts. A split row goes to the rank of its beginning."""
     part = weight.ds_tensor
     released = weight.ds_status.name == "NOT_AVAILABLE" and part.status.name == "AVAILABLE"
     released = released and part.device == weight.device  # not offloaded
@@ -142,8 +139,7 @@ def blocks_of_part(
 ) -> list[tuple[int, Tensor]]:
     """Return (first row, rows) of each block of a rank's part `flat`: views, except for a row that its end splits.
 
-    Args:
-        heads (`Tensor` of shape `(R, width)`, *optional*): the first elements of each part, needed if a row is split.
+    `heads` `(R, width)` are the first elements of each part, needed if any part splits a row.
     """
     size, blocks = len(flat), []
     for first, count in ranges:

@@ -31,8 +31,7 @@ class TensorParallel:
         """Return the group of a model whose parameters are split over a mesh dimension "tp"; `None` for other models.
 
         Raises:
-            `ValueError`: the mesh has no dimension "tp", or the group's ranks are not consecutive, as Accelerate's data
-                loader assumes.
+            `ValueError`: the mesh has no dimension "tp", or the group's ranks are not consecutive, as Accelerate needs.
         """
         mesh = next((found for param in model.parameters() if (found := tensor_parallel_mesh(param)) is not None), None)
         if mesh is None and (getattr(model, "_tp_size", None) or 1) > 1:  # set by transformers

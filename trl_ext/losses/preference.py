@@ -26,7 +26,6 @@ class Pairs:
 
     @property
     def difference(self) -> Tensor:
-        """Chosen minus rejected log-ratio, summed over tokens."""
         return self.chosen - self.rejected
 
     @property
@@ -111,8 +110,7 @@ PREFERENCE_LOSSES: dict[str, Callable[[Pairs, LossOptions], Tensor]] = {
     "ipo_sum": _ipo_sum,
     "cdpo": _cdpo,
 }
-"""Loss type -> function that returns the loss of each pair, `(B,)`. As in NeMo-Aligner, forward KL is
-KL(policy || rewards)."""
+"""Loss type -> function that returns each pair's loss, `(B,)`. As in NeMo-Aligner, forward is KL(policy || rewards)."""
 
 READ_REWARDS = frozenset({"rpo_forward_kl", "rpo_backward_kl", "rpo_squared"})
 """The loss types that need rewards in the dataset."""

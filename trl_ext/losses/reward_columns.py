@@ -20,11 +20,7 @@ def check_reward_columns(names: Collection[str], where: str) -> None:
 
 
 def check_reward(value: Any, column: str, where: str) -> float:
-    """Return the reward as a float. `where` names its row in the message.
-
-    Raises:
-        `ValueError`: the reward is not a finite number.
-    """
+    """Return the reward as a float; `ValueError` if it is not a finite number. `where` names its row in the message."""
     try:
         finite = math.isfinite(value)
     except (TypeError, OverflowError):

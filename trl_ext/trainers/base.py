@@ -116,7 +116,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._on_accelerator()
 
     def _on_accelerator(self) -> None:
-        """Hook: called once the ranks are known."""
+        """Hook: called when the ranks are known."""
 
     def check_engine(self, wrapped: Any = None) -> None:
         """Raise `ValueError` if another engine runs than was requested. Called again with the `wrapped` model."""
@@ -135,11 +135,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._reference_weights.take_policy(has_reference=self._has_reference())
 
     def _has_reference(self) -> bool:
-        """Return whether the loss reads reference log-probs."""
         return True
 
     def _entropy_has_gradient(self) -> bool:
-        """Return whether the loss has a gradient through the entropies."""
         return False
 
     def _ready(self, callbacks: Any) -> None:
@@ -164,7 +162,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @property
     def scoring_forwards(self) -> list[Any]:
-        """The scoring forwards of the policy and, if there is one, of the reference model."""
+        """The policy's scoring forward, then that of the reference model if there is one."""
         return self._scorer.forwards
 
     def _replaces(self, part: str) -> bool:
@@ -280,7 +278,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return loss
 
     def _own_loss(self) -> str:
-        """Return the name of a subclass's `compute_loss`, for messages."""
         return f"`{type(self).__name__}.compute_loss`"
 
     def _bypassed_by(self) -> str | None:
@@ -303,10 +300,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @contextmanager
     def _policy_scored(self, by: str | None = None) -> Iterator[None]:
-        """Require our forward to score the policy in the `with` block, unless a subclass's method does (`by`).
-
-        If that method scores it another way, the plan says so.
-        """
+        """Require our forward to score the policy in the block. If a subclass's method (`by`) does, the plan says so."""
         with self._scorer.policy_scored(by is None):
             yield
         if by is not None and not self._scorer.policy.used and self._scored_elsewhere is None:

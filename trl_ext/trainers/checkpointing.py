@@ -71,7 +71,6 @@ class Checkpoints:
             self.trainer.args.save_only_model = False
 
     def _is_split(self) -> bool:
-        """Return whether transformers split the model over ranks when it loaded it."""
         return bool(getattr(self.trainer.model, "is_distributed_loading_by_transformers", False))
 
     # Resuming
@@ -136,10 +135,7 @@ class Checkpoints:
 
     @contextmanager
     def written(self, folder: Path) -> Iterator[None]:
-        """Mark the checkpoint that transformers writes in the `with` block until it is complete.
-
-        Pushing it and deleting old checkpoints wait until then.
-        """
+        """Mark the checkpoint that is written in the `with` block. Once it is complete, push it and delete old ones."""
         args, accelerator = self.trainer.args, self.trainer.accelerator
         rotate = module_of(transformers.Trainer).rotate_checkpoints
         steps: list[Callable[[], None]] = []
@@ -160,7 +156,6 @@ class Checkpoints:
             step()
 
     def push(self, push: Callable[[], None]) -> None:
-        """Push a checkpoint once it is complete."""
         if self._put_off is None:
             push()
         else:

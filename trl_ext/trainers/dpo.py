@@ -36,8 +36,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`] with exact per-token log-probs, and a reference that scores each sequence only once.
 
-    Arguments, losses and metrics are the same. Pass a [`DPOConfig`], or TRL's config to use the defaults of the added
-    fields.
+    Arguments, losses and metrics are the same. Pass a [`DPOConfig`], or TRL's for the defaults of the added fields.
     """
 
     data_collator: Any
@@ -178,7 +177,6 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._dpo_reference.training_began = True
 
     def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
-        """Evaluate as TRL does, with the current reference."""
         self._dpo_reference.refresh_if_adapters_changed()
         return super().evaluation_loop(*positional, **keywords)
 

@@ -24,8 +24,6 @@ class Trainer(internals.DPOInternals, Protocol):
 
 
 class DPOLoss:
-    """Computes the DPO loss of one trainer."""
-
     def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer) -> None:
         self.trainer, self.ranks, self.scorer = trainer, ranks, scorer
         self.classes = 0

@@ -106,11 +106,7 @@ class DPOReference:
         self._on, self._adapters = self.weights.adapters_on, self._policy_adapters()
 
     def refresh(self) -> None:
-        """Find out what the reference is now, after an adapter "ref" may have been loaded or deleted.
-
-        Raises:
-            `ValueError`: the reference is another one than that which scored the precomputed log-probs.
-        """
+        """Find out what the reference is now, after an adapter "ref" may have been loaded or deleted."""
         if self.weights.own is None:
             return
         before = self._on

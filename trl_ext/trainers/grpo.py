@@ -35,11 +35,9 @@ logger = logging.getLogger("trl_ext")
 
 class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     """
-    TRL's [`~trl.GRPOTrainer`] with exact per-token log-probs, without forward passes, completions and tokens that
-    cannot change the gradient.
+    TRL's [`~trl.GRPOTrainer`] with exact per-token log-probs, and without work that cannot change the gradient.
 
-    Arguments, losses and metrics are the same. Pass a [`GRPOConfig`], or TRL's config to use the defaults of the added
-    fields.
+    Arguments, losses and metrics are the same. Pass a [`GRPOConfig`], or TRL's for the defaults of the added fields.
     """
 
     _trl_trainer = trl.GRPOTrainer
@@ -169,10 +167,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             self._grpo_generation.resume(folder)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, *positional: Any, **keywords: Any) -> Tensor:
-        """Return TRL's mask, plus tokens that a rounding error puts below its threshold.
-
-        Tokens in the same context have equal entropies, but packing may round them differently.
-        """
+        """Return TRL's mask, plus tokens that a rounding error puts below its threshold: equal contexts must tie."""
         chosen: Tensor = super().get_high_entropy_mask(entropies, mask, *positional, **keywords)
         lowest = torch.where(chosen, entropies, torch.inf).amin()
         rounding = 8 * torch.finfo(entropies.dtype).eps * lowest.clamp(min=1.0)

@@ -58,10 +58,7 @@ class Trainer(internals.GRPOInternals, Protocol):
 
 
 class GRPOScoring:
-    """Runs the log-prob passes of one trainer, and gives TRL's loss its inputs.
-
-    A micro-batch enters in `of_micro_batch`.
-    """
+    """Runs the log-prob passes of one trainer. `of_micro_batch` gives TRL's loss its inputs."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
@@ -79,11 +76,7 @@ class GRPOScoring:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Let micro-batches run in parts in the `with` block, where a backward follows the loss.
-
-        Raises:
-            `RuntimeError`: the loss was changed after it was computed.
-        """
+        """Let micro-batches run in parts in the `with` block, because only there a backward follows the loss."""
         self._in_training_step, self._last_parts_to_come = True, 0
         try:
             yield
@@ -202,11 +195,7 @@ class GRPOScoring:
             accelerator.gradient_state._set_sync_gradients(True)
 
     def before_micro_batch(self) -> None:
-        """Run the passes of the reference and the old policy that are due.
-
-        The reference scores a new generation batch. Before an optimizer step changes the weights, the policy scores the
-        slices that come after it.
-        """
+        """Score a new generation batch with the reference, and slices after the next optimizer step with the policy."""
         trainer = self.trainer
         present, *others = self.buffer.to_come()
         self.score_reference([present, *others])

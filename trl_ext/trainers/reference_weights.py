@@ -65,7 +65,7 @@ class ReferenceOfPolicy:
         HostedReference(model, self.trainer.accelerator.device)
 
     def restore(self, config: Any) -> None:
-        """Restore the value of `sync_ref_model` that `take_policy` hides from TRL."""
+        """Restore `sync_ref_model`, which `take_policy` hides from TRL."""
         if self.own is not None and self.own.moves:
             config.sync_ref_model = True
 
@@ -102,7 +102,6 @@ class ReferenceOfPolicy:
 
     @property
     def moves(self) -> bool:
-        """Whether training moves the reference."""
         return self._has_sync_callback() or bool(self.trainer.args.sync_ref_model) or bool(self.own and self.own.moves)
 
     def _synced_model(self) -> Any:
