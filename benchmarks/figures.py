@@ -3,7 +3,6 @@
 python benchmarks/figures.py   # writes docs/images/
 """
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from trl_ext.packing.layout import Layout
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 MIB = 2**20
+DRAWS = 20  # of completion lengths
 COLOURS = ("#0b6e4f", "#c1292e", "#235789", "#e08e0b", "#7b4fa3")
 
 
@@ -39,15 +39,17 @@ def draw_losses(axes: Any) -> None:
 
 
 def processed_share(prompt: int, completion: int, group: int, *, share: bool) -> float:
-    """Return the share of a padded batch's tokens that a layout processes, with random lengths up to `completion`."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, completion + 1, (group,), generator=generator)
-    ids_BS = torch.randint(10, 1000, (group, prompt + completion), generator=generator)
-    ids_BS[:, :prompt] = ids_BS[:1, :prompt]
-    # The last token of a row is not processed, because nothing is predicted from it
-    needed_B, first_B = prompt + lengths - 1, torch.zeros_like(lengths)
-    layout = Layout(ids_BS, needed_B, first_B, share=share, rebase=True, implementation="sdpa")
-    return layout.tokens / ids_BS.numel()
+    """Return the share of a padded batch's tokens that a layout processes, the mean over random completion lengths."""
+    generator, shares = torch.Generator().manual_seed(0), []
+    for _ in range(DRAWS):
+        lengths = torch.randint(1, completion + 1, (group,), generator=generator)
+        ids_BS = torch.randint(10, 1000, (group, prompt + int(lengths.max())), generator=generator)
+        ids_BS[:, :prompt] = ids_BS[:1, :prompt]
+        # The last token of a row is not processed, because nothing is predicted from it
+        needed_B, first_B = prompt + lengths - 1, torch.zeros_like(lengths)
+        layout = Layout(ids_BS, needed_B, first_B, share=share, rebase=True, implementation="sdpa")
+        shares.append(layout.tokens / ids_BS.numel())
+    return sum(shares) / DRAWS
 
 
 def draw_packing(axes: Any) -> None:
@@ -60,9 +62,9 @@ def draw_packing(axes: Any) -> None:
             axes.plot(prompts, shares, style, color=colour, label=label, marker="o", markersize=3)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 1)
-    axes.set_xlabel("tokens of the prompt; completions of 1 to 256")
+    axes.set_xlabel(f"prompt length in tokens, log scale\ncompletions of 1 to 256 tokens, mean of {DRAWS} draws")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_ylabel("tokens processed / tokens of the padded batch")
+    axes.set_ylabel("processed / padded batch's tokens\nlower is better")
     axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
 
 
@@ -72,34 +74,14 @@ def draw_bytes(axes: Any) -> None:
     for tokens, colour in zip((512, 4096), COLOURS, strict=False):
         cases = [HeadCase(ranks=R, tokens=tokens, hidden=4096, vocabulary=131072) for R in ranks]
         received = [head_received(case, "local") / MIB for case in cases]
-        axes.plot(ranks, received, color=colour, label=f"local, {tokens} tokens a rank")
+        axes.plot(ranks, received, color=colour, label=f"hidden states travel, {tokens} tokens per rank")
     received = [head_received(case, "in turn") / MIB for case in cases]
-    axes.plot(ranks, received, "--", color="black", label="in turn, or gathered whole")
+    axes.plot(ranks, received, "--", color="black", label="the weight travels")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("ranks; H 4096, V 131072, bf16, frozen weight")
-    axes.set_ylabel("MiB that reach a rank")
-    axes.legend(frameon=False)
-
-
-def draw_old_policy(axes: Any) -> None:
-    """Draw the forwards for the old policy, from the table of the page that shows the figure."""
-    page = (IMAGES.parent / "skipped-passes.md").read_text()
-    found = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
-    names = [" / ".join([x[0].split(", ")[0], x[1], x[2], *x[0].split(", ")[1:]]) for x in found]
-    names = [name.replace(" / vLLM with correction", "\nvLLM") for name in names]
-    for shift, column, name, colour in ((-0.2, 3, "TRL", COLOURS[1]), (0.2, 4, "here", COLOURS[0])):
-        places = [row + shift for row in range(len(found))]
-        bars = axes.barh(places, [int(x[column]) for x in found], 0.36, color=colour, label=name)
-        axes.bar_label(bars, padding=3)
-    axes.set_yticks(range(len(found)), names)
-    axes.invert_yaxis()
-    axes.set_xticks([])
-    axes.set_xlim(0, 1.1 * max(int(x[3]) for x in found))
-    axes.grid(visible=False)
-    axes.set_ylabel("accumulation / steps per\ngeneration / iterations", fontsize=9)
-    axes.set_xlabel("old-policy forwards per generation batch")
+    axes.set_xlabel("ranks, log scale; hidden size 4096, vocabulary 131072,\nbf16, frozen weight", fontsize=9)
+    axes.set_ylabel("MiB received per rank, log scale; lower is better", fontsize=9)
     axes.legend(frameon=False)
 
 
@@ -107,7 +89,6 @@ FIGURES: dict[str, Callable[[Any], None]] = {
     "losses.png": draw_losses,
     "packing-tokens.png": draw_packing,
     "head-bytes.png": draw_bytes,
-    "old-policy-forwards.png": draw_old_policy,
 }
 
 

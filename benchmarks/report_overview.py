@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
 from report_plots import LOOKS, STYLE, WIDTH, save
 from report_runs import Run
 
 FROZEN = "head_frozen_fwd_bwd"
+USES = {
+    "head_nograd": "no gradient",
+    FROZEN: "frozen weight",
+    "head_trained_fwd_bwd": "trained weight",
+}
 STEPS = {
     "grpo_step_lora": "GRPO, LoRA",
     "grpo_step_full": "GRPO, full",
@@ -36,18 +42,26 @@ def largest_errors(runs: list[Run]) -> Bars:
     return found
 
 
-def over_limit(runs: list[Run]) -> Bars:
-    """Return each head's time over the device's limit: forward and backward, frozen weight, largest shape."""
-    run = _largest(runs)
-    lines = {} if run is None else {name: run.lines[name] for name in LOOKS if name in run.lines}
-    return {name: line["median_ms"] / max(line["products_ms"], line["bytes_ms"]) for name, line in lines.items()}
+def over_limit(runs: list[Run]) -> dict[str, Bars]:
+    """Return the time of each head at the largest shape over the device's limit, by use."""
+    found = {}
+    for use, title in USES.items():
+        run = _largest(runs, use)
+        lines = {} if run is None else {name: run.lines[name] for name in LOOKS if name in run.lines}
+        bars = {name: line["median_ms"] / max(line["products_ms"], line["bytes_ms"]) for name, line in lines.items()}
+        found |= {title: bars} if bars else {}
+    return found
 
 
-def peaks(runs: list[Run]) -> Bars:
-    """Return each head's peak memory in MiB: forward and backward, frozen weight, largest shape."""
-    run = _largest(runs)
-    lines = {} if run is None else run.lines
-    return {name: lines[name]["peak_mib"] for name in LOOKS if lines.get(name, {}).get("peak_mib") is not None}
+def peaks(runs: list[Run]) -> dict[str, Bars]:
+    """Return the peak memory of each head at the largest shape in MiB, by use."""
+    found = {}
+    for use, title in USES.items():
+        run = _largest(runs, use)
+        lines = {} if run is None else run.lines
+        bars = {name: lines[name]["peak_mib"] for name in LOOKS if lines.get(name, {}).get("peak_mib") is not None}
+        found |= {title: bars} if bars else {}
+    return found
 
 
 def step_times(runs: list[Run]) -> Bars:
@@ -65,71 +79,107 @@ def step_peaks(runs: list[Run]) -> Bars:
 
 
 def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
-    """Draw all panels that have measurements, of one device."""
+    """Draw all panels of one device that have figures: marks for the LM head by subject, then bars for whole steps."""
     device = shown_device(runs)
     here = [run for run in runs if run.device == device]
-    largest = _largest(here)
-    shape = "" if largest is None else f"\nfrozen weight, N x H x V {' x '.join(map(str, largest.shape.values()))}"
-    panels = [
-        (
-            "largest error of a log-prob against float64\nbf16; bars are logarithmic",
-            largest_errors(here),
-            "{:.0e}",
-            True,
-            None,
-        ),
-        (f"time of the head, the device's limit = 1{shape}", over_limit(here), "{:.1f}", False, 1.0),
-        (f"most memory of the head, MiB{shape}", peaks(here), "{:.0f}", False, None),
-        ("time of a step without generation, TRL's = 1", step_times(here), "{:.2f}", False, 1.0),
-        ("most memory of such a step, TRL's = 1", step_peaks(here), "{:.2f}", False, 1.0),
+    heads: list[tuple[str, str, dict[str, Bars], bool]] = [
+        ("Error of the LM head's log-probs", "largest error against float64, bf16", _named(largest_errors(here)), True),
+        (f"Time of the LM head\n{_shape(here)}", "time over the device's limit", over_limit(here), True),
+        (f"Peak memory of the LM head\n{_shape(here)}", "MiB", peaks(here), False),
     ]
-    shown = [panel for panel in panels if panel[1]]
-    with plt.rc_context({**STYLE, "axes.grid": False}):
-        heights = [len(bars) + 2.4 for _, bars, *_ in shown]
+    steps = [
+        (f"Time of a training step, without generation\n{_model(here)}", "time over TRL's", step_times(here)),
+        (f"Peak memory of the same steps\n{_model(here)}", "memory over TRL's", step_peaks(here)),
+    ]
+    panels = [*(x for x in heads if x[2]), *(x for x in steps if x[2])]
+    with plt.rc_context(STYLE):
+        heights = [len(panel[2]) + 4.2 for panel in panels]
         figure, grid = plt.subplots(
-            len(shown),
-            figsize=(WIDTH, 0.6 + 0.24 * sum(heights)),
+            len(panels),
+            figsize=(WIDTH, 1.4 + 0.22 * sum(heights)),
             height_ratios=heights,
             squeeze=False,
             layout="constrained",
         )
-        for axes, panel in zip(grid[:, 0], shown, strict=True):
-            draw_bars(axes, *panel, names=names)
+        marks: dict[str, Any] = {}
+        for axes, panel in zip(grid[:, 0], panels, strict=True):
+            if len(panel) == 4:
+                marks |= draw_marks(axes, *panel, names=names)
+            else:
+                draw_bars(axes, *panel)
         figure.suptitle(f"{device}, {max(run.date for run in here)[:10]}", fontsize=9, color="#555555")
+        if marks:
+            figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=2, frameon=False)
         save(figure, path)
 
 
 def draw_error(runs: list[Run], names: dict[str, str], path: Path) -> None:
-    """Draw only the panel of the errors, over all devices."""
-    bars = largest_errors(runs)
-    with plt.rc_context({**STYLE, "axes.grid": False}):
-        figure, axes = plt.subplots(figsize=(WIDTH, 0.8 + 0.26 * len(bars)), layout="constrained")
-        draw_bars(axes, "largest error of a log-prob (bars are logarithmic)", bars, "{:.0e}", True, None, names=names)
+    """Draw the panel of the errors alone, over all devices."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(WIDTH, 1.9), layout="constrained")
+        errors = _named(largest_errors(runs))
+        marks = draw_marks(axes, "", "largest error of a log-prob against float64, bf16", errors, True, names=names)
+        figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=2, frameon=False)
         save(figure, path)
 
 
-def draw_bars(
-    axes: Any, title: str, bars: Bars, form: str, log: bool, limit: float | None, *, names: dict[str, str]
-) -> None:
-    """Draw a bar with its value for each subject, the smallest first, and a line at `limit`."""
-    order = sorted(bars, key=lambda name: bars[name])
-    values = [bars[name] for name in order]
-    colours = [LOOKS[name][1] if name in LOOKS else LOOKS["trl_ext"][1] for name in order]
+def draw_marks(
+    axes: Any, title: str, label: str, rows: dict[str, Bars], log: bool, *, names: dict[str, str]
+) -> dict[str, Any]:
+    """Draw a row for each entry of `rows`, with a mark for each subject; return the marks by the subject's name."""
+    marks = {}
+    for name, (marker, colour) in LOOKS.items():
+        points = [(values[name], row) for row, values in enumerate(rows.values()) if name in values]
+        if points:
+            marks[names[name]] = axes.scatter(*zip(*points, strict=True), marker=marker, color=colour, zorder=3)
     if log:
         axes.set_xscale("log")
-        axes.set_xlim(min(values) / 3, max(values) * 12)
+        axes.xaxis.set_minor_locator(NullLocator())
+        least = min(min(values.values()) for values in rows.values())
+        if least > 1e-2:  # less than two decades: powers of ten alone would leave the axis without numbers
+            axes.set_xlim(1, None)
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter("{x:g}")
     else:
-        axes.set_xlim(0, max(*values, limit or 0) * 1.15)
-    drawn = axes.barh([names.get(name, name) for name in order], values, color=colours, height=0.7)
-    axes.bar_label(drawn, [form.format(value) for value in values], padding=3, fontweight="bold")
-    if limit is not None:
-        axes.axvline(limit, color="black", linewidth=1)
+        axes.set_xlim(0, None)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel(f"{label}{', log scale' if log else ''}; lower is better", fontsize=8)
+    return marks
+
+
+def draw_bars(axes: Any, title: str, label: str, bars: Bars) -> None:
+    """Draw a bar from zero for each step, the smallest first; the line at 1 is TRL."""
+    order = sorted(bars, key=lambda name: bars[name])
+    drawn = axes.barh(order, [bars[name] for name in order], color=LOOKS["trl_ext"][1], height=0.7, zorder=3)
+    axes.bar_label(drawn, [f"{bars[name]:.2f}" for name in order], padding=3)
+    axes.axvline(1, color=LOOKS["trl"][1], linewidth=1.5, zorder=3)
+    axes.set_xlim(0, max(*bars.values(), 1.0) * 1.1)
     axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0)
-    axes.set_xticks([])
-    axes.minorticks_off()
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(visible=False, axis="y")
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel(f"{label} (red line); lower is better", fontsize=8)
 
 
-def _largest(runs: list[Run]) -> Run | None:
-    return max((run for run in runs if run.benchmark == FROZEN), key=lambda x: prod(x.shape.values()), default=None)
+def _named(bars: Bars) -> dict[str, Bars]:
+    return {"worst shape": bars} if bars else {}
+
+
+def _shape(runs: list[Run]) -> str:
+    largest = _largest(runs, FROZEN)
+    return "" if largest is None else "{N} tokens, hidden size {H}, vocabulary {V}".format(**largest.shape)
+
+
+def _model(runs: list[Run]) -> str:
+    """The model of the steps, which all have the same."""
+    found = {
+        "hidden size {hidden}, {layers} layers, vocabulary {vocabulary}".format(**run.shape)
+        for run in runs
+        if run.benchmark in STEPS and "hidden" in run.shape
+    }
+    return "; ".join(sorted(found))
+
+
+def _largest(runs: list[Run], use: str) -> Run | None:
+    return max((run for run in runs if run.benchmark == use), key=lambda x: prod(x.shape.values()), default=None)

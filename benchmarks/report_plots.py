@@ -34,13 +34,13 @@ def slug(text: str) -> str:
 
 def draw_times(runs: list[Run], titles: dict[str, str], names: dict[str, str], path: Path) -> None:
     """Draw each subject's time over that of the bare products, with a row for each shape and a line at 1."""
-    label = "time over that of bare products"
+    label = "time over the matrix products' alone"
     _draw_shapes(runs, titles, names, lambda run, name: run.over(name, "matmul"), label, path, limit=1)
 
 
 def draw_peaks(runs: list[Run], titles: dict[str, str], names: dict[str, str], path: Path) -> None:
     """Draw each subject's peak memory, with a row for each shape."""
-    _draw_shapes(runs, titles, names, lambda run, name: run.lines.get(name, {}).get("peak_mib"), "MiB at most", path)
+    _draw_shapes(runs, titles, names, lambda run, name: run.lines.get(name, {}).get("peak_mib"), "peak memory in MiB", path)
 
 
 def draw_errors(worst: dict[str, dict[str, float | None]], names: dict[str, str], path: Path) -> None:
@@ -55,6 +55,7 @@ def draw_errors(worst: dict[str, dict[str, float | None]], names: dict[str, str]
         axes.set_xscale("log")
         axes.set_yticks(range(len(worst)), [names[name] for name in worst])
         axes.invert_yaxis()
+        axes.set_xlabel("error against float64, log scale; lower is better", fontsize=9)
         figure.legend(loc="outside lower center", ncols=1, frameon=False)
         save(figure, path)
 
@@ -82,7 +83,8 @@ def _draw_shapes(
     limit: float | None = None,
 ) -> None:
     """Draw a panel for each use in `titles`."""
-    panels = {use: shown for use in titles if (shown := _shown([run for run in runs if run.benchmark == use]))}
+    measured = [run for run in runs if any(value(run, name) is not None for name in LOOKS)]
+    panels = {use: shown for use in titles if (shown := _shown([run for run in measured if run.benchmark == use]))}
     heights = [len(shown) + 2.5 for shown in panels.values()]
     with plt.rc_context(STYLE):
         size = (WIDTH, 1.2 + 0.24 * sum(heights))
@@ -105,7 +107,7 @@ def _draw_shapes(
             axes.set_yticks(range(len(shown)), [" x ".join(map(str, run.shape.values())) for run in shown], fontsize=8)
             axes.set_ylim(len(shown) - 0.4, -0.6)
             axes.set_title(titles[use], fontsize=10, loc="left")
-        grid[-1, 0].set_xlabel(f"{label}, at N x H x V")
+        grid[-1, 0].set_xlabel(f"{label}, log scale; lower is better\nrows: tokens x hidden size x vocabulary", fontsize=8)
         figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=2, frameon=False)
         save(figure, path)
 
