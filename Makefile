@@ -96,14 +96,17 @@ dist: $(VENV)
 	$(PYTHON) -m build --outdir dist
 	$(PYTHON) -m twine check --strict dist/*
 
-# The wheel is made from the sdist, so that the sdist is whole; an environment that has only it trains a step, and its
-# command looks at the machine. Compiling every file of torch and its like would take longer than all else
+# What `pip install trl_ext` will do: from a package index in dist/simple, into an environment that trains a step with nothing
+# else. The wheel is built from the sdist, so the sdist is complete. --no-compile: compiling torch would take longest
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' trl_ext/version.py)
 PIP_DIST := $(PYTHON) -m pip --python .venv-dist/bin/python install --quiet --no-compile
 dist-check: dist
 	rm -rf .venv-dist
+	mkdir -p dist/simple/trl-ext
+	cp dist/*.whl dist/*.tar.gz dist/simple/trl-ext
 	python3 -m venv --without-pip .venv-dist
 	$(PIP_DIST) $(TORCH)
-	$(PIP_DIST) --constraint constraints.txt dist/*.whl
+	$(PIP_DIST) --constraint constraints.txt --extra-index-url file://$(CURDIR)/dist/simple trl_ext==$(VERSION)
 	cd dist && ../.venv-dist/bin/python ../.ci/installed.py
 	cd dist && ../.venv-dist/bin/trl-ext doctor
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,7 @@ import trl_ext
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+README = (ROOT / "README.md").read_text()
 RANGES = dict(re.findall(r"([a-z]+)(\S*)", " ".join(PROJECT["project"]["dependencies"])))
 
 
@@ -46,15 +48,52 @@ def test_the_pages_name_the_ranges_that_can_be_installed():
         f"{name} {ranges[name].split(',')[0].removeprefix('>=')}" for name in ("torch", "transformers", "trl", "Python")
     ]
     install = f"{', '.join(least)}, or newer"
-    assert RANGES["torch"].count(",") == 0  # TRL installs the newest; an upper bound would downgrade it
-    for page in ("README.md", "docs/quick-start.md"):
-        assert install in " ".join((ROOT / page).read_text().split()), f"{page} does not say: {install}"
+    assert RANGES["torch"].count(",") == 0  # TRL installs the newest, and an upper bound would take it away again
+    assert install in " ".join((ROOT / "README.md").read_text().split()), f"README.md does not say: {install}"
 
 
-def test_the_table_of_the_readme_has_the_tested_versions():
+def test_badges_and_citation_agree_with_the_project():
+    badges = {path.stem: path.read_text() for path in (ROOT / "docs" / "images").glob("badge-*.svg")}
+    assert PROJECT["project"]["license"] in badges["badge-license"]
+    assert PROJECT["project"]["requires-python"].removeprefix(">=") + "+" in badges["badge-python"]
+    assert RANGES["trl"].split(",")[0].removeprefix(">=") in badges["badge-trl"]
+    assert {f"docs/images/{name}.svg" for name in badges} <= set(re.findall(r"\((\S+?)\)", README))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (trl_ext.__version__, PROJECT["project"]["license"])
+
+
+def test_what_pypi_shows_links_to_the_repository_that_publishes_it():
+    release = runpy.run_path(str(ROOT / ".ci" / "release_metadata.py"))
+    here = "https://example.org/owner/name"
+    project = tomllib.loads(release["with_urls"]((ROOT / "pyproject.toml").read_text(), here, "v1.0.0"))
+    assert set(project["project"]["urls"]) == {"Source", "Documentation", "Changelog", "Issues"}
+    assert {**project, "project": {k: v for k, v in project["project"].items() if k != "urls"}} == PROJECT
+    readme = release["absolute_links"](README, here, "v1.0.0")
+    targets = re.findall(r"\]\(([^)]+)\)", readme)
+    assert f"{here}/raw/v1.0.0/docs/images/badge-license.svg" in targets
+    assert f"{here}/blob/v1.0.0/docs/migrating.md" in targets
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
+@pytest.mark.parametrize("workflow", ["ci", "publish"])
+def test_workflows_run_what_make_has(workflow: str):
+    text = (ROOT / ".github" / "workflows" / f"{workflow}.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    lines = [step["run"] for job in jobs.values() for step in job["steps"] if step.get("run", "").startswith("make ")]
+    matrix = [x for job in jobs.values() for x in job.get("strategy", {}).get("matrix", {}).get("target", [])]
+    asked = {word for line in (*lines, *matrix) for word in line.split() if re.fullmatch(r"[a-z-]+", word)} - {"make"}
+    assert asked
+    assert asked <= targets
+    if workflow == "ci":
+        ran = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+        assert {word for line in ran for word in line.split()} & targets <= asked
+
+
+def test_the_table_of_versions_has_those_of_the_tests():
     pins = dict(re.findall(r"^([a-z]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    readme = (ROOT / "README.md").read_text()
-    rows = dict(re.findall(r"^\| (TRL|transformers|torch|PEFT.*?) \| ([^|]+) \|", readme, re.MULTILINE))
+    page = (ROOT / "docs" / "supported.md").read_text()
+    rows = dict(re.findall(r"^\| (TRL|transformers|torch|PEFT.*?) \| ([^|]+) \|", page, re.MULTILINE))
     for name in ("trl", "transformers", "torch", "peft", "accelerate", "deepspeed"):
         (row,) = [tested for names, tested in rows.items() if name in names.lower().split(", ")]
         assert pins[name] in row
