@@ -1,4 +1,4 @@
-"""The documentation site: each page is in the navigation and within its length, and everything that pages name exists."""
+"""The documentation site: each page is in the navigation and keeps its length, and what pages name exists."""
 
 import pydoc
 import re
