@@ -1,14 +1,14 @@
-"""The blocks of code in the README and the docs: which are run, and which cannot run here and why.
+"""The blocks of code in the README and the docs: which run, which cannot run here, and why.
 
-A block runs as it stands, in the order of its page, in the repository's root. A line before it says otherwise:
+A block runs unchanged in the repository's root, unless the line before it gives a reason:
 
     <!-- not run: installs -->
 
-or that it runs with the demo's model and data in the places of those that are not here:
+or says that the demo's model and data replace those of the block:
 
     <!-- run with the demo's model and data: needs a GPU and a network -->
 
-Blocks of other languages than python and bash are no code to run.
+Only blocks of Python and bash are code to run.
 """
 
 import re
@@ -32,7 +32,7 @@ class Block:
         line (`int`): of its first line.
         language (`str`): "python" or "bash".
         code (`str`)
-        why_not (`str`, *optional*): why it is not run, or not as it stands.
+        why_not (`str`, *optional*): why it does not run, or not unchanged.
         with_demo (`bool`): whether it runs with the demo's model and data.
     """
 
@@ -57,7 +57,7 @@ def pages() -> list[Path]:
 
 
 def blocks() -> list[Block]:
-    """Every block of python or bash."""
+    """Every block of Python or bash."""
     found = []
     for path in pages():
         text = path.read_text()
