@@ -129,12 +129,14 @@ def explained(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """Action and reason of each row of the plan that `trl-ext explain` prints, and of those that it leaves out."""
     trainers: list[Any] = []
     build = training.build
-    monkeypatch.setattr(
-        training, "build", lambda *args, **kwargs: trainers.append(build(*args, **kwargs)) or trainers[0]
-    )
-    with _reward(Happened(), "id"):
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        trainers.append(build(*args, **kwargs))
+        return trainers[0]
+
+    with monkeypatch.context() as patched, _reward(Happened(), "id"):
+        patched.setattr(training, "build", kept)
         assert main(["explain", run.method, *run.arguments]) == 0
-    monkeypatch.undo()
     printed = capsys.readouterr().out
     assert any(str(trainers[0].explain(verbose=verbose)) in printed for verbose in (False, True))
     return rows_of(trainers[0])
