@@ -10,8 +10,6 @@ from typing import Any
 from tqdm import tqdm
 from transformers import ProgressCallback
 
-from ..version import __version__
-
 logger = logging.getLogger("trl_ext")
 
 _TOKENS = ("tokens_processed/with_gradient", "tokens_processed/without_gradient")
@@ -44,11 +42,12 @@ def add_to_model_card(card: Path, args: Any, changed: dict[str, Any], plan: str)
 def _project() -> str:
     """Name and version of this package, with a link if its metadata has one."""
     try:
-        urls = dict(x.split(", ", 1) for x in metadata("trl_ext").get_all("Project-URL") or ())
-    except PackageNotFoundError:  # run from a folder
-        urls = {}
+        about = metadata("trl_ext")
+    except PackageNotFoundError:  # it runs from a folder
+        return "trl_ext"
+    urls = dict(x.split(", ", 1) for x in about.get_all("Project-URL") or ())
     url = next((urls[name] for name in ("Homepage", "Repository", "Source") if name in urls), None)
-    return f"{'trl_ext' if url is None else f'[trl_ext]({url})'} {__version__}"
+    return f"{'trl_ext' if url is None else f'[trl_ext]({url})'} {about['Version']}"
 
 
 class ThroughputProgress(ProgressCallback):  # type: ignore[misc]
