@@ -98,8 +98,12 @@ def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
         ({"num_iterations": 2}, ["policy", "old policy", "packing"]),
         ({"setup": "lora", "beta": 0.1}, ["policy", "reference", "packing"]),
         ({"gradient_accumulation_steps": 2, "loss_type": "bnpo"}, ["policy", "micro-batches", "packing"]),
+        (
+            {"gradient_accumulation_steps": 2, "setup": "lora", "lora": {"lora_dropout": 0.1}},
+            ["policy", "packing"],
+        ),
     ],
-    ids=["defaults", "iterations", "adapter", "bnpo"],
+    ids=["defaults", "iterations", "adapter", "bnpo", "dropout"],
 )
 def test_the_table_leaves_out_what_is_as_in_trl(fields: dict[str, Any], shown: list[str], workshop: Workshop) -> None:
     with built(workshop, **fields) as trainer:

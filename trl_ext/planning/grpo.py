@@ -254,8 +254,8 @@ def _micro_batches(facts: GRPOFacts) -> Decision:
             f"`keep_groups_together=True` is not supported here: {reason}. Leave `keep_groups_together` at None, "
             "which then keeps TRL's order."
         )
-    one = facts.steps_per_generation == 1
-    return Decision("micro-batches", "skip", f"Completions stay in TRL's order: {reason}.", routine=one)
+    nothing_to_save = facts.steps_per_generation == 1 or not facts.shares_prompts
+    return Decision("micro-batches", "skip", f"Completions stay in TRL's order: {reason}.", routine=nothing_to_save)
 
 
 def _in_parts(facts: GRPOFacts, decision: Decision) -> Decision:
