@@ -89,6 +89,10 @@ class AddedFields:
     rows and the pass. `"skip"`: a warning that names them, and no rank takes this optimizer step. Both exchange one
     number between the ranks for each micro-batch. `None`: as in TRL, the gradients reach the weights."""
 
+    show_plan: bool = True
+    """Whether to log the plan when training starts: what runs, what is skipped, and why. `trainer.explain()` returns it
+    at any time."""
+
     def __post_init__(self) -> None:
         _check_values(self, AddedFields)
         if self.head_kernels is not None and self.head == "dense":

@@ -1,17 +1,25 @@
 """What a user sees of a run: counted tokens in the logs, the progress bar, the model card, plots."""
 
+import io
+import os
+import re
 import sys
+from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
+from huggingface_hub import ModelCard
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, ProgressCallback, TrainerCallback
 
 import trl_ext
 from tiny import REFERENCE_SEED, Workshop, preferences, prompts, scripted_rollout
 from token_counts import Feed, count_feeds
 from trl_ext.callbacks.curves import draw
-from trl_ext.callbacks.progress import ThroughputProgress, with_throughput
+from trl_ext.callbacks.progress import ThroughputProgress, add_to_model_card, throughput
 
 PNG = b"\x89PNG"
 
@@ -58,14 +66,15 @@ def test_tokens_in_the_logs_are_those_at_the_embedding(
     for mode in ("", "eval_") if kind == "dpo" else ("",):
         for name, grad in (("with_gradient", True), ("without_gradient", False)):
             fed = sum(x.tokens for x in feeds if x.grad is grad and x.training is (mode == ""))
-            logged = [x[f"{mode}tokens_fed/{name}"] for x in logs if f"{mode}tokens_fed/{name}" in x]
+            key = f"{mode}tokens_processed/{name}"
+            logged = [x[key] for x in logs if key in x]
             assert sum(logged) == fed
             assert 0.0 not in logged  # absent, not zero
     assert all(x["head/tokens"] > 0 for x in logs if "loss" in x)
 
 
 class Bar(TrainerCallback):
-    """What stands behind the bar after each log."""
+    """The text after the bar, at each log."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -84,17 +93,29 @@ def test_the_bar_says_tokens_a_second_and_what_was_skipped(workshop: Workshop, t
         ThroughputProgress
     ]
     trainer.train()
-    assert "tokens/s" in seen.said[0]
-    assert "% of TRL's tokens skipped" in seen.said[0]
+    assert re.fullmatch(r"[\d.]+[kM]? tok/s, \d+% skipped", seen.said[0])
 
 
-def test_what_the_bar_says() -> None:
-    logs = {"tokens_fed/with_gradient": 900.0, "tokens_fed/without_gradient": 100.0, "skipped/rows": 0.0}
-    assert with_throughput(logs, 0.5) == "2,000 tokens/s"
-    logs |= {"skipped/tokens": 3000.0, "skipped/rows": 5.0, "skipped/passes": 2.0}
-    assert with_throughput(logs, 2.0) == "500 tokens/s, 75% of TRL's tokens skipped (5 rows, 2 passes)"
-    logs["skipped/passes"] = 1.0
-    assert with_throughput(logs, 2.0).endswith("(5 rows, 1 pass)")
+def test_skipping_shows_as_speed() -> None:
+    logs = {"tokens_processed/with_gradient": 900.0, "tokens_processed/without_gradient": 100.0, "skipped/tokens": 0.0}
+    assert throughput(logs, 0.5) == "2.00k tok/s"
+    assert throughput({**logs, "skipped/tokens": -10.0}, 1.0) == "990 tok/s"
+    logs["skipped/tokens"] = 3000.0  # the tokens that TRL would have processed are 4,000
+    assert throughput(logs, 0.5) == "8.00k tok/s, 75% skipped"
+
+
+@pytest.mark.parametrize(("step", "total"), [(16, 16), (512, 1000), (12_345, 100_000)])
+def test_the_bar_remains_a_bar_at_80_columns(step: int, total: int) -> None:
+    text = throughput({"tokens_processed/with_gradient": 47_000.0, "skipped/tokens": 54_000.0}, 1.0)
+    screen = io.StringIO()
+    with tqdm(total=total, ncols=79, file=screen, disable=False, smoothing=0, ascii=True) as bar:
+        bar.start_t -= 5.0 * step  # five seconds a step
+        bar.set_postfix_str(text, refresh=False)
+        bar.update(step)
+        line = str(bar)
+    assert len(line) <= 79
+    assert line.endswith(f", {text}]")  # whole
+    assert len(line.split("|")[1]) >= 3
 
 
 def test_a_bar_of_the_users_own_is_left_alone(workshop: Workshop, tmp_path: Path) -> None:
@@ -112,7 +133,7 @@ def test_no_bar_is_made_where_there_is_none(workshop: Workshop, tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_the_card_names_reference_losses_and_settings(kind: str, workshop: Workshop, tmp_path: Path) -> None:
-    losses = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.25]} if kind == "dpo" else {"beta": 0.0}
+    losses = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.25]} if kind == "dpo" else {"num_iterations": 2}
     trainer = built(kind, workshop, tmp_path, share_prompts=False, **losses)
     trainer.create_model_card(model_name="tiny")
     trainer.create_model_card(model_name="tiny")
@@ -120,14 +141,53 @@ def test_the_card_names_reference_losses_and_settings(kind: str, workshop: Works
     assert card.count("## What ran in training") == 1
     assert "`share_prompts`: `False`" in card
     assert "padding_free`:" not in card  # a default
-    assert str(trainer.explain()) in card
+    assert trainer.explain().table(folders=False) in card
+    assert card.index("## What ran in training") < card.index("## Citations")
+    assert re.search(rf"Trained with (trl_ext|\[trl_ext\]\(\S+\)) {trl_ext.__version__} and:", card)
+    assert card.endswith("```\n")
+    assert {"trl", kind, "trl_ext"} <= set(ModelCard(card).data.tags)
+    assert trainer.model.model_tags == ["trl", kind, "trl_ext"]
     if kind == "dpo":
         assert "`loss_type`: `['sigmoid', 'sft']`" in card
         assert "`loss_weights`: `[1.0, 0.25]`" in card
-        assert "reference      reuse  it is a separate model" in card
+        assert "reference      reuse  The reference (the model given as `ref_model`)" in card
     else:
         assert "`loss_type`: `'dapo'`" in card
-        assert "reference      skip   beta is 0: no KL term." in card
+        assert "old policy     reuse  The training forward's log-probs" in card
+
+
+LOCAL_PATH = re.compile(r"""(?:^|[\s`'"(=:])(?:~|[A-Z]:)?[/\\](?![/\\])\S+""", re.MULTILINE)
+
+
+@pytest.mark.parametrize("folder", [None, "store"])
+def test_the_card_has_no_local_path(folder: str | None, workshop: Workshop, tmp_path: Path) -> None:
+    store = {} if folder is None else {"reference_store_dir": str(tmp_path / folder)}
+    trainer = built("dpo", workshop, tmp_path / "out", save_strategy="steps", save_steps=4, **store)
+    trainer.train()
+    where = trainer.plan["reference"].folder
+    assert where is not None
+    assert Path(where).is_dir()
+    assert LOCAL_PATH.search(str(trainer.explain()))  # the plan says where the store is
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "kept on disk" in card
+    assert not LOCAL_PATH.search(card)
+    for path in (where, str(tmp_path), os.path.expanduser("~"), datasets.config.HF_DATASETS_CACHE):
+        assert str(path) not in card
+
+
+def test_the_card_links_the_project_where_the_package_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    args = SimpleNamespace(loss_type="dapo", beta=0.0)
+    for urls, name in (([], "trl_ext"), (["Homepage, https://x.org/y"], "[trl_ext](https://x.org/y)")):
+        about = Message()
+        about["Version"] = "1.2.3"
+        for url in urls:
+            about["Project-URL"] = url
+        monkeypatch.setattr("trl_ext.callbacks.progress.metadata", lambda _, about=about: about)
+        card.write_text("# A card without citations")
+        add_to_model_card(card, args, {}, "a plan")
+        assert f"Trained with {name} 1.2.3 and:" in card.read_text()
+        assert card.read_text().endswith("```\n")
 
 
 @pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.slow), "grpo"])

@@ -24,18 +24,18 @@ NAMES = ["cpu", "ddp", "fsdp2", "one_gpu", "tp_fsdp2", "zero1", "zero2", "zero3"
 # The row `engine` of the plan. FSDP2 and tensor parallelism over gloo need CPU ranks that accelerate takes for GPUs:
 # `launch.ENGINES`
 ROWS = {
-    "ddp": "DDP, 2 processes (gloo): each holds the whole model, and gradients are averaged, asked for by "
+    "ddp": "DDP, 2 processes (gloo): each holds the whole model, and gradients are averaged. Requested by "
     "`WORLD_SIZE=2`.",
-    "fsdp2": "FSDP2, 2 processes (gloo): parameters sharded over 2, asked for by `ACCELERATE_USE_FSDP`, "
+    "fsdp2": "FSDP2, 2 processes (gloo): parameters sharded over 2. Requested by `ACCELERATE_USE_FSDP`, "
     "`FSDP_VERSION=2`.",
-    "zero1": "DeepSpeed ZeRO-1, 2 processes (gloo): optimizer states sharded over 2, asked for by "
+    "zero1": "DeepSpeed ZeRO-1, 2 processes (gloo): optimizer states sharded over 2. Requested by "
     "`ACCELERATE_DEEPSPEED_ZERO_STAGE=1`.",
-    "zero2": "DeepSpeed ZeRO-2, 2 processes (gloo): optimizer states and gradients sharded over 2, asked for by "
+    "zero2": "DeepSpeed ZeRO-2, 2 processes (gloo): optimizer states and gradients sharded over 2. Requested by "
     "`ACCELERATE_DEEPSPEED_ZERO_STAGE=2`.",
-    "zero3": "DeepSpeed ZeRO-3, 2 processes (gloo): optimizer states, gradients and parameters sharded over 2, asked "
-    "for by `ACCELERATE_DEEPSPEED_ZERO_STAGE=3`.",
-    "tp_fsdp2": "tensor parallelism x FSDP2, 4 processes (gloo): layers split over 2, parameters sharded over 2 when "
-    "they were loaded, asked for by `distributed_config.tp_size=2` and `distributed_config.fsdp_size=2`.",
+    "zero3": "DeepSpeed ZeRO-3, 2 processes (gloo): optimizer states, gradients and parameters sharded over 2. "
+    "Requested by `ACCELERATE_DEEPSPEED_ZERO_STAGE=3`.",
+    "tp_fsdp2": "Tensor parallelism x FSDP2, 4 processes (gloo): layers split over 2, parameters sharded over 2 when "
+    "they were loaded. Requested by `distributed_config.tp_size=2` and `distributed_config.fsdp_size=2`.",
 }
 
 
@@ -146,7 +146,7 @@ def test_the_plan_names_one_process(workshop: Workshop, tmp_path: Path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, __file__, str(tmp_path)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-4000:]
-    assert run.stdout.splitlines()[-1] == "one process (cpu)."
+    assert run.stdout.splitlines()[-1] == "One process (cpu)."
 
 
 if __name__ == "__main__":

@@ -308,7 +308,7 @@ STAY = {
     "dropout": ({"setup": "lora", "lora": {"lora_dropout": 0.1}}, "not shared in training"),
     "no step in common": (
         {"gradient_accumulation_steps": 3, "steps_per_generation": 4},
-        "`gradient_accumulation_steps`=3, `steps_per_generation`=4",
+        "`gradient_accumulation_steps=3`, `steps_per_generation=4`",
     ),
     "streaming": ({"streaming": True, "prompts": 8}, "streaming data set"),
 }
@@ -402,9 +402,10 @@ def test_the_plan_says_what_becomes_of_the_order(workshop: Workshop, tmp_path: P
 
     action, reason = decided(case_of(4, 2))
     assert action == "run"
-    assert "within 2 micro-batches" in reason
-    assert decided(case_of(4, 2, keep=False)) == ("skip", "rows in TRL's order: `keep_groups_together=False`.")
-    assert decided(case_of(2, 1)) == ("skip", "rows in TRL's order: a generation batch is one micro-batch.")
+    assert "kept together" in reason
+    order = "Completions stay in TRL's order"
+    assert decided(case_of(4, 2, keep=False)) == ("skip", f"{order}: `keep_groups_together=False`.")
+    assert decided(case_of(2, 1)) == ("skip", f"{order}: a generation batch is one micro-batch.")
     own = replace(OURS, grpo_trainer=_with_own_loss(OURS.grpo_trainer))
     action, reason = decided(case_of(4, 2, keep=None), own)
     assert action == "skip"

@@ -181,9 +181,12 @@ REFUSED = {
     "entropy bonus": ({"entropy_coef": 0.05}, "entropy bonus"),
     "router loss": ({"model": "experts"}, "router loss"),
     "entropy quantile": ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2"),
-    "lomo": ({"optim": "lomo"}, "`lomo` steps in every backward"),
-    "adalomo": ({"optim": "adalomo"}, "`adalomo` steps in every backward"),
-    "layerwise": ({"optim": "galore_adamw_layerwise"}, "`galore_adamw_layerwise` steps in every backward"),
+    "lomo": ({"optim": "lomo"}, "`lomo` would step after the backward of each part"),
+    "adalomo": ({"optim": "adalomo"}, "`adalomo` would step after the backward of each part"),
+    "layerwise": (
+        {"optim": "galore_adamw_layerwise"},
+        "`galore_adamw_layerwise` would step after the backward of each part",
+    ),
 }
 
 

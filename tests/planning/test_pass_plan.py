@@ -1,6 +1,7 @@
 """GRPO's plan: what `explain()` says of each pass, that it is logged once, and which arguments it refuses."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from drop_in_cases import Case
 from run_losses import Record, Trainers, build
 from tiny import Workshop
 from trl_ext.compat import CORRECTS_TRUNCATED_SAMPLING
-from trl_ext.planning.plan import Plan
+from trl_ext.planning.plan import Decision, Plan
 
 OURS = Trainers.of(trl_ext)
 
@@ -43,22 +44,22 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     "on-policy": (
         {},
         {
-            "policy": ("run", "all but dead rows"),
-            "old policy": ("reuse", "training forward"),
-            "reference": ("skip", "beta is 0"),
+            "policy": ("run", "zero-advantage and fully masked completions are skipped"),
+            "old policy": ("reuse", "as in TRL"),
+            "reference": ("skip", "`beta` is 0"),
         },
     ),
-    "iterations": ({"num_iterations": 2}, {"old policy": ("reuse", "remembered for the later iterations")}),
+    "iterations": ({"num_iterations": 2}, {"old policy": ("reuse", "kept for the later iterations")}),
     "misaligned": (
         {"gradient_accumulation_steps": 3, "steps_per_generation": 4, "per_device_train_batch_size": 4},
         {"old policy": ("reuse", "scored just before")},
     ),
     "beta": (
         {"setup": "ref_model", "beta": 0.1},
-        {"policy": ("run", "KL term (beta=0.1)"), "reference": ("run", "once for each generation batch")},
+        {"policy": ("run", "KL term (`beta=0.1`)"), "reference": ("run", "each generation batch once")},
     ),
     "entropy bonus": ({"entropy_coef": 0.05}, {"policy": ("run", "entropy bonus")}),
-    "entropy quantile": ({"top_entropy_quantile": 0.2}, {"policy": ("run", "top_entropy_quantile=0.2")}),
+    "entropy quantile": ({"top_entropy_quantile": 0.2}, {"policy": ("run", "`top_entropy_quantile=0.2`")}),
     "router loss": ({"model": "experts"}, {"policy": ("run", "router loss")}),
     "vllm": ({"vllm": True, "rollout": "sampler"}, {"old policy": ("reuse", "ratio to the sampler")}),
 }
@@ -80,11 +81,67 @@ def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
     for pass_name, (action, reason) in decisions.items():
         assert plan[pass_name].action == action
         assert reason in plan[pass_name].reason
-    table = str(plan)
-    assert max(map(len, table.splitlines())) <= 118
+    table = replace(plan, verbose=True).table()
+    assert max(map(len, table.splitlines())) <= 80
     for decision in plan.decisions:
         assert f"{decision.name:<15}{decision.action:<7}{decision.reason.split()[0]}" in table
         assert set(decision.reason.split()) <= set(table.split())
+    shown = [line.split("  ")[0] for line in plan.table().splitlines() if not line.startswith(" ")]
+    assert shown == [decision.name for decision in plan.decisions if not decision.routine]
+    assert {"policy", "packing"} <= set(shown)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, ["policy", "packing"]),
+        ({"num_iterations": 2}, ["policy", "old policy", "packing"]),
+        ({"setup": "lora", "beta": 0.1}, ["policy", "reference", "packing"]),
+        ({"gradient_accumulation_steps": 2, "loss_type": "bnpo"}, ["policy", "micro-batches", "packing"]),
+        (
+            {"gradient_accumulation_steps": 2, "setup": "lora", "lora": {"lora_dropout": 0.1}},
+            ["policy", "packing"],
+        ),
+    ],
+    ids=["defaults", "iterations", "adapter", "bnpo", "dropout"],
+)
+def test_the_table_leaves_out_what_is_as_in_trl(fields: dict[str, Any], shown: list[str], workshop: Workshop) -> None:
+    with built(workshop, **fields) as trainer:
+        rows, every = (
+            [line[:15].rstrip() for line in str(trainer.explain(verbose=x)).splitlines() if line[0] != " "]
+            for x in (False, True)
+        )
+    assert rows == shown
+    assert every == ["engine", "policy", "old policy", "reference", "micro-batches", "packing", "head"]
+
+
+@pytest.mark.parametrize("option", [{"head": "dense"}, {"head_kernels": "torch"}], ids=str)
+def test_a_head_that_was_asked_for_is_in_the_table(option: dict[str, Any], workshop: Workshop) -> None:
+    assert "\nhead  " in str(explained(workshop, option))
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("80", 80), ("300", 100), ("", 80)])
+def test_the_table_is_as_wide_as_the_terminal(columns: str, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)  # as shells set it; without it and a terminal, the width is 80
+    home = os.path.expanduser("~")
+    reason = "A reason of many words, which is longer than any line of the table can be. It goes on and on. Kept."
+    for folder, path in ((f"{home}/{'long/' * 12}name", f"~/{'long/' * 12}name"), (f"{home}-2/x", f"{home}-2/x")):
+        plan = Plan(decisions=(Decision("reference", "reuse", reason, folder=folder),))
+        first, *others = str(plan).splitlines()
+        assert first.startswith("reference      reuse  A reason")
+        assert all(line.startswith(" " * 22) and line[22] != " " for line in others)
+        assert path in others[-1]  # in one piece, whatever its length
+        assert all(len(line) <= widest for line in (first, *others) if path not in line)
+        assert f"Kept: {path}" in " ".join(str(plan).split())
+        assert path not in plan.table(folders=False)
+
+
+def test_dropout_is_said_once(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    with built(workshop, setup="lora", lora={"lora_dropout": 0.1}) as trainer:
+        trainer.train()
+    said = [record.getMessage() for record in caplog.records if record.name == "trl_ext"]
+    assert sum(message.count("dropout is active") for message in said) == 1
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING and "ropout" in record.msg]
 
 
 def test_trls_own_config_has_a_plan_too(workshop: Workshop) -> None:
@@ -97,6 +154,7 @@ def test_trls_own_config_has_a_plan_too(workshop: Workshop) -> None:
 def test_the_plan_is_logged_once_by_the_main_process(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="trl_ext")
     with built(workshop, num_iterations=2) as trainer:
+        assert trainer.args.show_plan
         plan = str(trainer.explain())
         assert not [record for record in caplog.records if record.name == "trl_ext"]
         trainer.train()
@@ -105,6 +163,15 @@ def test_the_plan_is_logged_once_by_the_main_process(workshop: Workshop, caplog:
         assert records[0].levelno == logging.INFO
         assert plan in records[0].getMessage()
         assert str(trainer.explain()) == plan
+
+
+def test_the_plan_can_be_left_out_of_the_log(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="trl_ext")
+    with built(workshop, {"show_plan": False}, vllm=True, rollout="sampler", top_p=0.9) as trainer:
+        trainer.train()
+    records = [record for record in caplog.records if record.name == "trl_ext"]
+    assert [record.levelno for record in records] == [logging.WARNING]  # warnings are given all the same
+    assert "biased" in records[0].getMessage()
 
 
 @pytest.mark.parametrize(
@@ -191,14 +258,14 @@ DROPOUT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("where", DROPOUT)
 def test_active_dropout_is_named(where: str, workshop: Workshop) -> None:
-    reason = explained(workshop, **DROPOUT[where])["old policy"].reason
+    reason = explained(workshop, **DROPOUT[where], num_iterations=2)["old policy"].reason
     assert "same distribution" in reason
     assert "other random draws" in reason
 
 
 @pytest.mark.parametrize("fields", [{}, {"disable_dropout": True, **DROPOUT["module"]}], ids=["none", "disabled"])
 def test_dropout_that_is_not_active_is_not_named(fields: dict[str, Any], workshop: Workshop) -> None:
-    assert "ropout" not in explained(workshop, **fields)["old policy"].reason
+    assert "ropout" not in explained(workshop, **fields, num_iterations=2)["old policy"].reason
 
 
 def test_with_dropout_the_training_forward_is_reused(workshop: Workshop) -> None:

@@ -240,7 +240,7 @@ def test_the_users_reference_log_probs_are_used(workshop, tmp_path):
         assert sum(logged(subject, "skipped/tokens")) == total(tokens.with_gradient)
         subject.evaluate()  # whose rows have none
         assert len(tokens.without) == 4
-    assert "Rows of `train_dataset` bring theirs" in str(subject.explain())
+    assert "Rows of `train_dataset` have their own" in subject.explain()["reference"].reason
     # And no weight is hashed
     assert "kept in memory" in trainer(workshop, tmp_path, data=data).explain()["reference"].reason
 
@@ -402,7 +402,9 @@ def test_the_plan_says_what_the_reference_is_and_where_its_values_lie(workshop, 
     adapted = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     adapted = PeftModel.from_pretrained(adapted, workshop.adapter("untied"), is_trainable=True)
     kinds = [
-        ({}, "a separate model"),
+        ({}, "a copy of the policy before training"),
+        ({"policy": AutoModelForCausalLM.from_pretrained(workshop.model("untied"))}, "loaded a second time"),
+        ({"ref_model": AutoModelForCausalLM.from_pretrained(workshop.model("untied", seed=1))}, "given as `ref_model`"),
         ({"peft_config": lora_config()}, "the base model, with the adapter off"),
         ({"policy": adapted}, 'the frozen adapter "ref"'),
         ({"precompute_ref_log_probs": True}, "the policy as it is before training"),
@@ -410,7 +412,7 @@ def test_the_plan_says_what_the_reference_is_and_where_its_values_lie(workshop, 
     for options, words in kinds:
         text = " ".join(str(trainer(workshop, tmp_path, **options).explain()).split())
         assert words in text
-        assert f"kept in {tmp_path / 'datasets' / 'trl_ext_reference_log_probs'}" in text
+        assert f"kept on disk: {tmp_path / 'datasets' / 'trl_ext_reference_log_probs'}" in text
     subject = trainer(workshop, tmp_path, reference_store="memory")
     with caplog.at_level(logging.INFO, "trl_ext"):
         subject.train()

@@ -1,7 +1,6 @@
 """What `trl-ext explain` says of a run, and what the same arguments then feed, counted at the input embeddings."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,18 +125,26 @@ def run_of(method: str, more: list[str], workshop: Workshop, folder: Path) -> Ru
     return Run(method, [*options, *more], data, folder / "data")
 
 
-def explained(run: Run, capsys: pytest.CaptureFixture) -> dict[str, tuple[str, str]]:
-    """The rows of the plan that `trl-ext explain` prints: action and reason of each."""
-    with _reward(Happened(), "id"):
+def explained(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> dict[str, tuple[str, str]]:
+    """Action and reason of each row of the plan that `trl-ext explain` prints, and of those that it leaves out."""
+    trainers: list[Any] = []
+    build = training.build
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        trainers.append(build(*args, **kwargs))
+        return trainers[0]
+
+    with monkeypatch.context() as patched, _reward(Happened(), "id"):
+        patched.setattr(training, "build", kept)
         assert main(["explain", run.method, *run.arguments]) == 0
-    rows: list[list[str]] = []
-    for line in capsys.readouterr().out.splitlines():
-        row = re.fullmatch(r"(\S.{14})(run|skip|reuse) +(.*)", line)
-        if row is not None:
-            rows.append([x.strip() for x in row.groups()])
-        elif line.startswith(" " * 22):
-            rows[-1][2] += f" {line.strip()}"
-    return {name: (action, reason) for name, action, reason in rows}
+    printed = capsys.readouterr().out
+    assert any(str(trainers[0].explain(verbose=verbose)) in printed for verbose in (False, True))
+    return rows_of(trainers[0])
+
+
+def rows_of(trainer: Any) -> dict[str, tuple[str, str]]:
+    """Action and reason of each row of a trainer's plan."""
+    return {row.name: (row.action, row.reason) for row in trainer.explain().decisions}
 
 
 def happened(run: Run, monkeypatch: pytest.MonkeyPatch, reward: str) -> Happened:

@@ -96,8 +96,8 @@ def rows() -> tuple[tuple[str, str], ...]:
 
 
 def counts_work(key: str) -> bool:
-    """Return whether a metric counts processed, scored or skipped work, which depends on how a batch is split."""
-    return key.removeprefix("eval_").startswith(("skipped/", "tokens_fed/", "head/"))
+    """Whether a metric counts what was processed, scored or skipped, which depends on how a batch is cut."""
+    return key.removeprefix("eval_").startswith(("skipped/", "tokens_processed/", "head/"))
 
 
 def may_differ(key: str, case: Case, situation: Situation) -> bool:

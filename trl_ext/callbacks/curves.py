@@ -2,6 +2,7 @@
 
 import os
 import re
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,24 @@ FIGURES: dict[str, dict[str, Series]] = {
         "loss": _both("loss"),
         "reward": _both("reward"),
         "reward margin": _both("rewards/margins"),
-        "pairs whose chosen is preferred (share)": _both("rewards/accuracies"),
+        "pairs where chosen is preferred (share)": _both("rewards/accuracies"),
         "KL to the reference (nats a token)": _both("kl"),
         "entropy (nats a token)": _both("entropy"),
-        "norm of the gradient": [("grad_norm", "training")],
+        "gradient norm": [("grad_norm", "training")],
     },
     "completion_lengths.png": {
-        "length of completions (tokens)": [
+        "completion length (tokens)": [
             ("completions/max_length", "longest"),
             ("completions/mean_length", "mean"),
             ("completions/min_length", "shortest"),
         ],
-        "completions that were cut (share)": [("completions/clipped_ratio", "training")],
+        "truncated completions (share)": [("completions/clipped_ratio", "training")],
     },
     "importance_ratios.png": {
-        "ratios policy / old policy that were clipped (share)": [
-            ("clip_ratio/region_mean", "either side"),
-            ("clip_ratio/low_mean", "below"),
-            ("clip_ratio/high_mean", "above"),
+        "clipped ratios, policy / old policy (share)": [
+            ("clip_ratio/region_mean", "at either bound"),
+            ("clip_ratio/low_mean", "at the lower bound"),
+            ("clip_ratio/high_mean", "at the upper bound"),
         ],
         "ratio policy / sampler": [
             ("sampling/importance_sampling_ratio/max", "largest"),
@@ -52,10 +53,10 @@ class CurvesCallback(TrainerCallback):
     """Plots the logs at each save and at the end of training, for runs without a dashboard.
 
     The first process writes `learning_curves.png`, and with GRPO `completion_lengths.png` and `importance_ratios.png`.
-    A resumed run plots the logs of the whole run. It needs matplotlib.
+    A resumed run plots the logs of the whole run. Needs matplotlib.
 
     Args:
-        folder (`str`, *optional*): where to write them; `None` is `output_dir`.
+        folder (`str`, *optional*): where to write them. `None`: `output_dir`.
 
     Raises:
         `ImportError`: matplotlib is not installed.
@@ -79,7 +80,7 @@ class CurvesCallback(TrainerCallback):
 
 
 def draw(logs: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write the figures that `logs` have data for; the paths of those."""
+    """Write the figures that `logs` have data for, and return their paths."""
     written = []
     for file, plots in FIGURES.items():
         if "reward" in plots:
@@ -92,7 +93,7 @@ def draw(logs: list[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _reward_functions(logs: list[dict[str, Any]]) -> dict[str, Series]:
-    """The plot of GRPO's reward functions, if there are several."""
+    """A plot of GRPO's reward functions, if there are several."""
     found = (re.fullmatch(r"rewards/(.+)/mean", name) for entry in logs for name in entry)
     series = {match[0]: match[1] for match in found if match}
     return {"reward of each function": list(series.items())} if len(series) > 1 else {}
@@ -112,8 +113,10 @@ def _figure(plots: dict[str, dict[str, list[tuple[int, float]]]], path: Path) ->
     figure = Figure(figsize=(5, 0.5 + 1.9 * len(plots)), layout="constrained")
     every = figure.subplots(len(plots), sharex=True, squeeze=False)[:, 0]
     for axes, (title, lines) in zip(every, plots.items(), strict=True):
-        for label, points in lines.items():
-            axes.plot(*zip(*points, strict=True), label=label, marker="." if len(points) < 30 else None)
+        # Lines that coincide stay visible: the first is solid
+        for (label, points), style in zip(lines.items(), cycle(("-", "--", ":")), strict=False):
+            marker = "." if len(points) < 30 else None
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker, linestyle=style)
         axes.set_title(title, loc="left", fontsize="medium")
         axes.grid(alpha=0.3)
         if "(share)" in title:

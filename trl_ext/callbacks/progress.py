@@ -3,15 +3,16 @@
 import logging
 import os
 import time
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
 from transformers import ProgressCallback
 
 logger = logging.getLogger("trl_ext")
 
-_TOKENS = ("tokens_fed/with_gradient", "tokens_fed/without_gradient")
-_SINGULAR = {"rows": "row", "passes": "pass"}
+_TOKENS = ("tokens_processed/with_gradient", "tokens_processed/without_gradient")
 
 
 def show(message: str) -> None:
@@ -23,21 +24,34 @@ def show(message: str) -> None:
     logger.info(message)
 
 
-def add_to_model_card(card: Path, args: Any, changed: dict[str, Any], plan: Any) -> None:
-    """Append a section with the plan, the loss and the `changed` fields of the config to a model card."""
+def add_to_model_card(card: Path, args: Any, changed: dict[str, Any], plan: str) -> None:
+    """Add the plan, the loss and the `changed` fields of the config to a model card, before its citations.
+
+    The card may be published, so folders are left out.
+    """
     settings = {"loss_type": args.loss_type, "loss_weights": getattr(args, "loss_weights", None)}
-    settings |= {"beta": args.beta, **changed}
+    settings |= {"beta": args.beta, **changed, "reference_store_dir": None}
     lines = "\n".join(f"- `{name}`: `{value!r}`" for name, value in settings.items() if value is not None)
-    section = (
-        f"## What ran in training\n\nWith trl_ext's trainers, and these settings:\n\n{lines}\n\n```\n{plan}\n```\n"
-    )
+    section = f"## What ran in training\n\nTrained with {_project()} and:\n\n{lines}\n\n```\n{plan}\n```"
+    text, heading, citations = card.read_text(encoding="utf-8").rstrip().partition("\n## Citations\n")
     unfinished = card.with_suffix(".unfinished")
-    unfinished.write_text(f"{card.read_text(encoding='utf-8').rstrip()}\n\n{section}", encoding="utf-8")
+    unfinished.write_text(f"{text.rstrip()}\n\n{section}\n{heading}{citations}".rstrip() + "\n", encoding="utf-8")
     os.replace(unfinished, card)
 
 
+def _project() -> str:
+    """Name and version of this package, with a link if its metadata has one."""
+    try:
+        about = metadata("trl_ext")
+    except PackageNotFoundError:  # it runs from a folder
+        return "trl_ext"
+    urls = dict(x.split(", ", 1) for x in about.get_all("Project-URL") or ())
+    url = next((urls[name] for name in ("Homepage", "Repository", "Source") if name in urls), None)
+    return f"{'trl_ext' if url is None else f'[trl_ext]({url})'} {about['Version']}"
+
+
 class ThroughputProgress(ProgressCallback):  # type: ignore[misc]
-    """Transformers' progress bar, followed by the throughput between the last two logs."""
+    """Transformers' progress bar, followed by the speed between the last two logs."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
@@ -48,16 +62,17 @@ class ThroughputProgress(ProgressCallback):  # type: ignore[misc]
         if self.training_bar is None or not any(name in logs for name in _TOKENS):
             return
         now = time.monotonic()
-        self.training_bar.set_postfix_str(with_throughput(logs, now - self._logged_at))
+        self.training_bar.set_postfix_str(throughput(logs, now - self._logged_at))
         self._logged_at = now
 
 
-def with_throughput(logs: dict[str, float], seconds: float) -> str:
-    """The text after the bar: tokens are those of all processes, and `seconds` include generation and optimizer."""
-    fed = sum(logs.get(name, 0.0) for name in _TOKENS)
-    skipped = {name: logs[f"skipped/{name}"] for name in ("tokens", "rows", "passes") if logs.get(f"skipped/{name}")}
-    text = f"{fed / max(seconds, 1e-9):,.0f} tokens/s"
-    if "tokens" in skipped:
-        text += f", {skipped['tokens'] / (skipped['tokens'] + fed):.0%} of TRL's tokens skipped"
-    rest = [f"{n:.0f} {_SINGULAR[name] if n == 1 else name}" for name, n in skipped.items() if name in _SINGULAR]
-    return text + (f" ({', '.join(rest)})" if rest else "")
+def throughput(logs: dict[str, float], seconds: float) -> str:
+    """The text after the bar: tokens that TRL would have processed a second, and the share that was skipped.
+
+    Tokens are those of all processes; `seconds` include generation and optimizer. It is short, so that the bar stays a
+    bar at 80 columns.
+    """
+    skipped = logs.get("skipped/tokens", 0.0)
+    tokens = skipped + sum(logs.get(name, 0.0) for name in _TOKENS)
+    text = f"{tqdm.format_sizeof(tokens / max(seconds, 1e-9))} tok/s"
+    return f"{text}, {skipped / tokens:.0%} skipped" if skipped > 0 else text

@@ -8,7 +8,12 @@ from .plan import Decision, Plan
 Source = Literal["store", "pass", "nothing"]
 
 # A reference that is not the policy with another adapter or other values
-REFERENCES = {"model": "a separate model", "initial": "the policy as it is before training"}
+REFERENCES = {
+    "model": "the model given as `ref_model`",
+    "copy": "a copy of the policy before training",
+    "loaded": "the policy's checkpoint, loaded a second time",
+    "initial": "the policy as it is before training",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +24,7 @@ class DPOFacts:
     best_metric: str | None  # `metric_for_best_model`
     reference: str  # a key of `REFERENCES`, or which weights of a PEFT policy are the reference
     datasets: tuple[str, ...]  # names of the data sets that are known
-    with_columns: tuple[str, ...]  # those whose rows bring the user's own reference log-probs
+    with_columns: tuple[str, ...]  # those whose rows have the user's own reference log-probs
     precompute: bool  # `precompute_ref_log_probs`
     storage: str  # "disk", "memory" or "off"
     folder: str  # of the store on disk
@@ -47,52 +52,52 @@ class DPOPlan(Plan):
 def plan_dpo(facts: DPOFacts) -> DPOPlan:
     """The plan that follows from `facts`."""
     names = " and ".join(f"`{name}`" for name in facts.with_columns)
-    columns = f"Rows of {names} bring theirs in `ref_chosen_logps` and `ref_rejected_logps`. " if names else ""
+    columns = f"Rows of {names} have their own log-probs (`ref_chosen_logps`, `ref_rejected_logps`). " if names else ""
     only_columns = bool(names) and set(facts.with_columns) == set(facts.datasets)
     if only_columns:
-        # The store may never be needed: nothing is hashed for it
+        # The store may never be needed, so nothing is hashed for it
         facts = replace(facts, storage=facts.storage.replace("disk", "memory"))
     source, reference, durable = _reference(facts)
-    policy = Decision("policy", "run", "its gradient trains it, and evaluation needs its loss.")
+    policy = Decision("policy", "run", "Scores every pair, as in TRL.", routine=True)
+    others = f"For other data: {reference.reason[0].lower()}{reference.reason[1:]}"
     if only_columns:
-        reason = f"{columns}For other data, given to `evaluate()`: {reference.reason}"
-        reference = Decision("reference", "reuse", reason)
+        reference = Decision("reference", "reuse", f"{columns}{others}")
     elif facts.own_loss is not None:
-        left = f"left to {facts.own_loss}, which does not call `super().compute_loss(...)`."
+        left = f"Left to {facts.own_loss}, which does not call `super().compute_loss(...)`."
         policy, reference = Decision("policy", "run", left), Decision("reference", "run", left)
-    else:
-        reference = Decision("reference", reference.action, columns + reference.reason)
+    elif columns:
+        reference = replace(reference, reason=f"{columns}{others}")
     return DPOPlan(decisions=(policy, reference), facts=facts, source=source, durable=durable)
 
 
 def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:
-    """For batches without user columns; the last is whether the store outlives the run."""
+    """Source and decision for batches without user columns, and whether the store outlives the run."""
     needed = ""
     if set(facts.loss_types) == {"sft"}:
         if "rewards/" not in (facts.best_metric or ""):
             reason = (
-                'the loss `["sft"]` does not read it. The metrics `rewards/*` are absent from the logs; naming one of '
-                "them in `metric_for_best_model` brings them back."
+                "The loss type 'sft' does not need it. The logs have no `rewards/*`, unless `metric_for_best_model` is "
+                "one of them."
             )
             return "nothing", Decision("reference", "skip", reason), False
-        needed = f"needed for `metric_for_best_model={facts.best_metric!r}`; "
-    what = f"{needed}it is {REFERENCES.get(facts.reference, facts.reference)}"
+        needed = f"Needed for `metric_for_best_model={facts.best_metric!r}`. "
+    what = f"{needed}The reference ({REFERENCES.get(facts.reference, facts.reference)})"
     against = '`reference_store="off"`' if facts.storage == "off" else facts.not_storable
     # Precomputed, the reference is what it is before training, whatever happens to it later
     if against is None and not facts.precompute:
         against = facts.drifts or facts.varies
     if against is not None:
-        return "pass", Decision("reference", "run", f"{what}, run on every micro-batch, because {against}."), False
+        reason = f"{what} runs on every micro-batch, as in TRL, because {against}."
+        return "pass", Decision("reference", "run", reason), False
     # Values that vary belong to this run alone
     durable = facts.storage == "disk" and not facts.varies and not facts.uncacheable
-    place = "and its per-token values are kept in memory"
+    when = "before training starts" if facts.precompute else "when it first appears"
     if durable:
-        place = (
-            f"unless an earlier run with the same reference has done so; per-token values are kept in {facts.folder} "
-            "for later runs"
-        )
+        when += " or in an earlier run"
+        place = "on disk"
     elif facts.storage == "disk":
-        place += f", for this run only, because {facts.varies or facts.uncacheable}"
-    when = "before training" if facts.precompute else "when it first appears"
-    reason = f"{what}, and does not change. Each sequence is scored once, {when}, {place}."
-    return "store", Decision("reference", "reuse", reason), durable
+        place = f"in memory, for this run only, because {facts.varies or facts.uncacheable}"
+    else:
+        place = "in memory"
+    reason = f"{what} scores each sequence once, {when}. The log-probs are kept {place}."
+    return "store", Decision("reference", "reuse", reason, folder=facts.folder if durable else None), durable

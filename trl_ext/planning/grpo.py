@@ -11,7 +11,7 @@ from .non_finite import steps_in_backward
 from .plan import Decision, Plan
 from .sampler_ratio import RatioRule
 
-_DROPOUT = " Dropout is active: same distribution as a separate pass, other random draws."
+_DROPOUT = " Dropout is active: a separate pass would have other random draws of the same distribution."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class GRPOFacts:
     shares_prompts: bool  # rows of one forward share their prompt in training
     of_sequences: bool  # one importance ratio per completion, instead of one per token
     kl_times_ratio: bool  # the KL term is multiplied by the ratio
-    normalized_over_batch: bool  # an advantage depends on other groups of its generation batch
+    normalized_over_batch: bool  # an advantage depends on other groups of the generation batch
     own_reference: str | None  # which weights of a PEFT policy are the reference
     # Terms of the loss that read every row
     has_entropy_bonus: bool
@@ -88,9 +88,9 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     warnings = []
     if facts.sampler_ratio is not None and facts.truncated_sampling:
         warnings.append(
-            f"The importance ratio to the sampler is biased: {', '.join(facts.truncated_sampling)} cut(s) the "
-            "distribution that completions are drawn from, while the policy's log-probs are those of the whole "
-            "distribution. Sample without them, or set `vllm_importance_sampling_correction=False`."
+            "The importance ratio to the sampler is biased: completions are drawn from a truncated distribution "
+            f"({', '.join(facts.truncated_sampling)}), and the policy's log-probs are those of the full one. Sample "
+            "without truncation, or set `vllm_importance_sampling_correction=False`."
         )
     return GRPOPlan(
         decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts), _in_parts(facts, micro_batches)),
@@ -115,15 +115,15 @@ def _check_options(facts: GRPOFacts) -> None:
     if facts.force_on_policy_ratio and (rollout != training or facts.num_iterations != 1):
         raise ValueError(
             "`force_on_policy_ratio=True` trains each completion only on the weights that sampled it, but the "
-            f"rollout batch has {rollout} completions (`steps_per_generation`={facts.steps_per_generation}), the "
-            f"training batch {training} (`gradient_accumulation_steps`={facts.gradient_accumulation_steps}), and each "
-            f"is used {facts.num_iterations} time(s) (`num_iterations`). Set `steps_per_generation` to "
+            f"rollout batch has {rollout} completions (`steps_per_generation={facts.steps_per_generation}`), the "
+            f"training batch has {training} (`gradient_accumulation_steps={facts.gradient_accumulation_steps}`), and "
+            f"`num_iterations` is {facts.num_iterations}. Set `steps_per_generation` to "
             f"{facts.gradient_accumulation_steps} and `num_iterations` to 1, or leave `force_on_policy_ratio` off."
         )
     if facts.trust_sampling_log_probs and not facts.sampler_gives_log_probs:
         raise ValueError(
             "`trust_sampling_log_probs=True` uses the sampler's log-probs as the old policy's, but neither vLLM "
-            "(`use_vllm=True`) nor a `rollout_func` is there to give them. Leave it off."
+            "(`use_vllm=True`) nor a `rollout_func` provides them. Leave it off."
         )
     if facts.trust_sampling_log_probs and facts.bypasses_loss:
         raise ValueError(
@@ -155,78 +155,88 @@ def _reads_every_row(facts: GRPOFacts) -> bool:
 
 def _zero_advantage_reason(facts: GRPOFacts) -> str | None:
     """Why a zero-advantage row can have a gradient all the same, or takes part in that of others."""
-    if facts.has_own_loss:
-        return "this trainer overrides the loss, which may send a gradient through them"
+    if _reads_every_row(facts):
+        return _every_row_reason(facts)
     if facts.beta != 0.0:
-        return f"the KL term (beta={facts.beta}) sends a gradient through them"
+        return f"the KL term (`beta={facts.beta}`) sends a gradient through them"
     if facts.has_entropy_bonus:
         return "the entropy bonus sends a gradient through them"
+    if facts.top_entropy_quantile < 1.0:
+        return f"their entropies count in the quantile (`top_entropy_quantile={facts.top_entropy_quantile}`)"
+    return None
+
+
+def _every_row_reason(facts: GRPOFacts) -> str:
+    """Why fully masked rows can change the gradient too."""
+    if facts.has_own_loss:
+        return "this trainer overrides the loss, which may send a gradient through any of them"
     if facts.has_router_loss:
         return "the router loss counts their tokens"
-    if facts.trains_expert_modules:
-        return "an expert that only they reach has a gradient of 0 in TRL, not none"
-    if facts.top_entropy_quantile < 1.0:
-        return f"their entropies count in the quantile (top_entropy_quantile={facts.top_entropy_quantile})"
-    return None
+    return "TRL gives an expert that only such completions reach a gradient of 0, instead of none"
 
 
 def _policy(facts: GRPOFacts) -> Decision:
     reason = _zero_advantage_reason(facts)
     if _reads_every_row(facts):
-        rows = f"every row, dead ones too: {reason}."
+        rows = f"Every completion runs, zero-advantage and fully masked ones too: {reason}."
     elif reason is not None:
-        rows = f"rows with a token in the loss, zero-advantage completions too: {reason}."
+        rows = f"Zero-advantage completions run, because {reason}. Fully masked ones are skipped."
     else:
-        equal = "count as zero-advantage (`zero_advantages_of_equal_rewards`)"
+        images = " (except in batches with images)" if facts.has_images else ""
+        equal = "counts as zero-advantage (`zero_advantages_of_equal_rewards`)"
         if not facts.zero_advantages_of_equal_rewards:
-            equal = "keep the rounding noise of TRL's advantages (`zero_advantages_of_equal_rewards` is off)"
-        images = " Batches with images run whole." if facts.has_images else ""
+            equal = "keeps the rounding noise of TRL's advantages (`zero_advantages_of_equal_rewards=False`)"
         rows = (
-            "all but dead rows (zero advantage, or no token in the loss), and at least one row on every rank. Groups "
-            f"whose rewards are all identical {equal}. Evaluation runs every row.{images}"
+            f"In training, zero-advantage and fully masked completions are skipped{images}, because their gradient is "
+            f"zero. A group whose rewards are all equal {equal}."
         )
     if facts.max_draws > 1:
-        rows += f" Dead groups are replaced first, from up to {facts.max_draws} draws (`dynamic_sampling`)."
+        rows += f" Zero-advantage groups are replaced first, from up to {facts.max_draws} draws (`dynamic_sampling`)."
     return Decision("policy", "run", rows)
 
 
 def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     if facts.trust_sampling_log_probs:
         reason = (
-            "the sampler's log-probs replace it (`trust_sampling_log_probs`). An approximation: their distance from "
-            "the policy's is a bias that nothing corrects."
+            "The sampler's log-probs replace the old policy's (`trust_sampling_log_probs`). This is an approximation: "
+            "their difference biases the ratio."
         )
         return Decision("old policy", "skip", reason)
     trl_scores = misaligned or facts.sampler_ratio is not None
+    aligned = "as in TRL, because generation and optimizer steps are aligned."
     if facts.bypasses_loss and not trl_scores:
-        return Decision("old policy", "skip", "as in TRL: each micro-batch trains the weights that sampled it.")
-    if (facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss) and trl_scores:
+        return Decision("old policy", "skip", f"Not needed, {aligned}", routine=True)
+    if not trl_scores and not facts.force_on_policy_ratio:
+        return Decision("old policy", "reuse", f"The training forward's log-probs are used, {aligned}", routine=True)
+    if trl_scores and (facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss):
         overridden = "`_generate_and_score_completions`, which may read or change the log-probs"
         if facts.buffers_batches:
             overridden = "`_prepare_inputs`, and buffers batches itself"
         if facts.bypasses_loss:
             overridden = "`compute_loss` without `super().compute_loss(...)`"
-        return Decision("old policy", "run", f"every generation batch, as in TRL: this trainer overrides {overridden}.")
-    reused = "the log-probs of the training forward, detached, while the weights are those that sampled the micro-batch"
+        reason = f"Runs on every generation batch, as in TRL, because this trainer overrides {overridden}."
+        return Decision("old policy", "run", reason)
+    reused = "The training forward's log-probs are used while the weights are those that sampled the completions"
     if facts.force_on_policy_ratio:
-        reused += "; here always, so the ratio is exactly 1 (`force_on_policy_ratio`)"
-    if facts.num_iterations > 1 and trl_scores:
-        reused += "; remembered for the later iterations"
+        reused = "The training forward's log-probs are used, so the ratio is exactly 1 (`force_on_policy_ratio`)"
+    if facts.num_iterations > 1:
+        reused += ", and kept for the later iterations"
+    if facts.sampler_ratio is not None:
+        reused += "; the ratio to the sampler is computed from them"
+    reused += "."
     # Where an optimizer step takes whole generation batches, none waits; a streaming epoch may end inside one
     slices_wait = facts.gradient_accumulation_steps % facts.steps_per_generation != 0 or not facts.epoch_is_known
     if misaligned and facts.steps_per_generation > 1 and slices_wait:
-        reused += "; micro-batches of the generation batch that come after an optimizer step are scored just before it"
-    if facts.sampler_ratio is not None:
-        reused += "; the ratio to the sampler is formed from them"
-    return Decision("old policy", "reuse", f"{reused}.{_DROPOUT if facts.active_dropout else ''}")
+        reused += " Micro-batches that train only after an optimizer step are scored just before it."
+    return Decision("old policy", "reuse", f"{reused}{_DROPOUT if facts.active_dropout else ''}")
 
 
 def _reference(facts: GRPOFacts) -> Decision:
     if facts.beta == 0.0:
-        return Decision("reference", "skip", "beta is 0: no KL term.")
-    weights = "" if facts.own_reference is None else f" It is {facts.own_reference}."
-    rows = f"rows with a token in the loss, once for each generation batch: the KL term (beta={facts.beta}).{weights}"
-    return Decision("reference", "run", rows)
+        return Decision("reference", "skip", "Not needed: `beta` is 0, so there is no KL term.", routine=True)
+    what = "The reference" if facts.own_reference is None else f"The reference ({facts.own_reference})"
+    reason = f"{what} scores each generation batch once, for the KL term (`beta={facts.beta}`)."
+    return Decision("reference", "run", reason, routine=facts.own_reference is None)
 
 
 def _micro_batches(facts: GRPOFacts) -> Decision:
@@ -234,34 +244,36 @@ def _micro_batches(facts: GRPOFacts) -> Decision:
     reason = _order_reason(facts)
     if reason is None:
         kept = (
-            f"a group's rows are kept together, as far as there is room, within {_micro_batches_of_a_step(facts)} "
-            "micro-batches of the same optimizer step: fewer prompts are computed, and the step's gradient is the "
-            "same. Per-micro-batch metrics are averaged over different micro-batches."
+            "The completions of a group are kept together in a micro-batch where there is room, so fewer prompts are "
+            "computed. The gradient of the optimizer step is the same; averages over micro-batches in the logs can "
+            "differ."
         )
         return Decision("micro-batches", "run", kept)
     if facts.keep_groups_together and facts.steps_per_generation > 1:
         raise ValueError(
             f"`keep_groups_together=True` is not supported here: {reason}. Leave `keep_groups_together` at None, "
-            "which then takes TRL's order."
+            "which then keeps TRL's order."
         )
-    return Decision("micro-batches", "skip", f"rows in TRL's order: {reason}.")
+    nothing_to_save = facts.steps_per_generation == 1 or not facts.shares_prompts
+    return Decision("micro-batches", "skip", f"Completions stay in TRL's order: {reason}.", routine=nothing_to_save)
 
 
 def _in_parts(facts: GRPOFacts, decision: Decision) -> Decision:
     budget = facts.max_tokens_per_micro_batch
     if budget is None:
         return decision
-    reason, consequence = _micro_batch_reason(facts), "parts of a micro-batch have another gradient"
+    reason = _micro_batch_reason(facts)
+    if reason is not None and not facts.has_images:
+        reason += ", so parts of a micro-batch would have another gradient"
     if steps_in_backward(facts.optimizer):
-        reason = f"the optimizer `{facts.optimizer}` steps in every backward"
-        consequence = "it would step after each part of a micro-batch"
+        reason = f"the optimizer `{facts.optimizer}` would step after the backward of each part of a micro-batch"
     if reason is not None:
         raise ValueError(
-            f"`max_tokens_per_micro_batch={budget}` is not supported here: {reason}, so {consequence}. Leave "
+            f"`max_tokens_per_micro_batch={budget}` is not supported here: {reason}. Leave "
             "`max_tokens_per_micro_batch` at None."
         )
-    parts = f" Each micro-batch runs in parts of at most {budget} tokens, each with its own forward and backward."
-    return Decision(decision.name, "run", decision.reason + parts)
+    parts = f"Each micro-batch runs in parts of at most {budget} tokens (`max_tokens_per_micro_batch`)."
+    return Decision(decision.name, "run", parts if decision.routine else f"{decision.reason} {parts}")
 
 
 def _micro_batches_of_a_step(facts: GRPOFacts) -> int:
@@ -277,37 +289,37 @@ def _order_reason(facts: GRPOFacts) -> str | None:
         return "a generation batch is one micro-batch"
     rule = _micro_batch_reason(facts)
     if rule is not None:
-        return f"{rule}, so other micro-batches have another gradient"
+        return rule if facts.has_images else f"{rule}, so other micro-batches would have another gradient"
     if not facts.shares_prompts:
-        return "prompts are not shared in training, so nothing is gained"
+        return "prompts are not shared in training, so another order saves nothing"
     if _micro_batches_of_a_step(facts) == 1:
         return (
             "no two micro-batches of a generation batch are sure to share an optimizer step "
-            f"(`gradient_accumulation_steps`={facts.gradient_accumulation_steps}, "
-            f"`steps_per_generation`={facts.steps_per_generation})"
+            f"(`gradient_accumulation_steps={facts.gradient_accumulation_steps}`, "
+            f"`steps_per_generation={facts.steps_per_generation}`)"
         )
     if not facts.epoch_is_known:
-        return "an epoch of a streaming data set, and an optimizer step with it, ends at an unknown place"
+        return "the epoch of a streaming data set, and with it an optimizer step, can end anywhere"
     if facts.own_step is not None and not facts.keep_groups_together:
         return (
-            f"this trainer overrides `{facts.own_step}`, which may look at a micro-batch as a whole "
-            "(`keep_groups_together=True` says that it does not)"
+            f"this trainer overrides `{facts.own_step}`, which may depend on the whole micro-batch "
+            "(if it does not, set `keep_groups_together=True`)"
         )
     return None
 
 
 def _micro_batch_reason(facts: GRPOFacts) -> str | None:
-    """Why a step's gradient depends on which rows share a micro-batch."""
+    """Why a step's gradient depends on which rows share a micro-batch, or why rows cannot move."""
+    if facts.has_images:
+        return "a batch with images cannot be split by completion"
     if facts.has_own_loss:
-        return "this trainer overrides the loss, which may depend on the rows of a micro-batch"
+        return "this trainer overrides the loss, which may depend on the whole micro-batch"
     if facts.loss_type == "bnpo":
         return "the loss `bnpo` is normalised by the tokens of each micro-batch"
     if facts.has_entropy_bonus:
         return "the entropy bonus is a mean over the tokens of each micro-batch"
     if facts.has_router_loss:
-        return "the router loss is formed for each micro-batch"
+        return "the router loss is computed for each micro-batch"
     if facts.top_entropy_quantile < 1.0:
-        return f"tokens are selected in each micro-batch (top_entropy_quantile={facts.top_entropy_quantile})"
-    if facts.has_images:
-        return "a batch with images is not split by row"
+        return f"tokens are selected within each micro-batch (`top_entropy_quantile={facts.top_entropy_quantile}`)"
     return None

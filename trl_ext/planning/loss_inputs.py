@@ -13,9 +13,9 @@ from .rows import ScoredTokens, loss_mask
 from .sampler_ratio import SamplerRatio
 
 _NOT_REMEMBERED = (
-    "A token is in the loss whose old-policy log-prob was not kept, because its row had a zero advantage and could not "
-    "change the gradient when it was first trained on. Something has changed the advantages since. Change them where "
-    "they are made, in a reward function or right after generation, not between iterations."
+    "A token is in the loss whose old-policy log-prob was not kept: its completion had a zero advantage when it was "
+    "first trained on, and was skipped. Something has changed the advantages since then. Change them in a reward "
+    "function or right after generation, not between iterations."
 )
 
 
@@ -87,7 +87,7 @@ class LossInputs:
         return given
 
     def not_finite(self, inputs: dict[str, Any]) -> dict[int, list[str]]:
-        """The rows with a value that is not finite, and the passes that it comes from."""
+        """The rows with a value that is not finite, and the passes that gave it."""
         values = {
             "policy": self.policy_BC,
             "old policy": self.old_BC,
@@ -143,7 +143,7 @@ def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
         raise ValueError(
             "The completions came without their sampler's log-probs, which the correction to the sampler "
             "(`vllm_importance_sampling_correction`) or `trust_sampling_log_probs` needs: the `rollout_func` returned "
-            "None as `logprobs`. Return them, or switch the option off."
+            "None as `logprobs`. Return the log-probs, or switch the option off."
         )
     log_probs: Tensor = inputs["sampling_per_token_logps"]
     return log_probs

@@ -100,8 +100,8 @@ def grouped_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_
     """The rows in an order in which each unit, the slices of one optimizer step, keeps its rows, and each slice has
     few prompts.
 
-    A unit keeps its order unless the new one has fewer tokens, or a smaller largest slice. It also does if the largest
-    slice would grow, because memory follows it.
+    A unit keeps its order unless the new one has fewer tokens, or as many in a smaller largest slice. It also keeps its
+    order if the largest slice would grow, because memory would too.
     """
     rows = len(tokens.prompt_B)
     size = rows_of_a_slice * micro_batches_per_step
@@ -119,7 +119,7 @@ def grouped_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_
 def _grouped(tokens: RowTokens, unit: list[int], capacity: int) -> list[list[int]]:
     """The rows of a unit in slices of `capacity`: greedy, the largest group first, into the slice with fewest tokens.
 
-    A slice without room for a group takes no other, until groups that fit nowhere fill the rest.
+    A slice without room for a group takes no further group. In the end, groups that fit nowhere fill what is left.
     """
     longest_first = sorted(unit, key=lambda row: -tokens.own_tokens_B[row])
     groups = [piece for group in tokens.by_prompt(longest_first).values() for piece in _pieces(group, capacity)]
@@ -145,7 +145,7 @@ def _grouped(tokens: RowTokens, unit: list[int], capacity: int) -> list[list[int
 
 
 def _pieces(group: list[int], capacity: int) -> Iterator[list[int]]:
-    """A group, sorted by length, in pieces of at most `capacity` rows with about as many tokens a row."""
+    """A group, sorted by length, in pieces of at most `capacity` rows with similar numbers of tokens."""
     full, rest = divmod(len(group), capacity)
     if rest:
         piece, group = _cut(group, rest)

@@ -50,21 +50,21 @@ def steps_in_backward(optimizer: str) -> bool:
 def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str) -> str | None:
     """Why training cannot skip an optimizer step after its backward. `precision` is accelerate's mixed precision."""
     if engine is not None and engine.startswith("DeepSpeed"):
-        return f"{engine} takes its step within the backward"
+        return f"{engine} steps in the backward"
     if steps_in_backward(optimizer):
-        return f"the optimizer `{optimizer}` takes its step within the backward"
+        return f"the optimizer `{optimizer}` steps in the backward"
     if precision == "fp16":
-        return "the gradient scaler of fp16, which skips such steps itself, needs their gradients"
+        return "the gradient scaler of fp16 skips such steps itself, and needs their gradients"
     return None
 
 
 def check_first_rewards(
     rewards_BF: Tensor, gave_nan_B: Tensor, names: Sequence[str], *, infinite_is_watched: bool
 ) -> None:
-    """Raise `ValueError` if a completion of the first generation batch has no finite reward, by mistake.
+    """Raise `ValueError` if a completion of the first generation batch has no finite reward.
 
-    `rewards_BF` of each reward function are NaN where it gave NaN or None, `gave_nan_B` marks NaN: if all give None it
-    is no mistake, and TRL leaves the completion out.
+    `rewards_BF` are NaN where a reward function gave NaN or None; `gave_nan_B` marks NaN. If all functions give None,
+    TRL leaves the completion out, and that is no error.
     """
     unrewarded_B = rewards_BF.isnan().all(dim=1) & gave_nan_B
     infinite_B = rewards_BF.isinf().any(dim=1)

@@ -1,4 +1,4 @@
-"""A micro-batch in parts: which of its rows share a forward that may have so many tokens at most.
+"""A micro-batch in parts: which of its rows share a forward pass that has a maximum number of tokens.
 
 Dimensions: B rows of a micro-batch, R rows that run, C completion tokens.
 """
@@ -24,7 +24,10 @@ class Parts:
 
     @classmethod
     def of(cls, batch: dict[str, Any], scored: ScoredTokens, budget: int, *, packed: bool, shared: bool) -> "Parts":
-        """Few parts of at most `budget` tokens, a prompt's rows in one where there is room; a longer row is alone."""
+        """Few parts of at most `budget` tokens, with a prompt's rows in one part where there is room.
+
+        A row with more tokens gets its own part.
+        """
         tokens = RowTokens.of(batch, scored, packed=packed, shared=shared)
         pieces: list[list[int]] = []
         for group in tokens.by_prompt(scored.rows_R.tolist()).values():
@@ -44,11 +47,11 @@ class Parts:
             yield ScoredTokens(part_R if rows else rows_R[:1], kept_BC)
 
     def at_least(self, count: int) -> "Parts":
-        """`count` parts: those that are missing come first, and have no rows."""
+        """`count` parts: added ones come first, and have no rows."""
         return Parts(self.whole, [[]] * (count - len(self)) + self.rows)
 
     def tokens_left_out(self, batch: dict[str, Any]) -> int:
-        """How many tokens of `batch`, padding included, are in no part; below 0 where rows run again."""
+        """How many tokens of `batch`, padding included, are in no part; negative where parts without rows run more."""
         rows = len(self.whole.tokens_BC)
         return tokens_of(batch) // rows * (rows - sum(len(part) or 1 for part in self.rows))
 
@@ -60,7 +63,7 @@ class Parts:
 
 
 def _best_fit(items: list[tuple[int, list[int]]], budget: int) -> list[list[int]]:
-    """Rows that stay together, with their tokens, in few parts: the largest first, where it leaves the least room."""
+    """Distribute `items` (tokens, rows) over few parts: the largest first, each where it leaves the least room."""
     rooms: list[tuple[int, int]] = []
     parts: list[list[int]] = []
     for tokens, rows in sorted(items, key=lambda item: -item[0]):

@@ -1,5 +1,7 @@
 """A plan's decisions, the decision on packing, and the counts that a run logs."""
 
+import os
+import shutil
 import textwrap
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -7,7 +9,7 @@ from typing import Literal
 
 Action = Literal["run", "reuse", "skip"]
 
-_WIDTH = 118
+_WIDTH, _WIDEST = 80, 100  # columns of the table without a terminal, and the most that are easy to read
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,11 @@ class Decision:
     name: str  # "policy", "old policy", "reference", "micro-batches", "packing", "engine" or "head"
     action: Action  # "reuse": existing values; "skip": nothing needs them
     reason: str  # for the user
+    routine: bool = False  # as in TRL, or nothing that a user must know: only the verbose table has it
+    folder: str | None = None  # where values are kept, to follow the reason
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", self.reason[:1].upper() + self.reason[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,19 +32,29 @@ class Plan:
 
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...] = ()
+    verbose: bool = False  # whether the table has every decision
 
     def __getitem__(self, name: str) -> Decision:
         """The decision called `name`."""
         return next(decision for decision in self.decisions if decision.name == name)
 
     def __str__(self) -> str:
-        """A table of three columns: pass, action, reason."""
+        """The table, as wide as the terminal."""
+        return self.table(min(shutil.get_terminal_size((_WIDTH, 0)).columns, _WIDEST))
+
+    def table(self, width: int = _WIDTH, *, folders: bool = True) -> str:
+        """A table of three columns: pass, action, reason. Without `folders` it has no local path."""
         lines = []
         for decision in self.decisions:
+            if decision.routine and not self.verbose:
+                continue
+            text = decision.reason
+            if folders and decision.folder is not None:
+                text = f"{text.removesuffix('.')}: {_with_tilde(decision.folder)}"
             head = f"{decision.name:<15}{decision.action:<7}"
             lines += textwrap.wrap(
-                decision.reason,
-                _WIDTH,
+                text,
+                width,
                 initial_indent=head,
                 subsequent_indent=" " * len(head),
                 # A path stays in one piece
@@ -47,10 +64,13 @@ class Plan:
         return "\n".join(lines)
 
 
-_DROPOUT = "dropout is active, and a shared prompt would have one dropout mask for all its completions"
-_REMEDY = (
-    "Set `disable_dropout=True`, and the dropout of the adapter (`lora_dropout`) to 0, to share prompts in training."
-)
+def _with_tilde(folder: str) -> str:
+    """`folder`, with `~` for the user's home."""
+    home = os.path.join(os.path.expanduser("~"), "")
+    return f"~{os.sep}{folder.removeprefix(home)}" if folder.startswith(home) else folder
+
+
+_SWITCH_OFF = "switch it off (`disable_dropout`, `lora_dropout`, `attention_dropout`)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,44 +91,44 @@ class PackingPlan:
     decision: Decision
     padding_free: bool
     share_in_training: bool  # rows share their leading tokens, in training too
-    warnings: tuple[str, ...] = ()
 
 
 def check_packing_options(facts: PackingFacts) -> None:
-    """Raise `ValueError` if the model does not support an option. The first batch may still change the plan."""
+    """Raise `ValueError` if the model does not support an option. The first batch can still change the plan."""
     for name, asked in (("padding_free", facts.padding_free), ("share_prompts", facts.share_prompts)):
         if asked and facts.unsupported:
             raise ValueError(f"`{name}=True` is not supported here: {facts.unsupported}. Leave `{name}` at None.")
     if facts.share_prompts and facts.active_dropout:
-        raise ValueError(f"`share_prompts=True` is not supported in training: {_DROPOUT}. {_REMEDY}")
+        raise ValueError(
+            "`share_prompts=True` is not supported in training: dropout is active, and a shared prompt would have one "
+            f"dropout mask for all its completions. Leave `share_prompts` at None, or {_SWITCH_OFF}."
+        )
 
 
 def plan_packing(facts: PackingFacts) -> PackingPlan:
     """The plan that follows from `facts`."""
     runs = facts.padding_free is not False and not facts.unsupported
-    warnings: tuple[str, ...] = ()
-    computed = "no padding is computed, and no token after the last scored one"
-    once = "leading tokens that rows have in common are computed once"
     if not runs:
         against = "`padding_free=False`" if facts.padding_free is False else facts.unsupported
-        reason = f"the padded batch is computed whole: {against}."
+        reason = f"Batches stay padded, as in TRL: {against}."
     elif facts.unshared:
-        reason = f"{computed}. Each row computes its own prompt: {facts.unshared}."
+        reason = f"Padding is dropped. Each completion computes its own prompt: {facts.unshared}."
     elif facts.active_dropout:
-        reason = f"{computed}. In evaluation {once}; not in training, because {_DROPOUT}."
-        warnings = (f"Prompts are not shared in training: {_DROPOUT}. {_REMEDY}",)
+        reason = (
+            "Padding is dropped. Shared prompts are computed once in evaluation but not in training, because dropout "
+            f"is active. To share them there too, {_SWITCH_OFF}."
+        )
     else:
-        reason = f"{computed}; {once}."
+        reason = "Padding is dropped, and a prompt that several completions share is computed once."
     return PackingPlan(
         decision=Decision("packing", "run" if runs else "skip", reason),
         padding_free=runs,
         share_in_training=runs and not facts.unshared and not facts.active_dropout,
-        warnings=warnings,
     )
 
 
 class SkipCounts:
-    """What was skipped since the last log, for `"train"` and `"eval"` apart."""
+    """What was skipped since the last log, separately for `"train"` and `"eval"`."""
 
     def __init__(self) -> None:
         self._known: dict[str, set[str]] = defaultdict(set)
@@ -126,9 +146,9 @@ class SkipCounts:
 
 
 class TokenCounts:
-    """What was computed since the last log, for `"train"` and `"eval"` apart."""
+    """The tokens processed since the last log, separately for `"train"` and `"eval"`."""
 
-    NAMES = ("tokens_fed/with_gradient", "tokens_fed/without_gradient", "head/tokens")
+    NAMES = ("tokens_processed/with_gradient", "tokens_processed/without_gradient", "head/tokens")
 
     def __init__(self) -> None:
         self._totals: dict[str, Counter[str]] = defaultdict(Counter)

@@ -55,7 +55,7 @@ class ScoredTokens:
         return call
 
     def fed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What a pass reads of `batch`, reduced to the R rows. Batches with images always run whole."""
+        """The entries of `batch` that a pass reads, for the R rows. Batches with images always run whole."""
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         return batch if self.every_row else {name: batch[name][self.rows_R] for name in names}
 
@@ -71,7 +71,7 @@ def tokens_of(batch: dict[str, Any]) -> int:
 
 
 def every_token(batch: dict[str, Any], *, of_tools: bool = False) -> ScoredTokens:
-    """Every row, and every token of the loss; with `of_tools` also those that a tool wrote."""
+    """Every row, and every token of the loss; with `of_tools` also the tokens that a tool wrote."""
     tokens_BC = batch["completion_mask"].bool() if of_tools else loss_mask(batch)
     return ScoredTokens(torch.arange(len(tokens_BC), device=tokens_BC.device), tokens_BC)
 
@@ -110,14 +110,14 @@ def rows_of_equal_rewards(rewards_BF: Tensor, weights_F: Tensor, group_size: int
     """The rows of groups whose rewards are all identical: `(B,)`, bool.
 
     Their advantage is 0 in exact arithmetic. In fp32 the mean of equal numbers can differ from them in the last bit,
-    and TRL divides that by a standard deviation of about 0 plus 1e-4: eight rewards of 0.7 get advantages of 6e-4. A
-    completion that no function scores (NaN from each) already has advantage 0.
+    and TRL divides the difference by a standard deviation of about 0 plus 1e-4: eight rewards of 0.7 get advantages of
+    6e-4. A completion that no function scores (NaN from each) already has advantage 0.
 
     Args:
         rewards_BF (`Tensor`): rewards of all ranks and F functions, NaN where one gave none; groups are contiguous.
         weights_F (`Tensor`): the functions' weights.
         normalized_apart (`bool`): whether TRL normalises each function's rewards before it adds them
-            (`multi_objective_aggregation="normalize_then_sum"`). Then those of each function must be identical.
+            (`multi_objective_aggregation="normalize_then_sum"`). Then the rewards of each function must be identical.
     """
     values_BK = rewards_BF
     if not normalized_apart:

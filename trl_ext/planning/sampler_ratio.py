@@ -36,8 +36,8 @@ class SamplerRatio:
     """The ratio of one micro-batch: `(B, C)`, or `(B, 1)` for sequences; T tokens with both log-probs."""
 
     ratio: Tensor  # where nothing was scored, or the sampler has no log-prob, that of a log-ratio of 0
-    unbounded: Tensor  # the same before the rule bounds it; finite
-    counted: Tensor  # bool: the entries of both that stand for something scored
+    unbounded: Tensor  # before the rule bounds it; finite
+    counted: Tensor  # bool: the entries of both that were scored
     log_ratio_T: Tensor  # old policy minus sampler
 
     @classmethod
@@ -73,8 +73,8 @@ def sampler_metrics(statistics: Tensor) -> dict[str, float]:
         statistics (`Tensor` of shape `(W, 5, 4)`): `SamplerRatio.statistics` of each rank.
 
     Returns:
-        `sampling/importance_sampling_ratio/{min,mean,max}` as TRL has them, and the same of the ratio
-        `_unclipped`; the share of entries that the bounds changed; the largest and mean distance of the log-probs;
+        `sampling/importance_sampling_ratio/{min,mean,max}` as in TRL, and as `_unclipped` those of the unbounded
+        ratio; the share of entries that the bounds changed; the largest and mean difference of the log-probs;
         `sampling/mismatch_kl`, the estimate E[r - log r - 1] of KL(sampler || old policy) (the "k3" of
         http://joschu.net/blog/kl-approx.html).
     """

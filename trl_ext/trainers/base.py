@@ -27,6 +27,7 @@ from ..distributed.detect import detect_engine, engine_mismatch, requested_engin
 from ..distributed.failures import rank_failures_reported
 from ..distributed.lora import keep_differentiable, make_adapter
 from ..distributed.ranks import Ranks
+from ..heads.kernels.work import triton_unavailable_reason
 from ..packing.support import has_dropout
 from ..planning.plan import (
     Decision,
@@ -41,6 +42,7 @@ from ..planning.plan import (
 from ..reference.adapters import AdapterChoice
 from ..scoring.checks import watch_token_ids
 from ..scoring.scorer import Scorer
+from ..scoring.weight_layout import WHOLE_HERE
 from .callbacks import Lifecycle, MovesReference
 from .checked_arguments import check_given, padding_reason
 from .checkpointing import Checkpoints
@@ -196,19 +198,25 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Decide again after a change."""
         self.plan = self._make_plan()
 
-    def explain(self) -> Plan:
-        """Explain which engine runs, which passes run, are reused or skipped, and how batches are packed; and why."""
-        plan, packing = vars(self).get("plan") or self._make_plan(), self._packing_plan()
-        sources = self._requested.sources
-        by = f", asked for by {' and '.join(sources)}" if sources else ""
-        engine = Decision("engine", "run", f"{detect_engine(self.accelerator, self.model)}{by}.")
-        alone = self.accelerator.state.num_processes == 1
-        head = Decision("head", "run", self._scorer.describe(self.accelerator.device, alone))
-        how = packing.decision, head
+    def explain(self, verbose: bool = False) -> Plan:
+        """What runs and why. Printed, it shows what differs from TRL or a user should know; if `verbose`, every row."""
+        plan, sources = vars(self).get("plan") or self._make_plan(), self._requested.sources
+        by = f" Requested by {' and '.join(sources)}." if sources else ""
+        running = detect_engine(self.accelerator, self.model)
+        alone = running.name == "one process" and not sources
+        engine, packing = Decision("engine", "run", f"{running}.{by}", routine=alone), self._packing_plan().decision
+        head = Decision("head", "run", *self._head())
         if self._scored_elsewhere is not None:
-            how = Decision("packing", "skip", self._scored_elsewhere), Decision("head", "skip", self._scored_elsewhere)
-        warnings = (*plan.warnings, *packing.warnings, *self._checkpoints.warnings())
-        return dataclasses.replace(plan, decisions=(engine, *plan.decisions, *how), warnings=warnings)
+            packing, head = (Decision(name, "skip", self._scored_elsewhere) for name in ("packing", "head"))
+        decisions, warnings = (engine, *plan.decisions, packing, head), (*plan.warnings, *self._checkpoints.warnings())
+        return dataclasses.replace(plan, decisions=decisions, warnings=warnings, verbose=verbose)
+
+    def _head(self) -> tuple[str, bool]:
+        """How the head runs, and whether that is the usual way."""
+        options, rows, device = self._scorer.options, self._scorer.policy.head_rows, self.accelerator.device
+        usual = options.head == "tiled" and options.head_kernels is None and rows in (None, WHOLE_HERE)
+        usual = usual and (device.type == "cpu" or triton_unavailable_reason(device) is None)
+        return self._scorer.describe(device, self.accelerator.state.num_processes == 1), usual
 
     @contextmanager
     def reference_pass(self) -> Iterator[None]:
@@ -219,7 +227,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     # 3. Training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **keywords: Any) -> Any:
-        """Log the plan, then train. `resume_from_checkpoint="auto"` resumes from the last complete checkpoint, if any.
+        """Log the plan and train. `resume_from_checkpoint="auto"` resumes from the last complete checkpoint, if any.
 
         Raises:
             `ValueError`: no parameter is trained, or there is no checkpoint that this engine can resume from.
@@ -236,7 +244,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._plan_again()
         if self.accelerator.is_main_process:
             plan = self.explain()
-            show(f"{type(self).__name__}: what runs, and why\n{plan}")
+            if self._added_fields.of(self.args).show_plan:
+                show(f"{type(self).__name__}: what runs, and why\n{plan}")
             for warning in plan.warnings:
                 logger.warning(warning)
         with rank_failures_reported():
@@ -309,7 +318,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 logger.warning(f"The plan has changed:\n{self.explain()}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, and add `skipped/*`, `tokens_processed/*` and `head/*`, summed over ranks since the last."""
+        """Log as TRL does, and add `skipped/*`, `tokens_processed/*` and `head/*`: totals of all ranks."""
         mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")
         totals = self.skipped.take(mode) | self.fed.take(mode)
         logs.update({f"{prefix}{name}": value for name, value in totals.items()})
@@ -362,11 +371,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return replaced(self, accelerator=self._ranks.every)
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
-        """Add our arguments and the plan to TRL's model card."""
+        """Write TRL's model card, with the tag `trl_ext`, our arguments and the plan."""
         super().create_model_card(*positional, **keywords)
         if self.is_world_process_zero():
             card, changed = Path(self.args.output_dir) / "README.md", self._added_fields.changed(self.args)
-            add_to_model_card(card, self.args, changed, self.explain())
+            add_to_model_card(card, self.args, changed, self.explain().table(folders=False))
 
     # 5. Sequence parallelism: our forward splits the tokens, so transformers must not split or count a batch again
 

@@ -14,7 +14,7 @@ from .reference_weights import ReferenceOfPolicy
 
 
 class Trainer(Protocol):
-    """What the events reach of a trainer."""
+    """What the events use of a trainer."""
 
     model_wrapped: Any
     _ranks: Ranks
@@ -32,7 +32,7 @@ class Trainer(Protocol):
 
 
 class Lifecycle(TrainerCallback):
-    """What a trainer does at transformers' events. Where the order matters, it is the order in one method."""
+    """What a trainer does at transformers' events. Where the order of two actions matters, one method has both."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -44,7 +44,7 @@ class Lifecycle(TrainerCallback):
         trainer.check_engine(trainer.model_wrapped)
         check_checkpointing(trainer.model_wrapped)
         checkpoints = trainer._checkpoints
-        # First, because `resumed` computes the identity of the reference
+        # First, because `_resumed` computes the identity of the reference
         trainer._reference_weights.resume(checkpoints.resumes_from, is_finished=checkpoints.is_finished)
         trainer._resumed(state)
 

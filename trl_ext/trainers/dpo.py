@@ -44,6 +44,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     _trl_trainer = trl.DPOTrainer
     _config_class = trl.DPOConfig
     _added_fields = AddedDPOFields
+    _tag_names = trl.DPOTrainer._tag_names + ["trl_ext"]
 
     # For `help()` and editors: the signature is TRL's
     @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]

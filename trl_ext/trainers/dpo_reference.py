@@ -61,6 +61,7 @@ class DPOReference:
         self.registered = self.training_began = False
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
         self._shared: str | None = None  # a tensor of the reference model that training changes
+        self._origin = "model"  # a key of `REFERENCES`, for a reference model
         self._varies: str | None = None
         self._uncacheable: str | None = None
         self._facts: dict[str, Any] = {}
@@ -83,6 +84,9 @@ class DPOReference:
         if self.kind == "model":
             if not self.ranks.is_sharded:
                 self._load = next((load for model, load in self.loaded if model is host.ref_model), None)
+            loaded = [model for model, _ in self.loaded]
+            if any(model is host.ref_model for model in loaded):
+                self._origin = "copy" if any(model is host.model for model in loaded) else "loaded"
             reference = ReferenceWeights(host.ref_model)
             self._shared = reference.shares_with(host.model)
             self._varies = self._varies_reason(reference)
@@ -221,7 +225,7 @@ class DPOReference:
         facts = DPOFacts(
             loss_types=tuple(args.loss_type),
             best_metric=args.metric_for_best_model,
-            reference=self.kind,
+            reference=self._origin if self.kind == "model" else self.kind,
             datasets=tuple(columns),
             with_columns=with_columns,
             precompute=args.precompute_ref_log_probs,

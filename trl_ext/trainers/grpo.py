@@ -43,6 +43,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     _trl_trainer = trl.GRPOTrainer
     _config_class = trl.GRPOConfig
     _added_fields = AddedGRPOFields
+    _tag_names = trl.GRPOTrainer._tag_names + ["trl_ext"]
 
     # For `help()` and editors: the signature is TRL's
     @functools.wraps(trl.GRPOTrainer.__init__)  # type: ignore[misc]
