@@ -1,4 +1,4 @@
-"""The comparison lets differ the metrics that docs/skipped-passes.md names, when it says so, and nothing else."""
+"""The comparison lets differ the metrics that docs/metrics.md names, when it says so, and nothing else."""
 
 import copy
 import functools
