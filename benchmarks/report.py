@@ -197,7 +197,8 @@ def origins(runs: list[Run]) -> str:
         commit = run.versions.get("commit")
         if commit and commit not in found:
             found.append(commit)
-    return "\n".join(line + (f"; commits {', '.join(sorted(of))}" if of else "") for line, of in sorted(commits.items()))
+    named = {line: f"; commits {', '.join(sorted(of))}" if of else "" for line, of in commits.items()}
+    return "\n".join(f"{line}{of}" for line, of in sorted(named.items()))
 
 
 def sections(runs: list[Run]) -> str:
