@@ -39,6 +39,14 @@ USES = {
     "head_frozen_fwd_bwd_entropy": "Forward and backward, frozen weight, with the entropy",
     "head_trained_fwd_bwd_entropy": "Forward and backward, trained weight, with the entropy",
 }
+IN_TABLES = {
+    "head_nograd": "forward",
+    "head_frozen_fwd_bwd": "frozen",
+    "head_trained_fwd_bwd": "trained",
+    "head_nograd_entropy": "forward+entropy",
+    "head_frozen_fwd_bwd_entropy": "frozen+entropy",
+    "head_trained_fwd_bwd_entropy": "trained+entropy",
+}
 ERRORS = {
     "max_error": "log-prob, largest error",
     "gradient_error": "gradient of hidden states",
@@ -64,31 +72,37 @@ def subjects_of(runs: list[Run]) -> list[str]:
 
 
 def shape_text(run: Run) -> str:
-    return " x ".join(str(size) for size in run.shape.values())
+    return "x".join(str(size) for size in run.shape.values())
 
 
 def head_times(runs: list[Run]) -> str:
     """Return a table of our times in milliseconds, and the others' times over ours: above 1 is slower than ours."""
     others = [name for name in subjects_of(runs) if name not in ("trl_ext", "matmul")]
     others = [name for name in others if any(run.ours != name for run in runs)]
-    header = ["N x H x V", "ours, ms", "of the limit", "ours / bare products", *(f"{NAMES[x]} / ours" for x in others)]
+    header = ["use", "N x H x V", "ours, ms", "of the limit", *(f"{NAMES[x]} / ours" for x in others)]
     rows = []
     for run in runs:
         line = run.lines.get(run.ours)
         reached = None if line is None else max(line["products_ms"], line["bytes_ms"]) / line["median_ms"]
         ratios = [number(run.over(name, run.ours) if name != run.ours else None, ".2f") for name in others]
-        of_ours = [number(line and line["median_ms"]), number(reached, ".0%"), number(run.over(run.ours, "matmul"))]
-        rows.append([shape_text(run), *of_ours, *ratios])
+        of_ours = [number(line and line["median_ms"]), number(reached, ".0%")]
+        rows.append([IN_TABLES[run.benchmark], shape_text(run), *of_ours, *ratios])
     return table(header, rows)
 
 
 def head_peaks(runs: list[Run]) -> str:
+    """Return a table of the most memory of a call, for the runs that measured it."""
+    runs = [run for run in runs if has_peaks([run])]
     subjects = [name for name in subjects_of(runs) if name != "matmul"]
     rows = [
-        [shape_text(run), *(number(run.lines.get(name, {}).get("peak_mib"), ".0f") for name in subjects)]
+        [
+            IN_TABLES[run.benchmark],
+            shape_text(run),
+            *(number(run.lines.get(name, {}).get("peak_mib"), ".0f") for name in subjects),
+        ]
         for run in runs
     ]
-    return table(["N x H x V", *(NAMES[name] for name in subjects)], rows)
+    return table(["use", "N x H x V", *(NAMES[name] for name in subjects)], rows)
 
 
 def worst_errors(runs: list[Run]) -> dict[str, dict[str, float | None]]:
@@ -108,36 +122,39 @@ def has_peaks(runs: list[Run]) -> bool:
 
 
 def head_section(runs: list[Run], device: str) -> list[str]:
-    text = ["#### The head"]
-    for benchmark, title in USES.items():
-        of_use = [run for run in runs if run.benchmark == benchmark]
-        if of_use:
-            text += [f"**{title}**", head_times(of_use)]
-            if has_peaks(of_use):
-                text += ["Most memory of a call, MiB:", head_peaks(of_use)]
+    runs = sorted(runs, key=lambda run: list(USES).index(run.benchmark))
+    text = ["#### The head", head_times(runs)]
+    if has_peaks(runs):
+        text += ["Peak memory of a call, MiB:", head_peaks(runs)]
     rows = [[NAMES[name], *(number(x, ".1e") for x in errors.values())] for name, errors in worst_errors(runs).items()]
-    text += [
-        "**Errors against float64**, the worst over the shapes and uses above:",
-        table(["", *ERRORS.values()], rows),
-    ]
+    text += ["Errors against float64, the largest over all uses and shapes:", table(["", *ERRORS.values()], rows)]
     plots = ["times", *(["peaks"] if has_peaks(runs) else []), "errors"]
     return [*text, *(f"![The head: {plot}](images/head-{plot}-{device}.png)" for plot in plots)]
 
 
 def steps_section(runs: list[Run]) -> list[str]:
     """Return the section on runs of two subjects, where the first is the baseline."""
-    rows = []
+    text = ["#### Whole steps"]
+    for first, second in dict.fromkeys(tuple(run.lines) for run in runs):
+        names = NAMES.get(first, first), NAMES.get(second, second)
+        header = ["", *(f"{name}, ms" for name in names), " / ".join(names), "share of the tokens", "peak, MiB"]
+        text.append(table(header, (_step(run) for run in runs if tuple(run.lines) == (first, second))))
+    shared = set.intersection(*({*run.shape.items()} for run in runs)) if runs[1:] else set()
+    sizes = {"all": [x for x in runs[0].shape.items() if x in shared and x[1] is not None]} if shared else {}
     for run in runs:
-        before, after = run.lines.values()
-        pair = [f"{subject}: {number(line['median_ms'])}" for subject, line in run.lines.items()]
-        counted = before["peak_mib"] is not None
-        peaks = [number(line["peak_mib"], ".0f") for line in (before, after)] if counted else ["-"]
-        tokens = after["tokens"] / before["tokens"] if "tokens" in before else None
-        ratio = number(before["median_ms"] / after["median_ms"], ".2f")
-        rows.append([f"`{run.benchmark}`", *pair, ratio, number(tokens, ".2f"), " -> ".join(peaks)])
-    header = ["", "before, ms", "after, ms", "before / after", "tokens fed, after / before", "MiB at most"]
-    shapes = [f"- `{run.benchmark}`: {', '.join(f'{name} {size}' for name, size in run.shape.items())}" for run in runs]
-    return ["#### Whole steps", table(header, rows), "\n".join(shapes)]
+        sizes[f"`{run.benchmark}`"] = [x for x in run.shape.items() if x not in shared]
+    lines = [f"- {name}: {', '.join(f'{what} {size}' for what, size in of)}" for name, of in sizes.items()]
+    return [*text, "\n".join(lines)]
+
+
+def _step(run: Run) -> list[str]:
+    before, after = run.lines.values()
+    counted = before["peak_mib"] is not None
+    peaks = [number(line["peak_mib"], ".0f") for line in (before, after)] if counted else ["-"]
+    tokens = after["tokens"] / before["tokens"] if "tokens" in before else None
+    times = [number(line["median_ms"]) for line in (before, after)]
+    ratio = number(before["median_ms"] / after["median_ms"], ".2f")
+    return [f"`{run.benchmark}`", *times, ratio, number(tokens, ".2f"), " → ".join(peaks)]
 
 
 def longest_section(runs: list[Run]) -> list[str]:
@@ -172,14 +189,16 @@ def curves_section(runs: list[Run]) -> list[str]:
 
 
 def origins(runs: list[Run]) -> str:
-    """Return dates, commits and versions, one line for each distinct combination."""
-    found = []
+    """Return the dates and versions, one line each, with the commits of all their runs."""
+    commits: dict[str, list[str]] = {}
     for run in runs:
-        named = ", ".join(f"{name} {of}" for name, of in run.versions.items() if of)
-        line = f"- {run.date[:10]}: {named}"
-        if line not in found:
-            found.append(line)
-    return "\n".join(sorted(found))
+        named = ", ".join(f"{name} {of}" for name, of in run.versions.items() if of and name != "commit")
+        found = commits.setdefault(f"- {run.date[:10]}: {named}", [])
+        commit = run.versions.get("commit")
+        if commit and commit not in found:
+            found.append(commit)
+    named = {line: f"; commits {', '.join(sorted(of))}" if of else "" for line, of in commits.items()}
+    return "\n".join(f"{line}{of}" for line, of in sorted(named.items()))
 
 
 def sections(runs: list[Run]) -> str:

@@ -188,8 +188,8 @@ def test_ratios_are_of_the_newest_run_alone(tmp_path):
     assert run.over("trl", "trl_ext") == 1.5
     assert run.over("liger", "trl_ext") is None
     text = report.sections([run])
-    assert "| 24 x 16 x 120 | 4.00 | 75% | 1.25 | 1.50 |" in text
-    assert "| 24 x 16 x 120 | 40 | 60 |" in text
+    assert "| forward | 24x16x120 | 4.00 | 75% | 1.50 |" in text
+    assert "| forward | 24x16x120 | 40 | 60 |" in text
     assert "| TRL | 6.0e-05 | - | - |" in text
     assert "Liger" not in text
     report.draw([run], tmp_path)
@@ -214,7 +214,7 @@ def test_whole_steps_are_before_over_after(tmp_path):
     (tmp_path / "one.jsonl").write_text("".join(json.dumps(x) + "\n" for x in steps + longest + curves))
     runs = report_runs.newest_runs(tmp_path)
     text = report.sections(runs)
-    assert "| `grpo_step_lora` | trl: 900 | trl_ext: 300 | 3.00 | 0.25 | 9000 -> 3000 |" in text
+    assert "| `grpo_step_lora` | 900 | 300 | 3.00 | 0.25 | 9000 → 3000 |" in text
     assert "- `grpo_step_lora`: hidden 8, ragged True" in text
     assert "| `grpo_longest_lora` | TRL | 512 | 544 | 10.0 |" in text
     assert "over 2 steps ours differs from TRL's in loss by at most 1.0e-03." in text

@@ -1,4 +1,4 @@
-"""The messages that the package can give, read from its source, and those that docs/troubleshooting.md quotes."""
+"""The messages that the package can give, read from its source, their form, and those that docs/errors.md quotes."""
 
 import ast
 import functools
@@ -23,6 +23,14 @@ PASSES_ON = {
     *("cli/__main__.py", "packing/packing.py"),
     *("trainers/base.py", "trainers/checkpointing.py"),
 }
+
+# Messages that a user sees as a part of another one: kinds of exceptions, and files whose `ValueError` is one
+PARTS = {"LayoutNotReadError", "reference/canary.py", "reference/segments.py"}
+# Words that a message does without
+_BANNED = re.compile(
+    r"\b(fed|feeds?|alike|apart|mend|in sum|of (?:its|their) own|the same of|stands? in|Choose of|(?:which|that) there "
+    r"(?:is|are) not|(?:which|that) is not there)\b"
+)
 
 
 class Given(NamedTuple):
@@ -94,3 +102,16 @@ def is_one_of(quote: str, known: Iterable[str]) -> bool:
     """Whether a message has the parts of `quote` between its ellipses, in their order."""
     wanted = re.compile(".*".join(re.escape(part) for part in quote.split("…")), re.DOTALL)
     return any(wanted.search(message) for message in known)
+
+
+def wrong_form(message: Given) -> str | None:
+    """What a message has that it should not, or None: a sentence starts and ends it, and its words are plain."""
+    if message.kind in PARTS or (message.kind == "ValueError" and message.file in PARTS):
+        return None
+    first, last = message.text[0], message.text.rstrip()[-1]
+    if not (first.isupper() or first in ("`", ANYTHING) or message.text.startswith("trl_ext ")):
+        return f"starts with {first!r}"
+    if last not in (".", ANYTHING):
+        return f"ends with {last!r}"
+    banned = _BANNED.search(message.text)
+    return f"has {banned[0]!r}" if banned else None

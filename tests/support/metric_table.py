@@ -1,17 +1,19 @@
-"""Reads the table of docs/skipped-passes.md: which logged metrics may differ from stock TRL's, and when."""
+"""Reads the tables of docs/metrics.md: which logged metrics may differ from stock TRL's, and when."""
 
 import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import takewhile
 from pathlib import Path
 
 from drop_in_cases import Case
 from rewards import NOISY_REWARDS
+from trl_ext.losses.preference import READ_REWARDS
 
-PAGE = Path(__file__).parents[2] / "docs" / "skipped-passes.md"
-HEADER = "| metric | when it differs | what it is then |"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+HEADER = "| metric | when it differs | value |"
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ def _masks_whole_completions(case: Case) -> bool:
     return "masked" in case.rollout or case.config.get("mask_truncated_completions", False)
 
 
-def _only_sft(case: Case) -> bool:
+def _loss_types(case: Case) -> list[str]:
     loss_type = case.config.get("loss_type", "sigmoid")
-    return case.trainer == "dpo" and (loss_type if isinstance(loss_type, list) else [loss_type]) == ["sft"]
+    return loss_type if isinstance(loss_type, list) else [loss_type]
 
 
 # Condition in the page's second column -> function that tells whether it holds
@@ -57,40 +59,41 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     ),
     "with the vLLM correction": lambda case, situation: _corrects(case),
     "in training, with the vLLM correction": lambda case, situation: _corrects(case) and not situation.evaluation,
-    "in evaluation, with the vLLM correction, where completions are masked whole": lambda case, situation: (
+    "in evaluation, with the vLLM correction, where completions are fully masked": lambda case, situation: (
         _corrects(case) and situation.evaluation and _masks_whole_completions(case)
     ),
     "where completions have one token and some are masked": lambda case, situation: (
         case.config.get("max_completion_length") == 1 and _masks_whole_completions(case)
     ),
-    "in training, where TRL makes advantages of equal rewards": lambda case, situation: (
+    "in training, where all rewards of a group are equal": lambda case, situation: (
         _zeroes_noise(case) and not situation.evaluation
     ),
     "in training, where groups are kept together": lambda case, situation: (
         case.trainer == "grpo" and case.ours.get("keep_groups_together") is not False and not situation.evaluation
     ),
-    "with DPO, while the policy equals its reference, and that was scored in another batch": (
+    "with DPO, while the policy equals a reference that was scored in another batch": (
         lambda case, situation: case.accuracy_is_noise_at_first and situation.first
     ),
     "with `dynamic_sampling`": lambda case, situation: case.config.get("dynamic_sampling", False),
-    "with DPO, where the only loss is `sft`": lambda case, situation: _only_sft(case),
+    "with DPO, where the only loss is `sft`": lambda case, situation: (
+        case.trainer == "dpo" and _loss_types(case) == ["sft"]
+    ),
+    "with an RPO loss type": lambda case, situation: not READ_REWARDS.isdisjoint(_loss_types(case)),
 }
 
 
 @functools.cache
 def rows() -> tuple[tuple[str, str], ...]:
     """Return (metric or pattern, condition) of every metric that the page names."""
-    lines = iter(PAGE.read_text().splitlines())
-    next(line for line in lines if line == HEADER)
-    next(lines)  # the rule below the header
+    page = PAGE.read_text()
+    assert page.count(HEADER) == 2
     table = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        metrics, when, then = (cell.strip() for cell in line.strip("|").split("|"))
-        assert when in CONDITIONS, f"{PAGE.name} names a condition that no test knows: {when!r}"
-        assert then, line
-        table += [(metric, when) for metric in re.findall(r"`([^`]+)`", metrics)]
+    for part in page.split(f"{HEADER}\n")[1:]:
+        for line in takewhile(lambda line: line.startswith("|"), part.splitlines()[1:]):
+            metrics, when, then = (cell.strip() for cell in line.strip("|").split("|"))
+            assert when in CONDITIONS, f"{PAGE.name} names a condition that no test knows: {when!r}"
+            assert then, line
+            table += [(metric, when) for metric in re.findall(r"`([^`]+)`", metrics)]
     assert table
     return tuple(table)
 

@@ -1,4 +1,4 @@
-"""The comparison allows differences only in metrics, and under conditions, that docs/skipped-passes.md names."""
+"""The comparison allows differences only in metrics, and under conditions, that docs/metrics.md names."""
 
 import copy
 import functools
