@@ -16,10 +16,10 @@ HEADER = "| metric | when it differs | what it is then |"
 
 @dataclass(frozen=True)
 class Situation:
-    """Facts about one log entry that the case's arguments do not tell."""
+    """What is known of one log entry beside the case's arguments."""
 
     evaluation: bool
-    rows_not_scored: bool  # since the previous entry, some row could not change the gradient
+    rows_not_scored: bool  # since the entry before, some row could not change the gradient
     first: bool = False
 
 
@@ -28,7 +28,7 @@ def _corrects(case: Case) -> bool:
 
 
 def skips_zero_advantages(case: Case) -> bool:
-    """Return whether only the policy's loss has a gradient through a row of `case`."""
+    """Whether nothing but the policy's loss sends a gradient through a row of `case`."""
     config = case.config
     has_bonus = config.get("entropy_coef", 0.0) != 0.0 or config.get("use_adaptive_entropy", False)
     has_kl = config.get("beta", 0.0) != 0.0 or case.setup == "ref_model"
@@ -48,7 +48,7 @@ def _only_sft(case: Case) -> bool:
     return case.trainer == "dpo" and (loss_type if isinstance(loss_type, list) else [loss_type]) == ["sft"]
 
 
-# Condition in the page's second column -> function that tells whether it holds
+# What the page says in its second column -> whether it holds
 CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "always": lambda case, situation: True,
     "always, with GRPO": lambda case, situation: case.trainer == "grpo",
@@ -79,7 +79,7 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
 
 @functools.cache
 def rows() -> tuple[tuple[str, str], ...]:
-    """Return (metric or pattern, condition) of every metric that the page names."""
+    """(metric or pattern, condition) of every metric that the page names."""
     lines = iter(PAGE.read_text().splitlines())
     next(line for line in lines if line == HEADER)
     next(lines)  # the rule below the header
@@ -96,11 +96,11 @@ def rows() -> tuple[tuple[str, str], ...]:
 
 
 def counts_work(key: str) -> bool:
-    """Return whether a metric counts processed, scored or skipped work, which depends on how a batch is split."""
+    """Whether a metric counts what was fed, scored or skipped, which depends on how a batch is cut."""
     return key.removeprefix("eval_").startswith(("skipped/", "tokens_fed/", "head/"))
 
 
 def may_differ(key: str, case: Case, situation: Situation) -> bool:
-    """Return whether the logged metric `key` of `case` may differ from stock's, be added, or be absent."""
+    """Whether the logged metric `key` of `case` may be another than stock's, be added, or be absent."""
     key = key.removeprefix("eval_")
     return any(fnmatchcase(key, metric) and CONDITIONS[when](case, situation) for metric, when in rows())

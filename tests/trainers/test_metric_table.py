@@ -1,4 +1,4 @@
-"""The comparison allows differences only in metrics, and under conditions, that docs/skipped-passes.md names."""
+"""The comparison lets differ the metrics that docs/skipped-passes.md names, when it says so, and nothing else."""
 
 import copy
 import functools

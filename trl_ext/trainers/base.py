@@ -75,7 +75,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Check the arguments and create the parts, before TRL's `__init__`. Returns the arguments by name."""
         name = type(self).__name__
         if "tokenizer" in keywords:
-            raise TypeError(f"`{name}` has no argument `tokenizer`. Pass it as `processing_class`, as in TRL.")
+            raise TypeError(f"`tokenizer` of `{name}` is called `processing_class`, as in TRL. Rename it.")
         given = inspect.signature(self._trl_trainer.__init__).bind(self, *positional, **keywords).arguments  # type: ignore[misc]
         config = given.get("args")
         check_given(name, given, config, self._config_class)
