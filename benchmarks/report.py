@@ -1,9 +1,9 @@
 """Make the tables and plots of docs/performance.md, and the README's picture, from the lines in benchmarks/results/.
 
-    python benchmarks/report.py   # writes the page's generated part, and the images on it and in the README
+    python benchmarks/report.py   # writes the page's generated part, and the images that it and the README show
 
-The report shows the newest run of each benchmark, shape and device. Every ratio compares two subjects of one run. Lines
-without a subject, such as those of the collectives (docs/scaling.md), are left out.
+Of each benchmark, shape and device the newest run is shown. Every ratio is of two subjects of one run. Lines without a
+subject are left out: those of the collectives have docs/scaling.md.
 """
 
 from collections.abc import Iterable
@@ -68,7 +68,7 @@ def shape_text(run: Run) -> str:
 
 
 def head_times(runs: list[Run]) -> str:
-    """Return a table of our times in milliseconds, and the others' times over ours: above 1 is slower than ours."""
+    """Ours in milliseconds, and the others' times over ours: more than 1 is slower than ours."""
     others = [name for name in subjects_of(runs) if name not in ("trl_ext", "matmul")]
     others = [name for name in others if any(run.ours != name for run in runs)]
     header = ["N x H x V", "ours, ms", "of the limit", "ours / bare products", *(f"{NAMES[x]} / ours" for x in others)]
@@ -92,7 +92,7 @@ def head_peaks(runs: list[Run]) -> str:
 
 
 def worst_errors(runs: list[Run]) -> dict[str, dict[str, float | None]]:
-    """Return each subject's worst error of every kind, over all its shapes and uses."""
+    """Of each subject the worst of every kind of error, over all its shapes and uses."""
     return {
         name: {
             title: max((x for run in runs if (x := run.lines.get(name, {}).get(kind)) is not None), default=None)
@@ -125,16 +125,16 @@ def head_section(runs: list[Run], device: str) -> list[str]:
 
 
 def steps_section(runs: list[Run]) -> list[str]:
-    """Return the section on runs of two subjects, where the first is the baseline."""
+    """Runs of two subjects: the first is what was before."""
     rows = []
     for run in runs:
         before, after = run.lines.values()
         pair = [f"{subject}: {number(line['median_ms'])}" for subject, line in run.lines.items()]
         counted = before["peak_mib"] is not None
         peaks = [number(line["peak_mib"], ".0f") for line in (before, after)] if counted else ["-"]
-        tokens = after["tokens"] / before["tokens"] if "tokens" in before else None
+        fed = after["tokens"] / before["tokens"] if "tokens" in before else None
         ratio = number(before["median_ms"] / after["median_ms"], ".2f")
-        rows.append([f"`{run.benchmark}`", *pair, ratio, number(tokens, ".2f"), " -> ".join(peaks)])
+        rows.append([f"`{run.benchmark}`", *pair, ratio, number(fed, ".2f"), " -> ".join(peaks)])
     header = ["", "before, ms", "after, ms", "before / after", "tokens fed, after / before", "MiB at most"]
     shapes = [f"- `{run.benchmark}`: {', '.join(f'{name} {size}' for name, size in run.shape.items())}" for run in runs]
     return ["#### Whole steps", table(header, rows), "\n".join(shapes)]
@@ -172,7 +172,7 @@ def curves_section(runs: list[Run]) -> list[str]:
 
 
 def origins(runs: list[Run]) -> str:
-    """Return dates, commits and versions, one line for each distinct combination."""
+    """Dates, commits and versions, one line each."""
     found = []
     for run in runs:
         named = ", ".join(f"{name} {of}" for name, of in run.versions.items() if of)
@@ -183,7 +183,7 @@ def origins(runs: list[Run]) -> str:
 
 
 def sections(runs: list[Run]) -> str:
-    """Return the whole generated part."""
+    """All of the generated part."""
     text: list[str] = []
     for device, of_device in groupby(runs, key=lambda run: run.device):
         here = list(of_device)
@@ -206,7 +206,7 @@ def with_part(page: str, part: str) -> str:
 
 
 def draw(runs: list[Run], folder: Path) -> None:
-    """Draw every plot of the generated part."""
+    """Every plot that the generated part shows."""
     titles = {name: title for name, title in USES.items() if "entropy" not in name}
     for device, of_device in groupby(runs, key=lambda run: run.device):
         here = list(of_device)

@@ -1,4 +1,4 @@
-"""The version is in one place, and wheel and sdist contain all files of the package and no others."""
+"""The version stands in one place, wheel and sdist hold what they should, and no file of the package is missing."""
 
 import os
 import re
@@ -20,7 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 RANGES = dict(re.findall(r"([a-z]+)(\S*)", " ".join(PROJECT["project"]["dependencies"])))
 
 
-def test_the_version_is_in_one_place():
+def test_the_version_stands_in_one_place():
     assert "version" not in PROJECT["project"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "trl_ext.version.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+", trl_ext.__version__)
@@ -32,7 +32,7 @@ def test_the_changelog_begins_with_the_version():
     assert first[1] == trl_ext.__version__
 
 
-def test_the_version_ranges_are_the_same_everywhere():
+def test_the_ranges_of_trl_and_transformers_are_the_same_everywhere():
     from trl_ext.compat import SUPPORTED
 
     for name, versions in SUPPORTED.items():
@@ -40,18 +40,18 @@ def test_the_version_ranges_are_the_same_everywhere():
         assert {str(x) for x in versions} == set(of_project.split(","))
 
 
-def test_the_pages_name_the_ranges_that_can_be_installed():
+def test_the_pages_name_the_ranges_that_install():
     ranges = {**RANGES, "Python": PROJECT["project"]["requires-python"]}
     least = [
         f"{name} {ranges[name].split(',')[0].removeprefix('>=')}" for name in ("torch", "transformers", "trl", "Python")
     ]
     install = f"{', '.join(least)}, or newer"
-    assert RANGES["torch"].count(",") == 0  # TRL installs the newest; an upper bound would downgrade it
+    assert RANGES["torch"].count(",") == 0  # TRL installs the newest, and an upper bound would take it away again
     for page in ("README.md", "docs/quick-start.md"):
         assert install in " ".join((ROOT / page).read_text().split()), f"{page} does not say: {install}"
 
 
-def test_the_table_of_the_readme_has_the_tested_versions():
+def test_the_table_of_the_readme_has_the_versions_of_the_tests():
     pins = dict(re.findall(r"^([a-z]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     readme = (ROOT / "README.md").read_text()
     rows = dict(re.findall(r"^\| (TRL|transformers|torch|PEFT.*?) \| ([^|]+) \|", readme, re.MULTILINE))
@@ -62,7 +62,7 @@ def test_the_table_of_the_readme_has_the_tested_versions():
 
 def test_the_hooks_run_what_make_runs():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    assert [repo["repo"] for repo in hooks] == ["local"]  # no download
+    assert [repo["repo"] for repo in hooks] == ["local"]  # nothing is fetched
     entries = {hook["entry"].replace(" --force-exclude", "") for repo in hooks for hook in repo["hooks"]}
     recipes = re.search(r"^lint:.*?(?=^bench:)", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
     assert recipes is not None
@@ -72,7 +72,7 @@ def test_the_hooks_run_what_make_runs():
     assert all((ROOT / word).exists() for word in tests.split() if word.startswith("tests/"))
 
 
-def test_ci_runs_every_required_target():
+def test_ci_runs_what_the_judged_lines_need():
     ran = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert {"lint", "types", "docs", "dist-check", "test"} <= {word for line in ran for word in line.split()}
 

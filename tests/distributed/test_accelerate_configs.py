@@ -1,4 +1,4 @@
-"""Accelerate reads the configs in examples/accelerate_configs, and each launches the engine that it is named after."""
+"""The configs of examples/accelerate_configs: accelerate reads them, and each launches the engine it is named for."""
 
 import dataclasses
 import json
@@ -21,8 +21,7 @@ from tiny import Workshop
 
 FILES = sorted(CONFIGS.glob("*.yaml"))
 NAMES = ["cpu", "ddp", "fsdp2", "one_gpu", "tp_fsdp2", "zero1", "zero2", "zero3"]
-# The row `engine` of the plan. FSDP2 and tensor parallelism over gloo need CPU ranks that accelerate takes for GPUs:
-# `launch.ENGINES`
+# What the row `engine` says. FSDP2 and tensor parallelism over gloo need ranks that pass for GPUs: `launch.ENGINES`
 ROWS = {
     "ddp": "DDP, 2 processes (gloo): each holds the whole model, and gradients are averaged, asked for by "
     "`WORLD_SIZE=2`.",
@@ -34,18 +33,18 @@ ROWS = {
     "`ACCELERATE_DEEPSPEED_ZERO_STAGE=2`.",
     "zero3": "DeepSpeed ZeRO-3, 2 processes (gloo): optimizer states, gradients and parameters sharded over 2, asked "
     "for by `ACCELERATE_DEEPSPEED_ZERO_STAGE=3`.",
-    "tp_fsdp2": "tensor parallelism x FSDP2, 4 processes (gloo): layers split over 2, parameters sharded over 2 when "
+    "tp_fsdp2": "tensor parallelism x FSDP2, 4 processes (gloo): layers split over 2, parameters sharded over 2 as "
     "they were loaded, asked for by `distributed_config.tp_size=2` and `distributed_config.fsdp_size=2`.",
 }
 
 
 def shipped(name: str, processes: int = 2) -> dict[str, Any]:
-    """Return the content of the file, for `processes` on the CPU."""
+    """What the file says, for `processes` on the CPU."""
     return yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) | {"num_processes": processes}
 
 
 def command_of(text: str) -> str:
-    """Return the command line in the comment of a config."""
+    """The command line in the comment of a config."""
     lines = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#     ")]
     return " ".join(line.rstrip("\\") for line in lines)
 
@@ -65,7 +64,7 @@ def test_accelerate_reads_every_key(path: Path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_accelerate_accepts_the_command_in_the_comment(path: Path):
+def test_the_line_that_launches_it_is_one_that_accelerate_takes(path: Path):
     command = command_of(path.read_text())
     script, *_ = re.findall(r"examples/\w+\.py", command)
     assert (CONFIGS.parents[1] / script).is_file()
@@ -85,12 +84,12 @@ def test_accelerate_accepts_the_command_in_the_comment(path: Path):
 
 
 def trains(rank: launch.LaunchedRank, **config: Any) -> str:
-    """Train one step of DPO; return the row `engine`, which is the same before and after it."""
+    """One step of DPO; the row `engine`, the same before and after it."""
     trainer = trainer_of(rank.folder, **rank.training_arguments(), **config)
     row = trainer.explain()["engine"].reason
     trainer.train()
     assert trainer.explain()["engine"].reason == row
-    if rank.is_zero:  # ZeRO-3 does not partition parameters as small as these, which `check` expects
+    if rank.is_zero:  # tiny parameters are below ZeRO-3's threshold, so `check` would find them whole
         assert trainer.model_wrapped.zero_optimization_stage() == int(rank.engine[-1])
         rank.checked = True
     elif rank.processes == 4:
@@ -103,7 +102,7 @@ def trains(rank: launch.LaunchedRank, **config: Any) -> str:
 
 
 def trains_split_and_sharded(rank: launch.LaunchedRank) -> str:
-    # torch warns about in-place changes of the split embedding's output, which do not happen
+    # torch, of the embedding that transformers splits; what it fears, nobody does: to change that output in place
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     return trains(rank, model_init_kwargs={"distributed_config": {"tp_size": 2, "fsdp_size": 2}})
 
@@ -122,7 +121,7 @@ CASES = {"trains": trains, "trains-split-and-sharded": trains_split_and_sharded}
         pytest.param("tp_fsdp2", "tp", "trains-split-and-sharded", 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_config_launches_the_engine_that_it_is_named_after(
+def test_a_config_launches_the_engine_that_it_is_named_for(
     name: str,
     engine: str,
     case: str,
@@ -139,7 +138,7 @@ def test_a_config_launches_the_engine_that_it_is_named_after(
 
 
 @pytest.mark.slow
-def test_the_plan_names_one_process(workshop: Workshop, tmp_path: Path):
+def test_one_process_says_so(workshop: Workshop, tmp_path: Path):
     environment = os.environ | {"TINY_MODEL": workshop.model("untied"), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = launch.ranks.python_path()
     config = str(CONFIGS / "one_gpu.yaml")

@@ -177,7 +177,7 @@ class DetectedEngine:
             sharded = _SHARDED[self.zero_stage]
             yield f"{sharded} sharded over {others}" if sharded else _WHOLE_MODEL
         elif self.sharded_at_loading:
-            yield f"parameters sharded over {self.model_axes.get('fsdp', 1)} when they were loaded"
+            yield f"parameters sharded over {self.model_axes.get('fsdp', 1)} as they were loaded"
         elif self.fsdp_version is not None:
             over = self.sizes.get("dp_shard", 1) * self.sizes.get("cp", 1) if self.sizes else others
             yield f"parameters sharded over {over}"

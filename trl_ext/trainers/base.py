@@ -309,7 +309,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 logger.warning(f"The plan has changed:\n{self.explain()}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, and add `skipped/*`, `tokens_processed/*` and `head/*`, summed over ranks since the last."""
+        """Log as TRL does, and add `skipped/*`, `tokens_processed/*` and `head/*`: totals of all ranks."""
         mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")
         totals = self.skipped.take(mode) | self.fed.take(mode)
         logs.update({f"{prefix}{name}": value for name, value in totals.items()})

@@ -99,7 +99,7 @@ class Checkpoints:
         return path
 
     def _why_not_loaded(self, folder: Path) -> str | None:
-        """Return why the current engine cannot resume from a checkpoint; `None` if it can."""
+        """Why the engine that runs cannot resume from a checkpoint; `None` if it can."""
         accelerator, written_now = self.trainer.accelerator, ""
         runs = detect_engine(accelerator, self.trainer.model)
         if runs.fsdp_version is not None:
