@@ -309,7 +309,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @contextmanager
     def _policy_scored(self, by: str | None = None) -> Iterator[None]:
-        """Require our forward to score the policy in the block. If a subclass's method (`by`) does, the plan says so."""
+        """Require our forward to score the policy in the block. If a subclass's method (`by`) does it, say so."""
         with self._scorer.policy_scored(by is None):
             yield
         if by is not None and not self._scorer.policy.used and self._scored_elsewhere is None:

@@ -232,7 +232,7 @@ class DPOReference:
             storage=self.options.reference_store,
             folder=str(self.options.folder),
             not_storable=not_storable,
-            drifts=f"it changes in training, because it shares the trained weight `{trained}`" if trained else None,
+            drifts=f"it changes in training, because it uses the trained weight `{trained}`" if trained else None,
             varies=varies,
             uncacheable=self._uncacheable,
             own_loss=self.host._bypassed_by(),
