@@ -21,18 +21,13 @@ _TAKE_TEXT = frozenset({"vllm_server_port"})
 
 # Fields of TRL's configs that are divided by, and the least that each may be
 _LEAST = {
-    "gradient_accumulation_steps": 1,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "num_generations": 2,
-    "steps_per_generation": 1,
-    "generation_batch_size": 1,
+    **{"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1},
+    **{"num_generations": 2, "steps_per_generation": 1, "generation_batch_size": 1},
 }
 
 # Fields of a config that have another name now
 _RENAMED = {
     "evaluation_strategy": "eval_strategy",
-    "include_inputs_for_metrics": "include_for_metrics",
     "max_new_tokens": "max_completion_length",
     "model_adapter_name": "policy_adapter_name",
     "no_cuda": "use_cpu",
@@ -40,7 +35,6 @@ _RENAMED = {
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "push_to_hub_model_id": "hub_model_id",
     "push_to_hub_token": "hub_token",
-    "torchdynamo": "torch_compile_backend",
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "vllm_max_model_len": "vllm_max_model_length",
     "wandb_log_unique_prompts": "log_unique_prompts",
@@ -48,36 +42,30 @@ _RENAMED = {
 
 # Fields of a config that were removed; `{value}` is the value given
 _REMOVED = {
-    "adafactor": 'Use `optim="adafactor"`.',
-    "dispatch_batches": 'Use `accelerator_config={{"dispatch_batches": {value}}}`.',
     "force_use_ref_model": f"{_LEFT_OUT} A `ref_model` that you pass is always used.",
-    "fsdp_transformer_layer_cls_to_wrap": "Use `fsdp_config`.",
     "generate_during_eval": "Add `trl.LogCompletionsCallback` to `callbacks` after building the trainer.",
     "group_by_length": 'Use `train_sampling_strategy="group_by_length"`.',
     "is_encoder_decoder": f"{_LEFT_OUT} Encoder-decoder models are not supported.",
     "label_pad_token_id": f"{_LEFT_OUT} The label of padding is -100.",
     "logging_dir": "Set the environment variable `TENSORBOARD_LOGGING_DIR` to {value}.",
-    "max_completion_length": "Use `max_length`, which limits prompt and completion together.",
     "max_prompt_length": "Prompts are no longer truncated. Remove rows with long prompts from the data set. In DPO, "
     "`max_length` limits prompt and completion together.",
-    "max_target_length": "Use `max_length`, which limits prompt and completion together.",
+    **dict.fromkeys(
+        ("max_completion_length", "max_target_length"), "Use `max_length`, which limits prompt and completion together."
+    ),
     "padding_value": "Use `pad_token`, which takes the token and not its id.",
     "ref_model_init_kwargs": "Load the reference with them, and pass it to the trainer as `ref_model`.",
     "reference_free": "DPO needs a reference. For a loss without one, see `trl.experimental.cpo`.",
     "rpo_alpha": 'Use `loss_type=["sigmoid", "sft"]` and `loss_weights=[1.0, {value}]`.',
-    "split_batches": 'Use `accelerator_config={{"split_batches": {value}}}`.',
     "tools": "Add a column `tools` to the data set.",
     "use_liger_loss": f"{_LEFT_OUT} The logits of a batch are never built.",
     "vllm_device": 'Use `vllm_mode="colocate"`, or `"server"` with a server on another device.',
-    "vllm_dtype": "Pass `--dtype` to `trl vllm-serve`.",
-    "vllm_enable_prefix_caching": "Pass `--enable_prefix_caching` to `trl vllm-serve`.",
     "warmup_ratio": "Use `warmup_steps={value}`: a number below 1 is a ratio.",
     **dict.fromkeys(("use_logits_to_keep", "use_num_logits_to_keep"), f"{_LEFT_OUT} Only completions are scored."),
     **dict.fromkeys(
         (
-            *("fp16_backend", "fp16_opt_level", "half_precision_backend", "include_tokens_per_second", "jit_mode_eval"),
-            *("mp_parameters", "overwrite_output_dir", "past_index", "ray_scope", "save_safetensors"),
-            *("tpu_num_cores", "use_ipex", "use_mps_device"),
+            *("fp16_backend", "half_precision_backend", "include_tokens_per_second", "jit_mode_eval"),
+            *("overwrite_output_dir", "past_index", "save_safetensors", "use_ipex", "use_mps_device"),
         ),
         _LEFT_OUT,
     ),
@@ -90,7 +78,6 @@ _RENAMED_OF_TRAINERS = {
     "lora_config": "peft_config",
     "dataset": "train_dataset",
     "tokenizer": "processing_class",
-    "reference_model": "ref_model",
 }
 _REMOVED_OF_TRAINERS = {
     "model_init": "Pass a `model`.",

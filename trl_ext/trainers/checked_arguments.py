@@ -145,7 +145,7 @@ def bound_arguments(
     try:
         given = signature.bind(*positional, **keywords).arguments
     except TypeError as error:
-        raise TypeError(f"{name}.__init__(): {error}") from None
+        raise TypeError(f"{name}.__init__() {error}.") from None
     for argument in ("model", "ref_model", "reward_funcs"):
         value = given.get(argument)
         if isinstance(value, os.PathLike):
@@ -177,7 +177,7 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
         )
     callbacks = given.get("callbacks")
     if callbacks is not None and not isinstance(callbacks, list):
-        shown = callbacks.__name__ if isinstance(callbacks, type) else f"a `{type(callbacks).__name__}`"
+        shown = f"the class `{callbacks.__name__}`" if isinstance(callbacks, type) else f"a `{type(callbacks).__name__}`"
         raise TypeError(f"`callbacks` must be a list, got {shown}. Write `callbacks=[...]`.")
     tokenizer: Any = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
     pads_otherwise = getattr(config, "pad_token", None) is not None or given.get("data_collator") is not None

@@ -66,7 +66,7 @@ def checked_pairs(dataset: Any, name: str, processing_class: Any, *, has_end: bo
         _check_filled(dataset, column, name)
     check_row(dataset[0])
     if {"chosen", "rejected"} <= set(_columns(dataset) or ()):
-        first = dataset[:_ROWS_COMPARED]
+        first = dataset.with_format(None)[:_ROWS_COMPARED]
         if first["chosen"] == first["rejected"]:
             logger.warning(
                 f"`chosen` and `rejected` are equal in the first {len(first['chosen'])} rows of `{name}`. Equal pairs "
@@ -260,7 +260,7 @@ def _check_template(row: dict[str, Any], name: str, processing_class: Any) -> No
             "instruct model's tokenizer, set `processing_class.chat_template`, or give the rows as text."
         )
     messages = [one for column in _PAIR for one in row.get(column, ())]
-    has_parts = any(isinstance(one.get("content"), list) for one in messages)
+    has_parts = any(isinstance(one, dict) and isinstance(one.get("content"), list) for one in messages)
     if has_parts and not _renders_parts(partial(processing_class.apply_chat_template, tokenize=False, **options)):
         raise ValueError(
             f"`{name}` has messages whose `content` is a list of parts, and the chat template of `processing_class` "
