@@ -177,8 +177,9 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
         )
     callbacks = given.get("callbacks")
     if callbacks is not None and not isinstance(callbacks, list):
-        shown = f"the class `{callbacks.__name__}`" if isinstance(callbacks, type) else f"a `{type(callbacks).__name__}`"
-        raise TypeError(f"`callbacks` must be a list, got {shown}. Write `callbacks=[...]`.")
+        got = f"a `{type(callbacks).__name__}`"
+        got = f"the class `{callbacks.__name__}`" if isinstance(callbacks, type) else got
+        raise TypeError(f"`callbacks` must be a list, got {got}. Write `callbacks=[...]`.")
     tokenizer: Any = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
     pads_otherwise = getattr(config, "pad_token", None) is not None or given.get("data_collator") is not None
     is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -224,19 +225,22 @@ def _architecture(argument: str, name: str, config: Any) -> str | None:
     Raises:
         `ValueError`: there is no such model.
     """
-    options, folder, problem = getattr(config, "model_init_kwargs", None) or {}, name, ""
+    options, folder = getattr(config, "model_init_kwargs", None) or {}, name
     if not os.path.exists(name):
         try:
             of_cache = {x: options[x] for x in ("revision", "cache_dir") if x in options}
             folder = snapshot_download(name, **of_cache, local_files_only=True)
         except HFValidationError:
-            problem = "neither a local folder nor a name on the Hub. Correct the path."
+            raise ValueError(
+                f"`{argument}={name!r}` is neither a local folder nor a name on the Hub. Correct the path."
+            ) from None
         except LocalEntryNotFoundError:
             if not is_offline_mode():
                 return None
-            problem = "no local folder, and the Hub is offline (`HF_HUB_OFFLINE`). Correct the path, or download it."
-    if problem:
-        raise ValueError(f"`{argument}={name!r}` is {problem}")
+            raise ValueError(
+                f"`{argument}={name!r}` is no local folder, and the Hub is offline (`HF_HUB_OFFLINE`). Correct the "
+                "path, or download it."
+            ) from None
     try:
         saved = json.loads(Path(folder, "config.json").read_text())
     except (OSError, ValueError):
