@@ -5,6 +5,7 @@ docstrings of the two configs are made from it. A test compares docs/arguments.m
 """
 
 import ast
+import functools
 import inspect
 import logging
 import math
@@ -18,6 +19,7 @@ from typing import Any, Self
 import datasets
 import trl
 
+from .compat.arguments import check_numbers, refuse_unknown
 from .compat.grpo import sequence_parallelism_hidden
 from .heads.kernels.work import KERNELS
 from .heads.linear_log_probs import HEADS
@@ -95,6 +97,7 @@ class AddedFields:
 
     def __post_init__(self) -> None:
         _check_values(self, AddedFields)
+        check_numbers(self)
         if self.head_kernels is not None and self.head == "dense":
             raise ValueError(
                 f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Set one of them."
@@ -228,6 +231,20 @@ class AddedGRPOFields(AddedFields):
         super().__post_init__()
 
 
+def _names_unknown(cls: Any) -> Any:
+    """Have `cls(...)` name what replaces an unknown argument."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: Any, *positional: Any, **keywords: Any) -> None:
+        refuse_unknown(type(self).__name__, keywords, [x.name for x in fields(cls)])
+        init(self, *positional, **keywords)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_names_unknown
 @dataclass
 class DPOConfig(AddedDPOFields, trl.DPOConfig):
     # docstyle-ignore
@@ -239,6 +256,7 @@ class DPOConfig(AddedDPOFields, trl.DPOConfig):
     """
 
 
+@_names_unknown
 @dataclass
 class GRPOConfig(AddedGRPOFields, trl.GRPOConfig):
     # docstyle-ignore
