@@ -61,11 +61,17 @@ class OneLineParser(TrlParser):
         added = [x for x in (AddedDPOFields, AddedGRPOFields) for of in dataclass_types or () if issubclass(of, x)]
         self._added = {x.name for fields_of in added for x in fields(fields_of)}
         self._group: Any = None
-        super().__init__(dataclass_types, **keywords)
+        super().__init__(dataclass_types, usage="%(prog)s [--config FILE.yaml] [ARGUMENTS]", **keywords)
 
     def add_argument(self, *flags: Any, **keywords: Any) -> Any:
         """Add it in its one spelling, and to the group if trl_ext adds it."""
         once = [flag for flag in flags if "-" not in flag[2:]]
+        choices = ", ".join(map(str, keywords.get("choices") or ()))
+        # `--help` fits 80 columns
+        if len(choices) > 60:
+            keywords |= {"metavar": "CHOICE", "help": f"{keywords.get('help', '')} Choose from: {choices}."}
+        elif len(flags[0]) > 35 and "action" not in keywords:
+            keywords["metavar"] = "VALUE"
         if keywords.get("dest", flags[0].lstrip("-")) not in self._added:
             return super().add_argument(*once, **keywords)
         if self._group is None:
@@ -100,11 +106,11 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
     launcher = launch_command_parser()
     launcher.error = parser.error
     of_launch = {x.lstrip("-") for x in (*launcher._option_string_actions, "--accelerate_config")}
-    known = {x.lstrip("-") for x in parser._option_string_actions} | of_launch
+    known = {x.lstrip("-") for x in parser._option_string_actions} | (of_launch if may_launch else set())
     # Before the dataclasses are made, which complain about the machine
     left = parser.parse_known_args(line.words)[1]
     for name in names_in(left):
-        if name not in of_launch or not may_launch:
+        if name not in known:
             close = did_you_mean(name, known, "--") or f" `{line.prog} --help` lists the arguments."
             raise CommandError(f"`--{name}` is not an argument of `{line.prog}`.{close}")
     settable = {action.dest for action in parser._actions} | of_launch | {"env"}

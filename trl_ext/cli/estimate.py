@@ -82,10 +82,11 @@ def run(line: Line) -> int:
     """Print the parts of the memory, the peak and the longest sequence that fits."""
     parser = OneLineParser((*dataclasses_of(line.method), EstimateArguments), prog=line.prog)
     parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
-    script, training, model_args, mixture, asked, launch_of_file, _ = parse(parser, line, may_launch=False)
-    if launch_of_file:
+    script, training, model_args, mixture, asked, launch_of_file, launch = parse(parser, line, may_launch=True)
+    for_launch = [*launch_of_file, *launch]
+    if for_launch:
         raise CommandError(
-            f"`{launch_of_file[0]}` is for `accelerate launch`, which `estimate` does not run. Remove it, and give "
+            f"`{for_launch[0]}` is for `accelerate launch`, which `estimate` does not run. Remove it, and give "
             "`--engine` and `--num_devices`."
         )
     _refuse_what_is_not_covered(training, model_args)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from . import CommandError, one_line
+from . import CommandError
 
 # What other libraries, users and older versions of TRL call an argument
 OTHER_NAMES = {
@@ -34,9 +34,9 @@ OTHER_NAMES_OF = {
 }
 
 # What each method needs, what to give, and what may be given in its place
-_MODEL = ("model_name_or_path", "a model's name on the Hub or its folder", ())
-_DATA = ("dataset_name", "a data set's name on the Hub, its folder or a file", ("datasets",))
-_REWARDS = ("reward_funcs", "a function such as `my_rewards.py:brevity`", ("reward_model_name_or_path",))
+_MODEL = ("model_name_or_path", "a folder, or a name on the Hub", ())
+_DATA = ("dataset_name", "a file, a folder, or a name on the Hub", ("datasets",))
+_REWARDS = ("reward_funcs", "such as `my_rewards.py:brevity`", ("reward_model_name_or_path",))
 METHODS = {"dpo": (_MODEL, _DATA), "grpo": (_MODEL, _DATA, _REWARDS)}
 
 
@@ -65,9 +65,10 @@ def read(command: str, words: list[str]) -> Line:
     """Read the words, and raise `CommandError` for mistakes that show without the types of the arguments."""
     method, prog = command, f"trl-ext {command}"
     if command not in METHODS:
-        method, *words = words or ["nothing"]
+        method, *words = words or [""]
         if method not in METHODS:
-            raise CommandError(f"`{command}` must be followed by `dpo` or `grpo`, got {method}.")
+            given = f"`{method}`" if method else "nothing"
+            raise CommandError(f"`{command}` must be followed by `dpo` or `grpo`, got {given}.")
         prog = f"{prog} {method}"
     words = [_with_underscores(part) for word in words for part in _apart(word)]
     file, in_file = None, {}
@@ -113,8 +114,10 @@ def _set_in(file: str) -> dict[str, Any]:
         raise CommandError(f"`--config` must be followed by a YAML file, got {given}.")
     try:
         found = yaml.safe_load(Path(file).read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CommandError(f"`--config {file}` is not valid YAML: {one_line(error)}.") from error
+    except (yaml.MarkedYAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" Look at line {mark.line + 1}."
+        raise CommandError(f"`--config {file}` is not valid YAML.{where}") from error
     if not isinstance(found, dict):
         raise CommandError(f"`--config {file}` must have lines such as `learning_rate: 1.0e-5`, got {found!r:.40}.")
     return {str(name): value for name, value in found.items()}
@@ -134,7 +137,7 @@ def _check_needs(line: Line, needs: tuple[tuple[str, str, tuple[str, ...]], ...]
     # As TRL's parser does, take the beginning of a name for the name
     begun = tuple(name for name in names_in(line.words) if name)
     missing = [
-        (f"`--{name}`", what)
+        f"`--{name}` ({what})"
         for name, what, others in needs
         if given.isdisjoint((name, *others)) and not any(x.startswith(begun) for x in (name, *others))
     ]
@@ -143,9 +146,6 @@ def _check_needs(line: Line, needs: tuple[tuple[str, str, tuple[str, ...]], ...]
     stray = next((x for x in line.words if x.endswith((".yaml", ".yml"))), None)
     if line.file is None and stray is not None and {"config_file", "accelerate_config"}.isdisjoint(begun):
         refuse_word(stray, line)
-    names, whats = zip(*missing, strict=True)
-    verb = "is" if len(missing) == 1 else "are"
-    raise CommandError(
-        f"{' and '.join(names)} {verb} not set. Give {', and '.join(whats)}, on the command line or in the "
-        "YAML file of `--config`."
-    )
+    *first, last = missing
+    names = f"{', '.join(first)} and {last} are" if first else f"{last} is"
+    raise CommandError(f"{names} not set. Set arguments on the command line, or in a YAML file with `--config FILE`.")
