@@ -5,6 +5,7 @@ docstrings of the two configs are made from it. A test compares docs/arguments.m
 """
 
 import ast
+import functools
 import inspect
 import logging
 import math
@@ -18,6 +19,7 @@ from typing import Any, Self
 import datasets
 import trl
 
+from .compat.arguments import check_numbers, refuse_unknown
 from .compat.grpo import sequence_parallelism_hidden
 from .heads.kernels.work import KERNELS
 from .heads.linear_log_probs import HEADS
@@ -89,8 +91,12 @@ class AddedFields:
     rows and the pass. `"skip"`: a warning that names them, and no rank takes this optimizer step. Both exchange one
     number between the ranks for each micro-batch. `None`: as in TRL, the gradients reach the weights."""
 
+    show_plan: bool = True
+    """Whether to log the plan when training starts."""
+
     def __post_init__(self) -> None:
         _check_values(self, AddedFields)
+        check_numbers(self)
         if self.head_kernels is not None and self.head == "dense":
             raise ValueError(
                 f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Set one of them."
@@ -224,6 +230,20 @@ class AddedGRPOFields(AddedFields):
         super().__post_init__()
 
 
+def _names_unknown(cls: Any) -> Any:
+    """Have `cls(...)` name what replaces an unknown argument."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: Any, *positional: Any, **keywords: Any) -> None:
+        refuse_unknown(type(self).__name__, keywords, [x.name for x in fields(cls)])
+        init(self, *positional, **keywords)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_names_unknown
 @dataclass
 class DPOConfig(AddedDPOFields, trl.DPOConfig):
     # docstyle-ignore
@@ -235,6 +255,7 @@ class DPOConfig(AddedDPOFields, trl.DPOConfig):
     """
 
 
+@_names_unknown
 @dataclass
 class GRPOConfig(AddedGRPOFields, trl.GRPOConfig):
     # docstyle-ignore

@@ -316,17 +316,20 @@ def missing_rows(model: Any, tokens: int) -> int | None:
     return rows if rows is not None and rows < tokens else None
 
 
-def check_token_ids(largest: Iterable[int | None], rows: int, tokens: int) -> None:
+def check_token_ids(largest: Iterable[int | None], rows: int, tokens: int, name: str = "model") -> None:
     """Raise `ValueError` if an id is not below `rows`, the tokens of the model; the tokenizer has `tokens`."""
     for token in largest:
         if token is not None and token >= rows:
+            hint = "Pass a reference with the policy's vocabulary, or leave `ref_model` out."
+            if name == "model":
+                hint = "Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))` before."
             raise ValueError(
-                f"`processing_class` has {tokens} tokens and `model` has {rows}: the data have the token id {token}. "
-                "Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))` before."
+                f"`processing_class` has {tokens} tokens and `{name}` has {rows}: the data have the token id {token}. "
+                f"{hint}"
             )
 
 
-def watch_token_ids(model: Any, tokens: int) -> None:
+def watch_token_ids(model: Any, tokens: int, name: str = "model") -> None:
     """Check the token ids of each batch, if the tokenizer has more tokens than the model.
 
     On a GPU an invalid id is a device-side assertion, after which nothing runs. Only ids in a batch count: a tokenizer
@@ -338,7 +341,7 @@ def watch_token_ids(model: Any, tokens: int) -> None:
 
     def check(module: Any, inputs: tuple[Tensor, ...]) -> None:
         if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].numel():
-            check_token_ids([int(inputs[0].max())], rows, tokens)
+            check_token_ids([int(inputs[0].max())], rows, tokens, name)
 
     model.get_input_embeddings().register_forward_pre_hook(check)
 

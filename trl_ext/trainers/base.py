@@ -5,7 +5,6 @@ Read it first. The trainer decides little itself: each step calls one of the par
 """
 
 import dataclasses
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -42,7 +41,7 @@ from ..reference.adapters import AdapterChoice
 from ..scoring.checks import watch_token_ids
 from ..scoring.scorer import Scorer
 from .callbacks import Lifecycle, MovesReference
-from .checked_arguments import check_given, padding_reason
+from .checked_arguments import bound_arguments, check_given, padding_reason
 from .checkpointing import Checkpoints
 from .non_finite import NonFiniteLoss
 from .reference_weights import ReferenceOfPolicy
@@ -74,9 +73,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Before TRL's `__init__`: check the arguments, and create the parts. Returns the arguments by name."""
         name = type(self).__name__
-        if "tokenizer" in keywords:
-            raise TypeError(f"`tokenizer` of `{name}` is called `processing_class`, as in TRL. Rename it.")
-        given = inspect.signature(self._trl_trainer.__init__).bind(self, *positional, **keywords).arguments  # type: ignore[misc]
+        given = bound_arguments(name, self._trl_trainer, self._config_class, self._added_fields, positional, keywords)
         config = given.get("args")
         check_given(name, given, config, self._config_class)
         self._added = self._added_fields.of(config)
@@ -157,8 +154,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.add_callback(Lifecycle(self))
         bars, of_user = self.callback_handler.callbacks, callbacks or ()
         bars[:] = [ThroughputProgress() if type(x) is ProgressCallback and x not in of_user else x for x in bars]
-        for model in filter(None, (self.model, self.ref_model)):
-            watch_token_ids(model, len(self._tokenizer))
+        for argument, model in (("model", self.model), ("ref_model", self.ref_model)):
+            if model is not None:
+                watch_token_ids(model, len(self._tokenizer), argument)
 
     # 2. The plan: which passes run, and why
 

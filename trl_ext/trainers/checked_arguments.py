@@ -1,17 +1,24 @@
 """Arguments that TRL would find wrong late, or never: each is one error before training."""
 
+import inspect
+import json
 import logging
 import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
+import transformers
 import trl
+from huggingface_hub import is_offline_mode, snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..compat.arguments import check_numbers, refuse_unknown
 from ..compat.choices import ADVANTAGE_CHOICES, DPO_CHOICES, DPO_LOSS_TYPES, GRPO_CHOICES, TRUNCATION_MODES
 from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES
@@ -123,16 +130,55 @@ def _check_number(
     raise ValueError(f"`{name}` must be {where}, got {value!r}. {hint or 'Change it, or leave it at its default.'}")
 
 
+def bound_arguments(
+    name: str, trl_trainer: Any, config: type, added: type, positional: tuple[Any, ...], keywords: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of TRL's trainer by name, with paths as strings; `TypeError` if it does not take them.
+
+    Args:
+        name (`str`): of the user's class.
+        config (`type`): TRL's config. Its fields, and those that `added` has, are not arguments of the trainer.
+    """
+    signature = inspect.signature(trl_trainer)
+    of_config = [x.name for x in (*fields(config), *fields(added))]
+    refuse_unknown(name, keywords, list(signature.parameters), config=config.__name__, of_config=of_config)
+    try:
+        given = signature.bind(*positional, **keywords).arguments
+    except TypeError as error:
+        raise TypeError(f"{name}.__init__() {error}.") from None
+    for argument in ("model", "ref_model", "reward_funcs"):
+        value = given.get(argument)
+        if isinstance(value, os.PathLike):
+            given[argument] = os.fspath(value)
+        elif isinstance(value, list) and any(isinstance(x, os.PathLike) for x in value):
+            given[argument] = [os.fspath(x) if isinstance(x, os.PathLike) else x for x in value]
+    return given
+
+
 def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> None:
     """Raise `ValueError` or `TypeError` for a wrong argument of the trainer `name`, whose config is a `wanted`."""
-    model = given["model"]
-    if model is None:
-        raise ValueError(f"`model` of `{name}` is None. Pass a model, its name or its folder.")
-    if isinstance(model, str) and not os.path.exists(model) and (model.count("/") > 1 or model.startswith((".", "/"))):
-        raise ValueError(f"`model={model!r}` is neither a local folder nor a name on the Hub. Correct the path.")
     if config is not None and not all(hasattr(config, field.name) for field in fields(wanted)):
         got = type(config).__name__
         raise TypeError(f"`args` of `{name}` is a `{got}`. Pass a `{wanted.__name__}` with these values.")
+    if config is not None:
+        check_numbers(config)
+    model, peft_config = given["model"], given.get("peft_config")
+    if model is None:
+        raise ValueError(f"`model` of `{name}` is None. Pass a model, its name or its folder.")
+    _check_model(model, config)
+    rewards = given.get("reward_funcs")
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
+        _check_reward_model(reward, config)
+    task = getattr(peft_config, "task_type", None)
+    if task not in (None, "CAUSAL_LM"):
+        raise ValueError(
+            f"`peft_config` has `task_type={str(getattr(task, 'value', task))!r}`, and `model` generates text. Set "
+            "`task_type='CAUSAL_LM'`."
+        )
+    callbacks = given.get("callbacks")
+    if callbacks is not None and not isinstance(callbacks, list):
+        shown = f"the class `{callbacks.__name__}`" if isinstance(callbacks, type) else f"a `{type(callbacks).__name__}`"
+        raise TypeError(f"`callbacks` must be a list, got {shown}. Write `callbacks=[...]`.")
     tokenizer: Any = getattr(given.get("processing_class"), "tokenizer", given.get("processing_class"))
     pads_otherwise = getattr(config, "pad_token", None) is not None or given.get("data_collator") is not None
     is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -143,6 +189,59 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
         )
     if given.get("train_dataset") is not None:
         check_dataset(given["train_dataset"], "train_dataset")
+
+
+def _check_model(model: Any, config: Any) -> None:
+    """Raise `ValueError` for a policy that is not there, or that TRL cannot sample from."""
+    architecture = _architecture("model", model, config) if isinstance(model, str) else type(model).__name__
+    if isinstance(model, str):  # the class that TRL would load
+        loaded = getattr(transformers, architecture or "", None)
+        generates = loaded is None or loaded.can_generate()
+    else:
+        generates = getattr(model, "generation_config", None) is not None
+    if not generates:
+        raise ValueError(
+            f"`model` is a `{architecture}`, which does not generate text. Pass a causal language model, such as "
+            "`AutoModelForCausalLM.from_pretrained(...)`."
+        )
+
+
+def _check_reward_model(reward: Any, config: Any) -> None:
+    """Raise `ValueError` for a reward model that is not there, or is a language model: its head would be random."""
+    if not isinstance(reward, str | PreTrainedModel):
+        return
+    architecture = _architecture("reward_funcs", reward, config) if isinstance(reward, str) else type(reward).__name__
+    if architecture is not None and architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        raise ValueError(
+            f"`reward_funcs` has a `{architecture}`{f' ({reward!r})' if isinstance(reward, str) else ''}, which has no "
+            "trained reward head: its rewards would be random. Pass a sequence classifier, or a function."
+        )
+
+
+def _architecture(argument: str, name: str, config: Any) -> str | None:
+    """The class of a saved model, if it is known without the network.
+
+    Raises:
+        `ValueError`: there is no such model.
+    """
+    options, folder, problem = getattr(config, "model_init_kwargs", None) or {}, name, ""
+    if not os.path.exists(name):
+        try:
+            of_cache = {x: options[x] for x in ("revision", "cache_dir") if x in options}
+            folder = snapshot_download(name, **of_cache, local_files_only=True)
+        except HFValidationError:
+            problem = "neither a local folder nor a name on the Hub. Correct the path."
+        except LocalEntryNotFoundError:
+            if not is_offline_mode():
+                return None
+            problem = "no local folder, and the Hub is offline (`HF_HUB_OFFLINE`). Correct the path, or download it."
+    if problem:
+        raise ValueError(f"`{argument}={name!r}` is {problem}")
+    try:
+        saved = json.loads(Path(folder, "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return next(iter(saved.get("architectures") or ()), None)
 
 
 def padding_reason(trainer: Any) -> str | None:

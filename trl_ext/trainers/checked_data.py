@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import reprlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import takewhile
@@ -16,6 +17,10 @@ from ..compat.choices import REWARD_COLUMNS_LEFT_OUT, REWARD_KEYWORDS
 logger = logging.getLogger("trl_ext")
 
 _PAIR = ("prompt", "chosen", "rejected")
+_ROWS_COMPARED = 8  # of a data set, for pairs that are equal
+
+# Keywords of reward functions that a column of the same name collides with
+_RESERVED = ("prompts", "completions")
 
 # Other names that data sets give to the column `prompt`
 _NAMES_OF_PROMPTS = ("prompts", "question", "query", "instruction", "input", "problem", "context")
@@ -51,15 +56,22 @@ def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
         )
 
 
-def checked_pairs(dataset: Any, name: str, *, has_template: bool, has_end: bool) -> Any:
+def checked_pairs(dataset: Any, name: str, processing_class: Any, *, has_end: bool) -> Any:
     """The data set; `ValueError` if it lacks what DPO reads. The first row of a stream is checked when TRL reads it."""
-    check_row = partial(_check_pair, name=name, has_template=has_template, has_end=has_end)
+    check_row = partial(_check_pair, name=name, processing_class=processing_class, has_end=has_end)
     if not isinstance(dataset, Dataset):
         return dataset.map(_FirstRow(check_row))
     check_dataset(dataset, name)
     for column in _PAIR:
         _check_filled(dataset, column, name)
     check_row(dataset[0])
+    if {"chosen", "rejected"} <= set(_columns(dataset) or ()):
+        first = dataset.with_format(None)[:_ROWS_COMPARED]
+        if first["chosen"] == first["rejected"]:
+            logger.warning(
+                f"`chosen` and `rejected` are equal in the first {len(first['chosen'])} rows of `{name}`. Equal pairs "
+                "have no preference to learn: the sigmoid loss stays at 0.6931."
+            )
     return dataset
 
 
@@ -75,17 +87,14 @@ class _FirstRow:
         return row
 
 
-def _check_pair(row: dict[str, Any], *, name: str, has_template: bool, has_end: bool) -> None:
+def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_end: bool) -> None:
     for column in ("chosen", "rejected"):
         if column not in row:
             raise ValueError(
                 f"`{name}` has the columns {sorted(row)}, and DPO reads `prompt`, `chosen` and `rejected`: "
                 f'`{column}` is missing. Rename the column that holds it: `dataset.rename_column("...", "{column}")`.'
             )
-    kinds = {x: "text" if isinstance(row[x], str) else "messages" for x in _PAIR if x in row}
-    for column in kinds:
-        if row[column] is None:
-            _refuse_none(column, 0, name)
+    kinds = {x: _kind(row[x], x, name) for x in _PAIR if x in row}
     if "prompt" not in row:
         _check_shared_prompt(row, name)
     if len(set(kinds.values())) > 1:
@@ -93,7 +102,7 @@ def _check_pair(row: dict[str, Any], *, name: str, has_template: bool, has_end: 
             f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {kind}' for x, kind in kinds.items())} in its "
             "first row. Give all of them as text, or all as lists of messages."
         )
-    _check_template(row, name, has_template)
+    _check_template(row, name, processing_class)
     if not has_end and not is_conversational(row):
         raise ValueError(
             "`processing_class` has no `eos_token`, which ends each completion. Set it: "
@@ -120,8 +129,11 @@ def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
         )
 
 
-def check_prompts(dataset: Any, name: str, *, has_template: bool) -> None:
-    """Raise `ValueError` unless a data set has prompts, and a template if they are messages. Streams are not read."""
+def check_prompts(dataset: Any, name: str, processing_class: Any) -> None:
+    """Raise `ValueError` unless a data set has prompts that `processing_class` can render. Streams are not read.
+
+    Without a `processing_class` something else renders the prompts, which may be anything.
+    """
     columns = _columns(dataset)
     if columns is not None and "prompt" not in columns:
         raise ValueError(
@@ -130,7 +142,10 @@ def check_prompts(dataset: Any, name: str, *, has_template: bool) -> None:
         )
     if columns is not None and isinstance(dataset, Dataset) and len(dataset):  # `_columns` is None with a transform
         _check_filled(dataset, "prompt", name)
-        _check_template({"prompt": dataset[0].get("prompt")}, name, has_template)
+        if processing_class is not None:
+            row = {"prompt": dataset[0]["prompt"]}
+            _kind(row["prompt"], "prompt", name)
+            _check_template(row, name, processing_class)
 
 
 def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generations: int) -> None:
@@ -151,11 +166,17 @@ def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool, co
     With `columns_are_added` a rollout function adds columns that are not known here.
     """
     columns = _columns(dataset)
+    reserved = next((x for x in _RESERVED if x in (columns or ())), None)
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if reward is None or isinstance(reward, str | nn.Module):
             continue
         if not callable(reward):
             raise TypeError(f"`reward_funcs` has {reward!r}, which is no reward. Give a function, a model or its name.")
+        if reserved is not None:
+            raise ValueError(
+                f"`train_dataset` has the column `{reserved}`, a name that TRL passes to reward functions. "
+                f'Rename it: `dataset.rename_column("{reserved}", "...")`.'
+            )
         if columns is not None:
             given = [*REWARD_KEYWORDS, *(x for x in columns if x not in REWARD_COLUMNS_LEFT_OUT)]
             given += ["environments"] if has_environments else []
@@ -208,10 +229,53 @@ def _refuse_none(column: str, row: int, name: str) -> NoReturn:
     raise ValueError(f"`{column}` is None in row {row} of `{name}`. Fill it in, or remove the row.")
 
 
-def _check_template(row: dict[str, Any], name: str, has_template: bool) -> None:
-    row_has_template = "chat_template" in (row.get("chat_template_kwargs") or {})
-    if is_conversational(row) and not has_template and not row_has_template:
+def _kind(value: Any, column: str, name: str) -> str:
+    """`"text"` or `"messages"`; `ValueError` for other values, which TRL cannot render."""
+    if value is None:
+        _refuse_none(column, 0, name)
+    if isinstance(value, str):
+        return "text"
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, dict) and "role" in first:
+        return "messages"
+    hint = "Give text, or messages such as [{'role': 'user', 'content': '...'}]."
+    if value == []:
+        hint = "Give at least one message, or remove the row."
+    elif isinstance(value, dict):
+        hint = "Put the message into a list."
+    elif isinstance(first, dict) and "from" in first:
+        hint = f"Convert messages with `from` and `value`: `{name}.map(trl.maybe_convert_to_chatml)`."
+    raise ValueError(
+        f"`{column}` of `{name}` must be text or a list of messages, got {reprlib.repr(value)} in its first row. {hint}"
+    )
+
+
+def _check_template(row: dict[str, Any], name: str, processing_class: Any) -> None:
+    if not is_conversational(row):
+        return
+    options = row.get("chat_template_kwargs") or {}
+    if processing_class.chat_template is None and "chat_template" not in options:
         raise ValueError(
             f"`{name}` holds messages, and `processing_class` has no chat template to render them. Use an "
             "instruct model's tokenizer, set `processing_class.chat_template`, or give the rows as text."
         )
+    messages = [one for column in _PAIR for one in row.get(column, ())]
+    has_parts = any(isinstance(one, dict) and isinstance(one.get("content"), list) for one in messages)
+    if has_parts and not _renders_parts(partial(processing_class.apply_chat_template, tokenize=False, **options)):
+        raise ValueError(
+            f"`{name}` has messages whose `content` is a list of parts, and the chat template of `processing_class` "
+            "renders text alone. Give the text as `content`, or use a template that renders parts."
+        )
+
+
+def _renders_parts(render: Callable[..., str]) -> bool:
+    """Whether a chat template renders a content that is a list of parts, and not the list itself."""
+
+    def rendered(content: Any) -> str:
+        try:
+            return render([{"role": "user", "content": content}])
+        except Exception:  # a template may raise any error
+            return ""
+
+    as_parts = rendered([{"type": "text", "text": "some-text"}])
+    return not rendered("some-text") or ("some-text" in as_parts and "'text'" not in as_parts)

@@ -1,6 +1,8 @@
 """A trainer's checkpoints: marked until they are complete, and found again to resume from."""
 
 import logging
+import re
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +15,7 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
 from transformers import PreTrainedModel
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from ..callbacks.progress import show
 from ..checkpoints.complete import begin, complete_checkpoints, discard, finish, half_written, is_complete, step_of
@@ -101,6 +103,7 @@ class Checkpoints:
 
     def _why_not_loaded(self, folder: Path) -> str | None:
         """Why the engine that runs cannot resume from a checkpoint; `None` if it can."""
+        self._check_run(folder)
         accelerator, written_now = self.trainer.accelerator, ""
         runs = detect_engine(accelerator, self.trainer.model)
         if runs.fsdp_version is not None:
@@ -111,6 +114,28 @@ class Checkpoints:
                 return None  # DeepSpeed's format for any number of processes
             written_now = deepspeed_format(runs.zero_stage, runs.processes)
         return why_not_loaded(folder, written_now, runs.name)
+
+    def _check_run(self, folder: Path) -> None:
+        """Raise `ValueError` if another trainer wrote the checkpoint, or if only one of the runs trains an adapter."""
+        args, model = self.trainer.args, self.trainer.model
+        written_by = _config_class(folder / TRAINING_ARGS_NAME)
+        if written_by is not None and written_by not in [cls.__name__ for cls in type(args).__mro__]:
+            raise ValueError(
+                f"`resume_from_checkpoint`: {folder} was written with a `{written_by}`, by another trainer. Pass it as "
+                "`model` to start from its weights."
+            )
+        trains_adapter = isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False)
+        has_adapter = any(folder.glob(PEFT_CONFIG_NAME)) or any(folder.glob(f"*/{PEFT_CONFIG_NAME}"))
+        if has_adapter and not trains_adapter:
+            raise ValueError(
+                f"`resume_from_checkpoint`: {folder} holds an adapter, and this run trains the whole model. Pass the "
+                "`peft_config` of the run that wrote it."
+            )
+        if trains_adapter and not has_adapter and any(folder.glob("model*.safetensors")):
+            raise ValueError(
+                f"`resume_from_checkpoint`: {folder} holds a whole model, and this run trains an adapter. Leave "
+                "`peft_config` out, or pass the checkpoint as `model`."
+            )
 
     def first_batch(self, begins: tuple[int, int]) -> tuple[int, int]:
         """The epoch and batch to begin with: after the last epoch if no step is left.
@@ -233,6 +258,17 @@ class Checkpoints:
             f"`{beside[0]}`{more} is trained and is in no adapter: PEFT saves adapters only, so neither a checkpoint "
             "nor `save_model` has it. Name its module in `modules_to_save`, or freeze it."
         ]
+
+
+def _config_class(saved: Path) -> str | None:
+    """The class of TRL's or ours whose object was saved; `None` for others. The pickle is read, not loaded."""
+    try:
+        with zipfile.ZipFile(saved) as archive:
+            pickled = archive.read(next(x for x in archive.namelist() if x.endswith("data.pkl")))
+    except (OSError, StopIteration, zipfile.BadZipFile):
+        return None
+    first = re.search(rb"ctrl(?:_ext)?\.[\w.]+\n(\w+)\n", pickled[:100])
+    return first[1].decode() if first else None
 
 
 def _found(requested: str | bool, run: Path) -> str | None:

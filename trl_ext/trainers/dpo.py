@@ -69,7 +69,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._checkpoints.parts.append(lambda _: self._dpo_reference.flush())
         loaded = self._dpo_reference.loaded
         with self._built(given, **internals.recorded_loads(loaded)):
-            super().__init__(*positional, **keywords)
+            super().__init__(**given)
         loaded.clear()
         with_columns = (x for name, x in self._dpo_reference.datasets() if self._dpo_reference.with_columns[name])
         if not all(isinstance(x, Dataset) for x in with_columns):
@@ -80,17 +80,18 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if isinstance(self.train_dataset, Dataset):
             check_rows_are_left(self.train_dataset, self.args.max_length)
         tokens = len(self._tokenizer)
-        rows = missing_rows(self.model, tokens)
-        if rows is not None:
-            check_token_ids(internals.largest_token_ids(self.train_dataset, _ROWS_CHECKED), rows, tokens)
+        for name, model in (("model", self.model), ("ref_model", self.ref_model)):
+            rows = None if model is None else missing_rows(model, tokens)
+            if rows is not None:
+                largest = internals.largest_token_ids(self.train_dataset, _ROWS_CHECKED)
+                check_token_ids(largest, rows, tokens, name)
 
     # Built: data sets, then models, then precomputed log-probs
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """TRL's own, on rows that have been checked."""
         where = f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]"
-        has_template, has_end = processing_class.chat_template is not None, self._tokenizer.eos_token is not None
-        dataset = checked_pairs(dataset, where, has_template=has_template, has_end=has_end)
+        dataset = checked_pairs(dataset, where, processing_class, has_end=self._tokenizer.eos_token is not None)
         if self._dpo_loss.columns:
             dataset = _with_rewards(dataset, f"the {dataset_name} data set", self._dpo_loss.columns)
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)

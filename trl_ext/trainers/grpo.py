@@ -65,7 +65,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._grpo_generation = GRPOGeneration(self, self._ranks, self._grpo_scoring, self._grpo_buffer)
         self._checkpoints.parts.append(self._grpo_generation.save)
         with self._built(given):
-            super().__init__(*positional, **keywords)
+            super().__init__(**given)
         if self._offloads:
             check_offloading_device(self.accelerator.device)
         self._ready(given.get("callbacks"))
@@ -80,10 +80,10 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             check_completion_length(self.args, self.model)
         if self._replaces("batches") or self.environment_factories is not None:
             return
-        renders = rolled_out or self._replaces("rendering") or self.processing_class.chat_template is not None
+        template = None if rolled_out or self._replaces("rendering") else self.processing_class
         evaluated = None if self.args.eval_strategy == "no" else self.eval_dataset
         for name, dataset in named_datasets(self.train_dataset, evaluated):
-            check_prompts(dataset, name, has_template=renders)
+            check_prompts(dataset, name, template)
             if isinstance(dataset, Dataset) and len(dataset) == 0:
                 logger.warning("`%s` has no rows: nothing will be evaluated on it.", name)
 

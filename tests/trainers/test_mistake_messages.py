@@ -1,0 +1,173 @@
+"""Each mistake of the table in mistakes.py stops before a forward pass, in one line that names the argument."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import PreTrainedModel
+
+import trl_ext
+from mistakes import MISTAKES, PARTS, asked, messages, pairs
+from short_training import PAIR, PAIRS, Bench, tokenizer
+from tiny import Workshop, lora_config
+from trl_ext.compat.arguments import check_numbers
+from trl_ext.compat.replaced import replaced
+
+FAST = {
+    *("DPO, beta in quotes", "generations in quotes", "accumulation of 0", "max_prompt_length", "beta of the trainer"),
+    *("ref_model of GRPO", "callbacks that are a class", "DPO, a prompt without messages", "DPO, ShareGPT messages"),
+    *(
+        "GRPO, a prompt that is a number",
+        "DPO, parts and a template of text",
+        "a classifier",
+        "a column that is a keyword",
+    ),
+    *("a reference of another vocabulary", "a reward model's name that there is not", "a language model as reward"),
+    *("an adapter's checkpoint, a whole model", "a checkpoint of GRPO in DPO"),
+}
+
+
+GROUPS: dict[str, Any] = {"DPO": {}, "GRPO": {"num_generations": 2}}
+
+
+@pytest.fixture
+def bench(workshop: Workshop, tmp_path: Path) -> Iterator[Any]:
+    """A bench that counts forward passes of models."""
+    made: Any = Bench(workshop, tmp_path)
+    made.passes = 0
+
+    def count(module: Any, _: Any) -> None:
+        made.passes += isinstance(module, PreTrainedModel)
+
+    hook = register_module_forward_pre_hook(count)
+    yield made
+    hook.remove()
+
+
+def without_folders(message: str, bench: Any) -> str:
+    return message.replace(str(bench.folder), "…").replace(str(bench.workshop.root), "…")
+
+
+@pytest.mark.parametrize("name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in MISTAKES])
+def test_a_mistake_stops_before_a_forward_pass_and_names_the_argument(name: str, bench: Any) -> None:
+    mistake = MISTAKES[name]
+    with pytest.raises((ValueError, TypeError)) as raised:
+        mistake.make(bench)
+    assert without_folders(str(raised.value), bench) == mistake.ours
+    assert re.match(r"`\w+|\w+Config\.__init__\(\)|\w+Trainer\.__init__\(\)", mistake.ours)
+    assert "\n" not in mistake.ours
+    assert bench.passes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_stock_trl_does_with_it(name: str, bench: Any) -> None:
+    bench.package, mistake = trl, MISTAKES[name]
+    if mistake.stock is None:
+        mistake.make(bench)
+        assert bench.trainer.state.global_step
+        return
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - of any type: the message is compared
+        mistake.make(bench)
+    assert mistake.stock in without_folders(str(raised.value), bench)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_each_numeric_field_refuses_text_and_takes_its_default(kind: str, bench: Any) -> None:
+    config = bench.config(kind, **GROUPS[kind])
+    check_numbers(config)
+    names = {x.name for x in fields(config)} - {"vllm_server_port"}
+    numeric = [x for x in names if type(getattr(config, x)) in (int, float)]
+    assert len(numeric) > 20
+    for name in numeric:
+        with replaced(config, **{name: "one"}), pytest.raises(TypeError, match=f"`{name}` must be .* the string 'one'"):
+            check_numbers(config)
+
+
+def changed(rows: Dataset) -> Dataset:
+    return rows.map(trl.maybe_convert_to_chatml)
+
+
+PART_TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %} {% endfor %}"
+)
+# What looks like a mistake and is none
+ACCEPTED: dict[str, Callable[[Any], None]] = {
+    "a path, DPO": lambda b: b.dpo(model=Path(b.workshop.model("tied"))),
+    "a path, GRPO": lambda b: b.grpo(model=Path(b.workshop.model("tied"))),
+    "parts and a template that renders them": lambda b: b.dpo(
+        train_dataset=pairs(**messages(PARTS)), processing_class=tokenizer(chat_template=PART_TEMPLATE)
+    ),
+    "ShareGPT messages, converted as the message says": lambda b: b.grpo(
+        train_dataset=changed(asked([{"from": "user", "value": "w1"}])),
+        processing_class=tokenizer(chat_template=PART_TEMPLATE),
+    ),
+    "whole numbers with a decimal point that TRL takes": lambda b: b.grpo(max_completion_length=4.0),
+    "an adapter of no task": lambda b: b.dpo(peft_config=lora_config(task_type=None)),
+    "an adapter resumed": lambda b: (
+        b.dpo(peft_config=lora_config(), save_strategy="steps", save_steps=1),
+        b.dpo(peft_config=lora_config(), max_steps=2, resume=str(b.folder / "checkpoint-1")),
+    ),
+    "prompts of any kind that a rollout reads": lambda b: b.grpo(train_dataset=asked(7), rollout_func=of_numbers),
+}
+
+
+def of_numbers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    return {
+        "prompt_ids": [[3 + prompt] for prompt in prompts],
+        "completion_ids": [[3, 4 + place, 1] for place, _ in enumerate(prompts)],
+        "logprobs": None,
+    }
+
+
+@pytest.mark.parametrize("what", [pytest.param(x, marks=[pytest.mark.slow] * ("DPO" not in x)) for x in ACCEPTED])
+@pytest.mark.parametrize("package", [trl_ext, pytest.param(trl, marks=pytest.mark.slow)], ids=["ours", "stock"])
+def test_what_looks_like_a_mistake_and_is_none_trains(what: str, package: Any, bench: Any) -> None:
+    if package is trl and "path" in what:
+        pytest.skip("TRL reads the config of a `Path`, which has none")
+    bench.package = package
+    ACCEPTED[what](bench)
+    assert bench.trainer.state.global_step
+
+
+@pytest.mark.parametrize(
+    ("rows", "warned"), [(pairs(chosen=" w5"), True), (pairs(chosen="", rejected=""), True), (PAIRS, False)]
+)
+def test_pairs_that_are_all_equal_are_a_warning(
+    rows: Dataset, warned: bool, bench: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.dpo(train_dataset=rows)
+    said = "`chosen` and `rejected` are equal in the first 4 rows of `train_dataset`. Equal pairs have no preference"
+    assert (said in caplog.text) is warned
+    assert (abs(bench.trainer.state.log_history[-1]["train_loss"] - 0.6931) < 1e-4) or not warned
+
+
+def test_one_pair_that_differs_is_no_warning(bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+    same = {**PAIR, "rejected": PAIR["chosen"]}
+    bench.dpo(train_dataset=Dataset.from_list([same, same, PAIR]))
+    assert "are equal" not in caplog.text
+
+
+def test_a_subclass_of_a_config_keeps_its_own_arguments(bench: Any) -> None:
+    class Own(trl_ext.DPOConfig):
+        def __init__(self, *positional: Any, mine: int = 0, **keywords: Any) -> None:
+            super().__init__(*positional, **keywords)
+            self.mine = mine
+
+    assert Own(**bench.shortest(), mine=3).mine == 3
+    with pytest.raises(TypeError, match=r"^`rpo_alpha` is not an argument of `Own`\. Use `loss_type"):
+        Own(**bench.shortest(), rpo_alpha=1.0)
+
+
+def test_show_plan_is_a_field_of_both_configs(bench: Any) -> None:
+    assert bench.config("DPO").show_plan
+    assert not bench.config("GRPO", **GROUPS["GRPO"], show_plan=False).show_plan
+    with pytest.raises(ValueError, match=r"`show_plan` must be True or False, got 'no'\."):
+        bench.config("DPO", show_plan="no")
