@@ -28,6 +28,7 @@ _FILES = {
     "lora_rank.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nlora_rank: 8\n",
     "slip.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nbetta: 0.1\n",
     "beta.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nbeta: high\n",
+    "older.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nmax_prompt_length: 8\n",
     "chunk.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nhead_chunk_size: 0\n",
     "launch.yaml": "num_processes: 4\n",
 }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 from accelerate.commands.launch import launch_command_parser
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
+from ..compat.arguments import former_name
 from ..compat.choices import resolve_accelerate_config_argument
 from ..config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig, with_help
 from . import CommandError, did_you_mean
@@ -111,13 +112,13 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
     left = parser.parse_known_args(line.words)[1]
     for name in names_in(left):
         if name not in known:
-            close = did_you_mean(name, known, "--") or f" `{line.prog} --help` lists the arguments."
-            raise CommandError(f"`--{name}` is not an argument of `{line.prog}`.{close}")
+            remedy = _instead(name, known, "--") or f" `{line.prog} --help` lists the arguments."
+            raise CommandError(f"`--{name}` is not an argument of `{line.prog}`.{remedy}")
     settable = {action.dest for action in parser._actions} | of_launch | {"env"}
     for name in line.in_file:
         if name not in settable:
-            close = did_you_mean(name, settable) or f" `{line.prog} --help` lists the arguments."
-            raise CommandError(f"`{name}` in {line.file} is not an argument of `{line.prog}`.{close}")
+            remedy = _instead(name, settable) or f" `{line.prog} --help` lists the arguments."
+            raise CommandError(f"`{name}` in {line.file} is not an argument of `{line.prog}`.{remedy}")
     # The first word that is no value of an argument is what `accelerate launch` would run
     stray = launcher.parse_args([*resolve_accelerate_config_argument(left), "-m", line.prog]).training_script
     if stray != line.prog:
@@ -131,3 +132,9 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
             "`--bf16` is true, TRL's default, but there is no GPU. Give `--use_cpu` to train in bf16 on the CPU, or "
             "`--bf16 false`."
         ) from error
+
+
+def _instead(name: str, known: set[str], mark: str = "") -> str:
+    """What replaces an argument of an older TRL, or the name that a slip was meant to be."""
+    former = former_name(name, known)
+    return did_you_mean(name, known, mark) if former is None else f" {former}"

@@ -8,12 +8,12 @@ import yaml
 
 from . import CommandError
 
-# What other libraries, users and older versions of TRL call an argument
+# What other libraries and users call an argument; `compat/arguments.py` has the names in older versions of TRL
 OTHER_NAMES = {
     **dict.fromkeys(("model", "model_id", "model_path", "base_model"), "model_name_or_path"),
     **dict.fromkeys(("data", "dataset", "dataset_path"), "dataset_name"),
     **dict.fromkeys(
-        ("batch_size", "train_batch_size", "micro_batch_size", "per_device_batch_size", "per_gpu_train_batch_size"),
+        ("batch_size", "train_batch_size", "micro_batch_size", "per_device_batch_size"),
         "per_device_train_batch_size",
     ),
     **dict.fromkeys(("accumulation_steps", "grad_accum", "grad_accumulation_steps"), "gradient_accumulation_steps"),
@@ -21,7 +21,6 @@ OTHER_NAMES = {
     **dict.fromkeys(("lora", "use_lora"), "use_peft"),
     **dict.fromkeys(("target_modules", "lora_targets"), "lora_target_modules"),
     "eval_batch_size": "per_device_eval_batch_size",
-    "evaluation_strategy": "eval_strategy",
     "kl_coef": "beta",
     "lora_rank": "lora_r",
     "lr": "learning_rate",
@@ -30,7 +29,7 @@ OTHER_NAMES = {
 }
 OTHER_NAMES_OF = {
     "dpo": dict.fromkeys(("max_seq_length", "max_seq_len"), "max_length"),
-    "grpo": {"max_new_tokens": "max_completion_length", "group_size": "num_generations"},
+    "grpo": {"group_size": "num_generations"},
 }
 
 # What each method needs, what to give, and what may be given in its place
