@@ -66,7 +66,7 @@ def checked_pairs(dataset: Any, name: str, processing_class: Any, *, has_end: bo
         _check_filled(dataset, column, name)
     check_row(dataset[0])
     if {"chosen", "rejected"} <= set(_columns(dataset) or ()):
-        first = dataset.with_format(None)[:_ROWS_COMPARED]
+        first = dataset.with_format(None).select_columns(["chosen", "rejected"])[:_ROWS_COMPARED]
         if first["chosen"] == first["rejected"]:
             logger.warning(
                 f"`chosen` and `rejected` are equal in the first {len(first['chosen'])} rows of `{name}`. Equal pairs "
