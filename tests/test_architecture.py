@@ -26,7 +26,7 @@ MAY_IMPORT = {
         *("heads", "packing", "distributed", "scoring", "planning", "checkpoints", "reference", "losses", "callbacks"),
         *("compat", "config"),
     },
-    "cli": {"config", "trainers", "memory", "heads", "distributed", "scoring", "compat", "version"},
+    "cli": {"config", "trainers", "memory", "heads", "distributed", "scoring", "losses", "compat", "version"},
 }
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
 

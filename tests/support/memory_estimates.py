@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from tiny import word_tokenizer
 from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
 from trl_ext.cli.estimate import EstimateArguments, step_of
+from trl_ext.cli.line import read
 from trl_ext.cli.training import build
 from trl_ext.memory.step import memory_of_step
 
@@ -79,7 +80,7 @@ def parsed(name: str, folder: Path, launched: tuple[str, ...] | None = None) -> 
         *options,
         *(["--use_cpu"] if launched is None else launched),
     ]
-    return Parsed(*parse(OneLineParser(dataclasses_of(method)), arguments, may_launch=False))
+    return Parsed(*parse(OneLineParser(dataclasses_of(method)), read(method, arguments), may_launch=False))
 
 
 def _model(name: str, folder: Path) -> str:

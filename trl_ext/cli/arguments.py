@@ -1,17 +1,21 @@
-"""The command line's arguments, parsed and checked."""
+"""The arguments of a method: their dataclasses, and the parser."""
 
 import os
+import re
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from accelerate.commands.launch import launch_command_parser
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
+from ..compat.arguments import former_name
+from ..compat.choices import resolve_accelerate_config_argument
 from ..config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig, with_help
 from . import CommandError, did_you_mean
+from .line import Line, names_in, refuse_word
 
-METHODS = ("dpo", "grpo")
+# The functions of `trl.rewards` that `--reward_funcs` takes, as TRL's command does
+REWARDS = ("accuracy_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward")
 
 
 @with_help
@@ -20,11 +24,22 @@ class GRPOScriptArguments(ScriptArguments):
     """TRL's arguments about data sets, and the rewards."""
 
     reward_funcs: list[str] = field(default_factory=list)
-    """Reward functions: names in `trl.rewards`, such as `accuracy_reward`, or dotted paths, such as
-    `my_rewards.brevity`, which may be in the current folder."""
+    """Reward functions: `my_rewards.py:brevity` is the function `brevity` in that file, `my_rewards.brevity` in a
+    module on Python's path or in the current folder, and `accuracy_reward` the one in `trl.rewards`."""
 
     reward_model_name_or_path: str | None = None
     """Reward model: a name on the Hub or a folder."""
+
+
+# Messages of argparse and of TRL's parser, and ours
+_SAID = {
+    r"argument (--\w+)\S*: invalid int value: (.*)": r"`\1` must be an integer, got \2",
+    r"argument (--\w+)\S*: invalid float value: (.*)": r"`\1` must be a number, got \2",
+    r"argument (--\w+)\S*: Truthy value expected: got (.*) but .*": r"`\1` must be true or false, got '\2'",
+    r"argument (--\w+)\S*: invalid choice: (.*) \(choose from (.*)\)": r"`\1` is \2. Choose from: \3",
+    r"argument (--\w+)\S*: expected .*": r"`\1` has no value",
+    r"ambiguous option: (\S+) could match (.*)": r"`\1` may be \2. Write one of them in full",
+}
 
 
 class Parsed(NamedTuple):
@@ -39,7 +54,7 @@ class Parsed(NamedTuple):
 
 
 class OneLineParser(TrlParser):
-    """TRL's parser with errors of one line, and a group in `--help` for the fields that trl_ext adds to a config."""
+    """TRL's parser with errors of one line, and a group in `--help` for the arguments that trl_ext adds."""
 
     set_environment = False  # whether `env` in the file of `--config` has changed the environment
 
@@ -47,15 +62,22 @@ class OneLineParser(TrlParser):
         added = [x for x in (AddedDPOFields, AddedGRPOFields) for of in dataclass_types or () if issubclass(of, x)]
         self._added = {x.name for fields_of in added for x in fields(fields_of)}
         self._group: Any = None
-        super().__init__(dataclass_types, **keywords)
+        super().__init__(dataclass_types, usage="%(prog)s [--config FILE.yaml] [ARGUMENTS]", **keywords)
 
     def add_argument(self, *flags: Any, **keywords: Any) -> Any:
-        """Add it to the group, if it is one of the added fields."""
+        """Add it in its one spelling, and to the group if trl_ext adds it."""
+        once = [flag for flag in flags if "-" not in flag[2:]]
+        choices = ", ".join(map(str, keywords.get("choices") or ()))
+        # `--help` fits 80 columns
+        if len(choices) > 60:
+            keywords |= {"metavar": "CHOICE", "help": f"{keywords.get('help', '')} Choose from: {choices}."}
+        elif len(flags[0]) > 35 and "action" not in keywords:
+            keywords["metavar"] = "VALUE"
         if keywords.get("dest", flags[0].lstrip("-")) not in self._added:
-            return super().add_argument(*flags, **keywords)
+            return super().add_argument(*once, **keywords)
         if self._group is None:
             self._group = self.add_argument_group("trl_ext options")
-        return self._group.add_argument(*flags, **keywords)
+        return self._group.add_argument(*once, **keywords)
 
     def parse_args_and_config(self, *positional: Any, **keywords: Any) -> Any:
         """TRL's."""
@@ -68,8 +90,10 @@ class OneLineParser(TrlParser):
         return super().set_defaults_with_config(**config)
 
     def error(self, message: str) -> NoReturn:
-        """Raise `CommandError` with argparse's message, in place of pages of usage."""
-        raise CommandError(f"{message}. `{self.prog} --help` lists what it takes.")
+        """Raise `CommandError` with argparse's message in one line, in place of pages of usage."""
+        for theirs, ours in _SAID.items():
+            message = re.sub(theirs, ours, message)
+        raise CommandError(f"{message.rstrip('.')}. `{self.prog} --help` lists the arguments.")
 
 
 def dataclasses_of(method: str) -> tuple[type, ...]:
@@ -78,47 +102,39 @@ def dataclasses_of(method: str) -> tuple[type, ...]:
     return script, training, ModelConfig, DatasetMixtureConfig
 
 
-def method_of(arguments: list[str], command: str) -> tuple[str, list[str]]:
-    """The method that follows `explain` or `estimate`, and the other arguments."""
-    method, *rest = arguments or [""]
-    if method not in METHODS:
-        given = f"got `{method}`" if method else "got nothing"
-        raise CommandError(f"`{command}` is followed by `dpo` or `grpo`, {given}: `trl-ext {command} dpo ...`.")
-    return method, rest
-
-
-def parse(parser: Any, arguments: list[str], *, may_launch: bool) -> tuple[Any, ...]:
+def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
     """The parser's dataclasses, then `accelerate launch`'s arguments in the file of `--config` and on the line."""
-    arguments = [part for x in arguments for part in (x.split("=", 1) if x.startswith("--config=") else [x])]
-    without_config = arguments
-    if "--config" in arguments:
-        at = arguments.index("--config") + 1
-        if at == len(arguments) or not Path(arguments[at]).is_file():
-            given = "nothing" if at == len(arguments) else f"`{arguments[at]}`, which is not a file"
-            raise CommandError(f"`--config` must be followed by a YAML file, got {given}.")
-        without_config = arguments[: at - 1] + arguments[at + 1 :]
-    known = {*launch_command_parser()._option_string_actions, "--accelerate_config"}
+    launcher = launch_command_parser()
+    launcher.error = parser.error
+    of_launch = {x.lstrip("-") for x in (*launcher._option_string_actions, "--accelerate_config")}
+    known = {x.lstrip("-") for x in parser._option_string_actions} | (of_launch if may_launch else set())
     # Before the dataclasses are made, which complain about the machine
-    unknown = [x for x in parser.parse_known_args(without_config)[1] if x.startswith("-")]
-    _refuse_unknown(unknown, known if may_launch else set(), parser)
+    left = parser.parse_known_args(line.words)[1]
+    for name in names_in(left):
+        if name not in known:
+            remedy = _instead(name, known, "--") or f" `{line.prog} --help` lists the arguments."
+            raise CommandError(f"`--{name}` is not an argument of `{line.prog}`.{remedy}")
+    settable = {action.dest for action in parser._actions} | of_launch | {"env"}
+    for name in line.in_file:
+        if name not in settable:
+            remedy = _instead(name, settable) or f" `{line.prog} --help` lists the arguments."
+            raise CommandError(f"`{name}` in {line.file} is not an argument of `{line.prog}`.{remedy}")
+    # The first word that is no value of an argument is what `accelerate launch` would run
+    stray = launcher.parse_args([*resolve_accelerate_config_argument(left), "-m", line.prog]).training_script
+    if stray != line.prog:
+        refuse_word(stray, line)
     try:
-        *parsed, from_file, left = parser.parse_args_and_config(
-            arguments, return_remaining_strings=True, separate_remaining_strings=True
-        )
+        return parser.parse_args_and_config(line.whole, return_remaining_strings=True, separate_remaining_strings=True)
     except ValueError as error:
         if "use_cpu" not in str(error):
             raise
         raise CommandError(
-            "`--bf16` is true, as it is by default in TRL, and there is no GPU. Give `--use_cpu` to train in bf16 on "
-            "the CPU, or `--bf16 false`."
+            "`--bf16` is true, TRL's default, but there is no GPU. Give `--use_cpu` to train in bf16 on the CPU, or "
+            "`--bf16 false`."
         ) from error
-    _refuse_unknown(from_file[::2], known, parser)
-    return *parsed, from_file, left
 
 
-def _refuse_unknown(given: list[str], known: set[str], parser: Any) -> None:
-    for argument in given:
-        name = argument.split("=", 1)[0]
-        if name not in known:
-            close = did_you_mean(name, [*parser._option_string_actions, *known])
-            raise CommandError(f"`{name}` is not an argument of `{parser.prog}`.{close or ' Leave it out.'}")
+def _instead(name: str, known: set[str], mark: str = "") -> str:
+    """What replaces an argument of an older TRL, or the name that a slip was meant to be."""
+    former = former_name(name, known)
+    return did_you_mean(name, known, mark) if former is None else f" {former}"

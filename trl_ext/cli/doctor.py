@@ -1,4 +1,4 @@
-"""The command `doctor`: versions, devices, the engine, and a self-test of the head on each device."""
+"""The command `doctor`: versions, devices, the engine, and a self-test of the LM head on each device."""
 
 import platform
 import tomllib
@@ -13,15 +13,13 @@ from ..distributed.detect import detect_engine
 from ..heads.kernels.work import triton_unavailable_reason
 from ..scoring.checks import self_test
 from ..version import __version__
-from . import CommandError, one_line
+from . import one_line, wrapped
 
 _OPTIONAL = ("triton", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "vllm")
 
 
-def run(arguments: list[str]) -> int:
+def run() -> int:
     """Print a row for each check; return 1 if one fails."""
-    if arguments:
-        raise CommandError(f"`doctor` takes no arguments, got `{arguments[0]}`.")
     rows = [("trl_ext", f"{__version__}, Python {platform.python_version()}, {platform.platform()}", True)]
     optional = {name: _version(name) for name in _OPTIONAL}
     rows += [*_required(), *((name, f"{found} (optional)", True) for name, found in optional.items() if found)]
@@ -30,7 +28,7 @@ def run(arguments: list[str]) -> int:
     for device in (torch.device("cpu"), *(torch.device("cuda", x) for x in range(torch.cuda.device_count()))):
         rows += _head_on(device)
     for name, words, fine in rows:
-        print(f"{name:<15}{'ok' if fine else 'WRONG':<7}{words}")
+        print(wrapped(words, f"{name:<15}{'ok' if fine else 'WRONG':<7}"))
     return 0 if all(fine for _, _, fine in rows) else 1
 
 
@@ -38,14 +36,14 @@ def _required() -> list[tuple[str, str, bool]]:
     """The required packages."""
     requirements = _requirements()
     if requirements is None:
-        return [("packages", "there is neither metadata nor a pyproject.toml of trl_ext: `pip install .`", False)]
+        return [("packages", "trl_ext has no metadata and no pyproject.toml. Run `pip install .`.", False)]
     rows = []
     for one in map(Requirement, requirements):
         if one.marker is not None and not one.marker.evaluate():
             continue
         found = _version(one.name)
         fine = found is not None and one.specifier.contains(found, prereleases=True)
-        words = f"{found}" if fine else f"found {found}: `pip install '{one.name}{one.specifier}'`"
+        words = f"{found}" if fine else f"found {found}. Run `pip install '{one.name}{one.specifier}'`."
         rows.append((one.name, words, fine))
     return rows
 
@@ -67,7 +65,7 @@ def _version(name: str) -> str | None:
 
 
 def _head_on(device: torch.device) -> list[tuple[str, str, bool]]:
-    """The device, whether the head is exact on it, and what runs between the head's products."""
+    """The device, whether the LM head is exact on it, and which kernels run between its matrix products."""
     what = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -75,9 +73,9 @@ def _head_on(device: torch.device) -> list[tuple[str, str, bool]]:
         what = f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, capability {capability}"
     rows = [(str(device), what, True)]
     reason = triton_unavailable_reason(device)
-    between = "Triton's kernels" if reason is None else f"torch between the products ({reason})"
+    kernels = "Triton" if reason is None else f"torch, since {reason}"
     try:
         tried = self_test(device)
-    except Exception as error:  # whatever a device may raise
+    except Exception as error:  # a device may raise anything
         return [*rows, ("  head", one_line(error), False)]
-    return [*rows, ("  head", f"agrees with its definition: {', '.join(tried)}; {between}", True)]
+    return [*rows, ("  head", f"agrees with its definition: {', '.join(tried)}. Kernels: {kernels}.", True)]

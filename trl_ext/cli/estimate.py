@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft import PeftConfig, get_peft_model
@@ -11,9 +11,10 @@ from trl import get_peft_config
 
 from ..config import with_help
 from ..memory.step import Engine, Step, StepMemory, memory_of_step
-from . import CommandError
-from .arguments import OneLineParser, Parsed, dataclasses_of, method_of, parse
-from .training import is_adapter, model_init_arguments, require_model
+from . import CommandError, wrapped
+from .arguments import OneLineParser, Parsed, dataclasses_of, parse
+from .line import Line
+from .training import is_adapter, model_init_arguments
 
 # Lengths at which memory is taken for a straight line before the rest is halved
 _STRAIGHT = 8
@@ -44,14 +45,14 @@ def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, mo
 
 # Their estimates have been compared with measurements
 _ENGINES = {"one_process": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
-# Numbers that an optimizer keeps for each trained one; other optimizers also take memory while they step
+# States that an optimizer keeps for each trained parameter; other optimizers also take memory while they step
 _STATES = {"adamw_torch_fused": 2, "sgd": 0}
 _GIB = 2**30
 # The `model_init_kwargs` that are read, or change no memory
 _OF_MODEL = {"dtype", "attn_implementation", "trust_remote_code", "use_cache"}
 _NOT_COVERED = (
-    "Not covered: what an operator allocates for itself, the device's own context, fragments, and under GRPO the "
-    "generation (its key-value cache, vLLM). Rows are as long as they may be and share nothing: no batch takes more."
+    "The estimate is for the longest rows without shared prompts, so no batch takes more. It leaves out workspaces of "
+    "operators, the device's context, fragmentation, and in GRPO the generation (its key-value cache, vLLM)."
 )
 
 
@@ -61,61 +62,70 @@ class EstimateArguments:
     """The arguments of `estimate` alone."""
 
     device_memory: float | None = None
-    """GiB of a device, for the longest sequence that fits. `None`: those of the GPU, if any."""
+    """GiB of a device, for the longest sequence that fits. `None`: the memory of this machine's GPU, if any."""
 
     device: str = field(default="cuda", metadata={"choices": ["cuda", "cpu"]})
-    """Where training will run, `"cuda"` or `"cpu"`; the device need not be present."""
+    """Where training will run, `"cuda"` or `"cpu"`. This machine need not have the device."""
 
     prompt_length: int = 0
-    """Tokens of a prompt: part of DPO's `max_length`, and before GRPO's completions."""
+    """Tokens of a prompt. DPO's `max_length` includes them; GRPO's `max_completion_length` does not."""
 
     engine: str = "one_process"
     """How training will run: `"one_process"`, `"ddp"`, or `"fsdp2"` as in
     `examples/accelerate_configs/fsdp2.yaml`."""
 
     num_devices: int = 1
-    """On how many devices, with one process each. The output is for one of them."""
+    """How many devices, with one process each. The estimate is for one of them."""
 
 
-def run(arguments: list[str]) -> int:
+def run(line: Line) -> int:
     """Print the parts of the memory, the peak and the longest sequence that fits."""
-    method, rest = method_of(arguments, "estimate")
-    parser = OneLineParser((*dataclasses_of(method), EstimateArguments), prog=f"trl-ext estimate {method}")
+    parser = OneLineParser((*dataclasses_of(line.method), EstimateArguments), prog=line.prog)
     parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
-    script, training, model_args, mixture, asked, launch_of_file, _ = parse(parser, rest, may_launch=False)
-    if launch_of_file:
+    script, training, model_args, mixture, asked, launch_of_file, launch = parse(parser, line, may_launch=True)
+    for_launch = [*launch_of_file, *launch]
+    if for_launch:
         raise CommandError(
-            f"`{launch_of_file[0]}` in the file of `--config` is not covered by `estimate`, but read by `accelerate "
-            "launch`: leave it out, and give `--engine` and `--num_devices`."
+            f"`{for_launch[0]}` is for `accelerate launch`, which `estimate` does not run. Remove it, and give "
+            "`--engine` and `--num_devices`."
         )
     _refuse_what_is_not_covered(training, model_args)
-    _check_devices(method, asked)
-    step = step_of(method, Parsed(script, training, model_args, mixture, [], []), asked)
-    memory = memory_of_step(step)
-    print(_table(step, memory))
+    _check_devices(line.method, asked)
+    parsed = Parsed(script, training, model_args, mixture, [], [])
+    step, policy = step_of(line.method, parsed, asked), _policy(parsed)
+    print(_table(step, policy, memory_of_step(step)))
     limit = None if asked.device_memory is None else int(asked.device_memory * _GIB)
     if limit is None and asked.device == "cuda" and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory
     if limit is not None:
-        print(f"longest      {_longest(step, limit)}")
-    print(f"\n{_NOT_COVERED}")
+        print(wrapped(_longest(step, policy, limit), f"{'longest':<13}"))
+    notes = [_NOT_COVERED]
+    asked_for, most = _longest_row(line.method, training, asked), policy.positions
+    if asked_for > most:
+        cut = f"The arguments allow rows of {asked_for:,} tokens, but the model has {most:,} positions"
+        notes.insert(0, f"{cut}, so the estimate is for rows of {most:,} tokens.")
+    print("", *map(wrapped, notes), sep="\n")
     return 0
+
+
+def _longest_row(method: str, training: Any, asked: EstimateArguments) -> int:
+    """Tokens of the longest row that the arguments allow."""
+    return int(training.max_length if method == "dpo" else asked.prompt_length + training.max_completion_length)
 
 
 def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     """The training step with these arguments, on one device, with the longest rows."""
     training, dpo = parsed.training, method == "dpo"
     if dpo and training.max_length is None:
-        raise CommandError("`--max_length` is None, so rows may be of any length: give `--max_length`.")
-    prompt_length = asked.prompt_length
-    longest = training.max_length if dpo else prompt_length + training.max_completion_length
+        raise CommandError("`--max_length` is None, so that rows have no longest length. Set it to a number.")
+    prompt_length, policy = asked.prompt_length, _policy(parsed)
+    longest = min(_longest_row(method, training, asked), policy.positions)
     if not 0 <= prompt_length < longest:
         raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
-    tokens = longest - 1  # nothing is scored after a row's last token
-    half = torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+    tokens = longest - 1  # a row's last token is not scored from
     adapted = parsed.model.use_peft or is_adapter(parsed.model.model_name_or_path)
     return Step(
-        model=_policy(method, parsed),
+        model=policy.make,
         rows=training.per_device_train_batch_size * (2 if dpo else 1),
         tokens=tokens,
         scored=tokens - max(prompt_length - 1, 0),
@@ -125,17 +135,22 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
         device=torch.device(asked.device),
         engine=cast(Engine, asked.engine),
         devices=asked.num_devices,
-        autocast=half,
+        autocast=torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None,
         accumulates=training.gradient_accumulation_steps > 1,
         states=_STATES[training.optim],
         reference_model=not adapted and (not training.precompute_ref_log_probs if dpo else training.beta != 0),
     )
 
 
-def _policy(method: str, parsed: Parsed) -> Callable[[], Any]:
+class _Policy(NamedTuple):
+    make: Callable[[], Any]
+    positions: int  # of the config
+    dtype: torch.dtype
+
+
+def _policy(parsed: Parsed) -> _Policy:
     """A function that makes the policy as the trainer does, from its config alone."""
     _, training, model_args, *_ = parsed
-    require_model(model_args)
     name, adapter = model_args.model_name_or_path, get_peft_config(model_args)
     if is_adapter(name):
         adapter = PeftConfig.from_pretrained(name)
@@ -146,8 +161,8 @@ def _policy(method: str, parsed: Parsed) -> Callable[[], Any]:
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, **trust)
     if getattr(config, "quantization_config", None) is not None:
         raise CommandError(
-            f"`--model_name_or_path {name}`, whose weights are quantized, is not covered by `estimate`: name the model "
-            "that they were made of."
+            f"`--model_name_or_path {name}` is not covered by `estimate`, because its weights are quantized. Name the "
+            "model from which they were made."
         )
     dtype = config.dtype if given["dtype"] == "auto" else getattr(torch, given["dtype"])
 
@@ -167,7 +182,8 @@ def _policy(method: str, parsed: Parsed) -> Callable[[], Any]:
                     module.p = 0
         return model.train()
 
-    return make
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
+    return _Policy(make, positions, dtype or torch.float32)
 
 
 def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
@@ -189,59 +205,64 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
             value = getattr(training, name, None) or getattr(model_args, name, None)
             value = getattr(value, "value", value)  # of an enumeration
             allowed = f"one of {', '.join(_STATES)}" if name == "optim" else "its default"
-            raise CommandError(f"`--{name} {value}` is not covered by `estimate`: set it to {allowed} to see the rest.")
+            raise CommandError(f"`--{name} {value}` is not covered by `estimate`. Set it to {allowed} to see the rest.")
 
 
 def _check_devices(method: str, asked: EstimateArguments) -> None:
     if asked.engine not in _ENGINES:
         raise CommandError(
-            f"`--engine {asked.engine}` is not covered by `estimate`, since no measurement was compared with it: give "
-            f"one of {', '.join(_ENGINES)}."
+            f"`--engine {asked.engine}` is not covered by `estimate`, because its memory has not been measured. Choose "
+            f"from: {', '.join(_ENGINES)}."
         )
     if (method, asked.engine) == ("grpo", "fsdp2"):
         raise CommandError(
-            "`--engine fsdp2` is covered by `estimate dpo` alone: GRPO took a fifth less than was estimated. Give "
-            "`--engine ddp` to see the rest."
+            "`--engine fsdp2` is covered by `estimate dpo` only: a GRPO run took a fifth less memory than estimated. "
+            "Give `--engine ddp` to see the rest."
         )
     alone = asked.engine == "one_process"
     if asked.num_devices < 1 or alone != (asked.num_devices == 1):
         wanted = "1, or give `--engine ddp` or `--engine fsdp2`" if alone else "2 or more, or leave `--engine` out"
         raise CommandError(
-            f"`--num_devices` is {asked.num_devices} with `--engine {asked.engine}`: set `--num_devices` to {wanted}."
+            f"`--num_devices` is {asked.num_devices} with `--engine {asked.engine}`. Set `--num_devices` to {wanted}."
         )
 
 
-def _longest(step: Step, limit: int) -> str:
-    with torch.device("meta"):
-        config = step.model().config
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
+def _longest(step: Step, policy: _Policy, limit: int) -> str:
     prompt = step.tokens - step.scored
 
     def bytes_of(length: int) -> int:
         tokens = length - 1
         return memory_of_step(replace(step, tokens=tokens, scored=max(1, tokens - prompt))).peak
 
-    longest = longest_that_fits(bytes_of, limit, step.tokens + 1, most)
-    positions = ", the most that the model's config knows" if longest + 64 > most else ""
-    return f"rows of {longest:,} tokens fit in {limit / _GIB:.4g} GiB{positions}"
+    longest = longest_that_fits(bytes_of, limit, step.tokens + 1, policy.positions)
+    whole = ", all positions of the model" if longest + 64 > policy.positions else ""
+    return f"rows of {longest:,} tokens fit in {limit / _GIB:.4g} GiB{whole}"
 
 
-def _table(step: Step, memory: StepMemory) -> str:
-    gathered = ", with weights that are gathered then" if step.engine == "fsdp2" else ""
+def _table(step: Step, policy: _Policy, memory: StepMemory) -> str:
+    gathered = ", and gathered weights" if step.engine == "fsdp2" else ""
     where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {_ENGINES[step.engine]}"
+    autocast = "" if step.autocast is None else f" with {_name(step.autocast)} autocast"
     lines = [
-        ("weights", memory.weights, "adapters too"),
-        ("reference", memory.reference, "a model of its own" if step.reference_model else "none beside the policy"),
-        ("optimizer", memory.optimizer, f"{step.states} numbers for each trained one"),
-        ("gradients", memory.gradients, "when the backward has ended"),
-        ("buckets", memory.buckets, "of DDP, in which gradients are summed"),
-        ("activations", memory.activations, "when the backbone has run" + gathered),
-        ("head", memory.head, "beside the activations"),
-        ("peak", memory.peak, "below the sum: gradients come while activations go"),
+        ("weights", memory.weights, "with adapters"),
+        ("reference", memory.reference, "a separate model" if step.reference_model else "no separate model"),
+        ("optimizer", memory.optimizer, "AdamW's two states per trained parameter" if step.states else "no states"),
+        ("gradients", memory.gradients, "after the backward pass"),
+        ("buckets", memory.buckets, "of DDP, which sum gradients over the processes"),
+        ("activations", memory.activations, "after the forward pass of the backbone" + gathered),
+        ("head", memory.head, "the LM head's forward pass, beside the activations"),
+        ("peak", memory.peak, "less than the sum: activations go as gradients come"),
     ]
     shown = [line for line in lines if line[0] != "buckets" or step.engine == "ddp"]
-    title = f"{step.rows} rows of {step.tokens + 1:,} tokens a micro-batch, {where}, on {step.device.type}\n\n"
-    return title + "\n".join(f"{name:<13}{_readable(size):>12}   {remark}" for name, size, remark in shown)
+    title = wrapped(
+        f"{step.rows} rows of {step.tokens + 1:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "
+        f"{where} on {step.device.type}"
+    )
+    return "\n".join([title, "", *(wrapped(text, f"{name:<13}{_readable(size):>12}   ") for name, size, text in shown)])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _readable(size: int) -> str:

@@ -1,16 +1,18 @@
 """`trl-ext dpo` and `trl-ext grpo`: build a trainer from arguments, and train in one or several processes."""
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from datasets import load_dataset
+from datasets.exceptions import DatasetGenerationError
 from peft import AutoPeftModelForCausalLM
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from trl import get_dataset, get_peft_config, get_quantization_config
@@ -18,61 +20,73 @@ from trl import get_dataset, get_peft_config, get_quantization_config
 from ..compat.choices import resolve_accelerate_config_argument
 from ..trainers.dpo import DPOTrainer
 from ..trainers.grpo import GRPOTrainer
-from . import CommandError, TrainingStoppedError, did_you_mean
-from .arguments import OneLineParser, Parsed, dataclasses_of, method_of, parse
+from . import CommandError, TrainingStoppedError, did_you_mean, one_line, wrapped
+from .arguments import REWARDS, OneLineParser, Parsed, dataclasses_of, parse
+from .line import Line
 
-_NAMES = ("accuracy_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward")
+# The loaders of `datasets` for files
+_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def rewards_of(script_args: Any) -> list[Any]:
     """The reward model, if any, and the functions of `--reward_funcs`, in TRL's order."""
     model = script_args.reward_model_name_or_path
-    rewards: list[Any] = [] if model is None else [model]
-    rewards += [_function(path) for path in script_args.reward_funcs or []]
-    if not rewards:
-        raise CommandError(
-            "`--reward_funcs` is not set. Give names in `trl.rewards`, such as `accuracy_reward`, or dotted paths, "
-            "such as `my_rewards.brevity`; or give `--reward_model_name_or_path`."
-        )
-    return rewards
+    return [*([] if model is None else [model]), *map(_function, script_args.reward_funcs)]
 
 
-def _function(path: str) -> Any:
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        if name not in _NAMES:
+def _function(given: str) -> Any:
+    """The reward function called `given`: `my_rewards.py:name`, `my_rewards.name`, or a name in `trl.rewards`."""
+    place, mark, name = given.rpartition(":" if ":" in given else ".")
+    file, folder = Path(place), os.getcwd()
+    if not mark:
+        if name not in REWARDS:
             raise CommandError(
-                f"`--reward_funcs` has `{path}`, which is neither a dotted path such as `my_rewards.{path}` nor one of "
-                f"{', '.join(_NAMES)}.{did_you_mean(path, _NAMES)}"
+                f"`--reward_funcs` has `{given}`, which is not in `trl.rewards`. Give the file of your function, such "
+                f"as `my_rewards.py:{given}`, or one of {', '.join(REWARDS)}.{did_you_mean(given, REWARDS)}"
             )
         function = getattr(importlib.import_module("trl.rewards"), name)
         # The values of TRL's command
         soft = name == "get_soft_overlong_punishment"
         return function(max_completion_len=1280, soft_punish_cache=256) if soft else function
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if name == "py":
+        raise CommandError(f"`--reward_funcs` has `{given}`, a file without a function. Write `{given}:NAME`.")
+    if mark == ":" and file.suffix != ".py":
+        raise CommandError(f"`--reward_funcs` has `{given}`, which names no Python file. Write `{place}.py:{name}`.")
+    if mark == ":" and not file.is_file():
+        raise CommandError(f"`--reward_funcs` has `{given}`, but there is no such file. Current folder: {folder}.")
+    # As in Python, modules are looked for in the folder of the file, or in the current one
+    sys.path.insert(0, str(file.parent.resolve()) if mark == ":" else folder)
+    module = _module_of(file) if mark == ":" else _imported(place, given)
+    if not callable(getattr(module, name, None)):
+        close = did_you_mean(name, vars(module))
+        raise CommandError(f"`--reward_funcs` has `{given}`, but `{place}` has no function `{name}`.{close}")
+    return getattr(module, name)
+
+
+def _module_of(file: Path) -> Any:
+    name = f"reward_functions_{file.stem}"  # not the name of an installed module
+    spec: Any = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _imported(name: str, given: str) -> Any:
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists, and imports another that does not
         raise CommandError(
-            f"`--reward_funcs` has `{path}`, but there is no module `{module_name}` in {os.getcwd()} or among the "
-            "installed packages. Start in the folder that holds it, or install it."
+            f"`--reward_funcs` has `{given}`, but there is no module `{name}` in {os.getcwd()} or among the installed "
+            "packages. Give its file, such as `path/to/my_rewards.py:brevity`."
         ) from error
-    if not callable(getattr(module, name, None)):
-        raise CommandError(
-            f"`--reward_funcs` has `{path}`, but the module `{module_name}` has no function `{name}`."
-            f"{did_you_mean(name, vars(module))}"
-        )
-    return getattr(module, name)
 
 
 def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
     """The trainer, ready to train; with the first `most_rows` of each data set, to show the plan alone."""
     script, training, model_args, mixture, *_ = parsed
     rewards = {"reward_funcs": rewards_of(script)} if method == "grpo" else {}
-    require_model(model_args)
     train, evaluation = _data_sets(script, training, mixture, most_rows)
     model, quantization_config = _model(training, model_args)
     trainer_class = DPOTrainer if method == "dpo" else GRPOTrainer
@@ -91,12 +105,6 @@ def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
             name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool
         ]
     return trainer
-
-
-def require_model(model_args: Any) -> None:
-    """Raise `CommandError` where no model was named."""
-    if model_args.model_name_or_path is None:
-        raise CommandError("`--model_name_or_path` is not set. Give a model's name on the Hub or a folder.")
 
 
 def model_init_arguments(training: Any, model_args: Any) -> dict[str, Any]:
@@ -130,26 +138,38 @@ def _model(training: Any, model_args: Any) -> tuple[Any, Any]:
 
 
 def _data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) -> tuple[Any, Any]:
-    if mixture.datasets:
-        data = get_dataset(mixture)
-    elif script.dataset_name:
-        data = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-    else:
-        raise CommandError(
-            "`--dataset_name` is not set. Give a data set's name on the Hub or a folder of JSONL files; or "
-            "`datasets`, a list, in the file of `--config`."
-        )
+    data = get_dataset(mixture) if mixture.datasets else _loaded(script)
     wanted = {"dataset_train_split": script.dataset_train_split}
     if training.eval_strategy != "no":
         wanted["dataset_test_split"] = script.dataset_test_split
     for argument, split in wanted.items():
         if split not in data:
-            there = ", ".join(data)
-            raise CommandError(f"`--{argument}` is `{split}`, but the data set has {there}: give one of these.")
+            raise CommandError(
+                f"`--{argument}` is `{split}`, but the data set has no such split. Choose from: {', '.join(data)}."
+            )
     found = [data[split] for split in wanted.values()]
     if most_rows is not None:
         found = [x.select(range(min(most_rows, len(x)))) if hasattr(x, "select") else x for x in found]
     return found[0], found[1] if len(found) > 1 else None
+
+
+def _loaded(script: Any) -> Any:
+    """The splits of `--dataset_name`: a file, a folder, or a data set on the Hub."""
+    name, options = script.dataset_name, {"name": script.dataset_config, "streaming": script.dataset_streaming}
+    file, is_there = _FORMATS.get(Path(name).suffix), Path(name).exists()
+    try:
+        if file is None or Path(name).is_dir():
+            return load_dataset(name, **options)
+        if is_there:
+            return load_dataset(file, data_files=name, **options)
+    except (FileNotFoundError, ConnectionError):
+        if is_there:
+            raise
+    except DatasetGenerationError as error:
+        why = one_line(error.__cause__ or error)
+        raise CommandError(f"`--dataset_name {name}` cannot be read: {why}.") from error
+    what = "file" if file else "folder, and no such data set on the Hub (or no connection to it)"
+    raise CommandError(f"`--dataset_name` is `{name}`, but there is no such {what}. Current folder: {os.getcwd()}.")
 
 
 def needs_launch(launch_arguments: list[str]) -> bool:
@@ -174,21 +194,20 @@ def launch(launch_arguments: list[str], arguments: list[str]) -> int:
 _ROWS_TO_EXPLAIN = 64
 
 
-def run(command: str, arguments: list[str], *, may_launch: bool, shows_traceback: bool) -> int:
+def run(command: str, line: Line, *, may_launch: bool, shows_traceback: bool) -> int:
     """Run `dpo`, `grpo` or `explain`, in this process or in those that `accelerate launch` starts."""
-    method, rest = method_of(arguments, command) if command == "explain" else (command, arguments)
-    commands = [command, method] if command == "explain" else [command]
-    parser = OneLineParser(dataclasses_of(method), prog=f"trl-ext {' '.join(commands)}")
-    parsed = Parsed(*parse(parser, rest, may_launch=may_launch))
+    parser = OneLineParser(dataclasses_of(line.method), prog=line.prog)
+    parsed = Parsed(*parse(parser, line, may_launch=may_launch))
     launch_arguments = [*parsed.launch_of_file, *parsed.launch]
     # Libraries read the environment when they are imported, so variables that a file sets need a new process
     if may_launch and (needs_launch(launch_arguments) or parser.set_environment):
+        commands = line.prog.split()[1:]
         flags = ["--traceback"] if shows_traceback else []
         try:
-            return launch(launch_arguments, [*commands, *_without(rest, parsed.launch), *flags])
+            return launch(launch_arguments, [*commands, *_without(line.whole, parsed.launch), *flags])
         except subprocess.CalledProcessError as error:
             return error.returncode  # the process has printed its error
-    trainer = _explain(method, parsed) if command == "explain" else _train(method, parsed)
+    trainer = _explain(line.method, parsed) if command == "explain" else _train(line.method, parsed)
     if hasattr(trainer, "end"):  # transformers 5.18 and later: closes the trackers and the process group
         trainer.end()
     return 0
@@ -204,7 +223,7 @@ def _explain(method: str, parsed: Parsed) -> Any:
     if trainer.accelerator.is_main_process:
         print(plan)
         for warning in plan.warnings:
-            print(f"warning: {warning}")
+            print(wrapped(warning, "warning: "))
     return trainer
 
 
@@ -217,8 +236,8 @@ def _train(method: str, parsed: Parsed) -> Any:
         if trainer.state.global_step == 0:
             raise
         raise TrainingStoppedError(
-            f"Training stopped after step {trainer.state.global_step}. Checkpoints are in {training.output_dir}; "
-            "`--resume_from_checkpoint auto` goes on from the last complete one, or from the beginning."
+            f"Training stopped after step {trainer.state.global_step}. Checkpoints are in {training.output_dir}. To "
+            "resume from the last complete one, or from the beginning, give `--resume_from_checkpoint auto`."
         ) from error
     trainer.save_model(training.output_dir)
     trainer.accelerator.print(f"Model saved to {training.output_dir}.")
@@ -228,7 +247,7 @@ def _train(method: str, parsed: Parsed) -> Any:
 
 
 def _without(arguments: list[str], launch_arguments: list[str]) -> list[str]:
-    """`arguments` without those of the launch, which are among them in the same order."""
+    """`arguments` without those of the launch, which stand among them in the same order."""
     left, kept = list(launch_arguments), []
     for argument in arguments:
         if left and argument == left[0]:

@@ -1,0 +1,123 @@
+"""Every mistake in `mistakes.txt` is the one line that stands there, before anything trains."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import transformers
+
+from command_lines import fill, words_of
+from stock_command import stock_says
+from tiny import Workshop
+from trl_ext.cli.__main__ import COMMANDS, main
+from trl_ext.cli.arguments import OneLineParser, dataclasses_of, launch_command_parser
+from trl_ext.cli.line import OTHER_NAMES, OTHER_NAMES_OF
+
+ROOT = Path(__file__).parents[2]
+# What `datasets` prints while it reads a file
+PROGRESS = ("Generating ", "Failed to load JSON")
+
+
+class Mistake(NamedTuple):
+    line: str
+    ours: str
+    trls: str | None  # TRL's command has no `explain`, `estimate`, `doctor` and `completion`
+    section: str
+
+
+def _table() -> dict[str, Mistake]:
+    found, section = {}, ""
+    for block in (ROOT / "tests" / "cli" / "mistakes.txt").read_text().split("\n\n")[1:]:
+        name, *lines = block.strip().splitlines()
+        if name.startswith("== "):
+            section = name[3:]
+            continue
+        line, ours, *trls = lines
+        trl = trls[0].removeprefix("TRL: ") if trls else None
+        found[name.removeprefix("# ")] = Mistake(line.removeprefix("$ trl-ext "), ours, trl, section)
+    return found
+
+
+MISTAKES = _table()
+LIGHT = [mistake for mistake in MISTAKES.values() if mistake.section == "Seen before torch is imported"]
+
+
+@pytest.fixture(autouse=True)
+def folder(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, on a machine without a GPU, where training is an error."""
+
+    def train(*args, **kwargs):
+        raise AssertionError("it trains")
+
+    fill(tmp_path, workshop)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(transformers.Trainer, "train", train)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_the_line_that_stands_in_the_table(name: str, workshop, folder, capsys: pytest.CaptureFixture):
+    status = main(words_of(MISTAKES[name].line, workshop))
+    printed = capsys.readouterr()
+    lines = [line for line in printed.err.splitlines() if line.strip() and not line.startswith(PROGRESS)]
+    assert lines == [MISTAKES[name].ours.replace("FOLDER", str(folder))]
+    assert (status, printed.out) == (2, "")
+
+
+@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.trls])
+def test_trls_own_command_says_what_stands_beside_it(name: str, workshop, monkeypatch, capsys: pytest.CaptureFixture):
+    said = stock_says(words_of(MISTAKES[name].line, workshop), monkeypatch, capsys)
+    assert str(MISTAKES[name].trls) in said
+
+
+def test_these_mistakes_version_and_help_import_no_library(workshop, folder):
+    lines = [(words_of(mistake.line, workshop), 2) for mistake in LIGHT]
+    helps = [[], *([command, "--help"] for command in COMMANDS if command not in ("dpo", "grpo"))]
+    lines += [(words, 0) for words in (["--version"], ["-h"], *helps)]
+    code = """if True:
+        import json, sys
+        from trl_ext.cli.__main__ import main
+        import trl_ext
+        heavy = {"accelerate", "datasets", "numpy", "pandas", "peft", "torch", "transformers", "trl"}
+        for words, status in json.loads(sys.argv[1]):
+            assert main(words) == status, words
+            assert heavy.isdisjoint(sys.modules), (words, heavy & {*sys.modules})
+        print("modules", len(sys.modules))
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, json.dumps(lines)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert len(LIGHT) > 20
+    assert int(run.stdout.split()[-1]) < 300  # 1,900 with torch
+
+
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_names_of_others_are_no_arguments_and_lead_to_one(method: str):
+    flags = {x.lstrip("-") for x in OneLineParser(dataclasses_of(method))._option_string_actions}
+    names = OTHER_NAMES | OTHER_NAMES_OF[method]
+    assert flags.isdisjoint(names)
+    assert flags >= {*names.values()}
+    assert {x.lstrip("-") for x in launch_command_parser()._option_string_actions}.isdisjoint(names)
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.csv", "pairs.parquet", "pairs"])
+def test_a_data_set_is_a_file_or_a_folder(name: str, workshop, capsys: pytest.CaptureFixture):
+    assert main(["explain", *words_of(f"dpo $DPO --dataset-name={name}", workshop)]) == 0
+    assert "packing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("function", ["my_rewards.py:brevity", "./my_rewards.py:brevity", "my_rewards.brevity"])
+def test_a_reward_is_a_function_of_a_file_or_of_a_module(function: str, workshop, capsys: pytest.CaptureFixture):
+    assert main(["explain", *words_of(f"grpo $GRPO --reward_funcs {function}", workshop)]) == 0
+    assert "packing" in capsys.readouterr().out
+
+
+def test_a_yaml_file_is_read_and_the_line_overrides_it(workshop, capsys: pytest.CaptureFixture):
+    assert main(["explain", *words_of("dpo --config beta.yaml --beta 0.1 --bf16 false", workshop)]) == 0
+    assert "packing" in capsys.readouterr().out

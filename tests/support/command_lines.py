@@ -1,0 +1,55 @@
+"""A folder for command lines: a model, data, rewards and YAML files; and the words of a run in it."""
+
+import shlex
+from pathlib import Path
+from string import Template
+
+from transformers import AutoConfig
+
+from tiny import Workshop, preferences, prompts
+
+_COMMON = (
+    "--model_name_or_path $MODEL --use_cpu --bf16 false --report_to none --save_strategy no --max_steps 1 "
+    "--output_dir out --no_dataloader_pin_memory --disable_tqdm true"
+)
+_RUNS = {
+    "DPO": f"--dataset_name pairs {_COMMON}",
+    "GRPO": f"--dataset_name prompts {_COMMON} --reward_funcs my_rewards.py:brevity --num_generations 2 "
+    "--per_device_train_batch_size 4 --max_completion_length 4",
+}
+_OF_DPO = "dataset_name: pairs\nuse_cpu: true\n"
+_FILES = {
+    "my_rewards.py": "def brevity(completions, **_):\n    return [-float(len(x)) for x in completions]\n",
+    "broken.jsonl": '{"prompt": "w1"}\n{"prompt":',
+    "broken.yaml": "beta: [1\n",
+    "words.yaml": "just words\n",
+    "s6.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\n",
+    "no_model.yaml": f"{_OF_DPO}model_name_or_path:\n",
+    "lora_rank.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nlora_rank: 8\n",
+    "slip.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nbetta: 0.1\n",
+    "beta.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nbeta: high\n",
+    "older.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nmax_prompt_length: 8\n",
+    "chunk.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nhead_chunk_size: 0\n",
+    "launch.yaml": "num_processes: 4\n",
+}
+
+
+def fill(folder: Path, workshop: Workshop) -> None:
+    """Write the files into `folder`, the current one of the command lines."""
+    for name in ("pairs", "prompts"):
+        (folder / name).mkdir()
+    for path in ("pairs.jsonl", "pairs/train.jsonl"):
+        preferences(8, seed=3).to_json(folder / path)
+    preferences(8, seed=3).to_csv(folder / "pairs.csv")
+    preferences(8, seed=3).to_parquet(folder / "pairs.parquet")
+    prompts(8, seed=3).to_json(folder / "prompts/train.jsonl")
+    for name, text in _FILES.items():
+        (folder / name).write_text(text.replace("$MODEL", workshop.model("tied")))
+    config = AutoConfig.from_pretrained(workshop.model("tied"))
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.save_pretrained(folder / "quantized")
+
+
+def words_of(line: str, workshop: Workshop) -> list[str]:
+    """The words of a line, in which `$DPO` and `$GRPO` are the arguments of a short run."""
+    return shlex.split(Template(Template(line).safe_substitute(_RUNS)).substitute(MODEL=workshop.model("tied")))

@@ -1,0 +1,150 @@
+"""The words after a command, read and checked before torch and TRL are imported."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+
+from . import CommandError
+
+# What other libraries and users call an argument; `compat/arguments.py` has the names in older versions of TRL
+OTHER_NAMES = {
+    **dict.fromkeys(("model", "model_id", "model_path", "base_model"), "model_name_or_path"),
+    **dict.fromkeys(("data", "dataset", "dataset_path"), "dataset_name"),
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size", "micro_batch_size", "per_device_batch_size"),
+        "per_device_train_batch_size",
+    ),
+    **dict.fromkeys(("accumulation_steps", "grad_accum", "grad_accumulation_steps"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("epochs", "num_epochs"), "num_train_epochs"),
+    **dict.fromkeys(("lora", "use_lora"), "use_peft"),
+    **dict.fromkeys(("target_modules", "lora_targets"), "lora_target_modules"),
+    "eval_batch_size": "per_device_eval_batch_size",
+    "kl_coef": "beta",
+    "lora_rank": "lora_r",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "torch_dtype": "dtype",
+}
+OTHER_NAMES_OF = {
+    "dpo": dict.fromkeys(("max_seq_length", "max_seq_len"), "max_length"),
+    "grpo": {"group_size": "num_generations"},
+}
+
+# What each method needs, what to give, and what may be given in its place
+_MODEL = ("model_name_or_path", "a folder, or a name on the Hub", ())
+_DATA = ("dataset_name", "a file, a folder, or a name on the Hub", ("datasets",))
+_REWARDS = ("reward_funcs", "such as `my_rewards.py:brevity`", ("reward_model_name_or_path",))
+METHODS = {"dpo": (_MODEL, _DATA), "grpo": (_MODEL, _DATA, _REWARDS)}
+
+
+class Line(NamedTuple):
+    """The words after `dpo`, `explain dpo` and the like."""
+
+    method: str  # "dpo" or "grpo"
+    prog: str  # such as "trl-ext explain dpo"
+    words: list[str]  # without `--config` and its file
+    file: str | None  # that file
+    in_file: dict[str, Any]  # what it sets
+
+    @property
+    def whole(self) -> list[str]:
+        """The words, with `--config` and its file."""
+        return self.words if self.file is None else ["--config", self.file, *self.words]
+
+    def where(self, message: str) -> str:
+        """Which of the arguments that `message` names the file sets."""
+        named = dict.fromkeys(re.findall(r"(?:`|argument )(?:--)?(\w+)", message))
+        of_file = [f"`{name}`" for name in named if name in self.in_file and name not in names_in(self.words)]
+        return f" ({', '.join(of_file)} in {self.file})" if of_file and str(self.file) not in message else ""
+
+
+def read(command: str, words: list[str]) -> Line:
+    """Read the words, and raise `CommandError` for mistakes that show without the types of the arguments."""
+    method, prog = command, f"trl-ext {command}"
+    if command not in METHODS:
+        method, *words = words or [""]
+        if method not in METHODS:
+            given = f"`{method}`" if method else "nothing"
+            raise CommandError(f"`{command}` must be followed by `dpo` or `grpo`, got {given}.")
+        prog = f"{prog} {method}"
+    words = [_with_underscores(part) for word in words for part in _apart(word)]
+    file, in_file = None, {}
+    if "--config" in words:
+        at = words.index("--config")
+        file = words[at + 1] if at + 1 < len(words) else ""
+        in_file = _set_in(file)
+        words = words[:at] + words[at + 2 :]
+    line = Line(method, prog, words, file, in_file)
+    if words and not words[0].startswith("-"):
+        refuse_word(words[0], line)
+    if {"-h", "--help"}.isdisjoint(words):
+        _check_names(line, OTHER_NAMES | OTHER_NAMES_OF[method])
+        _check_needs(line, METHODS[method][: 1 if command == "estimate" else None])
+    return line
+
+
+def refuse_word(word: str, line: Line) -> NoReturn:
+    """Raise `CommandError` for a word that belongs to no argument."""
+    is_yaml = word.endswith((".yaml", ".yml")) and line.file is None
+    remedy = f"Write `--config {word}` to read a YAML file" if is_yaml else "Write the name of its argument before it"
+    raise CommandError(f"`{word}` is not an argument of `{line.prog}`. {remedy}.")
+
+
+def _apart(word: str) -> list[str]:
+    return word.split("=", 1) if word.startswith("--config=") else [word]
+
+
+def _with_underscores(word: str) -> str:
+    """An argument in its one spelling; TRL's parser takes two."""
+    name, *value = word.split("=", 1)
+    return "=".join([f"--{name[2:].replace('-', '_')}", *value]) if word.startswith("--") else word
+
+
+def names_in(words: list[str]) -> list[str]:
+    """The arguments among the words."""
+    return [word[2:].split("=", 1)[0] for word in words if word.startswith("--")]
+
+
+def _set_in(file: str) -> dict[str, Any]:
+    if not Path(file).is_file():
+        given = f"`{file}`, which is not a file" if file else "nothing"
+        raise CommandError(f"`--config` must be followed by a YAML file, got {given}.")
+    try:
+        found = yaml.safe_load(Path(file).read_text())
+    except (yaml.MarkedYAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f" Look at line {mark.line + 1}."
+        raise CommandError(f"`--config {file}` is not valid YAML.{where}") from error
+    if not isinstance(found, dict):
+        raise CommandError(f"`--config {file}` must have lines such as `learning_rate: 1.0e-5`, got {found!r:.40}.")
+    return {str(name): value for name, value in found.items()}
+
+
+def _check_names(line: Line, others: dict[str, str]) -> None:
+    for name in names_in(line.words):
+        if name in others:
+            raise CommandError(f"`--{name}` is not an argument of `{line.prog}`. Write `--{others[name]}`.")
+    for name in line.in_file:
+        if name in others:
+            raise CommandError(f"`{name}` in {line.file} is not an argument of `{line.prog}`. Write `{others[name]}`.")
+
+
+def _check_needs(line: Line, needs: tuple[tuple[str, str, tuple[str, ...]], ...]) -> None:
+    given = {name for name, value in line.in_file.items() if value is not None}
+    # As TRL's parser does, take the beginning of a name for the name
+    begun = tuple(name for name in names_in(line.words) if name)
+    missing = [
+        f"`--{name}` ({what})"
+        for name, what, others in needs
+        if given.isdisjoint((name, *others)) and not any(x.startswith(begun) for x in (name, *others))
+    ]
+    if not missing:
+        return
+    stray = next((x for x in line.words if x.endswith((".yaml", ".yml"))), None)
+    if line.file is None and stray is not None and {"config_file", "accelerate_config"}.isdisjoint(begun):
+        refuse_word(stray, line)
+    *first, last = missing
+    names = f"{', '.join(first)} and {last} are" if first else f"{last} is"
+    raise CommandError(f"{names} not set. Set arguments on the command line, or in a YAML file with `--config FILE`.")
