@@ -37,11 +37,11 @@ def refused(rank: launch.LaunchedRank, words: str, **run: Any) -> None:
 
 ALONE = r"2 processes were requested \(by `WORLD_SIZE=2`\), but each trains alone \(cpu\)"
 NO_SYNC = r"2 processes were requested .* share the data, but each trains a separate model \(cpu\)"
-FSDP_ON_CPU = r"FSDP2 was requested .*`FSDP_VERSION=2`\), but DDP, 2 processes .* runs.* does not use FSDP when"
-ZERO_ON_CPU = r"DeepSpeed ZeRO-3 was requested .*STAGE=3`\), but DDP, 2 processes .* runs.* does not use DeepSpeed when"
-NOT_LOADED = r"FSDP2 was requested \(by `distributed_config.fsdp_size=2`\), but DDP.* when `model` is a model"
-NOT_SPLIT = r"Tensor parallelism was requested \(by `parallelism_config.tp_size=2`\), but DDP"
-NOT_SHARDED = r"Sharding of parameters was requested \(by `parallelism_config.dp_shard_size=2`\), but DDP"
+FSDP_ON_CPU = r"FSDP2 was requested .*`FSDP_VERSION=2`\).* engine is DDP, 2 processes .* does not use FSDP when"
+ZERO_ON_CPU = r"DeepSpeed ZeRO-3 was requested .*STAGE=3`\).* engine is DDP, 2 processes .* does not use DeepSpeed when"
+NOT_LOADED = r"FSDP2 was requested \(by `distributed_config.fsdp_size=2`\).* engine is DDP.* when `model` is a model"
+NOT_SPLIT = r"Tensor parallelism was requested \(by `parallelism_config.tp_size=2`\).* engine is DDP"
+NOT_SHARDED = r"Sharding of parameters was requested \(by `parallelism_config.dp_shard_size=2`\).* engine is DDP"
 TWICE = r"The model was sharded when it was loaded .* would shard it again"
 UNWRAPPED = r"The engine is DDP, 2 processes .* wrapped in nothing"
 
@@ -239,15 +239,15 @@ def test_no_correct_setup_is_stopped(
         (RANKS, {}, ONE, r"4 processes .*`WORLD_SIZE=4`.* each trains alone"),
         ({}, {}, dataclasses.replace(ONE, in_group=2), "2 processes were requested, but each trains alone"),
         (launched("--use_deepspeed", "--zero_stage", "3", "--num_processes", "4", "--num_machines", "1"), {}, ZERO2,
-         r"DeepSpeed ZeRO-3 was requested .* but DeepSpeed ZeRO-2"),
-        (launched(*config("fsdp2", "--num_processes", "4")), {}, FSDP1, "FSDP2 was requested .* but FSDP1"),
-        (launched(*config("fsdp2", "--num_processes", "1")), {}, ONE, "FSDP2 was requested .* but one process"),
-        (RANKS | {"ACCELERATE_USE_FSDP": "1"}, {}, DDP, "FSDP was requested .* but DDP"),
+         r"DeepSpeed ZeRO-3 was requested .* engine is DeepSpeed ZeRO-2"),
+        (launched(*config("fsdp2", "--num_processes", "4")), {}, FSDP1, "FSDP2 was requested .* engine is FSDP1"),
+        (launched(*config("fsdp2", "--num_processes", "1")), {}, ONE, "FSDP2 was requested .* engine is one process"),
+        (RANKS | {"ACCELERATE_USE_FSDP": "1"}, {}, DDP, "FSDP was requested .* engine is DDP"),
         (RANKS | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, {}, FSDP2,
          r"Tensor parallelism was requested \(by `PARALLELISM_CONFIG_TP_SIZE=2`\).*tp_fsdp2.yaml"),
         (RANKS, {"parallelism_config": ParallelismConfig(tp_size=2)}, ZERO2, "Tensor parallelism was .* ZeRO-2"),
         (RANKS, {}, dataclasses.replace(ZERO2, autotp_size=2), r"`tensor_parallel.autotp_size=2`\).* would be wrong"),
-        (RANKS, LOADED, DDP, "Tensor parallelism was requested .* but DDP"),
+        (RANKS, LOADED, DDP, "Tensor parallelism was requested .* engine is DDP"),
         (RANKS, {}, dataclasses.replace(FSDP2, wrapping="nothing"), "wrapped in nothing"),
         (RANKS, {}, dataclasses.replace(ZERO3, wrapping="DeepSpeed ZeRO-2"), "The engine is DeepSpeed ZeRO-3"),
     ],

@@ -271,7 +271,7 @@ def _missing_engine(requested: EngineRequest, running: DetectedEngine) -> str | 
     for engine, by in requested.engines:
         if not running.provides(engine):
             name, remedy = engine[0].upper() + engine[1:], _remedy(engine, by, requested, running)
-            return f"{name} was requested (by {by}), but {running} runs. {remedy}"
+            return f"{name} was requested (by {by}), but the engine is {running}. {remedy}"
     return None
 
 
