@@ -64,9 +64,9 @@ def _function(given: str) -> Any:
 
 
 def _module_of(file: Path) -> Any:
-    name = f"reward_functions_{file.stem}"  # not the name of an installed module
-    spec: Any = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    unique = f"reward_functions_{file.stem}"  # not the name of an installed module
+    spec: Any = importlib.util.spec_from_file_location(unique, file)
+    module = sys.modules[unique] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
