@@ -40,7 +40,9 @@ def draw_times(runs: list[Run], titles: dict[str, str], names: dict[str, str], p
 
 def draw_peaks(runs: list[Run], titles: dict[str, str], names: dict[str, str], path: Path) -> None:
     """Draw each subject's peak memory, with a row for each shape."""
-    _draw_shapes(runs, titles, names, lambda run, name: run.lines.get(name, {}).get("peak_mib"), "peak memory in MiB", path)
+    _draw_shapes(
+        runs, titles, names, lambda run, name: run.lines.get(name, {}).get("peak_mib"), "peak memory in MiB", path
+    )
 
 
 def draw_errors(worst: dict[str, dict[str, float | None]], names: dict[str, str], path: Path) -> None:
@@ -107,7 +109,9 @@ def _draw_shapes(
             axes.set_yticks(range(len(shown)), [" x ".join(map(str, run.shape.values())) for run in shown], fontsize=8)
             axes.set_ylim(len(shown) - 0.4, -0.6)
             axes.set_title(titles[use], fontsize=10, loc="left")
-        grid[-1, 0].set_xlabel(f"{label}, log scale; lower is better\nrows: tokens x hidden size x vocabulary", fontsize=8)
+        grid[-1, 0].set_xlabel(
+            f"{label}, log scale; lower is better\nrows: tokens x hidden size x vocabulary", fontsize=8
+        )
         figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=2, frameon=False)
         save(figure, path)
 
