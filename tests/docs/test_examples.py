@@ -99,7 +99,9 @@ def test_resume_from_checkpoint_true_on_the_command_line(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
-    assert not any(cell.get("outputs") for cell in cells)
+    printed = "".join("".join(out.get("text", "")) for cell in cells for out in cell.get("outputs", []))
+    assert re.search(r"after GRPO: \d+% right", printed), "save the notebook with its outputs"
+    assert not [path for path in (str(Path.home()), "/tmp/", str(ROOT)) if path in printed]
     script = tmp_path / "tour.py"
     script.write_text("\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
     where = {"cwd": str(tmp_path)}
