@@ -13,7 +13,7 @@ UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"
 
 
 def unsafe(source: str) -> list[str]:
-    """What in a file could run what it reads."""
+    """Return the calls of a file that could execute the data they read."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -33,7 +33,7 @@ def unsafe(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_reads_what_could_run(path: Path):
+def test_no_file_executes_data_that_it_reads(path: Path):
     assert unsafe(path.read_text()) == []
 
 
@@ -50,7 +50,7 @@ def test_no_file_reads_what_could_run(path: Path):
         "eval(text)",
     ],
 )
-def test_what_could_run_is_seen(line: str):
+def test_a_call_that_could_execute_data_is_noticed(line: str):
     assert len(unsafe(line)) == 1
 
 
