@@ -13,62 +13,47 @@ from scaling_formulas import (
     step_received,
 )
 
-RANKS = (1, 2, 8, 64, 256, 1024)
-VOCABULARIES = (32000, 131072, 151936, 262144)
+RANKS = (2, 8, 64, 1024)
+VOCABULARIES = (32000, 151936)
 TOKENS = 4096
 TENSOR = 8
-# Sizes of Qwen3-1.7B and Qwen3-8B, with any vocabulary
-MODELS = {
-    "H 2048": Model(28, 2048, 6144, 151936, 2048, 1024, tied=False, norms_of_heads=256),
-    "H 4096": Model(36, 4096, 12288, 151936, 4096, 1024, tied=False, norms_of_heads=256),
-}
+QWEN3_8B = Model(36, 4096, 12288, 151936, 4096, 1024, tied=False, norms_of_heads=256)
 ENGINES: tuple[Engine, ...] = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2", "TP", "TP x FSDP2")
 
 
 def tables() -> str:
     """Return all tables in Markdown."""
-    parts = [crossings()]
-    for name, model in MODELS.items():
-        for tokens in (512, TOKENS):
-            parts.append(head_table(name, model.hidden, tokens))
-        parts.append(held_table(name, model.hidden))
-    for name, model in MODELS.items():
-        for vocabulary in VOCABULARIES:
-            sized = Model(**{**model.__dict__, "vocabulary": vocabulary})
-            parts.append(step_table(f"{name}, V {vocabulary}", sized))
+    parts = [crossings(), *(head_table(tokens) for tokens in (512, TOKENS)), held_table(), step_table()]
     return "\n\n".join(parts)
 
 
-def head_table(name: str, hidden: int, tokens: int) -> str:
+def head_table(tokens: int) -> str:
     rows = []
     for vocabulary in VOCABULARIES:
         cells = []
         for ranks in RANKS:
-            case = HeadCase(ranks, tokens, hidden, vocabulary)
+            case = HeadCase(ranks, tokens, QWEN3_8B.hidden, vocabulary)
             local, weight = (_mib(head_received(case, way)) for way in ("local", "in turn"))
-            stays = chosen_way(case) == "local"
-            cells.append("0" if ranks == 1 else f"**{local}** / {weight}" if stays else f"{local} / **{weight}**")
+            cells.append(f"**{local}** / {weight}" if chosen_way(case) == "local" else f"{local} / **{weight}**")
         rows.append([f"V {vocabulary}", *cells])
-    return _table(f"{name}, {tokens} scored tokens a rank: MiB received, local / in turn", RANKS, rows)
+    return _table(f"{tokens} scored tokens per rank: MiB received, local / in turn", RANKS, rows)
 
 
-def held_table(name: str, hidden: int) -> str:
+def held_table() -> str:
     rows = []
-    for vocabulary in VOCABULARIES:
-        for way in ("local", "in turn", "whole"):
-            cases = [HeadCase(ranks, TOKENS, hidden, vocabulary) for ranks in RANKS]
-            cells = [_mib(x.weight / x.ranks + head_held(x, "here" if x.ranks == 1 else way)) for x in cases]
-            rows.append([f"V {vocabulary}, {way}", *cells])
-    return _table(f"{name}, {TOKENS} scored tokens a rank: MiB held for the head, own rows included", RANKS, rows)
+    for way in ("local", "in turn", "whole"):
+        cases = [HeadCase(ranks, TOKENS, QWEN3_8B.hidden, QWEN3_8B.vocabulary) for ranks in RANKS]
+        rows.append([way, *(_mib(x.weight / x.ranks + head_held(x, way)) for x in cases)])
+    return _table(f"{TOKENS} scored tokens per rank: MiB held for the head, own rows included", RANKS, rows)
 
 
-def step_table(name: str, model: Model) -> str:
+def step_table() -> str:
     rows = []
     for engine in ENGINES:
         for lora in (0, 16):
-            cells = [_of_step(model, engine, ranks, lora) for ranks in RANKS]
+            cells = [_of_step(QWEN3_8B, engine, ranks, lora) for ranks in RANKS]
             rows.append([f"{engine}, {'LoRA' if lora else 'full'}", *cells])
-    return _table(f"{name}: GiB received in a step / held, with the head", RANKS, rows)
+    return _table("Optimizer step: GiB received / held", RANKS, rows)
 
 
 def whole_step(model: Model, engine: Engine, ranks: int, lora: int) -> tuple[float, float]:
@@ -76,7 +61,7 @@ def whole_step(model: Model, engine: Engine, ranks: int, lora: int) -> tuple[flo
     step = Step(ranks, TOKENS, lora, tensor=TENSOR)
     case = HeadCase(ranks, TOKENS, model.hidden, model.vocabulary, trained=not lora)
     moved, held = step_received(model, step, engine), step_held(model, step, engine)
-    if ranks == 1 or engine in ("DDP", "ZeRO-1", "ZeRO-2"):
+    if engine in ("DDP", "ZeRO-1", "ZeRO-2"):
         return moved, held + head_held(case, "here") - _gradient(case, 1)
     if engine in ("FSDP2", "ZeRO-3"):
         # With adapters the head is frozen, and its rows stay sharded. FSDP2 and DeepSpeed gather a trained head;
@@ -123,7 +108,7 @@ def crossings() -> str:
             of_weight = head_received(case, "whole" if case.trained else "in turn")
             cells.append(f"{of_weight / head_received(case, 'local') * case.ranks / case.vocabulary:.2f} V")
         rows.append([name, *cells])
-    return _table("Local moves fewer bytes up to so many tokens of all ranks together", ("bf16", "fp32"), rows, "pass")
+    return _table("Local moves fewer bytes up to this many tokens of all ranks", ("bf16", "fp32"), rows, "pass")
 
 
 def _mib(count: float) -> str:

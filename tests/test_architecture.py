@@ -1,14 +1,16 @@
-"""The house of docs/architecture.md: which room may import which, and where TRL's internals are named."""
+"""The rules of docs/architecture.md: which package may import which, and where TRL's internals may be named."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trl_ext"
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
-# Room -> the rooms of trl_ext it may import, and third-party packages it may not
-ROOMS = {
+# Package -> the packages of trl_ext that it may import, and third-party packages that it may not
+MAY_IMPORT = {
     "heads": set(),
     "compat": {"version"},
     "version": set(),
@@ -18,7 +20,7 @@ ROOMS = {
     "memory": {"heads", "packing", "scoring"},
     "planning": set(),
     "checkpoints": set(),
-    "reference": {"compat", "version", "packing"},
+    "reference": {"version", "packing"},
     "losses": set(),
     "callbacks": set(),
     "config": {"compat", "heads", "losses", "planning"},
@@ -31,12 +33,12 @@ ROOMS = {
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
 
 
-def room(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports(path: Path):
-    """(package, names) of every import of the file, with relative ones resolved to `trl_ext.…`."""
+    """Return (module, names) of every import in the file, with relative ones resolved to `trl_ext.…`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, ()) for alias in node.names)
@@ -52,28 +54,31 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", [f for f in FILES if f.parent != PACKAGE], ids=str)
-def test_a_room_knows_only_the_rooms_below_it(path):
+def test_a_package_imports_only_packages_below_it(path):
     for module, names in imports(path):
         assert module != "trl_ext", f"{path.name} imports the public package: {names}"
         if module.startswith("trl_ext."):
             other = module.split(".")[1]
-            assert other == room(path) or other in ROOMS[room(path)], f"{path} imports {module}"
-        elif room(path) == "heads":
+            assert other == package_of(path) or other in MAY_IMPORT[package_of(path)], f"{path} imports {module}"
+        elif package_of(path) == "heads":
             assert module.split(".")[0] not in HEADS_KNOW_TORCH_ONLY, f"{path} imports {module}"
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if room(f) != "compat"], ids=str)
+@pytest.mark.parametrize("path", [f for f in FILES if package_of(f) != "compat"], ids=str)
 def test_only_compat_names_trls_internals(path):
     for module, _ in imports(path):
         assert not module.startswith("trl."), f"{path} imports {module}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
-def test_every_file_says_its_one_job_in_its_first_line(path):
+def test_the_first_line_of_every_file_is_a_docstring(path):
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
-def test_every_room_is_in_the_picture():
-    picture = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-    for name in {room(f) for f in FILES} - {"__init__"}:
-        assert f"{name}/" in picture or f"{name}.py" in picture
+def test_the_page_has_these_packages_and_imports():
+    rows = re.findall(r"^\| `([a-z]+)(?:/|\.py)` \| .+ \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+    for name, cell in rows:
+        named = set(re.findall(r"`([a-z]+)(?:/|\.py)`", cell))
+        imported = MAY_IMPORT.keys() - named - {name} if cell.startswith("all except") else named
+        assert MAY_IMPORT[name] == imported, name
+    assert {name for name, _ in rows} == MAY_IMPORT.keys() == {package_of(f) for f in FILES} - {"__init__"}
