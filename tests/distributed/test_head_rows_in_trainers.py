@@ -34,9 +34,9 @@ COMMON = {
 
 
 LOCAL_TP = "each rank scores with its rows of the weight (tensor parallel)"
-LOCAL = "each rank scores the tokens of all with its rows of the weight (FSDP2)"
-IN_TURN = "the ranks send their rows of the weight in slices (FSDP2)"
-WHOLE = "the whole weight is gathered for each pass"
+LOCAL = "each rank scores the tokens of all ranks with its rows of the weight (FSDP2)"
+IN_TURN = "the ranks broadcast their rows of the weight in slices (FSDP2)"
+WHOLE = "each pass gathers the whole weight"
 HEAD = {"modules_to_save": ["lm_head"]}
 
 

@@ -256,13 +256,13 @@ def unsettled():
 
 @pytest.mark.usefixtures("unsettled")
 def test_kernels_that_cannot_run_are_an_error_that_says_why(monkeypatch, workshop: Workshop, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"`kernels` must be None or one of \['torch', 'triton'\], got 'cuda'"):
+    with pytest.raises(ValueError, match=r"Unknown `kernels` 'cuda'. Choose from: \['torch', 'triton'\]"):
         check_kernels("cuda", CPU)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     hidden, weight = torch.randn(2, 4), torch.randn(9, 4)
-    with pytest.raises(ValueError, match="`kernels='triton'` is not available: on the CPU Triton runs only under"):
+    with pytest.raises(ValueError, match="`kernels='triton'` is not available: on the CPU Triton runs only with"):
         linear_log_probs(hidden, weight, torch.tensor([0, 1]), kernels="triton")
-    with pytest.raises(ValueError, match="`head_kernels` must be None or one of"):
+    with pytest.raises(ValueError, match="Unknown `head_kernels`"):
         DPOConfig(str(tmp_path), head_kernels="cuda", use_cpu=True, bf16=False)
     with pytest.raises(ValueError, match="`head_kernels='torch'` is for the tiled head, but `head` is 'dense'"):
         DPOConfig(str(tmp_path), head_kernels="torch", head="dense", use_cpu=True, bf16=False)
@@ -295,7 +295,7 @@ def test_kernels_that_fail_on_a_device_are_left_with_a_warning(fault, monkeypatc
 
     monkeypatch.setattr(kernels_work, "_difference", difference)
     words = "its kernels fail: OSError: no C compiler" if fault == "raises" else "off by 5.0e-01"
-    with pytest.warns(UserWarning, match=f"works without Triton, since on cuda:7 .*{words}"):
+    with pytest.warns(UserWarning, match=f"runs without Triton: on cuda:7 .*{words}"):
         assert isinstance(work_of(None, torch.device("cuda", 7), torch.float32, LogitTransform()), TorchWork)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -157,8 +157,8 @@ def test_models_that_are_known_to_need_padding(name: str, caplog: pytest.LogCapt
     ours, padded = made(), made()
     scoring = checked(ours)
     checked(padded, padding_free=False)
-    assert scoring.packing.why_padded is not None
-    assert word in scoring.packing.why_padded
+    assert scoring.packing.padded_reason is not None
+    assert word in scoring.packing.padded_reason
     for example in EXAMPLES.values():
         batch = example()
         seen = see(ours, batch)
@@ -172,14 +172,14 @@ def test_models_that_the_first_batch_finds_out(name: str, first: str, caplog: py
     ours, padded = FOUND[name](), FOUND[name]()
     scoring = checked(ours)
     checked(padded, padding_free=False)
-    assert scoring.packing.why_padded is None
+    assert scoring.packing.padded_reason is None
     batches = [grpo_example(), dpo_example(), grpo_example(1)]
     batches.insert(0, grpo_example().rows([3]) if first == "one row" else EXAMPLES[first]())
     for batch in batches:
         assert_same(see(ours, batch), see(padded, batch), 0.0)
-    assert scoring.packing.why_padded
+    assert scoring.packing.padded_reason
     (warning,) = warned(caplog)
-    assert scoring.packing.why_padded in warning
+    assert scoring.packing.padded_reason in warning
     assert see(ours, batches[1]).fed == batches[1].input_ids.numel()
 
 
@@ -209,7 +209,7 @@ def test_rows_are_not_moved_where_positions_count(name: str, first: str) -> None
     for batch in batches:
         assert_same(see(ours, batch), see(padded, batch), 1e-5)
         assert see(ours, batch).fed <= tokens_needed(batch, share=False)
-    assert scoring.packing.why_padded is None
+    assert scoring.packing.padded_reason is None
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -300,7 +300,7 @@ def test_one_padded_batch_does_not_end_packing() -> None:
     scoring = attach(model)
     batch = grpo_example()
     model(**with_positions(batch), fused_lm_head=True)
-    assert scoring.packing.why_padded is None
+    assert scoring.packing.padded_reason is None
     assert see(model, batch).fed == tokens_needed(batch)
 
 
@@ -340,7 +340,7 @@ def test_active_dropout_shares_no_prompts(rates: dict[str, float]) -> None:
     assert not torch.equal(*seen.fields["log_probs"])
     model.eval()
     seen = see(model, batch)
-    assert scoring.packing.why_padded is not None or seen.fed == tokens_needed(batch)
+    assert scoring.packing.padded_reason is not None or seen.fed == tokens_needed(batch)
     padded, _ = dropping(**rates, padding_free=False)
     padded.load_state_dict(model.state_dict())
     assert_same(seen, see(padded.eval(), batch), 1e-5)

@@ -65,8 +65,8 @@ def test_a_model_that_takes_other_positions_for_padded_rows_is_fed_padded(caplog
         scoring = attach_scoring_forward(model, ScoringOptions(padding_free=free))
         with torch.no_grad():
             results.append(model(**inputs, labels=labels, fused_lm_head=True).log_probs)
-    assert "differ from the padded forward's" in scoring.packing.why_padded
-    assert scoring.packing.why_padded in caplog.text
+    assert "differ from the padded ones" in scoring.packing.padded_reason
+    assert scoring.packing.padded_reason in caplog.text
     assert floats_apart(results[1], results[0]) == 0
 
 
@@ -89,7 +89,7 @@ def test_a_batch_may_be_as_wide_as_the_model_has_positions():
     ).train()
     scoring = attach_scoring_forward(model, ScoringOptions())
     assert len(feeds(model, inputs, labels)) == 4
-    assert scoring.packing.why_padded is None
+    assert scoring.packing.padded_reason is None
 
 
 def test_a_model_may_know_no_limit_of_its_positions():
@@ -97,7 +97,7 @@ def test_a_model_may_know_no_limit_of_its_positions():
     object.__setattr__(model.config, "max_position_embeddings", None)  # as in a family that has none
     scoring = attach_scoring_forward(model, ScoringOptions())
     assert len(feeds(model, *batch())) == 4
-    assert scoring.packing.why_padded is None
+    assert scoring.packing.padded_reason is None
 
 
 @pytest.mark.parametrize("what", ["as usual", "padding alone", "a gap", "nothing scored", "predicted from padding"])
@@ -132,7 +132,7 @@ def test_attention_that_is_not_causal_is_found():
         scoring = attach_scoring_forward(model, ScoringOptions(padding_free=free))
         with torch.no_grad():
             results.append(model(**inputs, labels=labels, fused_lm_head=True).log_probs)
-    assert "not causal" in scoring.packing.why_padded
+    assert "not causal" in scoring.packing.padded_reason
     assert floats_apart(results[1], results[0]) == 0
 
 
@@ -181,7 +181,7 @@ def test_layers_that_make_a_mask_of_their_own_are_found_before_it_shows():
     scoring = attach_scoring_forward(model, ScoringOptions())
     inputs, labels = batch()
     model(**inputs, labels=labels, fused_lm_head=True).log_probs.sum().backward()
-    assert "a mask of their own" in scoring.packing.why_padded
+    assert "make their own attention mask" in scoring.packing.padded_reason
     assert [name for name, param in model.named_parameters() if param.grad is None] == []
 
 

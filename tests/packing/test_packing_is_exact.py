@@ -48,7 +48,7 @@ def run(
 ) -> Seen:
     model = build(name, attention, dtype, lora)
     scoring = attach(model, **options)
-    assert options.get("padding_free") is False or scoring.packing.why_padded is None
+    assert options.get("padding_free") is False or scoring.packing.padded_reason is None
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.enable_input_require_grads()

@@ -140,4 +140,4 @@ def test_every_family_scores_as_padded(name: str) -> None:
         seen = see(ours, batch)
         assert_same(seen, see(padded, batch), 1e-5)
     assert (seen.fed < int(batch.attention_mask.sum())) == (name in PACKED)
-    assert bool(scoring.packing.why_padded) == (name in PADDED)
+    assert bool(scoring.packing.padded_reason) == (name in PADDED)

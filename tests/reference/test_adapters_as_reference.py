@@ -120,7 +120,7 @@ def test_a_bias_that_is_trained_does_not_move_the_reference(kind, workshop, tmp_
     """LoRA's `bias="all"` trains the base model's: with the adapter off, TRL's reference has the trained ones."""
     lora = {"peft_config": lora_config(bias="all"), "model": "head_bias"}
     ours = run(kind, trl_ext, workshop, tmp_path, None, **lora)
-    assert "with a copy of what is trained outside of the adapter" in ours.trainer.explain()["reference"].reason
+    assert "with a copy of the parameters trained outside of the adapter" in ours.trainer.explain()["reference"].reason
     reference = copy_of(base(workshop, "head_bias"))
     definition = run(kind, trl, workshop, tmp_path, None, reference, **lora)
     assert_alike(ours, definition)
@@ -263,12 +263,12 @@ def test_names_of_no_adapter_and_of_one_for_both_are_errors(names, words, worksh
 def test_a_name_needs_a_model_with_adapters(workshop, tmp_path):
     names = {"policy_adapter_name": "a"}
     for kind in ("dpo", "grpo"):
-        with pytest.raises(ValueError, match="`policy_adapter_name='a'` names an adapter of a `PeftModel`"):
+        with pytest.raises(ValueError, match="`policy_adapter_name='a'` needs a `PeftModel` with that adapter"):
             build(kind, trl_ext, workshop, tmp_path, base(workshop), **names)
         with pytest.raises(ValueError, match="is a fresh adapter"):
             build(kind, trl_ext, workshop, tmp_path, base(workshop), peft_config=lora_config(), **names)
     policy = loaded(workshop, tmp_path, "a", "b")
-    with pytest.raises(ValueError, match="are two references"):
+    with pytest.raises(ValueError, match="both name a reference"):
         build("dpo", trl_ext, workshop, tmp_path, policy, base(workshop), ref_adapter_name="b")
 
 
@@ -290,7 +290,7 @@ def test_adapters_that_cannot_be_mixed_are_an_error(workshop, tmp_path):
     policy = loaded(workshop, tmp_path, "a")
     drawn(base(workshop), lora_config(r=2), 5).save_pretrained(tmp_path / "narrow")
     policy.load_adapter(tmp_path / "narrow", "narrow")
-    with pytest.raises(ValueError, match='mixes the adapters "a" and "narrow"'):
+    with pytest.raises(ValueError, match='needs equal configurations of the adapters "a" and "narrow"'):
         build("dpo", trl_ext, workshop, tmp_path, policy, sync_ref_model=True, ref_adapter_name="narrow")
 
 

@@ -235,4 +235,4 @@ def test_a_folder_that_cannot_be_written_costs_no_value(name, tmp_path, caplog):
     stored = reference.run(rows(3, 4), rows(5), rows(3, 4))
     assert len(reference.passes) == 2
     assert np.array_equal(stored.store.get(Sequences(rows(5), "a" * 32).keys[0]), score(rows(5))[0])
-    assert "cannot be written" in caplog.text
+    assert "Cannot write reference log-probs" in caplog.text

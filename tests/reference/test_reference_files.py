@@ -304,7 +304,7 @@ def test_a_folder_that_cannot_be_written_costs_no_value(tmp_path, caplog):
     store.add(entries(*range(5)))
     store.flush()
     assert all(holds(store, i) for i in range(5))
-    assert "`reference_store_dir` names another folder" in caplog.text
+    assert "Set `reference_store_dir` to use another folder" in caplog.text
 
 
 def test_a_folder_that_goes_away_costs_no_value(tmp_path, caplog):
@@ -315,7 +315,7 @@ def test_a_folder_that_goes_away_costs_no_value(tmp_path, caplog):
     store.add(entries(*range(5, 10)))
     store.flush()
     assert all(holds(store, i) for i in range(10))
-    assert "`reference_store_dir` names another folder" in caplog.text
+    assert "Set `reference_store_dir` to use another folder" in caplog.text
 
 
 def test_what_a_dead_process_left_is_removed(tmp_path):

@@ -360,7 +360,7 @@ def test_an_adapter_that_is_taken_for_another_stops_training(workshop, monkeypat
     model = build(case, workshop)
     attach_scoring_forward(model.get_base_model(), ScoringOptions())
     inputs, labels = full_batch()
-    with pytest.raises(RuntimeError, match="adapter is not what it was taken for"):
+    with pytest.raises(RuntimeError, match="adapter on the LM head was misread"):
         model(**inputs, labels=labels, fused_lm_head=True)
 
 
@@ -396,9 +396,9 @@ def test_alora_below_the_head_is_fed_padded_and_on_it_is_an_error(workshop):
     scoring = attach_scoring_forward(model.get_base_model(), ScoringOptions(0.7))
     out = model(**full_batch()[0], labels=labels, fused_lm_head=True)
     assert floats_apart(out.log_probs, values["log_probs"]) < 1e-5
-    assert "aLoRA" in scoring.packing.why_padded
+    assert "aLoRA" in scoring.packing.padded_reason
     assert any(x is not None and x.any() for name, x in expected.items() if "lora_B" in name)
     with_head = build(replace(alora, config=lora(alora_invocation_tokens=tokens)), workshop)
     attach_scoring_forward(with_head.get_base_model(), ScoringOptions())
-    with pytest.raises(NotImplementedError, match='"default" is aLoRA on the LM head'):
+    with pytest.raises(NotImplementedError, match='"default" is an aLoRA adapter on the LM head'):
         with_head(**inputs, labels=labels, fused_lm_head=True)

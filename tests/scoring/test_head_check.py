@@ -77,7 +77,7 @@ def wrong_weight_gradient(monkeypatch):
 def test_a_head_that_disagrees_with_its_definition_stops_training(workshop, monkeypatch, break_it, setup, named):
     break_it(monkeypatch)
     with tempfile.TemporaryDirectory() as folder:
-        with pytest.raises(RuntimeError, match=f"disagrees with the dense definition on the first batch: {named}"):
+        with pytest.raises(RuntimeError, match=f"differs from its definition on the first batch: {named}"):
             trainer(workshop, folder, setup).train()
         trainer(workshop, folder, setup, head="dense").train()  # the way out that the error names
 
@@ -139,7 +139,7 @@ def test_an_output_that_comes_later_is_checked_then(workshop, monkeypatch):
     attach_scoring_forward(model, ScoringOptions())
     ids = torch.arange(3, 15).view(2, 6)
     model(input_ids=ids, labels=ids, fused_lm_head=True)
-    with pytest.raises(RuntimeError, match="disagrees with the dense definition"):
+    with pytest.raises(RuntimeError, match="differs from its definition"):
         model(input_ids=ids, labels=ids, fused_lm_head=True, head_outputs=("log_probs", "mean_log_probs"))
 
 

@@ -19,9 +19,9 @@ from model_families import batch, build
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 LOCAL_TP = "each rank scores with its rows of the weight (tensor parallel)"
-LOCAL = "each rank scores the tokens of all with its rows of the weight (FSDP2): its tokens cost "
-IN_TURN = "the ranks send their rows of the weight in slices (FSDP2): the weight costs "
-WHOLE = "the whole weight is gathered for each pass"
+LOCAL = "each rank scores the tokens of all ranks with its rows of the weight (FSDP2)"
+IN_TURN = "the ranks broadcast their rows of the weight in slices (FSDP2)"
+WHOLE = "each pass gathers the whole weight"
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def broken(group: dist.ProcessGroup, case: Case, name: str) -> str:
 )
 def test_the_check_of_the_first_batch_stops_a_broken_head_on_every_rank(ranks, name, case):
     for message in ranks.run(broken, 2, BROKEN[case], name):
-        assert "disagrees with the dense definition on the first batch" in message
+        assert "differs from its definition on the first batch" in message
         assert BREAKS[name][3] in message
 
 

@@ -13,7 +13,7 @@ from tiny import Workshop
 
 LOW_RANK = "LoRA's low-rank term"
 ROWS = "the rows of single tokens"
-MODULE = "the head's own forward is called"
+MODULE = "the head's own forward runs"
 WHOLE = "the whole weight is on this rank"
 
 REFUSES = "Applying a PEFT adapter to `lm_head` is not supported"  # stock TRL, at start

@@ -177,7 +177,7 @@ def other_rows(rank: LaunchedRank) -> None:
     trainer = dpo(rank)
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: collate(rows[rank.index : rank.index + 4])
-    with pytest.raises(RuntimeError, match="were given different batches"):
+    with pytest.raises(RuntimeError, match="got different batches"):
         trainer.train()
     rank.checked = True
 

@@ -1,1 +1,1 @@
-"""Hidden states to per-token log-probs and statistics of the logits. Knows torch only."""
+"""Compute per-token log-probs and statistics of the logits from hidden states. Imports only torch and Triton."""

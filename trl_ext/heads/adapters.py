@@ -1,4 +1,4 @@
-"""Adapters on the head: a low-rank term added to its product, and replaced rows of its weight.
+"""Adapters on the LM head: a low-rank term of its product, and replaced rows of its weight.
 
 Dimensions: N tokens, H hidden size, V vocabulary, R rank of the term, K classes with replaced rows.
 """
@@ -14,11 +14,11 @@ from .products import ExactLinear
 
 
 class LowRank(NamedTuple):
-    """The term `down @ up.T + bias` of the product."""
+    """The term `down @ up.T + bias` that an adapter adds to the product."""
 
     down: Tensor  # (N, R), hidden states times the first factor and the scaling; fp32 or float64
     up: Tensor  # (V, R), the second factor
-    dtype: torch.dtype  # to which `up` is rounded as an operand
+    dtype: torch.dtype  # the dtype to which `up` is rounded
     bias: Tensor | None = None  # (V,), the sum of the adapters' biases, fp32 or float64
 
 
@@ -26,25 +26,25 @@ class ReplacedRows(NamedTuple):
     """The classes whose rows of the weight an adapter replaces."""
 
     classes: tuple[int, ...]  # in ascending order, without duplicates
-    ids: Tensor  # (K,), the same as a tensor, on the weight's device
+    ids: Tensor  # (K,), the classes as a tensor on the weight's device
 
     @classmethod
     def of(cls, classes: tuple[int, ...], device: torch.device) -> "ReplacedRows":
         return cls(classes, torch.tensor(classes, dtype=torch.int64, device=device))
 
     def within(self, classes: slice) -> slice:
-        """The indices of those that lie in a range of classes."""
+        """Return the indices of the replaced classes within a range of classes."""
         return slice(bisect_left(self.classes, classes.start), bisect_left(self.classes, classes.stop))
 
     def put(self, weight_vH: Tensor, classes: slice, rows_KH: Tensor) -> Tensor:
-        """The weight's rows `weight_vH` of a range of classes, with the replaced ones from `rows_KH`."""
+        """Return the rows `weight_vH` of a range of classes, with replaced rows taken from `rows_KH`."""
         some = self.within(classes)
         if some.start == some.stop:
             return weight_vH
         return weight_vH.index_copy(0, self.ids[some] - classes.start, rows_KH[some].to(weight_vH.dtype))
 
     def of_targets(self, weight_nH: Tensor, targets: Tensor, rows_KH: Tensor) -> Tensor:
-        """The targets' rows `weight_nH` of the weight, with the replaced ones from `rows_KH`."""
+        """Return the rows `weight_nH` of the targets, with replaced rows taken from `rows_KH`."""
         place = torch.searchsorted(self.ids, targets).clamp(max=len(self.classes) - 1)
         found = self.ids[place] == targets
         return torch.where(found[:, None], rows_KH[place].to(weight_nH.dtype), weight_nH)
@@ -53,8 +53,8 @@ class ReplacedRows(NamedTuple):
 class Operands(NamedTuple):
     """The operands of the product of N tokens: `hidden @ weight.T + bias + down @ up.T`.
 
-    The bias is added in the dtype of the sums, not rounded to the operands'. `rows` (K, H) replace the weight's rows of
-    the classes in the head's `ReplacedRows`.
+    The bias is added in the dtype of the sums. `rows` (K, H) replace the weight's rows of the classes in the head's
+    `ReplacedRows`.
     """
 
     hidden: Tensor
@@ -68,7 +68,7 @@ class Operands(NamedTuple):
     def of(
         cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, term: LowRank | None, rows: Tensor | None
     ) -> "Operands":
-        """The operands of a head with an adapter's low-rank term; differentiable."""
+        """Return the operands, with an adapter's low-rank term if there is one; differentiable."""
         if term is None:
             return cls(hidden, weight, bias, rows=rows)
         return cls(hidden, weight, _sum(bias, term.bias), term.down, term.up, rows)
@@ -83,12 +83,12 @@ class Factors(NamedTuple):
     scaling: float
 
 
-# Not compiled, as the head is not
+# Not compiled, like the head
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def low_rank_term(hidden: Tensor, factors: tuple[Factors, ...], dtype: torch.dtype, accumulate: torch.dtype) -> LowRank:
-    """The term of all factors together; differentiable.
+    """Return the sum of the adapters' terms as one term; differentiable.
 
-    Hidden states and factors are rounded to `dtype`, the result of the first product is not.
+    Hidden states and factors are rounded to `dtype`; the result of the first product is not.
     """
     downs, ups, bias = [], [], None
     for first, second, own, scaling in factors:

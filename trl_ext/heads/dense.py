@@ -1,4 +1,4 @@
-"""Log-probs and statistics from the whole matrix of logits."""
+"""The dense head: log-probs and statistics from the whole matrix of logits."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ def dense_logits(
     up_dtype: torch.dtype,
     replaced: ReplacedRows | None = None,
 ) -> Tensor:
-    """Logits of shape (N, V), from operands rounded to `operand_dtype`, summed in `accumulate`."""
+    """Return logits of shape (N, V), from operands rounded to `operand_dtype` and summed in `accumulate`."""
     weight = x.weight
     if replaced is not None and x.rows is not None:
         weight = replaced.put(weight, slice(0, len(weight)), x.rows)
@@ -38,7 +38,7 @@ def dense_logits(
 def log_probs_of(
     logits_NV: Tensor, targets: Tensor, outputs: tuple[str, ...], *, entropy_requires_grad: bool = False
 ) -> LinearLogProbs:
-    """The results by their definitions."""
+    """Return the results, computed by their definitions."""
     with exact_arithmetic(logits_NV.device):
         log_p_NV = logits_NV.log_softmax(-1)
         log_p = log_p_NV.gather(-1, targets[:, None])[:, 0]
@@ -69,9 +69,9 @@ def log_probs_from_logits(
     *,
     entropy_requires_grad: bool = False,
 ) -> LinearLogProbs:
-    """Per-token results from the product `(n, V)` before scale, softcap and temperature; differentiable.
+    """Return per-token results from the product `(n, V)` before scale, softcap and temperature; differentiable.
 
-    Computes in fp32, or float64 where the product is. A nearly certain token keeps its digits, as in the tiled head.
+    Computes in fp32, or in float64 for a float64 product, with the formulas of the tiled head.
     """
     product = product.to(torch.float64 if product.dtype == torch.float64 else torch.float32)
     entropy_grad = entropy_requires_grad and "entropy" in outputs

@@ -1,4 +1,4 @@
-"""The gradient of a tile's products, scaled so that half precision holds it well."""
+"""The gradient of a tile's products, scaled to fit half precision."""
 
 import torch
 import torch.nn.functional as F
@@ -9,18 +9,18 @@ from .statistics import log_odds
 
 
 class Coefficients:
-    """The gradient of each product x_v of a token: a factor per row times a tile that half precision holds well.
+    """The gradient of each product x_v of a token: a factor per row times a tile that fits half precision.
 
     Let g, e and k be the gradients of log p, of the entropy E and of the mean log-prob, and c = dz/dx. For v != t the
-    gradient is c_v (p_v (-g - k - e (log p_v + E)) + k / V). With p_v = exp(z_v - max) * share and without k that is
-    share * s * [c_v exp(z_v - max) (a + b (z_v - max))]. s is the larger of e and the factor at the largest logit, so
-    that the bracket, `nontarget_grad`, is near 1 there, and exactly 1 without an entropy gradient. With k the row
-    factor is the larger of share * s and k / V. Of c, the row factor holds the slope and `nontarget_grad` the softcap's
-    derivative. The target's gradient, c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)) of shape (N,), stays in
-    fp32. `grad_logits` is the gradient of every column, the target's included.
+    gradient is c_v (p_v (-g - k - e (log p_v + E)) + k / V). With p_v = exp(z_v - max) * share and k = 0, it equals
+    share * s * [c_v exp(z_v - max) (a + b (z_v - max))]. The bracket is `nontarget_grad`. s is the larger of e and the
+    factor at the largest logit, so `nontarget_grad` is near 1 there, and exactly 1 without an entropy gradient. With k,
+    the row factor is the larger of share * s and k / V. The row factor includes the slope of c, `nontarget_grad` the
+    softcap's derivative. The target's gradient, c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)) of shape
+    (N,), stays in fp32. `grad_logits` is the gradient of every column, including the target's.
 
-    `row_factor` and `target` are in units of `size` (N,), a power of two near the largest of g, e and k: neither
-    overflows where the gradient itself does not. So is `grad_logits`, until `use_unit`.
+    `row_factor`, `target` and, until `use_unit`, `grad_logits` are in units of `size` (N,), a power of two near the
+    largest of g, e and k. So none of them overflows unless the gradient does.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Coefficients:
         self.target = self.scaled_target = target * transform.derivative(target_logit)
 
     def nontarget_grad_(self, rows: slice, local: Tensor, logits: Tensor, scratch: Tensor) -> Tensor:
-        """`nontarget_grad` of this tile, 0 in the target's column; overwrites both buffers."""
+        """Return `nontarget_grad` of this tile, 0 in the target's column. Overwrites both buffers."""
         softcap_derivative = self.transform.softcap_derivative(logits)
         shifted = logits.sub_(self.maximum[rows, None])
         nontarget_grad = torch.exp(shifted, out=scratch)
@@ -79,18 +79,18 @@ class Coefficients:
         return _put(nontarget_grad, local, torch.zeros_like(self.maximum[rows]))
 
     def add_target_grad_(self, rows: slice, local: Tensor, nontarget_grad: Tensor) -> Tensor:
-        """`grad_logits` of this tile, in the place of `nontarget_grad`."""
+        """Overwrite `nontarget_grad` with `grad_logits` of this tile."""
         return _put(nontarget_grad.mul_(self.scaled_row_factor[rows, None]), local, self.scaled_target[rows])
 
     def unit(self) -> Tensor:
-        """A power of two near the largest coefficient; in units of it, fp16 holds the gradients of a small loss."""
+        """Return a power of two near the largest coefficient, the unit in which fp16 holds a small loss's gradients."""
         top = torch.cat([self.size, _power_of_two(self.size.new_zeros(1))]).amax()
         shares = torch.cat([self.row_factor, self.target]).abs() * (self.size / top).repeat(2)
-        # Clamped to a normal number before `top` multiplies it: `size / unit` stays finite where all shares underflow
+        # Clamped to a normal number before the product with `top`: `size / unit` is finite even if all shares underflow
         return _power_of_two(_power_of_two(torch.cat([shares, shares.new_zeros(1)]).amax()) * top)
 
     def use_unit(self, unit: Tensor) -> None:
-        """Scale `grad_logits` to units of `unit`, the same for all rows and at least `self.unit()`."""
+        """Scale `grad_logits` to `unit`, which is the same for all rows and at least `self.unit()`."""
         scale = self.size / unit
         self.scaled_row_factor, self.scaled_target = self.row_factor * scale, self.target * scale
 
@@ -103,12 +103,12 @@ def _power_of_two(x: Tensor) -> Tensor:
 
 
 def _nonzero(x: Tensor) -> Tensor:
-    """`x` as a divisor: 1 in the place of 0."""
+    """Return `x` with 1 instead of 0, as a divisor."""
     return torch.where(x == 0, 1.0, x)
 
 
 def _put(tile: Tensor, local: Tensor, value: Tensor) -> Tensor:
-    """Write `value` (n,) into the columns `local` of the tile (n, v), where the tile has them."""
+    """Write `value` (n,) to the columns `local` of the tile (n, v), except columns outside of the tile."""
     inside = ((local >= 0) & (local < tile.shape[1]))[:, None]
     column = local[:, None].clamp(0, tile.shape[1] - 1)
     return tile.scatter_(1, column, torch.where(inside, value[:, None], tile.gather(1, column)))

@@ -1,4 +1,4 @@
-"""The public function of the head: checks its input, chooses the operands' dtype and calls a head by name."""
+"""The public function `linear_log_probs`, and the call of the tiled or dense head."""
 
 import math
 from collections.abc import Callable
@@ -39,66 +39,68 @@ def linear_log_probs(
     vocab_size: int | None = None,
     own_tokens: bool = False,
 ) -> LinearLogProbs:
-    """Per-token log-probabilities of `targets` under `softmax(z)`, straight from hidden states, without the logits.
+    """Return per-token log-probs of `targets` from hidden states, without storing all logits.
 
-    The logits `z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature` are computed in
-    tiles, accumulated in fp32 and never rounded. Beside inputs, outputs and gradients, forward and backward need the
-    memory of one tile.
+    The log-probs are `log_softmax(z)` at the targets, with the logits
+    `z = softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature`. The logits are computed tile
+    by tile, accumulated in fp32 and never rounded to half precision. Besides inputs, outputs and gradients, the forward
+    and the backward need the memory of one tile.
 
     Args:
         hidden (`torch.Tensor` of shape `(..., H)`):
             Hidden states, bf16, fp16, fp32 or float64.
         weight (`torch.Tensor` of shape `(V, H)`):
-            Weight of the head, V at least 2; with `group` this rank's rows of it, possibly none. The operands have the
-            wider dtype of hidden and weight; under autocast both are cast to autocast's dtype (unless float64), and the
-            head's own arithmetic runs with autocast and TF32 off.
+            Weight of the LM head, V at least 2. With `group`: this rank's rows, possibly none. Both operands are cast
+            to the wider dtype of `hidden` and `weight`, or to autocast's dtype under autocast (except float64). All
+            other arithmetic runs with autocast and TF32 off.
         targets (`torch.Tensor` of shape `(...)`):
-            Class ids in `[0, V)`, integer. Out of range they raise on the CPU and give NaN on other devices.
+            Integer class ids in `[0, V)`. An id out of range raises an error on the CPU and gives NaN on other devices.
         bias (`torch.Tensor` of shape `(V,)`, *optional*):
-            Bias of the head, one number per row of `weight`. It is added in fp32 (float64 for float64 operands) and
-            never rounded to the operands' dtype.
+            Bias of the head, one number per row of `weight`. It is added in fp32 (float64 for float64 operands).
         temperature (`float`, *optional*, defaults to `1.0`):
-            Divides the logits, last.
+            Divides the logits, after the softcap.
         logit_scale (`float`, *optional*, defaults to `1.0`):
             Multiplies the product, before the softcap.
         softcap (`float`, *optional*):
-            Bound of the logits before the temperature (Gemma 2, arXiv 2408.00118).
+            Bounds the logits before the temperature divides them (Gemma 2, arXiv 2408.00118).
         outputs (`tuple[str, ...]`, *optional*, defaults to `("log_probs",)`):
-            What to compute, among `"log_probs"`, `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`, `"is_top1"` and
-            `"mean_log_probs"`, the mean of log p over the vocabulary, whose gradient costs as much as the entropy's.
+            Fields of [`LinearLogProbs`] to compute: `"log_probs"`, `"entropy"`, `"log_sum_sq_probs"`, `"mean_logits"`,
+            `"is_top1"` or `"mean_log_probs"`. The gradient of `"mean_log_probs"` costs as much as the entropy's.
         entropy_requires_grad (`bool`, *optional*, defaults to `False`):
-            Whether the entropy carries a gradient. Without it, the forward forms the gradient of the hidden states if
-            the weight is frozen (two matrix products in all); otherwise the backward recomputes the tiles.
+            Whether the entropy has a gradient. Without it and with a frozen weight, the forward already computes the
+            gradient of the hidden states (two matrix products in total). Otherwise the backward recomputes the tiles.
         chunk_size (`int`, *optional*):
-            Tokens in a tile. `None` chooses by the number of tokens and the device.
+            Tokens in a tile. `None` chooses from the number of tokens and the device.
         tile_columns (`int`, *optional*):
-            Columns of the vocabulary in a tile, at most 8192. `None` chooses by the tokens in a tile and the device.
+            Columns of the vocabulary in a tile, at most 8192. `None` chooses from the tokens in a tile and the device.
         kernels (`str`, *optional*):
-            What works on a tile between the matrix products: `"triton"` (for operands below float64) or `"torch"`; they
-            differ by fp32 rounding. `None` takes Triton on a device that it compiles for, once its kernels have given
-            torch's numbers there, and torch elsewhere.
+            What runs between the matrix products of a tile: `"triton"` (not for float64 operands) or `"torch"`. Their
+            results differ by fp32 rounding. `None` uses Triton where it compiles for the device and its kernels
+            reproduce torch's results there, and torch elsewhere.
         group (`torch.distributed.ProcessGroup`, *optional*):
-            Ranks over which the rows of the weight are spread, consecutive rows on each. All ranks call this function
-            together, with the same options. They exchange a few fp32 numbers per token, never logits or rows.
+            Ranks that each hold consecutive rows of the weight. All ranks call this function together, with the same
+            options. They exchange a few fp32 numbers per token, never logits or rows of the weight.
         first_class (`int`, *optional*, defaults to `0`):
             With `group`, the class id of this rank's first row.
         vocab_size (`int`, *optional*):
-            With `group`, V, for a check. `None` adds up the ranks' rows.
+            With `group`, the expected V, which is checked. `None` adds up the ranks' rows.
         own_tokens (`bool`, *optional*, defaults to `False`):
-            With `group`, whether each rank has different tokens, in any number (as under FSDP2), which are gathered, or
-            all ranks have the same tokens (as under tensor parallelism).
+            With `group`, whether each rank has its own tokens, in any number (as under FSDP2). They are then gathered.
+            `False`: all ranks have the same tokens (as under tensor parallelism).
 
     Returns:
-        [`LinearLogProbs`]: tensors of shape `(...)`, fp32 (float64 for float64 operands; `is_top1` bool), None where
-        not asked for. Gradients flow through `log_probs` and `mean_log_probs` to `hidden`, `weight` and `bias`, and
-        through `entropy` with `entropy_requires_grad`. With `group` they are those of the sum of losses, in which each
-        token counts once, whether it is on one rank (`own_tokens`) or on all.
+        [`LinearLogProbs`]: tensors of shape `(...)`, fp32 (float64 for float64 operands; `is_top1` bool). Outputs that
+        were not requested are None. Gradients flow through `log_probs` and `mean_log_probs`, and through `entropy` with
+        `entropy_requires_grad`, to `hidden`, `weight` and `bias`. With `group`, they are the gradients of the sum of
+        the ranks' losses, in which each token counts once, whether one rank has it (`own_tokens`) or all.
 
     Raises:
-        `TypeError`: hidden or weight is not floating point, or targets are not integers.
-        `ValueError`: shapes or devices do not fit, a target on the CPU is out of range, an output is unknown, an option
-            is out of its range, the ranks' rows are not the vocabulary, or Triton does not run with `kernels="triton"`.
-        `RuntimeError`: the backward is asked for a second derivative (`create_graph=True`).
+        `TypeError`: a tensor argument is not a tensor, `hidden`, `weight` or `bias` is not floating point, `targets`
+            are not integers, or `temperature`, `logit_scale` or `softcap` is not a number.
+        `ValueError`: shapes or devices do not match, a target on the CPU is out of range, an output is unknown, an
+            option is out of range, the ranks' rows do not cover the vocabulary once, or Triton does not run on this
+            device although `kernels="triton"`.
+        `RuntimeError`: the backward runs under `create_graph=True`; there is no second derivative.
 
     Example:
 
@@ -118,7 +120,7 @@ def linear_log_probs(
         shard = shard_of_group(group, weight.shape[0], first_class, vocab_size, targets, own_tokens)
     elif first_class or own_tokens or vocab_size not in (None, weight.shape[0]):
         raise ValueError(
-            "`first_class`, `vocab_size` and `own_tokens` describe a share of the weight: give its `group`."
+            "`first_class`, `vocab_size` and `own_tokens` describe a weight that is split over ranks. Pass its `group`."
         )
     elif weight.shape[0] < 2:
         raise ValueError(f"`weight` must have shape (V, H) with V at least 2, got {tuple(weight.shape)}.")
@@ -137,7 +139,7 @@ def linear_log_probs(
     )
 
 
-# Not compiled: the compiler would choose roundings and order of sums, and has dropped the cast to autocast's dtype
+# Not compiled: torch.compile may change rounding and the order of sums, and has dropped the cast to autocast's dtype
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_head(
     name: str,
@@ -158,19 +160,19 @@ def run_head(
     replaced: ReplacedRows | None = None,
     rows: Tensor | None = None,
 ) -> LinearLogProbs:
-    """Call the head `name` of `HEADS` on checked input; shapes, dtypes and results as in [`linear_log_probs`].
+    """Call the head `name` of `HEADS` on checked input. Shapes, dtypes and results are those of [`linear_log_probs`].
 
     Args:
         readable (`Callable`, *optional*):
-            Makes a context in which weight and bias are readable, for engines that shard parameters. The forward enters
-            it, and the backward where it reads the weight.
+            Returns a context in which weight and bias can be read, for engines that shard parameters. The forward
+            enters it, and so does a backward that reads the weight.
         shard (`VocabularyShard`, *optional*):
-            Which rows of the vocabulary this rank has, for the tiled head. `weight` holds these rows; where the shard
-            has `rows_for`, only its dtype is read.
+            For the tiled head: which rows of the weight this rank has. `weight` holds these rows; if the shard has
+            `rows_for`, only the dtype of `weight` is read.
         low_rank (`LowRank`, *optional*):
-            A term that an adapter adds to the product; not with `shard`.
+            The term that an adapter adds to the product. Not with `shard`.
         replaced (`ReplacedRows`, *optional*), rows (`torch.Tensor` of shape `(K, H)`, *optional*):
-            The classes whose rows of the weight are replaced by `rows`; not with `shard`.
+            The classes whose rows of the weight `rows` replace. Not with `shard`.
     """
     dtype = operand_dtype(hidden, weight)
     up_dtype = dtype if low_rank is None else low_rank.dtype
@@ -195,7 +197,7 @@ def run_head(
 
 
 def operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype in which hidden and weight are multiplied."""
+    """Return the dtype in which hidden states and weight are multiplied."""
     wider = torch.promote_types(hidden.dtype, weight.dtype)
     device_type = hidden.device.type
     # Autocast leaves float64 alone
@@ -220,19 +222,19 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
     vocabulary, width = weight.shape
     if hidden.ndim < 1 or hidden.shape[-1] != width:
         raise ValueError(
-            f"`hidden` must have shape (..., {width}) to fit `weight` of shape {tuple(weight.shape)}, got "
+            f"`hidden` must have shape (..., {width}) to match `weight` of shape {tuple(weight.shape)}, got "
             f"{tuple(hidden.shape)}."
         )
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"`targets` must have the shape of `hidden` without its last dimension, {tuple(hidden.shape[:-1])}, got "
+            f"`targets` must have the shape of `hidden` without the last dimension, {tuple(hidden.shape[:-1])}, got "
             f"{tuple(targets.shape)}."
         )
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(f"`bias` must have shape ({vocabulary},), got {tuple(bias.shape)}.")
     for name, tensor in named.items():
         if tensor.device != hidden.device:
-            raise ValueError(f"`{name}` must be on the device of `hidden`, {hidden.device}, got {tensor.device}.")
+            raise ValueError(f"`{name}` must be on the same device as `hidden`, {hidden.device}, got {tensor.device}.")
 
 
 def _check_options(
@@ -249,7 +251,7 @@ def _check_options(
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"`softcap` must be None or a finite number above 0, got {softcap}.")
     if isinstance(outputs, str) or not outputs or not all(name in OUTPUTS for name in outputs):
-        raise ValueError(f"`outputs` must be a non-empty tuple of names among {list(OUTPUTS)}, got {outputs!r}.")
+        raise ValueError(f"`outputs` must be a non-empty tuple of names from {list(OUTPUTS)}, got {outputs!r}.")
     for name, size in sizes.items():
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise ValueError(f"`{name}` must be None or an integer of at least 1, got {size!r}.")

@@ -1,4 +1,4 @@
-"""From the head's product to logits, and the results that are made from them."""
+"""The map from the head's matrix product to logits, and the per-token results."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,13 +16,13 @@ class LogitTransform:
     softcap: float | None = None
 
     def __call__(self, product: Tensor) -> Tensor:
-        """Logits from the product, differentiable."""
+        """Return the logits, differentiable."""
         if self.softcap is None:
             return product * (self.logit_scale / self.temperature)
         return torch.tanh(product * (self.logit_scale / self.softcap)) * (self.softcap / self.temperature)
 
     def apply_(self, product: Tensor) -> Tensor:
-        """Same, in the place of the product."""
+        """Overwrite the product with the logits."""
         if self.softcap is not None:
             product.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
         elif self.logit_scale != self.temperature:
@@ -31,31 +31,31 @@ class LogitTransform:
 
     @property
     def slope(self) -> float:
-        """dz/dx without a softcap, or far from it."""
+        """dz/dx without a softcap, or at z = 0 with one."""
         return self.logit_scale / self.temperature
 
     def softcap_derivative(self, logits: Tensor) -> Tensor | None:
-        """1 - tanh^2 at `logits`, by which a softcap multiplies the slope; None without a softcap."""
+        """Return 1 - tanh^2 at `logits`, the factor that a softcap gives to the slope; None without a softcap."""
         if self.softcap is None:
             return None
         tanh = logits * (self.temperature / self.softcap)
         return tanh.square_().neg_().add_(1)
 
     def derivative(self, logits: Tensor) -> Tensor | float:
-        """dz/dx at `logits`: a tensor of their shape with a softcap, one number without."""
+        """Return dz/dx at `logits`: a tensor of their shape with a softcap, one number without."""
         softcap_derivative = self.softcap_derivative(logits)
         return self.slope if softcap_derivative is None else softcap_derivative.mul_(self.slope)
 
 
 class LinearLogProbs(NamedTuple):
-    """Per-token results of a head, each of the targets' shape; None where not asked for.
+    """Per-token results of the head, each with the shape of the targets; None if not requested.
 
-    Where TRL's `FusedCausalLMOutput` has a field of the same name, the meaning is the same. All are fp32 (float64 for
-    float64 operands) except `is_top1`, which is bool. Below, p is the softmax of the logits z over the vocabulary.
+    Fields that TRL's `FusedCausalLMOutput` also has mean the same there. All are fp32 (float64 for float64 operands)
+    except `is_top1`, which is bool. Below, p is the softmax of the logits z over the vocabulary.
     """
 
     log_probs: Tensor | None = None
-    """log p of the target; finite wherever the logits are, NaN where one is NaN or +inf, or all are -inf."""
+    """log p of the target. Finite if all logits are; NaN if one is NaN or +inf, or if all are -inf."""
     entropy: Tensor | None = None
     """-sum_v p_v log p_v, in nats."""
     log_sum_sq_probs: Tensor | None = None
@@ -63,15 +63,15 @@ class LinearLogProbs(NamedTuple):
     mean_logits: Tensor | None = None
     """Mean of z over the vocabulary, without gradient."""
     is_top1: Tensor | None = None
-    """Whether the target is the first of the largest logits; False where its log-prob is NaN."""
+    """Whether the target has the largest logit, the first of equals. False if its log-prob is NaN."""
     mean_log_probs: Tensor | None = None
-    """Mean of log p over the vocabulary, which label smoothing adds to the log-prob of the target."""
+    """Mean of log p over the vocabulary, for label smoothing."""
 
 
 OUTPUTS = LinearLogProbs._fields
 
 
 def without_gradient(results: LinearLogProbs, *, entropy_grad: bool) -> list[Tensor]:
-    """The results that carry no gradient."""
+    """Return the results that have no gradient."""
     differentiable = {"log_probs", "mean_log_probs", *(["entropy"] if entropy_grad else [])}
     return [x for name, x in results._asdict().items() if x is not None and name not in differentiable]

@@ -1,4 +1,4 @@
-"""The head on several ranks: which rank has which tokens, and the rows of the weight that it has or is sent in turn."""
+"""The head on several ranks: which tokens each rank has, and which rows of the weight it holds or receives."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from torch import Tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Tokens of all ranks that are gathered and scored at a time. Their hidden states and fp32 sums take memory beside this
-# rank's rows: 8192 tokens of 4096 units are 200 MB in bf16.
+# Tokens of all ranks that are gathered and scored at a time. Their hidden states and fp32 sums need memory besides this
+# rank's rows: 8192 tokens of 4096 units need 200 MB in bf16.
 _GATHERED_TOKENS = {"cuda": 8192, "cpu": 2048}
-# Bytes of a slice that travels: large enough for a link's full rate, small beside a weight of 1 GB
+# Bytes of a slice that is broadcast: large enough for a link's full rate, small compared with a weight of 1 GB
 _SLICE = {"cuda": 2**25, "cpu": 2**21}
 
 
 class Block(NamedTuple):
-    """Consecutive rows of the weight: `weight` (v, H) and `bias` (v,) of the classes from `first` on."""
+    """Consecutive rows of the weight: `weight` (v, H) and `bias` (v,) of the classes that begin at `first`."""
 
     first: int
     weight: Tensor
@@ -28,21 +28,21 @@ class Block(NamedTuple):
 
 
 class LocalShards:
-    """Some or all rows of a weight of `vocabulary` rows, on this rank. A pass reads the blocks once, in order."""
+    """Rows on this rank of a weight with `vocabulary` rows. A pass reads the blocks once, in order."""
 
     def __init__(self, blocks: tuple[Block, ...], targets: Tensor, vocabulary: int) -> None:
         self._blocks, self._targets, self.vocabulary = blocks, targets, vocabulary
 
     def blocks(self) -> Iterator[Block]:
-        """Every block, in ascending order of classes. Asking for the next one may overwrite a block."""
+        """Yield every block, in ascending order of classes. The next block may overwrite the last one."""
         return iter(self._blocks)
 
     def of_targets(self, rows: slice) -> Tensor:
-        """The rows of the targets `rows`, of shape (n, H), 0 where no block has them; after all blocks are read."""
+        """Return the targets' rows of the weight, (n, H), 0 where no block has them. All blocks must have been read."""
         targets = self._targets[rows]
         weight = self._blocks[0].weight
         if len(weight) == self.vocabulary:
-            # Clamped for devices where targets are not checked: one out of range has NaN as its coefficient
+            # Clamped for devices where targets are not checked; the coefficient of a target out of range is NaN
             return weight[targets.clamp(0, weight.shape[0] - 1)]
         found = weight.new_zeros(len(targets), weight.shape[1])
         for block in self._blocks:
@@ -51,18 +51,19 @@ class LocalShards:
 
 
 class BroadcastShards:
-    """As `LocalShards`, with rows spread over a group: each rank broadcasts its own to the others in turn.
+    """Like `LocalShards`, for rows that are spread over a group: the ranks broadcast their rows in turn.
 
-    The next slice travels while the tiles of this one are folded: two slices take memory beside a rank's own rows.
+    The next slice is received while the tiles of the current one are folded. Two slices need memory besides the rank's
+    own rows.
     """
 
     def __init__(
         self,
         here: tuple[Block, ...],  # this rank's rows; without a bias
         ranges: list[list[tuple[int, int]]],  # (first class, rows) of each block of each rank of the group
-        group: dist.ProcessGroup,  # the ranks, which all read the rows equally often
+        group: dist.ProcessGroup,  # every rank of it must read the blocks as often as the others
         like: Tensor,  # on the weight's device, of its dtype and with H columns
-        targets: Tensor,  # (N,), this rank's own
+        targets: Tensor,  # (N,), of this rank
     ) -> None:
         self._here, self._ranges, self._group, self._like, self._targets = here, ranges, group, like, targets
         self.vocabulary = sum(count for blocks in ranges for _, count in blocks)
@@ -87,7 +88,7 @@ class BroadcastShards:
         return self._found[rows]
 
     def _slices(self, step: int) -> Iterator[tuple[int, int, int, int]]:
-        """(rank, number of its block, first row, last row + 1) of each slice: the same on all ranks."""
+        """Yield (rank, number of its block, first row, last row + 1) of each slice. It is the same on all ranks."""
         for owner, blocks in enumerate(self._ranges):
             for block, (_, count) in enumerate(blocks):
                 for start in range(0, count, step):
@@ -97,7 +98,7 @@ class BroadcastShards:
         if owner == self._group.rank():
             rows = self._here[block].weight.detach()[start:stop]
         else:
-            # Free again: the slice before the last was folded before this one was asked for
+            # This buffer is free: the slice before the last was folded before this one was requested
             rows = self._buffers[number % 2, : stop - start]
         work = dist.broadcast(rows, group=self._group, group_src=owner, async_op=True)
         return work, Block(self._ranges[owner][block][0] + start, rows, None)
@@ -112,7 +113,7 @@ Rows = LocalShards | BroadcastShards
 
 
 def _take_targets_(found: Tensor, targets: Tensor, block: Block) -> None:
-    """Copy the rows of the targets that lie in the block to the targets' places in `found` (n, H)."""
+    """Copy the block's rows of targets to `found` (n, H), at the indices of the targets."""
     if not len(block.weight):
         return
     local = targets - block.first
@@ -122,28 +123,28 @@ def _take_targets_(found: Tensor, targets: Tensor, block: Block) -> None:
 
 
 class Part:
-    """Some tokens of this rank; with `group`, all of its ranks have the same ones. N tokens of this rank, M scored."""
+    """Some of the N tokens of this rank, of which M are scored. All ranks of `group`, if any, have the same tokens."""
 
     def __init__(self, rows: slice, group: dist.ProcessGroup | None = None) -> None:
         self.rows, self.group = rows, group
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Of `x` (N, ...), the rows that are scored together: (M, ...)."""
+        """Return the rows of `x` (N, ...) that are scored together: (M, ...)."""
         return x[self.rows]
 
     def own(self, *results: Tensor | None) -> list[Any]:
-        """Of each tensor (M, ...), the rows of this rank's tokens."""
+        """Return the rows of this rank's tokens from each tensor (M, ...)."""
         return list(results)
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of `x` (M, ...) over the group, for this rank's tokens."""
+        """Return the sum of `x` (M, ...) over the group, for this rank's tokens."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
 
 class _Gathered(Part):
-    """Some tokens of each rank of `group`: `width` of each, padded with zeros."""
+    """Some tokens of each rank of `group`, padded with zeros to `width`."""
 
     group: dist.ProcessGroup
 
@@ -170,16 +171,16 @@ class _Gathered(Part):
 
 @dataclass(frozen=True)
 class Exchange:
-    """How the tokens of ranks come together over which the rows of the weight are spread.
+    """How ranks that share the rows of a weight exchange tokens.
 
-    The ranks have the same tokens, as under tensor parallelism; or different ones, or none, as under FSDP2 and ZeRO-3.
+    The ranks have the same tokens (tensor parallelism), or each has its own tokens, possibly none (FSDP2, ZeRO-3).
     """
 
     group: dist.ProcessGroup | None = None  # None: this rank reads every row of the weight
-    counts: tuple[int, ...] | None = None  # how many tokens each rank has, if they are different ones
+    counts: tuple[int, ...] | None = None  # tokens of each rank; None if all have the same tokens
 
     def parts(self, tokens: int, device: torch.device) -> list[Part]:
-        """The `tokens` of this rank in parts that are scored one after another; equally many on every rank."""
+        """Return this rank's `tokens` in parts that are scored one after another. Every rank has as many parts."""
         if self.group is None or self.counts is None:
             return [Part(slice(0, tokens), self.group)]
         most = max(self.counts)
@@ -192,7 +193,7 @@ class Exchange:
 
 
 def tokens_of_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device) -> tuple[int, ...]:
-    """How many tokens each rank of `group` has. Waits for the device."""
+    """Return how many tokens each rank of `group` has. Waits for the device."""
     counts = torch.empty(group.size(), dtype=torch.int64, device=device)
     all_gather(counts, torch.tensor([tokens], device=device), group=group)
     return tuple(counts.tolist())
@@ -200,16 +201,16 @@ def tokens_of_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device)
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """Which part of the vocabulary the weight on this rank holds."""
+    """Which rows of the vocabulary this rank holds."""
 
-    vocabulary: int | None = None  # V, the rows of all ranks together; None: the rows of the weight here
-    first: int = 0  # class of the first row here
+    vocabulary: int | None = None  # V, over all ranks; None: the rows of the weight on this rank
+    first: int = 0  # class of the first row on this rank
     exchange: Exchange = Exchange()
-    rows_for: Callable[[Tensor], Rows] | None = None  # the rows to read for given targets, if no plain tensor
+    rows_for: Callable[[Tensor], Rows] | None = None  # makes the rows for given targets, unless they are one tensor
 
     @property
     def spread(self) -> bool:
-        """Whether a pass waits for other ranks."""
+        """Whether a pass communicates with other ranks."""
         return self.partial or self.rows_for is not None
 
     @property
@@ -221,13 +222,13 @@ class VocabularyShard:
 def shard_of_group(
     group: dist.ProcessGroup, rows: int, first: int, vocabulary: int | None, targets: Tensor, own_tokens: bool
 ) -> VocabularyShard:
-    """The shard that a rank's arguments describe; checks that the arguments of all ranks fit together.
+    """Return the shard that a rank's arguments describe, after a check against the arguments of all ranks.
 
-    Gathers five integers of each rank.
+    Gathers five integers from each rank.
 
     Raises:
-        `ValueError`: the ranks' rows do not cover the vocabulary exactly once, their numbers of tokens differ, or a
-        target on the CPU is out of range. Every rank raises, so that none waits for another.
+        `ValueError`: the ranks' rows do not cover the vocabulary exactly once, the ranks should have the same tokens
+            but have different numbers of them, or a target on the CPU is out of range. Every rank raises it.
     """
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     every = torch.empty(group.size() * 5, dtype=torch.int64, device=device)
@@ -240,32 +241,32 @@ def shard_of_group(
     for start, count in sorted(shards):
         if count and start != end:
             raise ValueError(
-                f"`first_class` and the rows of `weight` must cover the vocabulary once: the ranks of the group hold "
-                f"(first class, rows) {shards}; class {min(start, end)} is missing or doubled."
+                f"`first_class` and the rows of `weight` must cover the vocabulary once, got (first class, rows) "
+                f"{shards} on the ranks of the group: class {min(start, end)} is missing or on two ranks."
             )
         end += count
     if vocabulary is not None and vocabulary != total:
-        raise ValueError(f"`vocab_size` is {vocabulary}, but the ranks of the group hold {total} rows in all.")
+        raise ValueError(f"`vocab_size` must be the number of rows on all ranks, {total}, got {vocabulary}.")
     if total < 2:
-        raise ValueError(f"The vocabulary must have at least 2 classes, the ranks of the group hold {total}.")
+        raise ValueError(f"`weight` must have at least 2 rows on all ranks together, got {total}.")
     if not own_tokens and len(set(tokens)) > 1:
         raise ValueError(
-            f"With `own_tokens=False` all ranks of the group must have the same tokens, they have {tokens}. Set "
-            "`own_tokens=True` if each rank has its own."
+            f"`own_tokens=False` needs the same tokens on all ranks, got {tokens} tokens on the ranks. Set "
+            "`own_tokens=True` if each rank has its own tokens."
         )
     check_range(min(lowest for *_, lowest, _ in numbers), max(highest for *_, highest in numbers), total)
     return VocabularyShard(total, first, Exchange(group, tuple(tokens) if own_tokens else None))
 
 
 def range_of(targets: Tensor) -> tuple[int, int]:
-    """The lowest and highest target on the CPU; (0, 0) elsewhere, where reading them would wait for the device."""
+    """Return the lowest and highest target on the CPU. Elsewhere reading them waits for the device: return (0, 0)."""
     return (int(targets.min()), int(targets.max())) if targets.device.type == "cpu" and targets.numel() else (0, 0)
 
 
 def check_range(lowest: int, highest: int, vocabulary: int) -> None:
-    """Raise `ValueError` unless targets from `lowest` to `highest` are all classes."""
+    """Raise `ValueError` if the range from `lowest` to `highest` exceeds the classes."""
     if lowest < 0 or highest >= vocabulary:
         raise ValueError(
-            f"`targets` must lie in [0, {vocabulary}), got values from {lowest} to {highest}. Leave out the "
-            "positions that are not to be scored: -100 is no class id."
+            f"`targets` must be class ids in [0, {vocabulary}), got values from {lowest} to {highest}. Remove "
+            "positions that are not scored (label -100) from `hidden` and `targets`."
         )

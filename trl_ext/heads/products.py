@@ -1,6 +1,6 @@
-"""Matrix products whose result is never rounded below fp32, for operands of every dtype.
+"""Matrix products in fp32 or float64, for operands of every dtype.
 
-The tiled and the dense head make all their products here, so the exactness of both rests on these few lines.
+The tiled and the dense head compute all their products here, so the precision of both depends on this file.
 Dimensions: N tokens, H hidden size, V vocabulary (or one tile of its columns).
 """
 
@@ -17,15 +17,15 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def statistics_dtype(operands: torch.dtype) -> torch.dtype:
-    """The dtype in which products of such operands accumulate: float64 for float64, fp32 for others."""
+    """Return the dtype of sums of such operands: float64 for float64, otherwise fp32."""
     return torch.float64 if operands == torch.float64 else torch.float32
 
 
 @contextmanager
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """Turn off what would round inside the head: autocast, TF32 (or bf16) in fp32 products, fp16 accumulation.
+    """Turn off autocast, TF32 (or bf16) in fp32 products, and fp16 accumulation, which would round inside the head.
 
-    The switches are global to the process; they are restored on exit, also after an exception.
+    The switches are global to the process. They are restored on exit, even after an exception.
     """
     backends: Any = torch.backends
     generic, cuda = backends.fp32_precision, backends.cuda.matmul
@@ -41,7 +41,7 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
             yield
     finally:
         for matmul, precision in rounding:
-            # Reading returns the resolved value; "none" lets a switch follow the generic one again
+            # Reading a switch returns the resolved value. "none" makes it follow the generic switch again
             matmul.fp32_precision = "none" if precision == generic else precision
         if fp16_accumulation:
             cuda.allow_fp16_accumulation = True
@@ -49,9 +49,9 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
 
 @cache
 def multiplies_halves(device: torch.device) -> bool:
-    """Whether torch has a product of two half-precision operands with an fp32 result on `device`, found by trying.
+    """Whether torch multiplies half-precision operands into an fp32 result on `device`. The first call tries it.
 
-    Warns where a CUDA device has none. Out of memory raises, and is not cached.
+    Warns if a CUDA device cannot do it. Running out of memory raises an error and is not cached.
     """
     if device.type != "cuda":
         return False
@@ -61,8 +61,8 @@ def multiplies_halves(device: torch.device) -> bool:
         raise
     except (NotImplementedError, RuntimeError, TypeError) as error:
         warnings.warn(
-            f"The head upcasts its operands, which is many times slower: on {device} torch has no product of halves "
-            f"that is summed in fp32 ({type(error).__name__}: {error})",
+            f"The LM head casts its operands to fp32, which is many times slower: on {device} torch cannot multiply "
+            f"bf16 operands into an fp32 result ({type(error).__name__}: {error})",
             stacklevel=2,
         )
         return False
@@ -75,24 +75,24 @@ def _multiply_halves(device: torch.device) -> None:
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
-    """`out = a @ b`, or `out += a @ b`, accumulated in `out`'s dtype (fp32 or float64).
+    """Compute `out = a @ b`, or `out += a @ b`, in the dtype of `out` (fp32 or float64).
 
-    Half-precision operands go to the tensor cores as they are where torch can do that. Elsewhere they are upcast first,
+    Tensor cores read half-precision operands directly if torch supports that. Otherwise the operands are cast first,
     which gives the same sums: a product of two bf16 or fp16 numbers is exact in fp32.
     """
     if a.dtype in _HALF and out.dtype == torch.float32 and multiplies_halves(a.device):
-        # With `beta=0` it does not read `out`, which may be uninitialised
+        # With `beta=0`, `out` is not read, so it may be uninitialised
         torch.addmm(out, a, b, beta=int(accumulate), out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(accumulate), out=out)
 
 
 def project_into(out: Tensor, hidden_NH: Tensor, weight_VH: Tensor) -> None:
-    """`out_NV = hidden_NH @ weight_VH.T`, the head's product.
+    """Compute `out_NV = hidden_NH @ weight_VH.T`, the head's product.
 
-    On the CPU, fp16 operands and sums over more than 1024 hidden units are multiplied in float64: with fp32 partial
-    sums the worst of a million logits is off by 4e-7 of the largest, above the head's bound of 3e-7. (A bf16 product
-    has so few bits that most of its partial sums are exact.)
+    On the CPU, fp16 operands and sums over more than 1024 hidden units are multiplied in float64. With fp32 partial
+    sums, the worst of a million logits is off by 4e-7 of the largest, above the head's bound of 3e-7. (A product of
+    bf16 numbers has so few bits that most partial sums are exact.)
     """
     long = hidden_NH.dtype == torch.float16 or hidden_NH.shape[1] > 1024
     if out.device.type == "cpu" and long and out.dtype == torch.float32:
@@ -102,27 +102,27 @@ def project_into(out: Tensor, hidden_NH: Tensor, weight_VH: Tensor) -> None:
 
 
 def refuse_second_derivative() -> None:
-    """Raise in a backward under `create_graph=True`, the only case in which grad mode is on there."""
+    """Raise `RuntimeError` in a backward under `create_graph=True`: only then is grad mode on in a backward."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "The head has no second derivative, and `create_graph=True` asks for one. Without this error its part "
-            "would count as a constant."
+            "`create_graph=True` needs a second derivative, which the LM head does not have. Call the backward "
+            "without `create_graph=True`."
         )
 
 
 def coefficients_dtype(operands: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the coefficients in a gradient product whose other operand has the dtype `operands`.
+    """Return the dtype of the coefficients in a gradient product whose other operand has the dtype `operands`.
 
-    Tensor cores need both in the same half precision. Elsewhere the other one is upcast, the coefficients stay fp32.
+    Tensor cores need the same half precision for both. Elsewhere the other operand is cast to fp32.
     """
     return operands if multiplies_halves(device) else statistics_dtype(operands)
 
 
 class ExactLinear(torch.autograd.Function):
-    """`hidden_NH @ weight_VH.T + bias_V`, differentiable: the product of the dense head.
+    """The product of the dense head, `hidden_NH @ weight_VH.T + bias_V`; differentiable.
 
-    Hidden states and weight are rounded to `dtypes`; sums, bias, logits and their gradient are in `accumulate`. The
-    weight is read in slices, so that no cast copy of it takes memory beside the logits.
+    Hidden states and weight are rounded to `dtypes`. Sums, bias, logits and their gradient are in `accumulate`. The
+    weight is read in slices, so no cast copy of the whole weight is needed.
     """
 
     @staticmethod

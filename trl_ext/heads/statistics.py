@@ -1,16 +1,16 @@
-"""Online statistics of each token's logits over vocabulary tiles, with the target kept apart from the others.
+"""Online statistics of each token's logits over vocabulary tiles, with the target separate from the other tokens.
 
-Let m be a number near the running max and s the sum of exp(z - m) over the *other* tokens of the vocabulary. Then the
-target's log-odds are d = z_target - m - log s, and nothing that follows cancels:
+Let m be a number near the running max and s the sum of exp(z - m) over the *other* tokens of the vocabulary. The
+target's log-odds are d = z_target - m - log s, and no formula below cancels:
 
-- log p = logsigmoid(d), which is -log1p(exp(-d)) where the target dominates, so that a nearly certain token keeps its
-  relative precision. It is finite wherever the logits are, and NaN where torch's log_softmax is.
-- 1 - p = sigmoid(-d), which weighs the gradient.
-- entropy = H(p, 1 - p) + (1 - p) * (entropy among the others), the chain rule of entropy; no term is negative.
+- log p = logsigmoid(d), which is -log1p(exp(-d)) for a dominant target, so a nearly certain token keeps its relative
+  precision. It is finite where the logits are, and NaN where torch's log_softmax is NaN.
+- 1 - p = sigmoid(-d), the weight of the gradient.
+- entropy = H(p, 1 - p) + (1 - p) * (entropy of the others), the chain rule of entropy; no term is negative.
 
-m is the shift. It follows the max only where a logit exceeds it by more than `FAR`, which is rare after the first tile.
-So sums in units of exp(m), such as the gradient of the hidden states, are seldom rescaled. At the end it moves to the
-max.
+m is the shift. It moves to the max only if a logit exceeds it by more than `FAR`, which is rare after the first tile.
+So sums in units of exp(m), such as the gradient of the hidden states, are seldom rescaled. After the last tile m moves
+to the max.
 """
 
 import torch
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from .logits import LinearLogProbs
 
-# Replaces the target's logit in its tile: far below any logit, and finite, so that 0 times it is 0
+# Replaces the target's logit in its tile: far below any logit, and finite, so 0 times this number is 0
 ABSENT = -1e30
 
-# How far a logit may lie above the shift: exp(8) = 2981 is far from overflow, in fp16 too
+# How far a logit may exceed the shift: exp(8) = 2981 does not overflow, even in fp16
 FAR = 8.0
 
 
 def log_odds(target_logit: Tensor, shift: Tensor, sum_exp: Tensor) -> Tensor:
-    """log(p / (1 - p)) of the target; NaN where there is no softmax: a logit is +inf or NaN, or all are -inf."""
+    """Return log(p / (1 - p)) of the target; NaN if a logit is +inf or NaN, or if all are -inf."""
     largest = torch.maximum(target_logit, shift)
     return (target_logit - shift - sum_exp.log()).masked_fill((largest == torch.inf) | (largest <= ABSENT), torch.nan)
 
@@ -36,8 +36,8 @@ def log_odds(target_logit: Tensor, shift: Tensor, sum_exp: Tensor) -> Tensor:
 class RunningStatistics:
     """Statistics in `dtype` (fp32 or float64) of the tokens with `targets` (N,), updated with every tile of logits.
 
-    `outputs` are the fields of `LinearLogProbs` that `results` will return. With `partial`, other ranks fold the rest
-    of the vocabulary.
+    `outputs` are the fields of `LinearLogProbs` that `results` returns. `partial`: other ranks fold the rest of the
+    vocabulary.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class RunningStatistics:
         self.max = full(torch.finfo(dtype).min)
         self.shift = full(torch.finfo(dtype).min)
         self.sum_exp = full(0.0)
-        # NaN until its tile comes: so a target out of range, for which CUDA inputs are not checked, gives NaN
+        # NaN until the tile of the target: a target out of range, which is not checked on CUDA, gives NaN
         self.target_logit = full(torch.nan)
-        if partial:  # another rank may add it
+        if partial:  # the target may be in the rows of another rank
             self.target_logit.masked_fill_((targets >= 0) & (targets < vocabulary), 0.0)
         self.sum_shifted_exp = full(0.0) if "entropy" in outputs else None
         self.sum_sq_exp = full(0.0) if "log_sum_sq_probs" in outputs else None
@@ -61,7 +61,7 @@ class RunningStatistics:
         self.max_before_target = full(-torch.inf) if "is_top1" in outputs else None
 
     def _take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
-        """Replace the target's logit by `ABSENT` in the tile (n, v) of the columns from `start` on; uses `scratch`."""
+        """Replace the target's logit by `ABSENT` in the tile (n, v) that begins at column `start`; uses `scratch`."""
         local = (self.targets[rows] - start)[:, None]
         inside = (local >= 0) & (local < logits.shape[1])
         column = local.clamp(0, logits.shape[1] - 1)
@@ -76,9 +76,9 @@ class RunningStatistics:
         logits.scatter_(1, column, torch.where(inside, ABSENT, target))
 
     def fold_(self, rows: slice, start: int, logits: Tensor, exponentials: Tensor) -> Tensor:
-        """Fold in a tile, the columns from `start` on; returns the factor that rescales earlier sums, of shape (n, 1).
+        """Fold in the tile that begins at column `start`, and return the factor for earlier sums, of shape (n, 1).
 
-        Leaves exp(z - shift), 0 for the target, in `exponentials`, and overwrites `logits`.
+        Writes exp(z - shift), 0 for the target, to `exponentials`, and overwrites `logits`.
         """
         self._take_target_(rows, start, logits, exponentials)
         largest, old = logits.amax(-1), self.shift[rows]
@@ -87,7 +87,7 @@ class RunningStatistics:
         shifted = logits.sub_(shift[:, None])
         torch.exp(shifted, out=exponentials)
         if self.sum_shifted_exp is not None:
-            # sum (z - shift) exp(z - shift): when the shift moves, every earlier term moves with it
+            # sum (z - shift) exp(z - shift): a new shift changes every earlier term
             moved = self.sum_shifted_exp[rows] + (old - shift) * self.sum_exp[rows]
             self.sum_shifted_exp[rows] = moved * rescale + shifted.mul_(exponentials).sum(-1)
         if self.sum_sq_exp is not None:
@@ -99,7 +99,7 @@ class RunningStatistics:
         return rescale[:, None]
 
     def combine_(self, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Move the shift to the max, and add up the ranks of `group`; returns the factor of this rank's sums, (N,)."""
+        """Move the shift to the max, add up the ranks of `group`, and return the factor of this rank's sums, (N,)."""
         maxima = torch.stack([x for x in (self.max, self.max_before_target) if x is not None])
         others = group is not None and maxima.numel() > 0
         if others:
@@ -119,7 +119,7 @@ class RunningStatistics:
         return rescale
 
     def sum_over_(self, group: dist.ProcessGroup | None) -> None:
-        """Replace this rank's sums by those of all ranks, which have the same maxima."""
+        """Replace this rank's sums by the sums over all ranks, which have the same maxima."""
         names = ("sum_exp", "target_logit", "sum_shifted_exp", "sum_sq_exp", "sum_logits")
         held = {name: x for name in names if (x := getattr(self, name)) is not None}
         sums = torch.stack(list(held.values()))
@@ -132,7 +132,7 @@ class RunningStatistics:
         return log_odds(self.target_logit, self.shift, self.sum_exp)
 
     def results(self, outputs: tuple[str, ...]) -> LinearLogProbs:
-        """The results, once every tile is folded in."""
+        """Return the results, after every tile is folded in."""
         log_odds = self.log_odds
         log_p, log_q = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
         results: dict[str, Tensor] = {}

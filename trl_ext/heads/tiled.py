@@ -1,7 +1,7 @@
-"""The exact head in tiles: the forward forms the gradient (frozen weight), or the backward recomputes the tiles.
+"""The tiled head: the forward computes the gradient (frozen weight), or the backward recomputes the tiles.
 
-Dimensions: N tokens, H hidden size, V vocabulary, n and v those of a tile, M tokens scored together on several ranks,
-R rank of a low-rank term.
+Dimensions: N tokens, H hidden size, V vocabulary, (n, v) tokens and columns of a tile, M tokens that several ranks
+score together, R rank of a low-rank term.
 """
 
 import math
@@ -29,19 +29,19 @@ from .products import (
 )
 from .statistics import RunningStatistics
 
-# Elements of one fp32 tile; on the CPU there are two such buffers at a time (three with a softcap), 4 MiB each
+# Elements of one fp32 tile. On the CPU two such buffers of 4 MiB exist at a time, three with a softcap
 _ELEMENTS = {"cpu": 2**20}
 _TOKENS = {"cpu": 1024, "accelerator": 4096}
-# A library's matrix product gives each multiprocessor blocks of this size; a few of them keep it busy to the end
+# A matrix product assigns blocks of this size to the multiprocessors; a few blocks each keep all of them busy
 _BLOCK = 128 * 256
 _BLOCKS_EACH = 4
 _FEWEST_COLUMNS = 256
-# A limit also for few tokens: the tile's slice of the weight may have to be cast, and that copy has as many rows
+# Limits the tile also for few tokens, because a cast copy of the tile's slice of the weight has as many rows
 MOST_COLUMNS = 8192
 
 
 def rows_per_tile(tokens: int, device: torch.device, chunk_size: int | None) -> int:
-    """Tokens of a tile: the user's `chunk_size`, or an even share of all tokens."""
+    """Return the tokens of a tile: the user's `chunk_size`, or an even share of all tokens."""
     if chunk_size is not None:
         return max(1, min(tokens, chunk_size))
     most = _TOKENS["cpu" if device.type == "cpu" else "accelerator"]
@@ -52,16 +52,17 @@ def rows_per_tile(tokens: int, device: torch.device, chunk_size: int | None) -> 
 
 
 def columns_per_tile(rows: int, vocabulary: int, device: torch.device, columns: int | None = None) -> int:
-    """Columns of a tile of `rows` tokens: the user's `columns` or as many as fit, at most `MOST_COLUMNS`."""
+    """Return the columns of a tile of `rows` tokens: `columns`, or as many as fit, at most `MOST_COLUMNS`."""
     elements = _ELEMENTS.get(device.type) or _elements_of(device)
     return min(vocabulary, MOST_COLUMNS, columns or max(_FEWEST_COLUMNS, elements // rows))
 
 
 @cache
 def _elements_of(device: torch.device) -> int:
-    """Elements that keep an accelerator busy: 2^24 on an H200, a buffer of 64 MiB beside 32 MiB of bf16 coefficients.
+    """Return how many elements keep an accelerator busy: 2^24 on an H200.
 
-    That is below the 256 MiB of TRL 1.16's one bf16 tile. Reasoned, not measured: `benchmarks/head.py --sweep` does.
+    That is a buffer of 64 MiB and 32 MiB of bf16 coefficients, less than the 256 MiB of TRL 1.16's one bf16 tile. The
+    number is estimated; `benchmarks/head.py --sweep` measures it.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return 2**24
@@ -71,10 +72,10 @@ def _elements_of(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """What all tiles share.
+    """The settings of the tiled head.
 
-    Every read of the weight and bias, in the forward and again in the backward, is inside `readable()`: an engine that
-    shards parameters gathers them there.
+    Forward and backward read weight and bias only inside `readable()`, where an engine that shards parameters gathers
+    them.
     """
 
     dtype: torch.dtype  # of the operands
@@ -83,8 +84,8 @@ class Head:
     shard: VocabularyShard
     chunk_size: int | None = None
     columns: int | None = None
-    kernels: str | None = None  # one of `KERNELS`; None chooses by the device
-    up_dtype: torch.dtype = torch.float32  # to which the second factor of a low-rank term is rounded
+    kernels: str | None = None  # one of `KERNELS`; None chooses from the device
+    up_dtype: torch.dtype = torch.float32  # the dtype to which the second factor of a low-rank term is rounded
     replaced: ReplacedRows | None = None
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -94,19 +95,19 @@ class Head:
         return statistics_dtype(self.dtype)
 
     def work(self, device: torch.device) -> TileWork:
-        """The work on tiles between the products."""
+        """Return the kernels that run between the matrix products of a tile."""
         return work_of(self.kernels, device, self.accumulate, self.transform)
 
     def rows(self, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Rows:
-        """The rows of the weight that this rank folds."""
+        """Return the rows of the weight that this rank folds."""
         if self.shard.rows_for is not None:
             return self.shard.rows_for(targets)
-        # Read only now: `readable` may have gathered the weight
+        # `len(weight)` is right only inside `readable`, which may gather the weight
         vocabulary = self.shard.vocabulary or len(weight)
         return LocalShards((Block(self.shard.first, weight, bias),), targets, vocabulary)
 
     def tiles(self, x: Operands, rows: Rows) -> Iterator[Tile]:
-        """Every tile, classes outermost, so that each slice of the weight is cast once."""
+        """Yield every tile. The outer loop is over classes, so each slice of the weight is cast once."""
         N = x.hidden.shape[0]
         n = rows_per_tile(N, x.hidden.device, self.chunk_size)
         v = columns_per_tile(n, rows.vocabulary, x.hidden.device, self.columns)
@@ -135,9 +136,9 @@ class Head:
     def add_targets_(
         self, sums_NH: Tensor, coefficient_N: Tensor, rows: Rows, targets_N: Tensor, replacing: Tensor | None
     ) -> None:
-        """Add each target's row of the weight times its coefficient, with the replaced rows from `replacing`.
+        """Add each target's row of the weight times its coefficient; rows of `replaced` come from `replacing`.
 
-        In fp32: in the half-precision product its rounding error would not cancel against 1 - p.
+        This runs in fp32: a half-precision product would leave a rounding error that is large beside a small 1 - p.
         """
         n = rows_per_tile(sums_NH.shape[0], sums_NH.device, self.chunk_size)
         for first in range(0, sums_NH.shape[0], n):
@@ -149,7 +150,7 @@ class Head:
 
 
 def _scan(head: Head, x: Operands, rows: Rows, targets: Tensor, others_NH: Tensor | None = None) -> RunningStatistics:
-    """Fold every tile; if given, fill `others_NH` with sum_{v != t} exp(z_v - shift) dz_v/dx_v W_v (fp32)."""
+    """Fold every tile. Fill `others_NH`, if given, with sum_{v != t} exp(z_v - shift) dz_v/dx_v W_v in fp32."""
     partial = head.shard.exchange.group is not None
     statistics = RunningStatistics(targets, rows.vocabulary, head.outputs, head.accumulate, partial=partial)
     work = head.work(x.hidden.device)
@@ -170,17 +171,17 @@ def _scan(head: Head, x: Operands, rows: Rows, targets: Tensor, others_NH: Tenso
 
 
 def _gathered(x: Operands, part: Part) -> Operands:
-    """The operands of the tokens that are scored together. Only a head on one rank has a low-rank term."""
+    """Return the operands of the tokens that are scored together. Only a head on one rank has a low-rank term."""
     return x._replace(hidden=part.gathered(x.hidden), down=None if x.down is None else part.gathered(x.down))
 
 
 def _scored(
     head: Head, x: Operands, targets: Tensor, *, form_gradient: bool = False
 ) -> tuple[LinearLogProbs, list[Tensor]]:
-    """The results, and what a backward needs.
+    """Return the results and the tensors that the backward needs.
 
-    That is the gradient of the hidden states, (N, H), with `form_gradient`; else maximum, sum of exponentials and
-    target logit, (N,) each.
+    With `form_gradient` that is the gradient of the hidden states, (N, H). Otherwise it is the maximum, the sum of
+    exponentials and the target's logit, (N,) each.
     """
     scored, saved = [], []
     with head.readable(), exact_arithmetic(x.hidden.device):
@@ -211,9 +212,9 @@ def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class TiledLogProbsRecompute(torch.autograd.Function):
-    """Log-probs, entropy and mean log-probs with a gradient to every operand; the backward recomputes the tiles.
+    """Log-probs, entropy and mean log-probs with a gradient for every operand. The backward recomputes the tiles.
 
-    On several ranks, the gradient of the weight's rows here is that of the sum of all ranks' losses.
+    On several ranks, the gradient of this rank's rows is that of the sum of all ranks' losses.
     """
 
     @staticmethod
@@ -231,10 +232,10 @@ class TiledLogProbsRecompute(torch.autograd.Function):
         refuse_second_derivative()
         head: Head = ctx.head
         upstream = LinearLogProbs(*gradients)
-        # Other ranks may have a gradient, and wait for this one
+        # With other ranks, continue: they may have a gradient and wait for this rank
         if all(x is None for x in upstream) and not head.shard.spread:
             return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors  # read once: offloading and checkpointing return each tensor once
+        saved = ctx.saved_tensors  # read only once: offloading and checkpointing allow no second read
         x, (targets, *statistics) = Operands(*saved[:6]), saved[6:]
         with head.readable(), exact_arithmetic(x.hidden.device):
             parts = []
@@ -243,7 +244,7 @@ class TiledLogProbsRecompute(torch.autograd.Function):
                 rows = head.rows(x.weight, x.bias, targets_M)
                 numbers = _gathered_numbers(part, head, statistics, upstream)
                 parts.append((part, rows, targets_M, Coefficients(*numbers, head.transform, rows.vocabulary)))
-            # One unit for all parts: sums over tokens overflow only where the gradient does, and do not become NaN
+            # With one unit for all parts, a sum over tokens overflows only where the gradient does, and is never NaN
             unit = torch.stack([coefficients.unit() for *_, coefficients in parts]).amax()
             grads = _Gradients(ctx.needs_input_grad[3:], head, x, unit, several=len(parts) > 1)
             for part, rows, targets_M, coefficients in parts:
@@ -255,11 +256,11 @@ class TiledLogProbsRecompute(torch.autograd.Function):
 def _gathered_numbers(
     part: Part, head: Head, saved: list[Any], upstream: LinearLogProbs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, LinearLogProbs]:
-    """For the tokens that are scored together: maximum, sum of exponentials, target logit, entropy and upstream."""
+    """Return maximum, sum of exponentials, target logit, entropy and upstream of the tokens scored together."""
     maximum, sum_exp, target_logit, entropy = saved
     if not head.shard.partial:
         return maximum, sum_exp, target_logit, entropy, upstream
-    # Every rank sends equally many numbers: zeros where it has no gradient
+    # Every rank sends the same number of tensors: zeros for a missing gradient
     zeros = torch.zeros_like(maximum)
     asked = {"log_probs": "log_probs" in head.outputs, "entropy": entropy is not None}
     asked["mean_log_probs"] = "mean_log_probs" in head.outputs
@@ -268,14 +269,14 @@ def _gathered_numbers(
     received = iter(part.gathered(torch.stack([x for x in numbers if x is not None], 1)).unbind(1))
     together: list[Any] = [None if x is None else next(received) for x in numbers]
     maximum, sum_exp, target_logit, entropy, *of_upstream = together
-    # Padding has a sum of 0. It gets no gradient, but its logarithm must be finite
+    # The sum of a padded row is 0. It gets no gradient, but the logarithm of the sum must be finite
     sum_exp = sum_exp.masked_fill(sum_exp == 0, 1.0)
     upstream = LinearLogProbs(**dict(zip(given, of_upstream, strict=True)))
     return maximum, sum_exp, target_logit, entropy, upstream
 
 
 class _Gradients:
-    """The gradients of a backward, added up tile by tile and part by part; those of classes in units of `unit`."""
+    """The gradients of a backward, summed over tiles and parts. Gradients of classes are in units of `unit`."""
 
     def __init__(self, needed: tuple[bool, ...], head: Head, x: Operands, unit: Tensor, *, several: bool) -> None:
         self.needs = Operands(*needed)  # type: ignore[arg-type]
@@ -283,7 +284,7 @@ class _Gradients:
         self.operand_dtype = coefficients_dtype(head.dtype, x.hidden.device)
         self.hidden: list[Tensor] = []
         self.down: list[Tensor] = []
-        # Zeros: without any token no tile is written
+        # Zeros, because no tile is written if there is no token
         dtype = unit.dtype if several else x.weight.dtype
         self.weight = torch.zeros_like(x.weight, dtype=dtype) if self.needs.weight else None
         self.bias, self.up, self.rows = (
@@ -292,7 +293,7 @@ class _Gradients:
         )
 
     def add_(self, part: Part, x: Operands, rows: Rows, targets_M: Tensor, coefficients: Coefficients) -> None:
-        """Add the tiles of the tokens of `part`, of all ranks; `x` are their operands."""
+        """Add the tiles of the tokens of `part` on all ranks. `x` holds their operands."""
         head, sums, operand = self.head, self.unit.dtype, self.operand_dtype
         grad_hidden = x.hidden.new_zeros(x.hidden.shape, dtype=sums) if self.needs.hidden else None
         grad_down = torch.zeros_like(x.down) if self.needs.down and x.down is not None else None
@@ -316,13 +317,13 @@ class _Gradients:
             self.hidden.append(part.summed(grad_hidden.mul_(coefficients.size[:, None])))
         if grad_down is not None and x.up is not None:
             grad_down.mul_(coefficients.row_factor[:, None])
-            # Clamped as in LocalShards
+            # Clamped for the same reason as in `LocalShards.of_targets`
             of_targets = x.up[targets_M.clamp(0, len(x.up) - 1)].to(head.up_dtype).to(grad_down.dtype)
             grad_down.addcmul_(of_targets, coefficients.target[:, None])
             self.down.append(grad_down.mul_(coefficients.size[:, None]))
 
     def _add_of_classes_(self, tile: Tile, grad_logits: Tensor, *, last: bool) -> None:
-        """Add a tile to the gradients of classes; `last` of its classes' tiles or not. May overwrite `grad_logits`."""
+        """Add a tile to the gradients of its classes. `last`: it is their last tile. May overwrite `grad_logits`."""
         first, replaced = self.head.shard.first, self.head.replaced
         columns = slice(tile.classes.start - first, tile.classes.stop - first)
         if self.bias is not None:
@@ -334,7 +335,7 @@ class _Gradients:
             places = replaced.ids[some] - tile.classes.start
             if self.rows is not None:
                 self.rows[some] += grad_logits[:, places].t() @ tile.hidden.to(self.rows.dtype)
-            grad_logits.index_fill_(1, places, 0.0)  # the weight's own rows are not in the product
+            grad_logits.index_fill_(1, places, 0.0)  # the product does not read these rows of the weight
         if self.weight is not None:
             if tile.tokens.start == 0:
                 self.of_tile = tile.weight.new_empty(tile.weight.shape, dtype=self.unit.dtype)
@@ -347,7 +348,7 @@ class _Gradients:
                 torch.mul(self.of_tile, self.unit, out=self.weight[columns])
 
     def of_operands(self) -> Operands:
-        """The gradients in the operands' dtypes; None where none is needed."""
+        """Return the gradients in the operands' dtypes; None where none is needed."""
         hidden, down = (_concatenated(x) if x else None for x in (self.hidden, self.down))
         for total in (self.bias, self.up, self.rows, self.weight if self.several else None):
             if total is not None:
@@ -361,11 +362,11 @@ class _Gradients:
 
 
 class TiledLogProbsFrozen(torch.autograd.Function):
-    """Log-probs whose gradient goes to the hidden states alone, formed in the forward.
+    """Log-probs with a gradient for the hidden states only, which the forward computes.
 
     d log p_t / dh = (1 - p_t) (c_t W_t - sum_{v != t} q_v c_v W_v), with q the softmax over the others and c = dz/dx.
-    Neither factor cancels when the target is nearly certain. The forward saves it in fp32 in the place of the hidden
-    states, so the backward exchanges nothing with other ranks.
+    Neither factor cancels when the target is nearly certain. The forward saves this gradient in fp32 instead of the
+    hidden states, so the backward exchanges nothing with other ranks.
     """
 
     @staticmethod
@@ -389,9 +390,9 @@ class TiledLogProbsFrozen(torch.autograd.Function):
 
 
 def tiled_log_probs(head: Head, x: Operands, targets: Tensor, *, entropy_requires_grad: bool = False) -> LinearLogProbs:
-    """Per-token results tile by tile, on the path that the needed gradients allow; the path changes no result.
+    """Return per-token results, computed tile by tile. The gradients that are needed choose the path, not the result.
 
-    Reads here whether a gradient is recorded: inside an autograd function grad mode is always off.
+    Grad mode is read here because it is always off inside an autograd function.
     """
     entropy_grad = entropy_requires_grad and "entropy" in head.outputs
     mean_grad = "mean_log_probs" in head.outputs

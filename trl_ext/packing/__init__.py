@@ -1,1 +1,1 @@
-"""A padded batch as one row without padding or repeated prompts, and back."""
+"""Pack a padded batch into one row without padding or repeated prompts, and map results back."""

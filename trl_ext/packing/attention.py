@@ -1,8 +1,8 @@
-"""The attention of a packed row: every row of the batch sees its own tokens and those it shares, and nothing else.
+"""The attention of a packed row. Each row of the batch sees only its own tokens and those that it shares.
 
 It is a function of transformers' attention interface, which attention modules call by the name in their config. The
-name is set only while a module runs with a layout: generation and padded calls run what the user chose. Gradient
-checkpointing passes the layout again when it recomputes a module.
+name is set only while a module runs with a layout, so generation and padded calls run the attention that the user
+chose. Gradient checkpointing passes the layout again when it recomputes a module.
 """
 
 import inspect
@@ -21,24 +21,24 @@ from .layout import Layout
 _KEYWORD = "packed_layout"
 _NAME = "trl_ext_packed"
 _NOT_PASSED = "its layers do not pass their keyword arguments to their attention"
-# Of torch's varlen flash attention
+# Limits of torch's varlen flash attention
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _HALF = (torch.bfloat16, torch.float16)
-# Further tensors that layers pass to their attention: sinks are honoured, and positions are already in the queries
+# Other tensors that layers may pass to their attention: sinks are applied, and queries already include the positions
 _KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
 _OLDEST_GPU = (8, 0)
-# torch 2.11 detects fewer heads of keys than of queries; later versions need the argument
+# torch 2.11 detects grouped-query attention; later versions need the argument
 _TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class LayoutNotReadError(RuntimeError):
-    """A layer's attention cannot follow the layout."""
+    """A layer's attention does not use the layout."""
 
 
 class _IndexSelectFP32Grad(torch.autograd.Function):
-    """torch's own backward adds half-precision copies in half precision: with 64 completions of a prompt, the sum's
-    error is 8 times that of one rounding."""
+    """`index_select` with a backward in fp32. torch's sums in half precision: for 64 completions of a prompt, with an
+    error 8 times that of one rounding."""
 
     @staticmethod
     def forward(x: Tensor, index: Tensor) -> Tensor:
@@ -58,33 +58,33 @@ class _IndexSelectFP32Grad(torch.autograd.Function):
 
 
 def index_select_fp32_grad(x: Tensor, index: Tensor) -> Tensor:
-    """`x[index]`, whose gradient sums repeated places in fp32 at least."""
+    """Return `x[index]`, whose gradient sums repeated indices in fp32 or float64."""
     if x.dtype not in _HALF:
         return x.index_select(0, index)
     return _IndexSelectFP32Grad.apply(x, index)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def accept_layouts(model: Any) -> None:
-    """Make the attention modules of `model` follow the layout that they are called with, if any."""
+    """Make the attention modules of `model` use the layout in their arguments, if there is one."""
     AttentionInterface.register(_NAME, packed_attention)
     for module in model.modules():
-        # Not on the layers: some releases of transformers skip a layer's hooks when they recompute it
+        # Not on the layers, because some releases of transformers skip a layer's hooks when they recompute it
         if hasattr(module, "layer_idx") and hasattr(module, "config"):
             module.register_forward_pre_hook(_switch_on, with_kwargs=True)
             module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
 
 
 def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
-    """The backbone's outputs for the packed row: hidden states of shape `(1, T, H)`, or of this rank's shard.
+    """Run the backbone on the packed row. The hidden states have shape `(1, T, H)`, or are those of this rank's shard.
 
     Raises:
-        `LayoutNotReadError`: its attention cannot follow the layout.
+        `LayoutNotReadError`: the model's attention does not use the layout.
     """
     before = layout.reads[0]
     row = layout.input_ids, layout.position_ids
     input_ids, position_ids = row if layout.shard is None else (layout.shard.columns(x) for x in row)
-    # transformers passes a mask of four dimensions on unchanged. A layer that reads it instead of the layout gets NaN,
-    # which the check of the first batch notices.
+    # transformers does not change a mask of four dimensions. A layer that reads it instead of the layout gets NaN, and
+    # the check of the first batch detects that.
     mask = torch.full((1, 1, 1, 1), torch.nan, device=layout.input_ids.device)
     packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": mask, _KEYWORD: layout}
     outputs = model.base_model(**{**inputs, **packed})
@@ -103,7 +103,7 @@ def _switch_off(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
         module.config._attn_implementation_internal = kwargs[_KEYWORD].implementation
 
 
-# Not compiled: every batch has other lengths, and would be compiled again
+# Not compiled: lengths differ in every batch, so every batch would be compiled again
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
@@ -118,32 +118,32 @@ def packed_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """A function of transformers' attention interface.
+    """Compute the attention of a packed row, as a function of transformers' attention interface.
 
     Args:
-        query, key, value (`Tensor` of shape `(1, heads, T, head_size)`): of the packed row; keys and values may have
+        query, key, value (`Tensor` of shape `(1, heads, T, head_size)`): of the packed row. Keys and values may have
             fewer heads.
-        attention_mask (`Tensor`): only its shape is checked; the layout says which tokens see which.
-        options: `softcap` and `s_aux` (sinks) are honoured.
+        attention_mask (`Tensor`): only its shape is checked. The layout says which tokens see which.
+        options: `softcap` and `s_aux` (sinks) are applied.
 
     Raises:
-        `LayoutNotReadError`: the layer's attention is not one that a layout can describe.
+        `LayoutNotReadError`: a layout cannot describe the layer's attention.
 
     Returns:
-        `(1, T, heads, head_size)`, and no attention weights.
+        `tuple[Tensor, None]`: the output `(1, T, heads, head_size)`, and no attention weights.
     """
     layout = packed_layout
     if layout is None:
         raise LayoutNotReadError(_NOT_PASSED)
     if attention_mask is None or attention_mask.shape != (1, 1, 1, 1):
-        raise LayoutNotReadError("its layers make a mask of their own")
+        raise LayoutNotReadError("its layers make their own attention mask")
     for name in options.keys() - _KNOWN_TENSORS:
         if isinstance(options[name], Tensor):
             raise LayoutNotReadError(f"its attention receives `{name}`")
     if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
         raise LayoutNotReadError("its attention is not causal")
-    if sliding_window is None and _slides(module):
-        raise LayoutNotReadError("its attention does not pass its sliding window on")
+    if sliding_window is None and _has_sliding_window(module):
+        raise LayoutNotReadError("its attention does not pass on its sliding window")
     layout.reads[0] += 1
     special = {name: options[name] for name in ("softcap", "s_aux") if options.get(name) is not None}
     options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}
@@ -160,7 +160,7 @@ def packed_attention(
 def _attended(
     module: nn.Module, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
-    """`(1, T, heads, head_size)`, by the fastest kernel that supports all of `options`."""
+    """Return `(1, T, heads, head_size)`, computed by the fastest kernel that supports all `options`."""
     key_KHD, value_KHD = (
         index_select_fp32_grad(x, layout.keys_K) if layout.shared else x for x in (key_THD, value_THD)
     )
@@ -168,14 +168,14 @@ def _attended(
         return _flash(module, query_THD, key_KHD, value_KHD, layout, options)
     scaling, sliding_window = options["scaling"], options["sliding_window"]
     plain = options.keys() <= {"scaling", "dropout", "sliding_window"} and options["dropout"] == 0.0
-    if plain and _varlen_serves(query_THD, value_KHD):
-        query_THD, key_KHD, value_KHD = (x.to(_attended_in(query_THD)) for x in (query_THD, key_KHD, value_KHD))
+    if plain and _varlen_supports(query_THD, value_KHD):
+        query_THD, key_KHD, value_KHD = (x.to(_attention_dtype(query_THD)) for x in (query_THD, key_KHD, value_KHD))
         return _varlen(query_THD, key_KHD, value_KHD, layout, scaling, sliding_window)
     del options["sliding_window"]
     return _by_segments(module, query_THD, key_KHD, value_KHD, layout, sliding_window, options)
 
 
-def _slides(module: Any) -> bool:
+def _has_sliding_window(module: Any) -> bool:
     """Whether the config says that this layer has a sliding window."""
     config = module.config
     layer_types = getattr(config, "layer_types", None)
@@ -193,13 +193,13 @@ def _by_segments(
     sliding_window: int | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Each segment by transformers' own attention: sdpa, or the model's eager one where sdpa lacks an option."""
-    # If the user chose sdpa, it treats options that it lacks as it does without packing
+    """Compute each segment by transformers' sdpa attention, or by the model's eager one if sdpa lacks an option."""
+    # If the user chose sdpa, it ignores options that it lacks, as it does without packing
     special = not options.keys() <= {"scaling", "dropout"}
     eager = layout.implementation == "eager" or (special and layout.implementation != "sdpa")
     attend = _eager_attention(module) if eager else AttentionInterface()["sdpa"]
     segments = layout.segments
-    # Split in one step: the gradient of a single slice would be as large as that of the whole
+    # Split in one call: the gradient of each single slice would be as large as the whole
     of_queries = query_THD.split([segment.rows * segment.queries for segment in segments])
     of_keys, of_values = (x.split([segment.rows * segment.keys for segment in segments]) for x in (key_KHD, value_KHD))
     outputs = []
@@ -207,7 +207,7 @@ def _by_segments(
         rows, queries, keys = segment
         window = sliding_window if sliding_window is not None and sliding_window < keys else None
         mask: Tensor | None = None
-        if eager or window is not None or queries != keys:  # else sdpa is causal by itself
+        if eager or window is not None or queries != keys:  # otherwise sdpa is causal without a mask
             mask = _mask(layout, queries, keys, window, query_THD.device)
             if eager:
                 lowest = torch.finfo(query_THD.dtype).min
@@ -220,7 +220,7 @@ def _by_segments(
 
 
 def _mask(layout: Layout, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """`(queries, keys)`, bool: which of a row's `keys` tokens each of the last `queries` sees, `window` at most."""
+    """Return a bool mask `(queries, keys)`: which of a row's tokens the last `queries` see, each at most `window`."""
     name = queries, keys, window, device
     if name not in layout.masks:
         columns = torch.arange(keys, device=device)
@@ -230,26 +230,26 @@ def _mask(layout: Layout, queries: int, keys: int, window: int | None, device: t
 
 
 def _eager_attention(module: nn.Module) -> Any:
-    """The eager attention of the model's family, from the module of its class."""
+    """Return the eager attention of the model's family, from the Python module of its class."""
     files = (sys.modules[base.__module__] for base in type(module).__mro__)
     found = [file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")]
     if not found:
-        raise LayoutNotReadError("its eager attention is not in the module of its class")
+        raise LayoutNotReadError("its eager attention is not in the Python module of its class")
     return found[0]
 
 
-def _varlen_serves(query_THD: Tensor, value_KHD: Tensor) -> bool:
+def _varlen_supports(query_THD: Tensor, value_KHD: Tensor) -> bool:
     sizes = query_THD.shape[-1], value_KHD.shape[-1]
     return (
         query_THD.is_cuda
-        and _attended_in(query_THD) in _HALF
+        and _attention_dtype(query_THD) in _HALF
         and max(sizes) <= _LARGEST_HEAD
         and torch.cuda.get_device_capability(query_THD.device) >= _OLDEST_GPU
     )
 
 
-def _attended_in(query_THD: Tensor) -> torch.dtype:
-    """The dtype that sdpa would compute in: autocast, which leaves a norm's output in fp32, casts for sdpa only."""
+def _attention_dtype(query_THD: Tensor) -> torch.dtype:
+    """Return the dtype of sdpa: autocast casts the queries, which a norm may leave in fp32, only inside sdpa."""
     device = query_THD.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_THD.dtype
 
@@ -262,11 +262,11 @@ def _varlen(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """torch's varlen flash attention, causal, with queries and keys of a row aligned at their last token."""
+    """Run torch's varlen flash attention, causal, with the queries and keys of a row aligned at their last token."""
     attend: Any = varlen_attn
     size = value_KHD.shape[-1]
     scaling = query_THD.shape[-1] ** -0.5 if scaling is None else scaling
-    # The kernel supports one head size; MLA has two
+    # The kernel needs equal head sizes, but MLA has two
     widest = math.ceil(max(query_THD.shape[-1], size) / _HEAD_MULTIPLE) * _HEAD_MULTIPLE
     qkv = (query_THD, key_KHD, value_KHD)
     output: Any = attend(
@@ -285,8 +285,8 @@ def _varlen(
 def _flash(
     module: Any, query_THD: Tensor, key_KHD: Tensor, value_KHD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
-    """The flash attention that the user chose, by transformers' own function, which takes lengths of rows."""
-    module.config._attn_implementation_internal = layout.implementation  # the function looks the kernel up by this name
+    """Run the flash attention that the user chose, by transformers' function, which supports rows of any length."""
+    module.config._attn_implementation_internal = layout.implementation  # the function finds its kernel by this name
     try:
         output, _ = AttentionInterface()[layout.implementation](
             module,

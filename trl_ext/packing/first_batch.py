@@ -1,7 +1,7 @@
 """The check of the first batch: a few of its rows must have the same hidden states padded and packed.
 
-It finds what the static rule cannot know of a model. Every rank runs the same forwards, whatever its batch and their
-results: a sharded model needs all ranks in each of them.
+It detects what the rules of `support.py` cannot see. Every rank runs the same forwards, whatever its batch and the
+results, because each forward of a sharded model needs all ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,28 +18,28 @@ from .support import has_experts, longest_equal
 
 _ROWS, _COLUMNS = 3, 1024
 _PREPENDED = 3
-# Allowed differences, relative to a hidden state's norm, in fp32 and in less; and the share of tokens that may exceed
-# them, as a router of experts can flip on the last bit
+# Tolerances relative to a hidden state's norm, in fp32 and in lower precision. The last number is the share of tokens
+# that may exceed them, because rounding can change a router's choice of experts
 _OFF, _OFF_COARSE, _MAY_BE_OFF = 1e-3, 0.2, 0.1
 
 
 class Rows(NamedTuple):
-    """Rows without gaps: `ids_BS` `(B, S)`, the column of each row's first token and its length, `(B,)`."""
+    """Rows without padding inside: `ids_BS` `(B, S)`, each row's first column and its length, `(B,)`."""
 
     ids_BS: Tensor
     first_B: Tensor
     lengths_B: Tensor
 
 
-def why_off(
-    model: Any, batch: Rows, laid_out: Callable[..., Layout], shares: tuple[bool, ...]
+def packing_differences(
+    model: Any, batch: Rows, make_layout: Callable[..., Layout], shares: tuple[bool, ...]
 ) -> dict[bool, str | None]:
-    """For each of `shares` (sharing leading tokens or not), why packed and padded results differ; None if they agree.
+    """Return how packed and padded results differ, or None, for each of `shares` (whether rows share leading tokens).
 
-    `laid_out` makes a layout of ids, lengths, first columns and `share`.
+    `make_layout` makes a layout from ids, lengths, first columns and `share`.
     """
     rows = _rows_to_check(model, batch)
-    # Only the padded batch has a row's last token, as in training: nothing before it may see it
+    # As in training, only the padded batch has a row's last token, which no earlier token may see
     lengths_B = (rows.lengths_B - 1).clamp(min=1)
     found: dict[bool, str | None] = {}
     with _evaluating(model):
@@ -48,24 +48,24 @@ def why_off(
         padded = model.base_model(input_ids=rows.ids_BS, attention_mask=real_BS.to(rows.ids_BS.dtype), use_cache=False)
         padded_BSH = padded.last_hidden_state
         for share in shares:
-            layout = laid_out(rows.ids_BS, lengths_B, rows.first_B, share=share)
+            layout = make_layout(rows.ids_BS, lengths_B, rows.first_B, share=share)
             try:
                 hidden_TH = run_packed(model, layout, {"use_cache": False}).last_hidden_state[0]
             except LayoutNotReadError as error:
                 found[share] = str(error)
                 continue
             packed_BS = layout.at_BS >= 0
-            # A model split over devices can end on another device than it begins on
+            # A model that is split over devices may begin and end on different devices
             at_N, packed_BS = layout.at_BS[packed_BS].to(hidden_TH.device), packed_BS.to(padded_BSH.device)
-            found[share] = _why_far(model, hidden_TH[at_N], padded_BSH[packed_BS])
+            found[share] = _difference_reason(model, hidden_TH[at_N], padded_BSH[packed_BS])
     return found
 
 
 def _rows_to_check(model: Any, batch: Rows) -> Rows:
-    """The first rows of the batch, and the longest of them once more with another second half, all after padding.
+    """Return the first rows of the batch and a copy of the longest with another second half, all after padding.
 
-    So there is always a start to share, and an end not to share, of more than a tenth of the tokens. Padding reveals a
-    model that takes columns as positions.
+    So two rows always have an equal start and a different end, each more than a tenth of the tokens. The padding
+    detects models that use columns as positions.
     """
     limits = (longest_equal(model), getattr(model.config.get_text_config(), "max_position_embeddings", None))
     most = min([_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0)])
@@ -84,7 +84,7 @@ def _rows_to_check(model: Any, batch: Rows) -> Rows:
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Run `model` without randomness and without recording gradients."""
+    """Within, `model` runs in evaluation mode and records no gradients."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -96,19 +96,19 @@ def _evaluating(model: Any) -> Iterator[None]:
             module.training = True
 
 
-def _why_far(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
+def _difference_reason(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
     off_N = (hidden_NH - padded_NH).float().norm(dim=1) / padded_NH.float().norm(dim=1).clamp(min=1e-30)
     coarse = _is_coarse(model, padded_NH)
     too_far = ~(off_N <= (_OFF_COARSE if coarse else _OFF))
     may_be_off = _MAY_BE_OFF if coarse or has_experts(model) else 0.0
-    # A model whose own results are NaN is not the packing's fault
+    # If the padded results are NaN too, packing is not the cause
     if not padded_NH.isfinite().all() or too_far.float().mean() <= may_be_off:
         return None
-    return f"on the first batch hidden states differ from the padded forward's by {off_N.max():.2g} of their norm"
+    return f"on the first batch, hidden states differ from the padded ones by {off_N.max():.2g} of their norm"
 
 
 def _is_coarse(model: Any, hidden_NH: Tensor) -> bool:
-    """Whether products have fewer digits than fp32, so that the shape of a batch changes hidden states visibly."""
+    """Whether products are less precise than fp32. Then hidden states change visibly with the shape of a batch."""
     return (
         hidden_NH.dtype in (torch.bfloat16, torch.float16)
         or torch.is_autocast_enabled(hidden_NH.device.type)
@@ -118,8 +118,8 @@ def _is_coarse(model: Any, hidden_NH: Tensor) -> bool:
 
 
 def multiplies_fp32(device: torch.device) -> bool:
-    """Whether matrix products of fp32 tensors keep fp32 precision on `device`, by any of torch's switches."""
-    # `torch.get_float32_matmul_precision` raises once the newer switches are set, as by transformers for `tf32=True`
+    """Whether matrix products of fp32 tensors have fp32 precision on `device`, by any of torch's switches."""
+    # `torch.get_float32_matmul_precision` fails after a newer switch is set, as transformers does for `tf32=True`
     backends: Any = torch.backends
     matmul = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
     return matmul.fp32_precision in ("none", "ieee")

@@ -1,10 +1,9 @@
-"""The packed row: which tokens of a padded batch it has, in which order, and where each place of the batch is in it.
+"""The packed row: the tokens of a padded batch in order, and the index in it of each token of the batch.
 
-Its tokens are the nodes of a trie over the rows: leading tokens that rows have in common are one node. In sorted order,
-a row shares its longest common prefix with the row just before it, so one comparison of neighbours finds the trie. Rows
-with nothing in common are plain padding-free packing.
+The packed tokens are the nodes of a trie over the rows: an equal leading token of several rows is one node. In sorted
+order, a row shares its longest common prefix with the previous row, so comparing neighbours finds the trie.
 
-Dimensions: B rows, S columns, T packed tokens, K keys (the tokens that each row with own tokens sees, row by row).
+Dimensions: B rows, S columns, T packed tokens, K keys (all tokens that the rows with own tokens see).
 """
 
 import itertools
@@ -16,7 +15,7 @@ from torch import Tensor
 
 
 class Segment(NamedTuple):
-    """So many successive rows, each with `queries` own tokens, which are the last of the `keys` tokens that it sees."""
+    """Successive rows, each with `queries` own tokens, which are the last of the `keys` tokens that it sees."""
 
     rows: int
     queries: int
@@ -24,29 +23,29 @@ class Segment(NamedTuple):
 
 
 class Shard(Protocol):
-    """This rank's share of a row that is split over ranks: c of T tokens; in attention, all tokens of some heads."""
+    """This rank's share of a row that n ranks split: c of T tokens. In attention: all tokens of some of the A heads."""
 
-    def columns(self, row_1T: Tensor) -> Tensor: ...  # this rank's: `(1, c)`
+    def columns(self, row_1T: Tensor) -> Tensor: ...  # this rank's columns: `(1, c)`
     def to_heads(self, x_cAD: Tensor) -> Tensor: ...  # all tokens of this rank's heads: `(T, A / n, D)`
     def to_tokens(self, x_TAD: Tensor) -> Tensor: ...  # this rank's tokens, all heads: `(c, A, D)`
     def heads(self, x_A: Tensor) -> Tensor: ...  # this rank's slice of a per-head vector: `(A / n,)`
 
 
 class Layout:
-    """One packed row for a padded batch. Not a dataclass: FSDP rebuilds dataclasses among a model's arguments.
+    """One packed row for a padded batch. It is not a dataclass, because FSDP copies dataclasses in a model's arguments.
 
     Attributes:
         input_ids (`Tensor` of shape `(1, T)`): the packed tokens.
         position_ids (`Tensor` of shape `(1, T)`): their positions.
-        at_BS (`Tensor` of shape `(B, S)`): the index in the packed row of each token of the batch; -1 if it has none.
+        at_BS (`Tensor` of shape `(B, S)`): the index in the packed row of each token of the batch, or -1.
         keys_K (`Tensor` of shape `(K,)`): the index in the packed row of each key.
-        query_starts, key_starts (`Tensor`, int32): where each row with own tokens begins, and the end.
-        segments (`list[Segment]`): the packed row in parts, each of which is a batch without padding.
-        shared (`bool`): whether several rows share a token; if not, the keys are the packed tokens in order.
-        longest_query, longest_key (`int`): of a row.
-        implementation (`str`): the attention that the user chose.
+        query_starts, key_starts (`Tensor`, int32): where each row with its own tokens begins, and the end.
+        segments (`list[Segment]`): the parts of the packed row; each is a batch without padding.
+        shared (`bool`): whether rows share a token. If not, the keys are the packed tokens in order.
+        longest_query, longest_key (`int`): the most queries and keys of a row.
+        implementation (`str`): the name of the attention that the user chose.
         shard (`Shard`, *optional*): this rank's share, if the tokens are split over ranks.
-        reads (`list[int]`): how often an attention module has read this layout; one list for the copies on all devices.
+        reads (`list[int]`): how many times attention modules have read this layout; copies on other devices share it.
         masks (`dict`): the attention masks made so far.
     """
 
@@ -58,10 +57,10 @@ class Layout:
         """
         Args:
             input_ids (`Tensor` of shape `(B, S)`): the batch.
-            lengths_B, first_B (`Tensor`): tokens that each row needs from its first one on, and the column of that.
-            share (`bool`): whether leading tokens that rows have in common are packed once.
-            rebase (`bool`): whether a row's first token has position 0 instead of its column. If so, rows share any
-                common start, otherwise only one in the same columns.
+            lengths_B, first_B (`Tensor`): how many tokens each row needs, and the column of the first.
+            share (`bool`): whether equal leading tokens of rows are packed once.
+            rebase (`bool`): whether positions begin at 0 in each row. If so, rows share any equal start, otherwise only
+                one in the same columns.
         """
         B, S = input_ids.shape
         device = input_ids.device
@@ -69,14 +68,14 @@ class Layout:
         needed_BS = columns_S < lengths_B.unsqueeze(1)
         source_BS = (first_B.unsqueeze(1) + columns_S).clamp(max=S - 1)  # rows aligned at their first token
         ids_BS = input_ids.gather(1, source_BS).masked_fill(~needed_BS, -1)
-        order_B, alike_BS = torch.arange(B, device=device), torch.zeros_like(needed_BS)
+        order_B, equal_BS = torch.arange(B, device=device), torch.zeros_like(needed_BS)
         if share and B > 1:
-            order_B, alike_BS = _neighbours(ids_BS, torch.zeros_like(first_B) if rebase else first_B)
+            order_B, equal_BS = _neighbours(ids_BS, torch.zeros_like(first_B) if rebase else first_B)
         needed_BS, first_B = needed_BS[order_B], first_B[order_B]
-        own_BS = needed_BS & ~alike_BS
+        own_BS = needed_BS & ~equal_BS
         own_T = own_BS.flatten().nonzero().squeeze(1)
         number_BS = own_BS.flatten().cumsum(0).view(B, S) - 1
-        # A shared token belongs to the last row before it, in sorted order, with an own token in this column
+        # A shared token belongs to the last earlier row, in sorted order, that has its own token in this column
         owner_BS = torch.where(own_BS, torch.arange(B, device=device).unsqueeze(1), 0).cummax(dim=0).values
         at_BS = number_BS.gather(0, owner_BS)
         self._device = device
@@ -105,7 +104,7 @@ class Layout:
         self._copies: dict[torch.device, Layout] = {}
 
     def to(self, device: Any, **_: Any) -> "Layout":
-        """The layout for a layer on another device; `device_map` moves whatever has a `to`."""
+        """Return the layout for a layer on another device. `device_map` calls `to` of every argument that has it."""
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if device == self._device:
             return self
@@ -120,15 +119,15 @@ class Layout:
 
 
 def _neighbours(ids_BS: Tensor, start_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The order of rows by content and, in this order, the columns in which each starts like the row before it.
+    """Return the order of rows by content and, in this order, which leading columns equal those of the previous row.
 
     Args:
         ids_BS (`Tensor` of shape `(B, S)`): rows aligned at their first token, -1 after their last.
-        start_B (`Tensor` of shape `(B,)`): rows in which this differs share nothing.
+        start_B (`Tensor` of shape `(B,)`): rows share nothing if these differ.
     """
     content = torch.cat([start_B.unsqueeze(1), ids_BS], dim=1)
     order_B = torch.unique(content, dim=0, return_inverse=True)[1].argsort(stable=True)
     content = content[order_B]
-    alike_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
-    alike_BS[1:] = (content[1:] == content[:-1]).cumprod(dim=1)[:, 1:].bool()
-    return order_B, alike_BS
+    equal_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
+    equal_BS[1:] = (content[1:] == content[:-1]).cumprod(dim=1)[:, 1:].bool()
+    return order_B, equal_BS

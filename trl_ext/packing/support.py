@@ -1,4 +1,4 @@
-"""Which models can be packed, by what mixes the tokens of a row, and whether dropout is active."""
+"""Which models can be packed, and whether dropout is active."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ _RATES = ("drop", "jitter")
 
 
 def draws_at_random(module: nn.Module) -> bool:
-    """Whether `module` itself, without its children, draws random numbers in training.
+    """Whether `module`, without its children, draws random numbers in training.
 
-    TRL's `disable_dropout` leaves the rates that transformers' attention (`attention_dropout`, `attn_pdrop`, ...) and
-    routers of experts (`jitter_noise`, ...) keep in attributes, and PEFT's rates per adapter (`rank_dropout`, ...).
+    TRL's `disable_dropout` does not change the rates that transformers' attention (`attention_dropout`, `attn_pdrop`)
+    and routers of experts (`jitter_noise`) keep in attributes, nor PEFT's rates per adapter (`rank_dropout`).
     """
     bases = type(module).__mro__
     if any(base.__name__ == "PveraLayer" for base in bases):
-        return True  # draws its vectors for each token
+        return True  # it draws its vectors for each token
     if isinstance(module, nn.modules.dropout._DropoutNd) or "Dropout" in bases[0].__name__:
         return bool(getattr(module, "p", 0.0) > 0)
     found = [value for name, value in vars(module).items() if any(rate in name for rate in _RATES)]
@@ -29,43 +29,43 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 _MASKABLE = {"full_attention", "sliding_attention"}
-# Rotations that are a function of the distance alone
+# Rotary embeddings that depend only on the distance of tokens
 _RELATIVE_ROTATIONS = {"default", "linear", "llama3", "yarn"}
-# ... that change with the length of the batch
+# Rotary embeddings that depend on the length of the batch
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
-# In these families more than the distance counts: queries grow with the position, or a norm's weights come after
+# Model types whose attention depends on more than the distance: they scale queries by position, or apply a norm after
 # the rotation
 _BY_POSITION = {"beam", "hunyuan_v1_dense", "hunyuan_v1_moe"}
 
 
-def why_padded(model: Any) -> str | None:
-    """Why batches of `model` must stay padded; None if nothing is known against packing."""
+def padded_reason(model: Any) -> str | None:
+    """Return why batches of `model` must stay padded; None if no reason is known."""
     config = model.config.get_text_config()
     if config is not model.config:
-        return "the model takes more than text"
+        return "the model has other inputs than text"
     if config.is_encoder_decoder:
-        return "the model is an encoder and a decoder"
+        return "the model is an encoder-decoder"
     if getattr(model, "_is_stateful", False):
-        return "the model carries a state from token to token, which would run from row to row"
+        return "the model has a recurrent state, which would pass from one row to the next"
     if not getattr(model, "_supports_attention_backend", False):
-        return "the model's attention does not go through transformers' attention interface"
+        return "the model's attention does not use transformers' attention interface"
     adapters = getattr(model, "peft_config", None) or {}
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
         return "an aLoRA adapter starts at a position that PEFT counts from the end of a padded row"
     if trains_expert_modules(model):
-        return "each expert is a module of its own, and TRL gives one that only padding reaches a gradient of 0"
-    strange = set(getattr(config, "layer_types", None) or ()) - _MASKABLE
-    if strange:
-        return f"the model has layers other than full or sliding-window attention: {', '.join(sorted(strange))}"
+        return "its experts are separate modules, and TRL gives a gradient of 0 to an expert that only gets padding"
+    unsupported = set(getattr(config, "layer_types", None) or ()) - _MASKABLE
+    if unsupported:
+        return f"the model has layers without full or sliding-window attention: {', '.join(sorted(unsupported))}"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return "the model's attention is not causal"
     return None
 
 
 def rebases(model: Any) -> bool:
-    """Whether only the distance between tokens counts, so that a row may begin at any position."""
+    """Whether attention depends only on the distance of tokens, so that a row may begin at any position."""
     config = model.config.get_text_config()
-    by_position = "attn_temperature_tuning", "llama_4_scaling_beta"  # queries scaled by their position
+    by_position = "attn_temperature_tuning", "llama_4_scaling_beta"  # they scale queries by position
     rotations = _rotations(config)
     return (
         bool(rotations)
@@ -78,13 +78,13 @@ def rebases(model: Any) -> bool:
 
 
 def has_experts(model: Any) -> bool:
-    """Whether a router sends tokens to experts, a choice that can depend on the last bit."""
+    """Whether a router chooses experts for each token. Rounding can change the choice."""
     config = model.config.get_text_config()
     return any("experts" in name and isinstance(x, int) and x > 1 for name, x in vars(config).items())
 
 
 def trains_expert_modules(model: Any) -> bool:
-    """Whether experts are separate modules and trained: one without a token then gets no gradient at all."""
+    """Whether the model trains experts that are separate modules. An expert without a token then gets no gradient."""
     return any(
         param.requires_grad
         for name, module in model.named_modules()
@@ -94,7 +94,7 @@ def trains_expert_modules(model: Any) -> bool:
 
 
 def longest_equal(model: Any) -> int | None:
-    """Columns up to which rotations do not depend on a row's length; None if they never do."""
+    """Return the length up to which rotary embeddings ignore a batch's length; None if they always do."""
     config = model.config.get_text_config()
     lengths = [
         rotation.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -105,9 +105,9 @@ def longest_equal(model: Any) -> int | None:
 
 
 def _rotations(config: Any) -> list[dict[str, Any]]:
-    """The parameters of each kind of rotary embedding in the model."""
+    """Return the parameters of each kind of rotary embedding in the model."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    # A model with several kinds of layers keeps them by layer type
+    # A model with several kinds of layers has parameters for each kind
     nested = [x for x in parameters.values() if isinstance(x, dict)]
     return nested or ([parameters] if parameters else [])
 

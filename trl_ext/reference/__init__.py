@@ -1,1 +1,1 @@
-"""Where reference log-probs come from: adapter off, a named adapter, a model, a model on the CPU, or the store."""
+"""Sources of reference log-probs: adapter off, a named adapter, a copy, a model, a model on the CPU, or the store."""

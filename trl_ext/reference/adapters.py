@@ -1,4 +1,4 @@
-"""The reference of a PEFT policy: another adapter, the base model, or a copy of what is trained."""
+"""The reference of a PEFT policy: another adapter, the base model, or a copy of the trained parameters."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,21 +17,24 @@ from .weights import ReferenceWeights, adapter_settings
 
 FILE = "reference_weights.safetensors"
 
-# Attributes that PEFT sets on a model of prompt learning while its adapter is off, and does not remove
+# Attributes that PEFT sets on a prompt-learning model while its adapter is off, and does not remove
 _LEFT_BY_PEFT = {"forward", "prepare_inputs_for_generation"}
 
 Source = Literal["trl", "named", "initial"]
 
 
 class AdapterChoice:
-    """Which adapter is trained and which is the reference: the options, then TRL's rule. Made before TRL's `__init__`.
+    """Activates the adapter to train and chooses the reference, before TRL's `__init__`.
 
     Args:
         fresh (`PeftConfig`, *optional*): TRL's `peft_config`.
         options (`Any`): has `policy_adapter_name` and `ref_adapter_name`.
 
     Attributes:
-        trl_may_copy (`bool`): whether TRL may copy the adapter "default" to be the reference.
+        trl_may_copy (`bool`): whether TRL may copy the adapter "default" as the reference.
+
+    Raises:
+        `ValueError`: the options name no adapter of `policy`, or contradict each other or `ref_model`.
     """
 
     def __init__(self, policy: Any, fresh: Any, options: Any, ref_model: Any, args: Any) -> None:
@@ -40,8 +43,8 @@ class AdapterChoice:
         moves = getattr(args, "sync_ref_model", False)
         if (loaded or fresh is not None) and ref_model is not None and moves:
             raise ValueError(
-                "`sync_ref_model=True` with an adapter moves a copy of that adapter, and `ref_model` is another model. "
-                "Leave `ref_model` out, or set `sync_ref_model=False`."
+                "`sync_ref_model=True` with an adapter updates a copy of that adapter, so it cannot be used with "
+                "`ref_model`. Remove `ref_model`, or set `sync_ref_model=False`."
             )
         names = {"policy_adapter_name": options.policy_adapter_name, "ref_adapter_name": self._ref_name}
         names = {field: name for field, name in names.items() if name is not None}
@@ -49,23 +52,25 @@ class AdapterChoice:
             if not loaded or fresh is not None:
                 model = f"`{type(policy).__name__}`" if fresh is None else "a fresh adapter (`peft_config`)"
                 raise ValueError(
-                    f"`{field}={name!r}` names an adapter of a `PeftModel`, and `model` is {model}. Pass the "
-                    "`PeftModel` that holds the adapters, or leave it unset."
+                    f"`{field}={name!r}` needs a `PeftModel` with that adapter, got {model}. Pass the `PeftModel` as "
+                    "`model`, or leave it unset."
                 )
             if name not in policy.peft_config:
                 raise ValueError(
-                    f"`{field}={name!r}`, and the model has the adapters {sorted(policy.peft_config)}. Name one of "
-                    'them, or load it first (`model.load_adapter(path, "name")`).'
+                    f"Unknown `{field}` {name!r}. Choose from: {sorted(policy.peft_config)}, or load it first "
+                    'with `model.load_adapter(path, "name")`.'
                 )
         if "policy_adapter_name" in names:
             _train_adapter(policy, options.policy_adapter_name)
         if self._ref_name is not None:
             if ref_model is not None:
-                raise ValueError(f"`ref_adapter_name={self._ref_name!r}` and `ref_model` are two references. Give one.")
+                raise ValueError(
+                    f"`ref_adapter_name={self._ref_name!r}` and `ref_model` both name a reference. Remove one."
+                )
             if policy.active_adapter == self._ref_name:
                 raise ValueError(
-                    f"`ref_adapter_name={self._ref_name!r}` is the adapter that is active, which is trained. "
-                    "Name the one to train in `policy_adapter_name`."
+                    f"`ref_adapter_name={self._ref_name!r}` is the active adapter, which would be trained. "
+                    "Set `policy_adapter_name` to the adapter to train."
                 )
             _set_trained(policy, self._ref_name, False)
         self.trl_may_copy = not loaded or fresh is not None
@@ -73,7 +78,7 @@ class AdapterChoice:
             self.trl_may_copy = _trl_copies_whole(policy)
 
     def reference(self, policy: Any, moves: bool) -> "OwnReference":
-        """The reference of `policy`, once TRL has built it. `moves`: whether training moves it."""
+        """Return the reference of `policy`, after TRL has built it. `moves`: whether training updates it."""
         if moves:
             own = OwnReference(policy, "initial", moves=True)
             if self.fresh is not None:
@@ -92,22 +97,22 @@ class AdapterChoice:
 
 
 class OwnReference:
-    """A reference that is part of the policy, and the policy as that reference during a pass.
+    """A reference that is computed by the policy model, with other adapters or other values.
 
-    Training changes some tensors that the reference reads. Their values before training, the *copies*, replace the
-    policy's during a pass. They are written in-place, because DDP, FSDP2, ZeRO-1, ZeRO-2 and the optimizer hold the
-    parameters.
+    Training changes some parameters that the reference reads. During a reference pass, *copies* of their values before
+    training replace the policy's values. They are written in-place, because DDP, FSDP2, ZeRO-1, ZeRO-2 and the
+    optimizer hold the parameters.
 
     Args:
         policy (`PeftModel`): before training, with `requires_grad` set.
         source (`str`):
-            `"trl"`: the adapter "ref" if there is one, else no adapter. `"named"`: the adapter `adapter`. `"initial"`:
-            the policy's adapter with its current values.
+            `"trl"`: the adapter "ref" if there is one, otherwise no adapter. `"named"`: the adapter `adapter`.
+            `"initial"`: the policy's adapter with its current values.
         adapter (`str`, *optional*): for `"named"`.
-        moves (`bool`): whether the copies will be moved towards the policy.
+        moves (`bool`): whether training moves the copies towards the policy.
 
     Attributes:
-        copies (`dict[str, Tensor]`): the reference's value for each parameter of the policy that has a copy.
+        copies (`dict[str, Tensor]`): the reference's values of parameters of the policy, by parameter name.
     """
 
     def __init__(self, policy: PeftModel, source: Source, adapter: str | None = None, moves: bool = False) -> None:
@@ -119,7 +124,7 @@ class OwnReference:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The adapters that are on in a reference pass; for a copy, those of the policy."""
+        """The adapters that are on in a reference pass. For a copy, these are the policy's."""
         if self._source == "initial":
             return tuple(_active_adapters(self.policy))
         if self._source == "named":
@@ -127,22 +132,22 @@ class OwnReference:
         return ("ref",) if "ref" in self.policy.peft_config else ()
 
     def describe(self) -> str:
-        """What the reference is, for the plan."""
+        """Return a description of the reference, for the plan."""
         names = " and ".join(f'"{name}"' for name in self.adapters)
         if self._source == "initial":
             own = f"the adapters {names}" if len(self.adapters) > 1 else f"the adapter {names}"
-            return f"a copy of {own}" if self.moves else f"{own} as before training, a copy"
+            return f"a copy of {own}" if self.moves else f"a copy of {own} as before training"
         description = f"the frozen adapter {names}" if names else "the base model, with the adapter off"
         if self.copies:
             first, *others = self.copies
             more = f" and {len(others)} more" if others else ""
-            description += f", with a copy of what is trained outside of the adapter (`{first}`{more})"
+            description += f", with a copy of the parameters trained outside of the adapter (`{first}`{more})"
         return description
 
     # The copies
 
     def copy_trained(self) -> None:
-        """Copy what the reference reads and training changes, unless there is a copy."""
+        """Copy each parameter that the reference reads and training changes, unless it has a copy."""
         read: Iterable[nn.Parameter] = self.policy.parameters()
         if self._source != "initial":
             read = (param for _, param in ReferenceWeights(self.policy, self.adapters).trained_parameters())
@@ -152,27 +157,26 @@ class OwnReference:
                 self.copies[name] = param.detach().clone()
 
     def begin_as_base(self, fresh: Any) -> None:
-        """Make the copies of a `fresh` adapter add nothing to the base model. Raises `ValueError` if none could."""
-        begins = "`sync_ref_model=True` moves a reference that begins as the base model"
+        """Make the copies of a `fresh` adapter add nothing to the base model. Raises `ValueError` if that cannot be."""
+        begins = "With `sync_ref_model=True` and `peft_config`, the reference starts as the base model"
         if fresh.is_prompt_learning:
             raise ValueError(
-                f"{begins}, and no virtual tokens are the same as none. Train the {fresh.peft_type.value} adapter "
-                "first, load it, and pass the `PeftModel`: then the reference begins as that adapter."
+                f"{begins}, but a {fresh.peft_type.value} adapter never equals it. Train the adapter first, load it, "
+                "and pass the `PeftModel`: then the reference starts as that adapter."
             )
         if not any(getattr(fresh, name) is False for name in vars(fresh) if name.startswith("init_")):
-            return  # it adds nothing yet; or it takes from the base what it adds, as PiSSA does
+            return  # it adds nothing yet, or it subtracts from the base what it adds, as PiSSA does
         if not isinstance(fresh, LoraConfig) or fresh.use_dora:
             raise ValueError(
-                f"{begins}, and this adapter begins as another ({type(fresh).__name__} with a random start). Leave its "
-                "initialization at the default, or make the `PeftModel` yourself and pass it: then the reference "
-                "begins as that adapter."
+                f"{begins}, but this {type(fresh).__name__} initializes its adapter at random. Use the default "
+                "initialization, or pass a `PeftModel` with this adapter: then the reference starts as that adapter."
             )
         for name, copy in self.copies.items():
             if not {"lora_B", "lora_embedding_B"}.isdisjoint(name.split(".")):
                 copy.zero_()
 
     def begin_as(self, adapter: str) -> None:
-        """Give the copies of the policy's adapter the values of another one of the same kind."""
+        """Set the copies of the policy's adapter to the values of another adapter with the same configuration."""
         own = str(self.policy.active_adapter)
         settings, others = (adapter_settings(self.policy.peft_config[name].to_dict()) for name in (own, adapter))
         params = dict(self.policy.named_parameters())
@@ -182,26 +186,26 @@ class OwnReference:
         unlike = [name for name, param in found.items() if param is None or param.shape != self.copies[name].shape]
         if settings != others or unlike:
             raise ValueError(
-                f'`sync_ref_model=True` mixes the adapters "{own}" and "{adapter}" (`ref_adapter_name`) by name, and '
-                f"they have other configurations{f' (`{unlike[0]}`)' if unlike else ''}. Use adapters of one kind, or "
-                "remove `ref_adapter_name`: then the reference begins as the policy's adapter."
+                f'`sync_ref_model=True` needs equal configurations of the adapters "{own}" and "{adapter}" '
+                f"(`ref_adapter_name`), but they differ{f' (`{unlike[0]}`)' if unlike else ''}. Use equal "
+                "configurations, or remove `ref_adapter_name`: then the reference starts as the policy's adapter."
             )
         for name, param in found.items():
             self.copies[name].copy_(param.detach())  # type: ignore[union-attr]
 
     def copied(self) -> set[int]:
-        """`id` of each parameter of the policy that has a copy."""
+        """Return the `id` of each parameter of the policy that has a copy."""
         return {id(self.policy.get_parameter(name)) for name in self.copies}
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each copied parameter of the policy and its copy, sharded alike."""
+        """Return each copied parameter of the policy with its copy, which is sharded like the parameter."""
         if self.copies:
-            reshard(self.policy)  # a gathered parameter of FSDP2 is whole, and is dropped later
+            reshard(self.policy)  # FSDP2 frees a gathered parameter later, with what was written to it
         found = []
         for name, copy in self.copies.items():
             param = self.policy.get_parameter(name)
             if isinstance(param, DTensor) and not isinstance(copy, DTensor):
-                # If only the first rank loaded weights, the copies of other ranks are on the meta device
+                # If only the first rank loaded the weights, the copies of other ranks are on the meta device
                 whole = torch.empty_like(copy, device=param.device) if copy.is_meta else copy.to(param.device)
                 copy = distribute_tensor(whole, param.device_mesh, param.placements)
             self.copies[name] = copy = copy.to(param.device)
@@ -212,7 +216,7 @@ class OwnReference:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within, the policy is the reference. Afterwards, even after an error, it is as before."""
+        """Turn the policy into the reference within. Afterwards, even after an error, restore it."""
         policy = self.policy
         trained = [(param, param.requires_grad) for param in policy.parameters()]
         attributes = set(vars(policy))
@@ -232,7 +236,7 @@ class OwnReference:
 
     @contextmanager
     def copies_in_place(self) -> Iterator[None]:
-        """Within, the policy's parameters have the values of the copies."""
+        """Give the policy's parameters the values of the copies within."""
         pairs = self.pairs()
         held = [(param, param.detach().clone()) for param, _ in pairs]
         try:
@@ -243,24 +247,23 @@ class OwnReference:
 
     def _put(self, values: list[tuple[Tensor, Tensor]]) -> None:
         for param, value in values:
-            param.data.copy_(value)  # hidden from autograd: the value is back before a backward reads it
+            param.data.copy_(value)  # hidden from autograd, because the old value is back before a backward reads it
         if values:
-            reshard(self.policy)  # parameters that stay gathered, as after an evaluation, have the old values
+            reshard(self.policy)  # parameters that stay gathered, as after an evaluation, keep the old values
 
     # In a checkpoint
 
     def load(self, folder: Path) -> None:
-        """Take the copies from a checkpoint, which must have them if the reference moves."""
+        """Read the copies from a checkpoint. Raises `ValueError` if the reference moves and they are missing."""
         if not load_weights(self.copies, folder) and self.moves:
             raise ValueError(
-                f"The checkpoint {folder} has no `{FILE}`, the state of the reference that "
-                "`sync_ref_model=True` moves, so training cannot go on from it. Take a checkpoint that such a run "
-                "has written, or train from its adapter as a new run."
+                f"The checkpoint {folder} has no `{FILE}`, which `sync_ref_model=True` needs to resume. Choose a "
+                "checkpoint of a run with `sync_ref_model=True`, or start a new run from the checkpoint's adapter."
             )
 
 
 def save_weights(named: Iterable[tuple[str, Tensor]], folder: Path, writes: bool) -> None:
-    """Write a reference's tensors, whole, to `folder`, if this process `writes`. Every rank must call it."""
+    """Write a reference's unsharded tensors to `folder`, if this process `writes`. Every rank must call it."""
     tensors = {}
     for name, tensor in named:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -273,9 +276,9 @@ def save_weights(named: Iterable[tuple[str, Tensor]], folder: Path, writes: bool
 
 
 def load_weights(tensors: dict[str, Tensor], folder: Path) -> bool:
-    """Give `tensors` the values that [`save_weights`] wrote, and return whether there are any. Every rank must call it.
+    """Set `tensors` to the values that [`save_weights`] wrote, and return whether there are any.
 
-    Raises `ValueError` if they are another model's.
+    Every rank must call it. Raises `ValueError` if the saved tensors have other names or shapes.
     """
     path = folder / FILE
     if not path.exists():
@@ -286,9 +289,9 @@ def load_weights(tensors: dict[str, Tensor], folder: Path) -> bool:
         unlike = {name for name in saved.keys() | shapes if saved.get(name) != shapes.get(name)}
         if unlike:
             raise ValueError(
-                f"`{path}` holds the reference of another model: `{min(unlike)}` is in one of the two only, or has "
-                "another shape. Build the trainer with the model, the adapters and the `ref_model` that the "
-                "checkpoint was written with."
+                f"`{path}` has the reference of another model: `{min(unlike)}` is missing in one of them, or has "
+                "another shape. Build the trainer with the model, adapters and `ref_model` of the run that wrote the "
+                "checkpoint."
             )
         for name, tensor in tensors.items():
             value = file.get_tensor(name).to(tensor.device, tensor.dtype)
@@ -299,14 +302,14 @@ def load_weights(tensors: dict[str, Tensor], folder: Path) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Drop the whole parameters that FSDP2 has gathered: `reshard_after_forward=False` keeps them."""
+    """Free parameters that FSDP2 has gathered and, with `reshard_after_forward=False`, kept."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def trained_beside(policy: Any) -> list[str]:
-    """Names of trained parameters that are in no adapter, except biases that PEFT saves with one."""
+    """Return the names of trained parameters outside of adapters, except biases that PEFT saves with an adapter."""
     saves_biases = getattr(policy.active_peft_config, "bias", "none") != "none"
     names = [name for name, _ in ReferenceWeights(policy).trained_parameters()]
     return [name for name in names if not (saves_biases and name.endswith(".bias"))]
@@ -314,7 +317,7 @@ def trained_beside(policy: Any) -> list[str]:
 
 @contextmanager
 def _adapter_on(policy: Any, name: str) -> Iterator[None]:
-    """Within, only the adapter `name` is on."""
+    """Turn on only the adapter `name` within."""
     before, every = policy.active_adapter, _active_adapters(policy)
     try:
         policy.set_adapter(name)
@@ -326,25 +329,25 @@ def _adapter_on(policy: Any, name: str) -> Iterator[None]:
 
 
 def _active_adapters(policy: Any) -> list[str]:
-    """The adapters that are on; several, if the tuner below the `PeftModel` was set so."""
+    """Return the adapters that are on. There can be several if the tuner below the `PeftModel` was set so."""
     if policy.active_peft_config.is_prompt_learning:
         return [policy.active_adapter]
     return list(policy.base_model.active_adapters)
 
 
 def _renamed(name: str, own: str, other: str) -> str:
-    """The name of a tensor of the adapter `own`, with `other` for `own`."""
+    """Return the name of a tensor of the adapter `own` with `own` replaced by `other`."""
     segments = name.split(".")
     place = len(segments) - 1 - segments[::-1].index(own)
     return ".".join([*segments[:place], other, *segments[place + 1 :]])
 
 
 def _trl_copies_whole(policy: Any) -> bool:
-    """Whether the adapter "ref" that TRL makes of "default" is a copy of it.
+    """Whether the adapter "ref" that TRL makes from "default" is an exact copy.
 
-    TRL copies tensors with ".default." in their names. Entries of a dictionary of parameters, as of IA3, VeRA, LoHa and
-    trained tokens, end in ".default" instead. PEFT has room for one adapter with a bias only. And making an adapter
-    that takes its weights from the base changes the policy.
+    TRL copies tensors with ".default." in their names, but names of IA3, VeRA, LoHa and trained tokens end in
+    ".default". PEFT supports only one adapter with a bias. Making an adapter that starts from weights of the base
+    changes the policy.
     """
     of_default = [name for name, _ in policy.named_parameters() if "default" in name.split(".")]
     config = policy.peft_config["default"]
@@ -353,13 +356,13 @@ def _trl_copies_whole(policy: Any) -> bool:
 
 
 def _begins_with_base_weights(config: Any) -> bool:
-    """Whether a fresh adapter takes weights out of the base model, so that the model without it is another one."""
+    """Whether a fresh adapter moves weights from the base model to the adapter, so the base without it changes."""
     start = getattr(config, "init_lora_weights", None)
     return isinstance(start, str) and start.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
 
 
 def _train_adapter(policy: Any, name: str) -> None:
-    """Turn the adapter `name` on, alone, and make it trainable unless a part of it is."""
+    """Turn on only the adapter `name`, and make it trainable unless a part of it already is."""
     if _active_adapters(policy) != [name]:
         policy.set_adapter(name)
     if not any(param.requires_grad for param in _parameters_of(policy, name)):

@@ -1,4 +1,4 @@
-"""A few sequences with a reference's log-probs, by which a later run checks that its reference is the same."""
+"""The canary: a few sequences with stored reference log-probs, with which a later run checks its reference."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +23,18 @@ _ARRAYS = (*NEEDED, "values")
 
 
 class Tolerance(NamedTuple):
-    """How far apart two passes of one reference over the same sequence may be."""
+    """How much two passes of one reference over the same sequence may differ."""
 
     off: float  # of a log-prob x, in units of max(1, |x|)
-    share: float  # of the tokens, which may differ by more
+    share: float  # of the tokens that may differ by more
 
 
-# In fp32; and in lower precision, in which log-probs depend visibly on the shape of the batch
+# For fp32, and for lower precision, where log-probs depend visibly on the shape of the batch
 EXACT, COARSE = Tolerance(1e-3, 0.0), Tolerance(0.1, 0.1)
 
 
 def tolerance_of(weights: ReferenceWeights, accelerator: Any) -> Tolerance:
-    """The tolerance for this reference on this device."""
+    """Return the tolerance for this reference on this device."""
     if (
         accelerator.mixed_precision != "no"
         or not multiplies_fp32(accelerator.device)
@@ -42,7 +42,7 @@ def tolerance_of(weights: ReferenceWeights, accelerator: Any) -> Tolerance:
         or not weights.dtypes <= {torch.float32, torch.float64}
     ):
         return COARSE
-    # The last bit can flip a router of experts, which changes a few tokens by much
+    # Rounding can change a router's choice of experts, which changes a few tokens a lot
     return EXACT._replace(share=COARSE.share) if has_experts(weights.base) else EXACT
 
 
@@ -51,12 +51,12 @@ class Canary:
     """A few rows and their log-probs."""
 
     identity: str  # of the reference
-    # `input_ids`, `attention_mask`, `completion_mask` `(R, S)`; `values`, log-probs `(R, S - 1)`, 0 without a label
+    # `input_ids`, `attention_mask`, `completion_mask`: `(R, S)`; `values`: log-probs, `(R, S - 1)`, 0 without a label
     arrays: dict[str, NDArray[Any]]
 
     @classmethod
     def of(cls, identity: str, sequences: Sequences, entries: dict[int, NDArray[np.float32]]) -> "Canary | None":
-        """The four longest rows of at most 512 tokens with finite `entries`, or the shortest row; None without any."""
+        """Choose rows with finite `entries`: the 4 longest of up to 512 tokens, or the shortest row. None without any."""
         rows = [row for row, values in entries.items() if len(values) and np.isfinite(values).all()]
         rows.sort(key=lambda row: sequences.lengths[row])
         chosen = [row for row in rows if sequences.lengths[row] <= _TOKENS][-_ROWS:] or rows[:1]
@@ -70,42 +70,42 @@ class Canary:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of identity and arrays, in hexadecimal digits."""
+        """The SHA-256 of identity and arrays, in hexadecimal digits."""
         return digest_of(self.identity, {name: self.arrays[name] for name in _ARRAYS})
 
     @property
     def tokens(self) -> int:
-        """Tokens of the pass that checks it, padding included."""
+        """The tokens of the pass that checks the canary, including padding."""
         return int(self.arrays["input_ids"].size)
 
     def batch(self, device: torch.device) -> dict[str, Tensor]:
-        """Its rows, as from TRL's collator."""
+        """Return the rows like a batch of TRL's collator."""
         return {name: torch.as_tensor(self.arrays[name], device=device) for name in NEEDED}
 
     def difference(self, log_probs: Tensor, tolerance: Tolerance) -> str | None:
-        """How far `log_probs` of its rows, of shape `(R, S - 1)`, differ, if by more than `tolerance`; else None."""
+        """Describe how `log_probs` `(R, S - 1)` differ from the canary's; None if they are within `tolerance`."""
         labelled = self.arrays["completion_mask"][:, 1:] != 0
         then, now = (x[labelled] for x in (self.arrays["values"], log_probs.float().cpu().numpy()))
         off = np.abs(now - then)
         far = ~(off <= tolerance.off * np.maximum(1, np.abs(then)))
-        if far.sum() <= np.ceil(tolerance.share * (len(far) - 1)):  # one of a few tokens, but never all
+        if far.sum() <= np.ceil(tolerance.share * (len(far) - 1)):  # rounded up, but never all tokens
             return None
         return f"{far.sum()} of {len(far)} differ, by up to {off.max():.2g}"
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, unless one is there; raises `OSError` like [`write_file`]."""
+        """Write the canary to `folder`, unless it has one. Raises `OSError` like [`write_file`]."""
         if not (folder / FILE).exists():
             write_file(folder / FILE, save(self.arrays, {"digest": self.digest}))
 
     @classmethod
     def read(cls, folder: Path, identity: str) -> "Canary | None":
-        """The canary of `folder`; None, with a warning, if it is damaged or another reference's."""
+        """Return the canary of `folder`; None, with a warning, if it is damaged or of another reference."""
         path = folder / FILE
         try:
             metadata, arrays = read_file(path, _ARRAYS)
             canary = cls(identity, arrays)
             if metadata.get("digest") != canary.digest:
-                raise ValueError("its checksum does not fit what it holds, for this reference")
+                raise ValueError("its checksum does not match its content for this reference")
         except (SafetensorError, OSError, ValueError) as error:
             ignored(path, error)
             return None

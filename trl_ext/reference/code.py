@@ -1,4 +1,4 @@
-"""What a model's forward runs: its classes, the settings of its modules, and functions that were put on them."""
+"""The code that a model's forward runs: its classes, the settings of its modules, and functions attached to them."""
 
 import hashlib
 import inspect
@@ -12,19 +12,18 @@ from typing import Any
 
 from torch import nn
 
-# Their versions are part of the identity
+# Packages whose versions are part of the identity
 _VERSIONED = {"torch", "transformers", "peft", "trl_ext", *sys.stdlib_module_names} - {"__main__"}
-# Their hooks and forwards on modules compute the same
+# Packages whose hooks and forwards on modules do not change results
 _ENGINES = {"accelerate", "deepspeed", "trl"}
-# Attributes of modules that do not change log-probs, besides private ones. A layer of bitsandbytes sets the last one
-# in its first forward
+# Public attributes of modules that do not change log-probs. A bitsandbytes layer sets the last one in its first forward
 _NOT_IN_LOGITS = {"training", "gradient_checkpointing", "name_or_path", "compute_type_is_set"}
 
 
 def code_of(model: nn.Module) -> list[str]:
-    """The class of `model`, then each class of its modules and their bases that the versions do not cover.
+    """Return the class of `model`, then the classes of its modules and their bases that no version identifies.
 
-    The latter with a hash of their source file, or `"unknown"` if it cannot be read.
+    Each of the latter has a hash of its source file, or `"unknown"` if the file cannot be read.
     """
     parts: set[Any] = {type(module) for module in model.modules()}
     names = {name for part in parts for name in _unversioned(part)}
@@ -32,20 +31,20 @@ def code_of(model: nn.Module) -> list[str]:
 
 
 def without_source(model: nn.Module) -> str | None:
-    """Name of a class of `model` whose source file cannot be read, or None."""
+    """Return the name of a class of `model` whose source file cannot be read, or None."""
     return next((name.split()[0] for name in code_of(model)[1:] if name.endswith(" unknown")), None)
 
 
 @cache
 def _unversioned(part: Any) -> tuple[str, ...]:
     return tuple(
-        f"{x.__module__}.{x.__qualname__} {_hash_of_source(x)}"
+        f"{x.__module__}.{x.__qualname__} {_source_hash(x)}"
         for x in part.__mro__
         if x.__module__.split(".")[0] not in _VERSIONED
     )
 
 
-def _hash_of_source(part: type) -> str:
+def _source_hash(part: type) -> str:
     try:
         file = inspect.getsourcefile(part)
         return hashlib.blake2b(Path(file or "").read_bytes(), digest_size=16).hexdigest()
@@ -54,9 +53,9 @@ def _hash_of_source(part: type) -> str:
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """The class of `module`, its attributes that are plain values, and the code of foreign functions on it.
+    """Return the class of `module`, its attributes that are plain values, and the code of foreign functions on it.
 
-    Such functions are attributes and hooks: replaced methods, for example.
+    Such functions are attributes and hooks, for example replaced methods.
     """
     attributes = {
         name: value
@@ -74,12 +73,12 @@ def state_of(module: nn.Module) -> list[Any]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    # No strings: the name of a run would make another reference of each
+    # No strings, because the name of a run would change the identity
     return value is None or isinstance(value, bool | int | float)
 
 
 def _foreign_code(value: Any, seen: set[int]) -> Iterator[str]:
-    """For each foreign function that `value` is or calls: a hash of its code and its numbers."""
+    """Yield a hash of the code, and the numbers, of each foreign function that `value` is or holds."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -92,7 +91,7 @@ def _foreign_code(value: Any, seen: set[int]) -> Iterator[str]:
     elif isinstance(value, FunctionType):
         parts = [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         if _is_foreign(value.__globals__.get("__name__", "")):
-            own = [_hash_of_code(value.__code__)]
+            own = [_code_hash(value.__code__)]
     elif callable(value) and not isinstance(value, nn.Module | type) and _is_foreign(type(value).__module__):
         kind: Any = type(value)
         own = list(_unversioned(kind))
@@ -108,13 +107,13 @@ def _is_foreign(module: str) -> bool:
 
 def _cells(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # empty, before the name is bound
+        with suppress(ValueError):  # empty until the name is bound
             yield cell.cell_contents
 
 
-def _hash_of_code(code: CodeType) -> str:
+def _code_hash(code: CodeType) -> str:
     constants = [
-        _hash_of_code(x) if isinstance(x, CodeType) else sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
+        _code_hash(x) if isinstance(x, CodeType) else sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
         for x in code.co_consts
     ]
     return hashlib.blake2b(repr((code.co_code, code.co_names, constants)).encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
-"""Keeps a reference model's weights in pinned host memory, and copies them to the device layer by layer in a forward.
+"""Keep a reference model's weights in pinned host memory, and copy them to the device layer by layer in a forward.
 
-Accelerate's `cpu_offload` does not serve: it neither pins memory nor overlaps copies, and it loads `lm_head` only for
-that module's own forward, which a scoring forward never calls.
+Accelerate's `cpu_offload` neither pins memory nor overlaps copies, and it loads `lm_head` only for that module's own
+forward, which a scoring forward never calls.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,35 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ALIGNMENT = 256  # bytes: that of a CUDA allocation, by which kernels are chosen
+_ALIGNMENT = 256  # bytes, as for a CUDA allocation; the choice of kernels depends on it
 
 
 class HostedReference:
     """Keeps the weights of `model` on the host, and copies them to `device` in each call of `model`.
 
-    During a call the device holds everything outside the decoder layers (embeddings, last norm, head; tied weights
-    once), the layer that computes, and the next one, whose copy runs meanwhile. After a call, even a failed one, every
-    parameter is on the host again. Nothing writes to the host tensors. Buffers, which are small, move to `device` for
-    good. The parameters are frozen.
+    During a call the device holds the weights outside of the decoder layers (embeddings, last norm, head; tied weights
+    once), the layer that computes, and the next layer, which is copied meanwhile. After a call, even a failed one, all
+    parameters are on the host again, unchanged and frozen. Buffers, which are small, stay on `device`.
 
     Args:
-        model (`PreTrainedModel`): whole on one device, not quantized, not wrapped.
+        model (`PreTrainedModel`): on one device, not sharded, quantized or wrapped.
         device (`torch.device`): where `model` computes. A CUDA device copies on a separate stream.
 
     Attributes:
-        layer_bytes (`int`), rest_bytes (`int`): of the largest decoder layer, and of the weights outside the layers.
+        layer_bytes (`int`), rest_bytes (`int`): of the largest decoder layer, and of the weights outside of layers.
 
     Raises:
         `ValueError`: the model is spread over devices or ranks, is quantized, or has no list of layers.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        _refuse(model)
+        _check_supported(model)
         layers = _decoder_layers(model)
         self._device = device
         pinned = device.type == "cuda"
         self._copies: Any = torch.cuda.Stream(device) if pinned else None
-        # A parameter that a layer shares with the rest stays as long as the rest does
+        # A parameter that a layer shares with the rest stays on the device with the rest
         inside = {id(param) for layer in layers for param in layer.parameters()}
         inside -= {id(param) for param in _outside(model, layers)}
         model.requires_grad_(False)
@@ -60,8 +59,8 @@ class HostedReference:
         def to(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != 1 or args[0] != device:
                 raise RuntimeError(
-                    f"The reference model is kept on the host for {device} (`reference_device='cpu'`) and can be "
-                    f"neither moved nor cast, got `.to{args}`, {kwargs}. Cast it before the trainer is built."
+                    f"`reference_device='cpu'` keeps the reference model on the host for {device}, so it cannot be "
+                    f"moved or cast, got `.to{args}`, {kwargs}. Cast it before you build the trainer."
                 )
             return model
 
@@ -72,24 +71,24 @@ class HostedReference:
         return None if self._copies is None else torch.cuda.current_stream(self._device)
 
     def _enter(self) -> None:
-        self._leave()  # an interrupt may have ended the last call
+        self._leave()  # an interrupt may have stopped the last call
         rest = torch.empty(self._rest.size, dtype=torch.uint8, device=self._device)
         self._places = [_Place(torch.empty(self.layer_bytes, dtype=torch.uint8, device=self._device)) for _ in range(2)]
-        # Kernels that still run may use this memory for other tensors
+        # Kernels that still run may use this memory
         _wait(self._copies, _event(self._compute))
         rest.copy_(self._rest.host, non_blocking=True)
         self._rest.point_at(rest)
         self._fetch(0)
 
     def _leave(self) -> None:
-        # The copy of a layer that was not called may still run
+        # A layer that was not called may still be copied
         _wait(self._compute, _event(self._copies))
         for group in (self._rest, *self._layers):
             group.point_at(group.host)
         self._places = []
 
     def _fetch(self, index: int) -> None:
-        """Start to copy layer `index` to its place, after the layer there has computed."""
+        """Start the copy of layer `index` to its place, to run after the layer there has computed."""
         place, group = self._places[index % 2], self._layers[index]
         if place.layer == index:
             return
@@ -100,7 +99,7 @@ class HostedReference:
 
     def _bring(self, index: int) -> None:
         if not self._places:
-            raise RuntimeError("The reference model is kept on the host: call the model, not a part or its `forward`.")
+            raise RuntimeError("The reference model is kept on the host. Call the model, not a part or its `forward`.")
         self._fetch(index)
         place = self._places[index % 2]
         _wait(self._compute, place.copied)
@@ -115,7 +114,7 @@ class HostedReference:
 
 
 class _Group:
-    """Parameters that are copied together: views of one piece of host memory."""
+    """Parameters that are copied together: views of one block of host memory."""
 
     def __init__(self, params: Iterable[nn.Parameter], pinned: bool) -> None:
         self._params = list(params)
@@ -135,14 +134,14 @@ class _Group:
             yield memory[start : start + nbytes].view(dtype).view(shape)
 
     def point_at(self, memory: Tensor) -> None:
-        """Make the parameters views of `memory`, which holds the group's bytes."""
+        """Make the parameters views of `memory`, which has the group's bytes."""
         for param, part in zip(self._params, self._parts(memory), strict=True):
             param.data = part
 
 
 @dataclass
 class _Place:
-    """Device memory for one layer, with events: its copy is done, the last layer there has computed."""
+    """Device memory for one layer, with events for the end of its copy and for the last computation in it."""
 
     memory: Tensor
     layer: int | None = None
@@ -151,53 +150,52 @@ class _Place:
 
 
 def _event(stream: Any) -> Any:
-    """An event after what `stream` has to do now; None without CUDA."""
+    """Record an event after the current work of `stream`; None without CUDA."""
     return None if stream is None else stream.record_event()
 
 
 def _wait(stream: Any, event: Any) -> None:
-    """What `stream` gets from now on starts after `event`."""
+    """Make later work of `stream` wait for `event`."""
     if event is not None:
         stream.wait_event(event)
 
 
 def _decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of the `nn.ModuleList` with the most weights."""
+    """Return the modules of the `nn.ModuleList` with the most weights."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(
-            f"`reference_device='cpu'` brings a model in layer by layer, and {type(model).__name__} has no "
-            "`nn.ModuleList` of layers. Leave `reference_device` unset."
+            f"`reference_device='cpu'` needs a reference model with an `nn.ModuleList` of layers, got "
+            f"{type(model).__name__}. Leave `reference_device` unset."
         )
-    # The first of equals: the list of layers, not a list inside its only layer
+    # `max` takes the first of equals: the list of layers, not a list inside its only layer
     largest = max(lists, key=lambda layers: sum(param.nbytes for param in layers.parameters()))
     return list(dict.fromkeys(largest))
 
 
 def _outside(model: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Parameter]:
-    """The parameters of modules outside the layers."""
+    """Yield the parameters of modules outside of the layers."""
     within = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in within:
             yield from module.parameters(recurse=False)
 
 
-def _refuse(model: Any) -> None:
+def _check_supported(model: Any) -> None:
     if getattr(model, "is_quantized", False):
         raise ValueError(
-            "`reference_device='cpu'` does not keep a quantized reference model on the host. Leave `reference_device` "
-            "unset, or load it without quantization."
+            "`reference_device='cpu'` does not support a quantized reference model. Leave `reference_device` unset, or "
+            "load the model without quantization."
         )
     # From `device_map="auto"`
     if len(getattr(model, "hf_device_map", None) or {}) > 1:
         raise ValueError(
-            f"`reference_device='cpu'` needs a reference model that was loaded whole, got the `device_map` "
+            f"`reference_device='cpu'` needs a reference model on one device, got the `device_map` "
             f"{model.hf_device_map}. Pass `model_init_kwargs={{'device_map': None}}`."
         )
     for name, param in model.named_parameters():
         if type(param) is not nn.Parameter or param.is_meta:
             raise ValueError(
-                f"`reference_device='cpu'` needs plain weights, got {type(param).__name__} on {param.device} for "
-                f"{name}. Leave `reference_device` unset: a reference model that is sharded over ranks is spread "
-                "already."
+                f"`reference_device='cpu'` needs plain weights in memory, got {type(param).__name__} on {param.device} "
+                f"for {name}. Leave `reference_device` unset, for example if an engine shards the reference model."
             )

@@ -1,4 +1,4 @@
-"""One file of the store on disk: written whole or not at all, and checked when it is read."""
+"""The files of the store on disk. A file is written completely or not at all, and checked when it is read."""
 
 import contextlib
 import hashlib
@@ -23,26 +23,26 @@ KEY_BYTES, CHECK_BYTES = 16, 8
 _FORMAT = "trl_ext reference log-probs, version 2"
 _SUFFIX = ".safetensors"
 _UNFINISHED = ".unfinished"
-_ABANDONED_AFTER = 3600.0  # seconds: no write takes so long
+_ABANDONED_AFTER = 3600.0  # seconds; no write takes this long
 _OPEN_FILES = 256  # per process
 
 
 class Segment:
-    """The entries of one file. Keys are in memory; values stay on disk, and are checked each time they are read.
+    """The entries of one file. Keys are in memory. Values stay on disk and are checked at each read.
 
-    Up to `_OPEN_FILES` files stay open, so their entries can be read after they are deleted.
+    Up to `_OPEN_FILES` files stay open, so their entries can be read after the files are deleted.
 
     Args:
-        keys (`bytes`), checks (`bytes`): 16 bytes each, and 8 bytes each, a checksum of key and values.
+        keys (`bytes`), checks (`bytes`): per entry, 16 bytes of key and 8 bytes of checksum of key and values.
         bounds (`ndarray` of shape `(N + 1,)`): entry i is `values[bounds[i]:bounds[i + 1]]`.
-        offset (`int`): of the values in the file, in bytes.
+        offset (`int`): the offset of the values in the file, in bytes.
     """
 
     _open = 0
 
     def __init__(self, path: Path, keys: bytes, checks: bytes, bounds: NDArray[np.int64], offset: int) -> None:
         self.path, self._offset, self._keys, self._checks = path, offset, keys, checks
-        self._bounds: Any = memoryview(bounds.data)  # indexing gives Python integers, faster than numpy's
+        self._bounds: Any = memoryview(bounds.data)  # its elements are Python integers, which are faster than numpy's
         self._damaged = False
         self._file: int | None = None
         if Segment._open < _OPEN_FILES:
@@ -60,7 +60,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Bytes of the file without its header."""
+        """The bytes of the file without its header."""
         return len(self._keys) + len(self._checks) + self._bounds.nbytes + 4 * self._bounds[-1]
 
     @property
@@ -68,7 +68,7 @@ class Segment:
         return np.frombuffer(self._keys, f"V{KEY_BYTES}").tolist()  # type: ignore[no-any-return]
 
     def entry(self, i: int) -> NDArray[np.float32] | None:
-        """The log-probs of entry `i`, or None if its checksum is wrong. Raises `OSError` if the file is gone."""
+        """Return the log-probs of entry `i`, or None if its checksum is wrong. Raises `OSError` if the file is gone."""
         begin, end = self._bounds[i], self._bounds[i + 1]
         raw = self._read(4 * (end - begin), self._offset + 4 * begin)
         key = self._keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
@@ -76,7 +76,7 @@ class Segment:
             return np.frombuffer(raw, np.float32)
         if not self._damaged:
             self._damaged = True
-            ignored(self.path, "values of a sequence are not those that were written")
+            ignored(self.path, "a sequence's values have a wrong checksum")
         return None
 
     def _read(self, count: int, offset: int) -> bytes:
@@ -87,12 +87,12 @@ class Segment:
 
 
 def segment_files(folder: Path) -> list[Path]:
-    """The finished files of `folder`, oldest first."""
+    """Return the finished files of `folder`, oldest first."""
     return sorted(folder / name for name in os.listdir(folder) if name.endswith(_SUFFIX))
 
 
 def write_segment(folder: Path, identity: str, entries: Entries) -> Path:
-    """Write `entries` to a new file of `folder`, with a name of its own, and return its path; see [`write_file`]."""
+    """Write `entries` to a new file in `folder` with a unique name, and return its path; see [`write_file`]."""
     values = [np.ascontiguousarray(x, np.float32) for x in entries.values()]
     checks = b"".join(_check(key, x.data) for key, x in zip(entries, values, strict=True))
     arrays: dict[str, NDArray[Any]] = {
@@ -106,9 +106,9 @@ def write_segment(folder: Path, identity: str, entries: Entries) -> Path:
 
 
 def write_file(path: Path, content: bytes) -> Path:
-    """Write a file and return its path. It gets its name when all of its bytes are on disk.
+    """Write a file and return its path. The file gets its name after all of its bytes are on disk.
 
-    On `OSError`, nothing is left behind.
+    If `OSError` is raised, no file remains.
     """
     unfinished = path.with_name(f"{uuid.uuid4().hex}{_UNFINISHED}")
     try:
@@ -125,16 +125,16 @@ def write_file(path: Path, content: bytes) -> Path:
 
 
 def read_segment(path: Path, identity: str) -> Segment | None:
-    """The file's entries; None, with a warning, if its index is damaged or it is another reference's.
+    """Return the file's entries; None, with a warning, if its index is damaged or it is of another reference.
 
-    Raises `FileNotFoundError` if another process has merged it into a new one.
+    Raises `FileNotFoundError` if another process has merged the file into a new one.
     """
     try:
         metadata, arrays = read_file(path, ("keys", "checks", "bounds"))
         if metadata.get("format") != _FORMAT:
             raise ValueError("it is not a file of a store")
         if metadata.get("digest") != digest_of(identity, arrays):
-            raise ValueError("its checksum does not fit what it holds, for this reference")
+            raise ValueError("its checksum does not match its content for this reference")
         offset = _offset_of_values(path)
     except FileNotFoundError:
         raise
@@ -146,13 +146,13 @@ def read_segment(path: Path, identity: str) -> Segment | None:
 
 
 def read_file(path: Path, names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Metadata and the named arrays of a safetensors file."""
+    """Return the metadata and the arrays `names` of a safetensors file."""
     with safe_open(path, framework="np") as file:
         return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
 
 
 def digest_of(identity: str, arrays: dict[str, NDArray[Any]]) -> str:
-    """SHA-256 of `identity` and the bytes of `arrays`, in order."""
+    """Return the SHA-256 of `identity` and the bytes of `arrays`, in order."""
     digest = hashlib.sha256(identity.encode())
     for array in arrays.values():
         digest.update(np.ascontiguousarray(array).data)
@@ -162,14 +162,14 @@ def digest_of(identity: str, arrays: dict[str, NDArray[Any]]) -> str:
 def remove_abandoned(folder: Path) -> None:
     """Delete the unfinished files of processes that died."""
     for path in folder.glob(f"*{_UNFINISHED}"):
-        with contextlib.suppress(OSError):  # another process was first, or owns it
+        with contextlib.suppress(OSError):  # another process deleted it first, or owns it
             if time.time() - path.stat().st_mtime > _ABANDONED_AFTER:
                 path.unlink()
 
 
 def ignored(path: Path, why: object) -> None:
     """Warn that a file of the store is not used."""
-    logger.warning("Ignored %s in the store of reference log-probs: %s. It can be deleted.", path, why)
+    logger.warning("Ignored %s in the store of reference log-probs: %s. You can delete it.", path, why)
 
 
 def _check(key: bytes, values: Any) -> bytes:
@@ -185,7 +185,7 @@ def _offset_of_values(path: Path) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name durable, if the file system can. Otherwise a power cut may lose the file."""
+    """Make the new name durable, if the file system supports it. Otherwise a power cut may lose the file."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         descriptor = os.open(folder, os.O_RDONLY)
         opened.callback(os.close, descriptor)

@@ -1,4 +1,4 @@
-"""The sequences of a batch: their keys, and the columns of a data set that bring reference log-probs."""
+"""The sequences of a batch and their keys, and data set columns with reference log-probs."""
 
 import hashlib
 import math
@@ -13,13 +13,13 @@ from torch import Tensor
 
 COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
-# The entries of a batch by which the store tells sequences apart: no other model input, such as pixel values
+# The entries of a batch that identify a sequence in the store. Other model inputs, such as pixel values, do not
 NEEDED = ("input_ids", "attention_mask", "completion_mask")
 _OF_PAIRS = {*COLUMNS, "chosen_reward", "rejected_reward"}
 
 _WHAT_TO_DO = (
-    "Fill it with the sum of the reference's log-probs over the completion, or remove both columns to have the "
-    "reference run."
+    "Set it to the sum of the reference's log-probs over the completion, or remove both columns: then the trainer runs "
+    "the reference."
 )
 
 
@@ -29,13 +29,13 @@ class Sequences:
     Args:
         batch (`dict[str, Tensor]`):
             From TRL's collator: `input_ids`, `attention_mask` and `completion_mask` of shape `(2B, S)`.
-        identity (`str`): of the reference, a part of each key.
+        identity (`str`): the identity of the reference, a part of each key.
 
     Attributes:
         keys (`list[bytes]`, *optional*):
-            16 bytes a row, from its token ids and masks up to its last token. `None` if the batch has other model
-            inputs, because then its rows cannot be told apart.
-        lengths (`ndarray`): tokens of each row up to its last one, padding before it included; if there are keys.
+            16 bytes per row, from its token ids and masks up to its last token. `None` if the batch has other model
+            inputs, which the keys would not include.
+        lengths (`ndarray`): columns of each row up to its last token, with padding on the left; if there are keys.
     """
 
     def __init__(self, batch: dict[str, Any], identity: str) -> None:
@@ -47,35 +47,34 @@ class Sequences:
         ids, attended, labelled = (batch[name].cpu().numpy() for name in NEEDED)
         self._labelled = labelled[:, 1:] != 0
         columns = np.arange(1, self.shape[1] + 1)
-        # Only padding on the right is left out: padding on the left shifts the positions
+        # Padding on the left counts, because it shifts the positions
         self.lengths = np.where((attended != 0) | (labelled != 0), columns, 0).max(axis=1, initial=1)
         marks = (attended != 0) + 2 * (labelled != 0)
         self.keys = [_key(identity, ids[row, :length], marks[row, :length]) for row, length in enumerate(self.lengths)]
 
     def labels_in(self, row: int) -> int:
-        """How many positions of the row are scored."""
+        """Return how many positions of the row are scored."""
         return int(self._labelled[row].sum())
 
     def subset(self, rows: list[int]) -> dict[str, Tensor]:
-        """Token ids and masks of these rows alone, as wide as the longest of them."""
+        """Return token ids and masks of these rows, as wide as the longest of them."""
         width = int(self.lengths[rows].max())
         index = torch.as_tensor(rows, device=self.batch["input_ids"].device)
         return {name: self.batch[name][index, :width] for name in NEEDED}
 
     def values_of(self, row: int, log_probs: Tensor) -> NDArray[np.float32]:
-        """The entry of a row: its log-probs, of shape `(S - 1,)` or less, at the labelled positions."""
+        """Return the entry of a row: its `log_probs`, of at most `S - 1` positions, at the labelled positions."""
         values: NDArray[np.float32] = log_probs.float().cpu().numpy()[self._labelled[row, : len(log_probs)]]
         return values
 
     def filled(self, values: dict[int, NDArray[np.float32]], device: torch.device) -> Tensor:
-        """fp32 `(2B, S - 1)`, with each row's values at its labelled positions and 0 elsewhere."""
+        """Return fp32 `(2B, S - 1)`: the values at labelled positions, 0 elsewhere. Every row needs values."""
         rows, width = self.shape
         missing = sorted({*range(rows)} - values.keys())
         if missing:
             raise RuntimeError(
-                f"Rows {missing} of a batch have no reference log-probs: they were not in the store, and no pass has "
-                "scored them. The ranks have not agreed on which rows are missing; `reference_store='off'` trains "
-                "without the store."
+                f"Rows {missing} of a batch have no reference log-probs, because the ranks disagree about which rows "
+                "are missing. Set `reference_store='off'` to train without the store."
             )
         log_probs = np.zeros((rows, width - 1), np.float32)
         for row, entry in values.items():
@@ -91,13 +90,13 @@ def _key(identity: str, ids: NDArray[Any], marks: NDArray[Any]) -> bytes:
 
 
 def have_columns(names: Any, where: str) -> bool:
-    """Whether both columns are among `names`; raises `ValueError` if only one is."""
+    """Whether both columns are in `names`. Raises `ValueError` if only one is."""
     missing = {*COLUMNS} - {*names}
     if len(missing) == 1:
         (there,) = {*COLUMNS} - missing
         raise ValueError(
-            f"{where} has the column `{there}` but not `{missing.pop()}`. Reference log-probs are needed for both: add "
-            "the other column, or remove this one to have the reference run."
+            f"{where} has the column `{there}` but not `{missing.pop()}`. Add the missing column, or remove the other: "
+            "then the trainer runs the reference."
         )
     return not missing
 
@@ -113,11 +112,11 @@ def check_batch(batch: dict[str, Any]) -> None:
     """Raise `ValueError` if a value of a collated batch is not finite."""
     for column in COLUMNS:
         if not torch.isfinite(batch[column]).all():
-            raise ValueError(f"A batch has a value in `{column}` that is not finite: {batch[column]}. {_WHAT_TO_DO}")
+            raise ValueError(f"`{column}` must have finite numbers, got {batch[column]} in a batch. {_WHAT_TO_DO}")
 
 
 class CheckedCollator:
-    """The trainer's data collator, which first checks the columns of rows that come one by one."""
+    """The trainer's data collator, which first checks the columns in the rows of a streaming data set."""
 
     def __init__(self, collator: Any) -> None:
         self.collator = collator
@@ -133,4 +132,4 @@ def _check(value: Any, where: str, column: str) -> None:
     with suppress(TypeError):
         if math.isfinite(value):
             return
-    raise ValueError(f"`{column}` of {where} is {value!r}, which is not a finite number. {_WHAT_TO_DO}")
+    raise ValueError(f"`{column}` must be a finite number, got {value!r} in {where}. {_WHAT_TO_DO}")

@@ -1,4 +1,4 @@
-"""The store of per-token reference log-probs, one entry per sequence: in memory, or on disk for later runs."""
+"""The store of per-token reference log-probs, with one entry per sequence, in memory or on disk."""
 
 import logging
 import math
@@ -16,22 +16,22 @@ from .sequences import Sequences
 
 logger = logging.getLogger("trl_ext")
 
-# Files of about the same size that are merged, and the bytes of the result: an entry is written log n times at most
+# How many files of about the same size are merged, and the limit of the result. An entry is written log n times
 _MERGED, _LARGEST = 8, 128 * 2**20
 
 
 class MemoryStore:
-    """Entries that last as long as the process."""
+    """Entries in memory, which are lost when the process ends."""
 
     def __init__(self) -> None:
         self._held: Entries = {}
 
     def get(self, key: bytes) -> NDArray[np.float32] | None:
-        """The log-probs at the labelled positions of the sequence with this key, or None."""
+        """Return the log-probs at the labelled positions of the sequence with this key, or None."""
         return self._held.get(key)
 
     def find(self, sequences: Sequences) -> dict[int, NDArray[np.float32]]:
-        """The log-probs of those rows of a batch that are stored."""
+        """Return the log-probs of the rows of a batch that are stored."""
         found = {}
         for row, key in enumerate(sequences.keys or []):
             values = self.get(key)
@@ -40,31 +40,31 @@ class MemoryStore:
         return found
 
     def add(self, entries: Entries) -> None:
-        """Keep `entries`; a key that is stored already keeps its value."""
+        """Store `entries`. A key that is already stored keeps its value."""
         for key, values in entries.items():
             if self.get(key) is None:
                 self._held[key] = values
 
     def take(self, other: "MemoryStore") -> None:
-        """Keep what `other` holds in memory."""
+        """Store the entries that `other` has in memory."""
         self.add(other._held)
 
     def flush(self) -> None:
-        """Write what was added to disk, if there is one."""
+        """Write new entries to disk, if the store is on disk."""
 
 
 class DiskStore(MemoryStore):
-    """Entries in the files of a folder, which several processes and runs may fill at once.
+    """Entries in the files of a folder, to which several processes and runs may write at once.
 
-    An entry is in memory until it is on disk: this process writes it or, without `writes`, finds it in another rank's
-    file. If the disk is full or read-only, later runs lack the entries, but this run does not.
+    An entry stays in memory until it is on disk: written by this process or, without `writes`, by another rank. If the
+    disk is full or read-only, this run keeps its entries in memory, and later runs do not find them.
 
     Args:
-        folder (`Path`): of this reference alone; made if missing.
-        identity (`str`): of the reference; files of another are ignored.
+        folder (`Path`): the folder of this reference; created if missing.
+        identity (`str`): the identity of the reference. Files of other references are ignored.
         writes (`bool`): whether this process writes. One of the ranks that share a file system is enough.
-        canary (`Canary`, *optional*): written before any entries, if the folder has none.
-        flush_bytes (`int`), flush_seconds (`float`): flush after so many added bytes, or after so long.
+        canary (`Canary`, *optional*): written before any entries, if the folder has no canary.
+        flush_bytes (`int`), flush_seconds (`float`): flush after so many new bytes, or after so many seconds.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DiskStore(MemoryStore):
         self._flush_bytes, self._flush_seconds = flush_bytes, flush_seconds
         self._bytes, self._flushed_at = 0, time.monotonic()
         self._seen: set[str] = set()
-        # The entries of all files are numbered on: `_places` has the number of a key, `_starts` of a file's first
+        # Entries are numbered across files: `_places` has the number of a key, `_starts` of a file's first entry
         self._files: list[Segment | None] = []
         self._starts: list[int] = []
         self._entries = 0
@@ -130,13 +130,13 @@ class DiskStore(MemoryStore):
         self._bytes, self._flushed_at = 0, time.monotonic()
 
     def _scan_folder(self) -> None:
-        """Open files that are new, also those of other ranks and runs, and forget those that are gone."""
+        """Open new files, including those of other ranks and runs, and forget deleted ones."""
         try:
             files = segment_files(self.folder)
         except OSError:
             return
         there = {path.name for path in files}
-        merged = False  # since the folder was listed
+        merged = False  # whether another process merged a file after the folder was listed
         for path in files:
             if path.name in self._seen:
                 continue
@@ -146,7 +146,7 @@ class DiskStore(MemoryStore):
             except FileNotFoundError:
                 merged, segment = True, None
             if segment is not None:
-                # Newer files come later: they replace damaged entries
+                # Newer files come later and replace damaged entries
                 self._places.update(zip(segment.keys, range(self._entries, self._entries + len(segment)), strict=False))
                 self._files.append(segment)
                 self._starts.append(self._entries)
@@ -159,12 +159,12 @@ class DiskStore(MemoryStore):
             self._scan_folder()
 
     def _reads(self, number: int, segment: Segment) -> bool:
-        """Whether this file is the place of an entry."""
+        """Whether an entry is read from this file."""
         first = self._starts[number]
         return any(first <= self._places.get(key, -1) < first + len(segment) for key in segment.keys)
 
     def _merge(self) -> None:
-        """Make one file of several small ones, which are deleted only once it is on disk."""
+        """Merge several small files into one. They are deleted after the new file is on disk."""
         while self._merges and (segments := _to_merge([x for x in self._files if x is not None])):
             try:
                 entries: Entries = {}
@@ -175,9 +175,9 @@ class DiskStore(MemoryStore):
                 for segment in segments:
                     segment.path.unlink(missing_ok=True)
             except FileNotFoundError:
-                return self._scan_folder()  # another process was first
+                return self._scan_folder()  # another process merged first
             except OSError:
-                self._merges = False  # a full disk, or files of another user: they serve unmerged
+                self._merges = False  # a full disk, or files of another user: they stay unmerged
                 return self._scan_folder()
             self._files = [None if segment in segments else segment for segment in self._files]
             self._scan_folder()
@@ -185,15 +185,15 @@ class DiskStore(MemoryStore):
     def _stop_writing(self, error: OSError) -> None:
         self._writes = self._merges = False
         logger.warning(
-            "Reference log-probs cannot be written to %s (%s), so they are kept in memory and later runs will not find "
-            "them. `reference_store_dir` names another folder.",
+            "Cannot write reference log-probs to %s (%s). They stay in memory, and later runs will not find them. Set "
+            "`reference_store_dir` to use another folder.",
             self.folder,
             error,
         )
 
 
 def _to_merge(segments: list[Segment]) -> list[Segment]:
-    """The oldest files of about the same size, if there are enough of them."""
+    """Return the oldest files of about the same size, if there are enough of them."""
     tiers: dict[int, list[Segment]] = {}
     for segment in segments:
         tiers.setdefault(int(math.log(segment.size, _MERGED)), []).append(segment)

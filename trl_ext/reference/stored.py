@@ -1,4 +1,4 @@
-"""Reference log-probs of a batch: from the store, and from one reference pass for the rows that it lacks."""
+"""Reference log-probs of a batch, from the store and from one reference pass for the rows that it lacks."""
 
 import logging
 import random
@@ -18,7 +18,7 @@ from .store import DiskStore, MemoryStore
 
 logger = logging.getLogger("trl_ext")
 
-_MOST_FOLDERS = 8  # checked, the newest first
+_MOST_FOLDERS = 8  # the newest ones are checked
 
 # A batch of shape `(rows, width)` -> log-probs of shape `(rows, width - 1)`, 0 without a label
 ReferencePass = Callable[[dict[str, Any]], Tensor]
@@ -26,25 +26,25 @@ ReferencePass = Callable[[dict[str, Any]], Tensor]
 
 @dataclass(frozen=True)
 class Variants:
-    """The folders of one reference.
+    """The folders on disk of one reference.
 
-    Its identity does not show every change of a model in memory, so a run uses a folder only if its reference gives the
-    log-probs of the folder's canary.
+    The identity does not include every change of a model in memory, so a run uses a folder only if its reference
+    reproduces the log-probs of the folder's canary.
     """
 
-    root: Path  # of all references' folders
+    root: Path  # has the folders of all references
     identity: str
-    open: Callable[[str, Canary], DiskStore]  # folder name, canary -> its store; every rank calls it
+    open: Callable[[str, Canary], DiskStore]  # opens a store by folder name and canary; every rank calls it
     tolerance: Tolerance
-    padded: Callable[[], AbstractContextManager[None]]  # within, the reference runs on padded batches
+    padded: Callable[[], AbstractContextManager[None]]  # returns a context in which batches stay padded
     is_main: bool  # the first rank, which decides for all
 
     def known(self) -> list[tuple[str, Canary]]:
-        """Name and canary of each folder of the reference, on the first rank."""
+        """Return name and canary of each folder of the reference, on the first rank; an empty list on the others."""
         if not self.is_main:
             return []
         written: list[tuple[float, Path]] = []
-        with suppress(OSError):  # a folder that cannot be read
+        with suppress(OSError):  # the folder cannot be read
             for path in self.root.glob(f"{self.identity}-*/{FILE}"):
                 with suppress(OSError):  # deleted since
                     written.append((path.stat().st_mtime, path.parent))
@@ -54,30 +54,29 @@ class Variants:
 
 
 class BatchLogProbs(NamedTuple):
-    """Reference log-probs of one batch, and what they cost. Tokens are of all ranks, padding included."""
+    """Reference log-probs of one batch, and their cost. Token counts are of all ranks and include padding."""
 
-    log_probs: Tensor  # fp32 `(2B, S - 1)`; 0 where a position is not labelled or not wanted
-    passes: int  # that ran, checks of a canary included; the same on every rank
-    tokens: int  # of these passes
+    log_probs: Tensor  # fp32 `(2B, S - 1)`; 0 without a label, and if not `wanted`
+    passes: int  # passes that ran, including canary checks; the same on every rank
+    tokens: int  # tokens of these passes
     tokens_of_batch: int
 
 
 class StoredReference:
-    """One store, which batches fill.
+    """Returns reference log-probs from a store, and adds those that are missing.
 
-    Rows change rank from epoch to epoch, so every rank keeps every entry. A sharded model's pass needs all ranks, so if
-    any rank lacks a row, each runs one pass. One exchange of four integers a batch settles that.
+    Rows change rank between epochs, so every rank keeps every entry. A pass of a sharded model needs all ranks, so if
+    any rank lacks a row, every rank runs one pass. The ranks exchange four integers per batch to decide that.
 
     Args:
-        store (`MemoryStore`): keeps entries; with `variants`, until one of these is open.
-        identity (`str`): of the reference, a part of each key.
-        gather_counts (`Callable`), gather (`Callable`): a list of integers, an object -> those of all ranks.
+        store (`MemoryStore`): the store; with `variants`, until a store on disk is open.
+        identity (`str`): the identity of the reference, a part of each key.
+        gather_counts (`Callable`), gather (`Callable`): return a list of integers, or an object, of all ranks.
         agreed (`Callable`):
-            An object of this rank -> that of the first of the ranks that get the same batch, whose passes must have the
-            same rows.
+            Returns the object of the first rank that has the same batch: passes of such ranks need the same rows.
         variants (`Variants`, *optional*):
-            The stores on disk. The first batch decides among them: the one whose canary the reference agrees with, as
-            the first rank finds, or a new one.
+            The stores on disk. At the first batch, the first rank chooses the store whose canary the reference
+            reproduces, or a new one.
     """
 
     canary: Canary | None = None  # of the open store on disk
@@ -96,9 +95,9 @@ class StoredReference:
         self._variants, self._searched = variants, False
 
     def __call__(self, batch: dict[str, Any], reference_pass: ReferencePass, wanted: bool = True) -> BatchLogProbs:
-        """Reference log-probs of `batch`, see [`Sequences`]. Every rank calls it, each with its own batch.
+        """Return the reference log-probs of `batch`, see [`Sequences`]. Every rank calls it with its own batch.
 
-        `wanted`: whether this rank needs them; another may.
+        `wanted`: whether this rank needs the log-probs; without, it only takes part in passes for other ranks.
         """
         sequences = Sequences(batch, self.identity)
         rows, width = sequences.shape
@@ -133,7 +132,7 @@ class StoredReference:
     def difference(
         self, reference_pass: ReferencePass, device: torch.device, canary: Canary | None = None
     ) -> str | None:
-        """How the reference differs from `canary`, by default the open store's, or None. Every rank calls it."""
+        """Describe how the reference differs from `canary` (or the open store's), or None. Every rank calls it."""
         canary = canary or self.canary
         if canary is None or self._variants is None:
             return None
@@ -142,7 +141,7 @@ class StoredReference:
         return self._of_first(canary.difference(log_probs, self._variants.tolerance))
 
     def _search(self, sequences: Sequences, reference_pass: ReferencePass, wanted: bool) -> list[int]:
-        """Open this reference's store before any value is read; returns the tokens of each pass that this took."""
+        """Open this reference's store on disk, if there is one. Return the tokens of each pass that this took."""
         if self._variants is None or self._searched:
             return []
         if not any(count[0] for count in self._gather_counts([int(wanted and sequences.keys is not None)])):
@@ -158,17 +157,17 @@ class StoredReference:
             differences.append(difference)
         if differences and self._variants.is_main:
             logger.warning(
-                "Stored reference log-probs are not used, because the reference gives others now: of a few that were "
-                "computed again, %s. Its weights, configuration and code are those of the run that stored them, so it "
-                "was changed in memory, or a library or the device computes differently. Every sequence is scored "
-                "again, and stored apart.",
+                "Stored reference log-probs are not used, because the reference now computes other values: of a few "
+                "tokens, %s. Weights, configuration and code are those of the run that stored them, so the model was "
+                "changed in memory, or a library or the device computes differently. The reference scores every "
+                "sequence again and uses a new folder.",
                 differences[0],
             )
         return tokens
 
     def _add(self, sequences: Sequences, fresh: dict[int, Any]) -> None:
-        """Keep what a pass gave. Open a new store on disk if none was found and a row can be its canary."""
-        # One pass that overflows does not mean that every pass would
+        """Store the results of a pass. Open a new store on disk if none was found and a row can be its canary."""
+        # Not finite values are not stored: another pass may not overflow
         finite = {row: values for row, values in fresh.items() if np.isfinite(values).all()}
         keys = sequences.keys or []
         for entries in self._gather({keys[row]: values for row, values in finite.items()}):
@@ -188,7 +187,7 @@ class StoredReference:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Within, random draws do not change those of training."""
+    """Restore the random state on exit, so that draws within do not change training."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

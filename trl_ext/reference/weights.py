@@ -1,4 +1,4 @@
-"""The identity of a reference: equal in two runs exactly where its log-probs of a sequence are the same."""
+"""The identity of a reference, which is equal in two runs if the reference has the same log-probs in both."""
 
 import enum
 import hashlib
@@ -24,11 +24,11 @@ from .segments import write_file
 _WORKERS = 4
 _VERSIONS = ("torch", "transformers", "peft")
 
-# Where the model came from, and what only generation reads. All else may matter, so it counts.
+# The origin of the model, and settings that only generation reads. All other settings may change logits
 _NOT_IN_LOGITS = {"_name_or_path", "transformers_version", "use_cache"}
 _NOT_IN_ADAPTER = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
 
-# The names under which PEFT's wrappers hold the module that they wrap
+# The names that PEFT's wrappers give to the module that they wrap
 _OF_WRAPPERS = {"base_layer", "original_module", "token_adapter"}
 
 Gathered = Callable[[Tensor], AbstractContextManager[Any]]
@@ -40,15 +40,15 @@ class ReferenceWeights:
     Args:
         model (`PreTrainedModel` or `PeftModel`): before it is sharded.
         adapters (`tuple[str, ...]`):
-            The adapters of a `PeftModel` that are on in the reference pass, in PEFT's order; empty if all are off.
+            The adapters of a `PeftModel` that are on in the reference pass, in PEFT's order. Empty if all are off.
     """
 
     def __init__(self, model: nn.Module, adapters: tuple[str, ...] = ()) -> None:
         self.model: Any = model
         self.adapters = adapters
         self.base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        # Below a wrapper of a `PeftModel` only this child belongs to the base model. An adapter that transformers put
-        # into a plain model is part of that model.
+        # In a wrapper of a `PeftModel`, only this child belongs to the base model. In a plain model, an adapter of
+        # transformers belongs to the model.
         self._wrappers = {
             name: child
             for name, module in self.base.named_modules()
@@ -57,7 +57,7 @@ class ReferenceWeights:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The settings of model and adapter that can change a logit."""
+        """The settings of model and adapters that can change a logit."""
         chosen = {
             "attention": getattr(self.base.config, "_attn_implementation", None),
             "experts": getattr(self.base.config, "_experts_implementation", None),
@@ -69,7 +69,7 @@ class ReferenceWeights:
         if layers and not isinstance(self.model, PeftModel):
             on = tuple(self.model.peft_config)
             chosen["layers"] = [(x.active_adapters, x.disable_adapters, x.merged_adapters) for x in layers]
-        # In order: PEFT runs the first adapter's copy of a module in `modules_to_save`
+        # In order, because PEFT runs the first adapter's copy of a module in `modules_to_save`
         chosen["adapters"] = [(name, adapter_settings(self.model.peft_config[name].to_dict())) for name in on]
         # A layer's scaling may differ from the configuration's
         scalings = [x.scaling for x in layers if isinstance(getattr(x, "scaling", None), dict)]
@@ -77,28 +77,28 @@ class ReferenceWeights:
         return {"model": _without_origin(self.base.config.to_dict()), **chosen}
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name and parameter of each tensor that training will change."""
+        """Yield name and parameter of each tensor that training changes."""
         return ((name, p) for name, p in self.base.named_parameters() if p.requires_grad and self._reads(name))
 
     def shares_with(self, policy: nn.Module, trained: bool = True) -> str | None:
-        """Name of a tensor in the memory of a parameter of `policy`, or None; with `trained`, of a trained one."""
+        """Return the name of a tensor that shares memory with a parameter of `policy` (a trained one, if `trained`)."""
         theirs = {place for p in policy.parameters() if p.requires_grad or not trained for place in _places(p)}
         return next((name for name, p in self.base.named_parameters() if not theirs.isdisjoint(_places(p))), None)
 
     def uncacheable_reason(self) -> str | None:
-        """Why this reference cannot be told from another one, or None."""
+        """Return why this reference cannot be identified, or None."""
         away = next((name for name, tensor in self._tensors() if tensor.is_meta), None)
         if away:
             return f"its weights are not all in memory (`{away}` is on the meta device), so they have no hash"
         hidden = without_source(self.base)
-        return f"the source file of `{hidden}`, which computes it, cannot be read" if hidden else None
+        return f"the source file of the class `{hidden}` cannot be read" if hidden else None
 
     @property
     def dtypes(self) -> set[torch.dtype]:
         return {param.dtype for name, param in self.base.named_parameters() if self._reads(name)}
 
     def rope_of_batch(self) -> str | None:
-        """The `rope_type`, if positions depend on the longest sequence of a batch, else None."""
+        """Return the `rope_type` if positions depend on the longest sequence of a batch, otherwise None."""
         config = self.base.config.get_text_config()
         for name in ("rope_parameters", "rope_scaling"):
             given = vars(config).get(name) or {}
@@ -109,20 +109,20 @@ class ReferenceWeights:
         return None
 
     def dropout(self, in_training: bool = True) -> str | None:
-        """Name of a module whose dropout is on, or None; without `in_training`, in the module's current mode."""
+        """Return the name of a module with dropout (if not `in_training`: in its current mode), or None."""
         on = ((name, x) for name, x in self.base.named_modules() if self._reads(name) and (in_training or x.training))
         return next((name for name, module in on if draws_at_random(module)), None)
 
     def hash(self, gathered: Gathered, here: bool = True) -> str:
-        """Hash of all saved tensors, which depends neither on how they are sharded nor on adapters that are off.
+        """Return a hash of all saved tensors that does not depend on sharding or on adapters that are off.
 
-        Every rank must call it if tensors are sharded. Within `gathered(parameter)`, a parameter that ZeRO-3 has
-        partitioned is whole. Without `here`, this rank only takes part in gathering.
+        If tensors are sharded, every rank must call it. `gathered(parameter)` gathers a parameter that ZeRO-3
+        partitions. Without `here`, this rank only takes part in gathering.
         """
         return _hash(list(self._tensors()), gathered, here)
 
     def in_memory(self, gathered: Gathered, here: bool = True) -> dict[str, str]:
-        """Hashes of what neither checkpoints nor configurations have: buffers, and modules as by [`state_of`]."""
+        """Return hashes of state that is in no checkpoint or configuration: buffers, and [`state_of`] each module."""
         named = self.base.named_modules() if here else ()
         states = {
             _without_wrappers(name): state_of(module)
@@ -133,7 +133,7 @@ class ReferenceWeights:
 
     def _tensors(self, saved: bool = True) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in [("", self.base), *(("prompt_encoder.", encoder) for encoder in self._encoders())]:
-            # keep_vars: ZeRO-3's marks are on the parameter itself
+            # `keep_vars`, because ZeRO-3's attributes are on the parameter
             tensors = part.state_dict(keep_vars=True)
             if not saved:
                 buffers = part.named_buffers(remove_duplicate=False)
@@ -143,13 +143,13 @@ class ReferenceWeights:
                     yield prefix + _without_wrappers(name), value
 
     def parameters_of_adapters(self) -> Iterator[nn.Parameter]:
-        """Each parameter of the adapters that are on, trained or frozen."""
+        """Yield each parameter of the adapters that are on, trained or frozen."""
         yield from (p for name, p in self.base.named_parameters() if self._beside_base(name) and self._reads(name))
         for encoder in self._encoders():
             yield from encoder.parameters()
 
     def _encoders(self) -> Iterator[nn.Module]:
-        """The prompt encoders of adapters that are virtual tokens."""
+        """Yield the prompt encoders of adapters with virtual tokens."""
         encoders = getattr(self.model, "prompt_encoder", {})
         return (encoders[name] for name in self.adapters if name in encoders)
 
@@ -159,7 +159,7 @@ class ReferenceWeights:
         return not beside or not beside.isdisjoint(self.adapters)
 
     def _beside_base(self, name: str) -> set[str]:
-        """The segments of a name below a wrapper's base model child, if it is not part of that child."""
+        """Return the segments of a name below a wrapper, if it is not part of the wrapper's base model child."""
         segments = name.split(".")
         for i in range(len(segments)):
             child = self._wrappers.get(".".join(segments[:i]))
@@ -173,21 +173,21 @@ def _without_wrappers(name: str) -> str:
 
 
 def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration and those in it, without `_NOT_IN_LOGITS`."""
+    """Return the configuration, and nested ones, without `_NOT_IN_LOGITS`."""
     kept = ((key, value) for key, value in config.items() if key not in _NOT_IN_LOGITS)
     return {key: _without_origin(value) if isinstance(value, dict) else value for key, value in kept}
 
 
 def _places(param: Tensor) -> set[tuple[str, int]]:
-    """Object and memory of a parameter: shared memory shows that two parameters are one."""
+    """Return the object and the memory of a parameter. Two parameters that share one of them are one."""
     places = {("object", id(param))}
-    with suppress(RuntimeError, NotImplementedError):  # a tensor of several others has no memory of its own
+    with suppress(RuntimeError, NotImplementedError):  # a tensor made of several others has no storage
         places.add(("memory", param.untyped_storage().data_ptr()))
     return places - {("memory", 0)}
 
 
 def adapter_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of an adapter without its origin."""
+    """Return the configuration of an adapter without its origin."""
     return {key: value for key, value in config.items() if key not in _NOT_IN_ADAPTER}
 
 
@@ -198,7 +198,7 @@ def _base_child(module: nn.Module) -> str | None:
 
 
 def _hash(named: list[tuple[str, Tensor]], gathered: Gathered, here: bool) -> str:
-    """Hash of tensors and their names, in any order."""
+    """Return a hash of tensors and their names that does not depend on their order."""
     with ThreadPoolExecutor(_WORKERS) as pool:
         digests: dict[int, str | Future[str]] = {}
         for _, tensor in named:
@@ -218,17 +218,17 @@ def _hash(named: list[tuple[str, Tensor]], gathered: Gathered, here: bool) -> st
 
 
 def _digest(tensor: Tensor) -> str:
-    """Hash of dtype, shape and bytes."""
+    """Return a hash of dtype, shape and bytes."""
     tensor = tensor.detach()
-    # SHA-256 is the fastest on processors with instructions for it
+    # SHA-256 is the fastest hash on processors with instructions for it
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if hasattr(tensor, "__tensor_flatten__"):  # torchao: a tensor made of several
         inner, context = tensor.__tensor_flatten__()
         digest.update("".join([repr(context), *(_digest(getattr(tensor, name)) for name in inner)]).encode())
     elif tensor.is_meta:
         raise ValueError(
-            "The reference's weights are not there yet (a tensor on the meta device), so it cannot be told from "
-            'another one. Load the model before building the trainer, or set `reference_store="memory"`.'
+            "The reference has a tensor on the meta device, so the store cannot identify it. Load the model's weights "
+            'before you build the trainer, or set `reference_store="memory"`.'
         )
     else:
         # As bytes, because numpy lacks some dtypes
@@ -239,9 +239,9 @@ def _digest(tensor: Tensor) -> str:
 def identity_facts(
     weights_hash: str, config: dict[str, Any], in_memory: dict[str, str], **computed_with: Any
 ) -> dict[str, Any]:
-    """What determines the reference's log-probs of a sequence, as far as it can be listed.
+    """Return the known facts that determine the reference's log-probs of a sequence.
 
-    The first three come from `ReferenceWeights`; `computed_with` is head, mixed precision, device type, kernels.
+    The first three arguments come from `ReferenceWeights`. `computed_with` has head, mixed precision, device, kernels.
     """
     versions = {**{name: version(name) for name in _VERSIONS}, "trl_ext": __version__}
     of_weights = {"weights": weights_hash, "config": config, "in_memory": in_memory}
@@ -249,19 +249,19 @@ def identity_facts(
 
 
 def identity_of(facts: dict[str, Any]) -> str:
-    """32 hexadecimal digits that name the reference."""
+    """Return 32 hexadecimal digits that identify the reference."""
     return hashlib.blake2b(_as_json(facts).encode(), digest_size=16).hexdigest()
 
 
 def write_about(folder: Path, facts: dict[str, Any]) -> None:
-    """Write `about.json`, which tells people what reference the folder belongs to. No program reads it."""
+    """Write `about.json`, which describes the folder's reference to people. No program reads it."""
     with suppress(OSError):
         if not (folder / "about.json").exists():
             write_file(folder / "about.json", _as_json(facts).encode())
 
 
 def _as_json(facts: dict[str, Any]) -> str:
-    """The same text for equal facts in any order."""
+    """Return the same text for equal facts in any order."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, (set, frozenset)):

@@ -1,1 +1,1 @@
-"""The model's scoring forward: batch in, per-token log-probs out."""
+"""The scoring forward of a model: it takes a batch and returns per-token log-probs."""

@@ -1,4 +1,4 @@
-"""Checks of a model before its first step: the head, the head's adapters, and the token ids."""
+"""Checks before the first step: the LM head, its adapters, and the token ids."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,27 +25,27 @@ from .weight_layout import WHOLE_HERE, WeightLayout
 _SELF_TEST_TOKENS, _HIDDEN, _CLASSES = 64, 128, 1000
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
-# Tokens that are compared
+# Tokens to compare
 _TOKENS = 8
-# Tolerance of values, in units of max(1, largest logit / 32); the head is exact to 1e-5 of that
+# Tolerance of values, in units of max(1, largest logit / 32). The head is exact to 1e-5 of this unit
 _VALUES = 1e-3
-# Tolerance of a gradient, relative to its norm; half-precision products are good to 2e-3
+# Tolerance of a gradient, relative to its norm. Half-precision products are exact to 2e-3
 _GRADIENT = 2e-2
-# Relative to the gradient at p = 0: where every 1 - p is below this, float64's own 1 - p has lost its digits. A
-# softcap's slope 1 - tanh^2 is good to 1e-7 in fp32, however small it is where the cap saturates.
+# Relative to the gradient at p = 0: if every 1 - p is below this, 1 - p has no correct digits in float64 either. A
+# softcap's slope 1 - tanh^2 has an absolute error of 1e-7 in fp32, however small the slope is
 _NEGLIGIBLE, _NEGLIGIBLE_CAPPED = 1e-10, 1e-5
-# Tolerance of an adapter, relative to a norm: PEFT's module rounds its logits and gradients to its compute dtype
+# Tolerance of an adapter, relative to a norm. PEFT's module rounds its logits and gradients to its compute dtype
 _ADAPTER = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
 def self_test(device: torch.device) -> tuple[str, ...]:
-    """Compare the tiled head with its definition on made-up numbers on `device`.
+    """Compare the tiled head with its definition on `device`, with random numbers.
 
     Returns:
         `tuple[str, ...]`: descriptions of the cases, which all agree.
 
     Raises:
-        `RuntimeError`: a case disagrees. Errors of the device itself are passed on.
+        `RuntimeError`: the two differ in a case. Errors of the device are not caught.
     """
     described = []
     generator = torch.Generator("cpu").manual_seed(0)
@@ -71,20 +71,20 @@ def check_head(
     entropy_requires_grad: bool,
     kernels: str | None = None,
 ) -> bool:
-    """Compare the tiled head, values and gradients, with its definition in float64 on at most 8 tokens of the batch.
+    """Compare values and gradients of the tiled head with its definition in float64, on up to 8 tokens of the batch.
 
-    The tokens are spread over the batch, and the head takes them in up to three tiles each way. Weight and bias get a
-    gradient here where they do in training. Where the weight is sharded, the 8 tokens are those of all ranks, and
-    every rank calls this, also one without a token.
+    The tokens are spread over the batch and split into up to three tiles of tokens and three of columns. Weight and
+    bias get a gradient if they get one in training. With a sharded weight, the 8 tokens come from all ranks, and every
+    rank calls this function, even one without a token.
 
     Returns:
         `bool`: whether there was a token to check.
 
     Raises:
-        `RuntimeError`: the two disagree.
+        `RuntimeError`: the two differ.
     """
     if hidden_NH.device.type == "mps":
-        return True  # it has no float64 to define the head in
+        return True  # MPS has no float64 for the definition
     comparison = _Comparison(rows, transform, outputs, entropy_requires_grad)
     if not comparison.sample(hidden_NH, targets_N):
         return False
@@ -97,19 +97,19 @@ def check_head(
             continue
         difference = (found[name].double() - value.double()).abs()
         if name in sizes:
-            # fp16 cannot represent smaller gradients, whatever the head
+            # fp16 cannot represent smaller gradients
             finest = torch.finfo(found[name].dtype)
             lost = finest.smallest_normal * finest.eps * sqrt(value.numel())
             negligible = _NEGLIGIBLE if transform.softcap is None else _NEGLIGIBLE_CAPPED
             off = difference.norm() / (_GRADIENT * value.double().norm() + negligible * sizes[name] + lost)
         else:
             off = difference.amax() / (_VALUES * (largest_logit / 32).clamp(min=1))
-        # Where the model itself gives NaN, the head is not at fault
+        # If the definition gives NaN too, the head is not wrong
         if value.isfinite().all() and not off <= 1:
             raise RuntimeError(
-                f"The tiled head disagrees with the dense definition on the first batch: {name}, largest difference "
-                f"{difference.max():.3g}, {off:.3g} times what is allowed. Training would be wrong. "
-                'Set `head="dense"` in the config to go on without the tiled head, and report this with the model\'s '
+                f"The tiled LM head differs from its definition on the first batch: {name}, largest difference "
+                f"{difference.max():.3g}, {off:.3g} times the tolerance. Training would be wrong. "
+                'Set `head="dense"` in the config to train without the tiled head, and report this with the model\'s '
                 "name and the output of `trl env`."
             )
     return True
@@ -117,13 +117,13 @@ def check_head(
 
 @contextmanager
 def _own_graph() -> Iterator[None]:
-    """Record gradients, without the caller's hooks on saved tensors: activation offloading is for the model's graph."""
+    """Record gradients without the caller's hooks on saved tensors, such as those of activation offloading."""
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         yield
 
 
 class _Comparison:
-    """The tiled head and its definition on n tokens of this rank, of M tokens that all ranks score together."""
+    """The tiled head and its definition, on n of the M tokens that all ranks score together."""
 
     def __init__(
         self, rows: WeightLayout, transform: LogitTransform, outputs: tuple[str, ...], entropy_requires_grad: bool
@@ -132,7 +132,7 @@ class _Comparison:
         self.entropy_requires_grad = entropy_requires_grad
 
     def sample(self, hidden_NH: Tensor, targets_N: Tensor) -> bool:
-        """Choose the tokens; whether any rank has one."""
+        """Choose the tokens, and return whether any rank has one."""
         N, sharded = len(targets_N), self.rows.sharded
         self.exchange = Exchange()
         n = tokens = min(N, _TOKENS)
@@ -151,9 +151,9 @@ class _Comparison:
         (self.part,) = self.exchange.parts(n, hidden_NH.device)
         real_M = self.part.gathered(torch.ones(n, device=hidden_NH.device))
         upstream_M = torch.linspace(1, 2, len(real_M), device=real_M.device)
-        # Of log-probs, entropy and mean log-probs
+        # For log-probs, entropy and mean log-probs
         self.upstreams_M = upstream_M * real_M, upstream_M.flip(0) * real_M, -upstream_M * real_M
-        # Rows of this rank's weight whose gradients are compared: the targets' and a few others
+        # Rows of this rank's weight whose gradients are compared: those of the targets and a few others
         local = self.part.gathered(self.targets_n) - (0 if sharded is None else sharded.blocks[0][0])
         count = len(self.rows.weight)
         others = torch.linspace(0, max(count - 1, 0), min(32, count), device=local.device).long()
@@ -161,7 +161,7 @@ class _Comparison:
         return True
 
     def tiled(self, kernels: str | None) -> dict[str, Tensor]:
-        """Values and gradients by the head that trains."""
+        """Return values and gradients of the tiled head."""
         hidden, rows, trained = self._leaves(self.hidden_nH)
         shard = rows.shard or VocabularyShard()
         scored = run_head(
@@ -180,7 +180,7 @@ class _Comparison:
         return self._compared(scored, _gradients(loss, trained))
 
     def dense(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Values and gradients in float64 from the logits over the whole vocabulary, and the largest logit."""
+        """Return values and gradients in float64 from the logits of the whole vocabulary, and the largest logit."""
         part, sharded = self.part, self.rows.sharded
         hidden, rows, trained = self._leaves(part.gathered(self.hidden_nH))
         blocks = [rows.weight]
@@ -200,7 +200,7 @@ class _Comparison:
         return self._compared(LinearLogProbs(*part.own(*scored)), gradients), logits_MV.detach().abs().max()
 
     def gradient_sizes(self) -> dict[str, Tensor]:
-        """The most that each gradient would be at p = 0."""
+        """Return an upper bound of each gradient's size at p = 0."""
         slope = abs(self.transform.logit_scale) / self.transform.temperature
         hidden_size = self.hidden_nH.double().norm() * slope
         sizes = {
@@ -214,7 +214,7 @@ class _Comparison:
         return {f"gradient of the {name}": size for name, size in sizes.items()}
 
     def _leaves(self, hidden: Tensor) -> tuple[Tensor, WeightLayout, dict[str, Tensor]]:
-        """Hidden states and weights as leaves of a graph, and by their names those that get a gradient."""
+        """Return hidden states and weights as leaves of a new graph, and those with a gradient by name."""
         rows, hidden = self.rows, hidden.detach().requires_grad_()
         weight = rows.weight.detach().requires_grad_(rows.trained[0])
         bias = None if rows.bias is None else rows.bias.detach().requires_grad_(rows.trained[1])
@@ -228,7 +228,7 @@ class _Comparison:
         return torch.stack([(x * upstream).sum() for x, upstream in differentiable if x is not None]).sum()
 
     def _compared(self, scored: LinearLogProbs, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Not `is_top1`: which of several equal logits comes first may depend on the last bit."""
+        """Return what to compare. `is_top1` is excluded, because rounding decides between equal logits."""
         values = {name: x.detach() for name, x in scored._asdict().items() if x is not None and name != "is_top1"}
         rows = self.seen_rows
         return values | {
@@ -239,7 +239,7 @@ class _Comparison:
 def _logits(
     hidden: Tensor, rows: WeightLayout, transform: LogitTransform, accumulate: torch.dtype, weight: Tensor
 ) -> Tensor:
-    """By definition, for the rows `weight` of the layout, from operands as the head multiplies them."""
+    """Return logits by definition, for the rows `weight` of the layout, from the operands of the head."""
     dtype, term = operand_dtype(hidden, weight), rows.adapter.low_rank(hidden, weight, accumulate)
     return dense_logits(
         Operands.of(hidden, weight, rows.bias, term, rows.adapter.rows),
@@ -254,7 +254,7 @@ def _gradients(of: Tensor, inputs: dict[str, Tensor], upstream: Tensor | None = 
 
 
 def _columns_of_all(logits_Mv: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
-    """`(M, V)`: the columns of all ranks side by side, of which each rank has as many as `counts` says."""
+    """Return `(M, V)`, the columns of all ranks side by side. `counts` has the number of columns of each rank."""
     own = logits_Mv.new_zeros(len(logits_Mv), max(counts))
     own[:, : logits_Mv.shape[1]] = logits_Mv
     every = own.new_empty(len(counts) * own.shape[0], own.shape[1])
@@ -264,10 +264,10 @@ def _columns_of_all(logits_Mv: Tensor, counts: list[int], group: ProcessGroup) -
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> None:
-    """Compare the product of a few tokens, and its gradients, with PEFT's own `module`.
+    """Compare the product of a few tokens, and its gradients, with PEFT's `module`.
 
-    [`check_head`] compares the tiled head with its definition; this checks that definition, which is read from PEFT's
-    layers. Skipped where an engine shards the module: calling it needs the engine's hooks.
+    [`check_head`] compares the tiled head with its definition. This function checks the definition, which comes from
+    PEFT's layers. It skips a module that an engine shards, because calling it needs the engine's hooks.
 
     Raises:
         `RuntimeError`: they differ by more than rounding.
@@ -285,7 +285,7 @@ def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> N
         return {"product": product.detach()} | _gradients(product, inputs, upstream.view_as(product), allow_unused=True)
 
     with _own_graph():
-        head = resolve_head(module)  # again: the tensors read for the pass belong to its graph
+        head = resolve_head(module)  # read again, because the tensors of the pass belong to its graph
         if isinstance(head, OpaqueHead) or head.module is None:
             return
         own, other = (hidden_NH[some].detach().requires_grad_() for _ in range(2))
@@ -300,9 +300,9 @@ def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> N
         difference = _norm(want if got is None else got if want is None else got.double() - want.double())
         if size < inf and not difference <= allowed * size + 1e-6:
             raise RuntimeError(
-                f"The LM head's adapter is not what it was taken for, {rows.reason}: PEFT's module gives another "
-                f"{name}, by {difference:.3g} of {size:.3g}. Training would be wrong. Leave `lm_head` out of the "
-                "adapter, and report this with its configuration and the version of PEFT."
+                f"The adapter on the LM head was misread ({rows.reason}): PEFT's module computes another {name}, with "
+                f"a difference of {difference:.3g} from a norm of {size:.3g}. Training would be wrong. Leave `lm_head` "
+                "out of the adapter, and report this with the adapter's configuration and the version of PEFT."
             )
 
 
@@ -311,7 +311,7 @@ def _norm(x: Tensor | None) -> float:
 
 
 def missing_rows(model: Any, tokens: int) -> int | None:
-    """The rows of a model's token embedding where its tokenizer has more `tokens`, else `None`: every id is valid."""
+    """Return the rows of the token embedding if the tokenizer has more `tokens`. Otherwise every id is valid: None."""
     rows: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
     return rows if rows is not None and rows < tokens else None
 
@@ -347,9 +347,9 @@ def watch_token_ids(model: Any, tokens: int, name: str = "model") -> None:
 
 
 def has_position_table(model: Any, positions: int) -> bool:
-    """Whether a model reads its positions from a table of `positions` rows, as GPT-2 does, and can read no others."""
+    """Whether the model looks up positions in a table of `positions` rows, like GPT-2, and supports no others."""
     tokens = model.get_input_embeddings()
     return any(
         isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - positions <= 2
-        for module in model.modules()  # OPT's table has two rows more
+        for module in model.modules()  # OPT's table has two extra rows
     )

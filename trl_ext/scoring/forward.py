@@ -1,7 +1,7 @@
-"""The model's scoring forward: a padded batch in, per-token log-probs out, inside whatever wraps the model.
+"""The scoring forward of a model: it takes a padded batch and returns per-token log-probs.
 
-It takes the place of TRL's fused head: `model(**inputs, labels=labels, fused_lm_head=True)` returns a
-`FusedCausalLMOutput`. A call without `fused_lm_head` is the model's own forward, so generation does not change.
+It replaces TRL's fused head: `model(**inputs, labels=labels, fused_lm_head=True)` returns a `FusedCausalLMOutput`,
+also through wrappers such as PEFT and DDP. Calls without `fused_lm_head` run the model's own forward.
 """
 
 import functools
@@ -30,17 +30,17 @@ from .weight_layout import WeightLayout, weight_layout_of
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """How a model's tokens are scored."""
+    """How a model scores tokens."""
 
-    temperature: float = 1.0  # the divisor of the logits
-    cast_lm_head_to_fp32: bool = False  # whether the head multiplies fp32 operands, outside autocast
+    temperature: float = 1.0  # divides the logits
+    cast_lm_head_to_fp32: bool = False  # whether the head casts its operands to fp32 and turns autocast off
     outputs: tuple[str, ...] = ("log_probs",)  # per-token fields of `FusedCausalLMOutput` to compute
     head: str = "tiled"  # one of `HEADS`
     chunk_size: int | None = None  # tokens in a tile of the head
-    kernels: str | None = None  # one of `KERNELS`; None chooses by the device
+    kernels: str | None = None  # one of `KERNELS`; None chooses from the device
     entropy_requires_grad: bool = False  # whether a loss term needs the entropy's gradient
-    padding_free: bool = True  # whether padding is left out, where the model can do without
-    share_prompts: bool = True  # whether leading tokens of several rows are processed once, where that changes nothing
+    padding_free: bool = True  # whether padding is removed, for models that allow it
+    share_prompts: bool = True  # whether a start that rows share is computed once, where that is exact
 
 
 class ScoringForward:
@@ -53,8 +53,8 @@ class ScoringForward:
         self.transform: LogitTransform = logit_transform(model.config, options.temperature)
         config: Any = model.config
         self.vocabulary: int = config.get_text_config().vocab_size
-        self.used = False  # set by every call, for a caller to reset and read
-        self.fed = [0, 0, 0]  # tokens so far: processed with a gradient, processed without, and scored by the head
+        self.used = False  # every call sets it; the caller resets and reads it
+        self.token_counts = [0, 0, 0]  # tokens so far: processed with a gradient, without a gradient, and scored
         self.head_rows: str | None = None  # which rows of the head's weight scored the last pass, and why
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._dropout: bool | None = None
@@ -73,11 +73,15 @@ class ScoringForward:
         """Score the positions whose next-token label is not -100.
 
         Args:
-            labels (`Tensor` of shape `(B, S)`): shifted here; fields are `(B, S - 1)`.
-            shift_labels (`Tensor` of shape `(B, S)`): shifted by the caller, as under context parallelism; fields are
-                `(B, S)`.
-            head_outputs (`tuple[str, ...]`, *optional*): per-token fields to compute in this pass, `log_probs` among
-                them; `None`: those of the options.
+            labels (`Tensor` of shape `(B, S)`): not shifted yet. The fields of the result have shape `(B, S - 1)`.
+            shift_labels (`Tensor` of shape `(B, S)`): already shifted, as under context parallelism. The fields of the
+                result have shape `(B, S)`.
+            head_outputs (`tuple[str, ...]`, *optional*): per-token fields to compute, including `log_probs`. `None`
+                computes those of the options.
+
+        Raises:
+            `ValueError`: neither `labels` nor `shift_labels` is given.
+            `RuntimeError`: ranks that split a batch got different ones, or the head fails its check.
         """
         self.used = True
         kwargs["use_cache"] = False
@@ -85,27 +89,27 @@ class ScoringForward:
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         layout = None
-        width = slice(None) if shift_labels is not None else slice(-1)  # the last token predicts no label
+        width = slice(None) if shift_labels is not None else slice(-1)  # the last token has no label to predict
         if shift_labels is None:
             if labels is None:
-                raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`, got neither.")
+                raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`, got neither. Pass one.")
             shift_labels = labels[:, 1:]
             predicts_BS = torch.nn.functional.pad(shift_labels != -100, (0, 1))
             layout = self.packing.layout(model, args, kwargs, predicts_BS, share=self._may_share(model))
         shard, factor = self._split(layout, kwargs.get("input_ids"), kwargs.get("attention_mask"), shift_labels)
-        # Backbone and head are looked up on each call: FSDP and PEFT replace them after the forward was attached
+        # Looked up on each call, because FSDP and PEFT may replace backbone and head after the forward is attached
         backbone_outputs = _backbone(model)(*args, **kwargs) if layout is None else run_packed(model, layout, kwargs)
         lm_head = model.get_output_embeddings()
         head = resolve_head(lm_head)
         hidden = backbone_outputs.last_hidden_state
-        # With `device_map` the backbone can end on another device than the head's
+        # With `device_map`, the last layer can be on another device than the head
         held = next(lm_head.parameters()) if isinstance(head, OpaqueHead) else parameter_of(head.linear, "weight")
         shift_labels = shift_labels.to(held.device)
         mask_BS = shift_labels != -100
         targets_N, outputs = shift_labels[mask_BS], self.options.outputs if head_outputs is None else head_outputs
         tokens = hidden.shape[:2].numel() if layout is None else layout.tokens
-        self.fed[0 if torch.is_grad_enabled() else 1] += tokens
-        self.fed[2] += len(targets_N)
+        self.token_counts[0 if torch.is_grad_enabled() else 1] += tokens
+        self.token_counts[2] += len(targets_N)
         if layout is None:
             hidden_NH = hidden[:, width].to(mask_BS.device)[mask_BS]
             scored = self._score(hidden_NH, head, targets_N, outputs)
@@ -116,7 +120,7 @@ class ScoringForward:
                 scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N.to(mask_BS.device), tokens))
         if factor != 1.0:
             scored = LinearLogProbs(*(None if x is None else scale_grad(x, factor) for x in scored))
-        # A batch without labels gives a zero that stays in the graph, so that it can be backpropagated
+        # Without labels the loss is a zero in the graph, so its backward runs
         fields = {
             name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x)
             for name, x in scored._asdict().items()
@@ -131,31 +135,31 @@ class ScoringForward:
                 router_logits = tuple(shard.whole(x.flatten(0, -2)) for x in router_logits)
             aux_loss = _router_loss(router_logits, text_config, kwargs.get("attention_mask"), layout)
             if factor != 1.0:
-                aux_loss = scale_grad(aux_loss, factor).clone()  # FSDP2 warns of views among outputs
+                aux_loss = scale_grad(aux_loss, factor).clone()  # FSDP2 warns about views in outputs
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
 
     def _split(self, layout: Layout | None, *batch: Tensor | None) -> tuple[Shard | None, float]:
-        """This rank's shard of the row, and the factor of the gradient."""
+        """Return this rank's shard of the row, and the factor of the gradient."""
         group = self.sequence_group
         if group is None or group.processes is None:
             return None, 1.0
         tokens = -1 if layout is None else layout.tokens
         if not group.alike(*batch, torch.full((1,), tokens, device=group.device)):
-            if not torch.is_grad_enabled():  # as in evaluation: each rank scores its own batch
+            if not torch.is_grad_enabled():  # for example in evaluation: each rank scores its own batch
                 return None, 1.0
             raise RuntimeError(
-                f"The {group.size} ranks that split the tokens of a batch (`{group.kind}_size`) were given different "
-                "batches. A data loader or collator of your own must give all of them the same, and what draws at "
-                "random must draw the same on each."
+                f"The {group.size} ranks that split the tokens of a batch (`{group.kind}_size`) got different batches. "
+                "If you use your own data loader or collator, make it return the same batch on these ranks, also where "
+                "it draws random numbers."
             )
         if layout is None:
-            return None, group.gradient_factor / group.size  # each rank scores all of it
+            return None, group.gradient_factor / group.size  # each rank scores the whole batch
         layout.shard = shard = group.shard(tokens)
         return shard, group.gradient_factor
 
     def _may_share(self, model: Any) -> bool:
-        """Whether equal leading tokens give equal hidden states: not where dropout masks differ."""
+        """Whether equal leading tokens have equal hidden states. Active dropout makes them differ."""
         if self._dropout is None and model.training:
             self._dropout = has_dropout(model)
         return not (model.training and self._dropout)
@@ -169,7 +173,7 @@ class ScoringForward:
         targets_N: Tensor,
         outputs: tuple[str, ...],
     ) -> LinearLogProbs:
-        """Score each target from the place `at_N` of the packed row; `hidden_TH` is this rank's shard of it."""
+        """Score each target from index `at_N` of the packed row. `hidden_TH` is this rank's shard of the row."""
         device = targets_N.device
         if shard is None:
             return self._score(index_select_fp32_grad(hidden_TH, at_N).to(device), head, targets_N, outputs)
@@ -191,7 +195,7 @@ class ScoringForward:
             "chunk_size": options.chunk_size,
         }
         if isinstance(head, OpaqueHead):
-            self.head_rows = f"the head's own forward is called on tiles of tokens, since {head.reason}"
+            self.head_rows = f"the head's own forward runs on tiles of tokens, because {head.reason}"
             return score_by_module(
                 *(head.module, hidden_NH, targets_N), vocabulary=self.vocabulary, head=options.head, **common
             )
@@ -203,9 +207,9 @@ class ScoringForward:
         whole = options.head == "dense"
         rows = weight_layout_of(head, hidden_NH, outputs=outputs, whole=whole, entropy_grad=entropy_grad)
         self.head_rows = rows.reason
-        # Entered once by every rank, also one without a token to check
+        # Every rank enters once, even one without a token to check
         with autocast, rows.readable():
-            # Inference mode records no gradient to check: the first batch outside it is checked
+            # Inference mode records no gradients, so the first batch outside of it is checked
             if options.head != "dense" and not torch.is_inference_mode_enabled():
                 self._check(hidden_NH, head, rows, targets_N, outputs)
             return run_head(
@@ -221,8 +225,8 @@ class ScoringForward:
     def _check(
         self, hidden_NH: Tensor, head: LinearHead, rows: WeightLayout, targets_N: Tensor, outputs: tuple[str, ...]
     ) -> None:
-        """Compare the tiled head with its definition, once for each path through it."""
-        # A sharded weight is a path of its own: every rank takes part in its check, or none
+        """Compare the tiled head with its definition, once for each path through the head."""
+        # A sharded weight is a separate path, so that either all ranks check it or none
         way = rows.sharded is not None, "mean_log_probs" in outputs, head.description
         if way not in self._checked and check_head(
             *(hidden_NH, rows, targets_N),
@@ -237,24 +241,24 @@ class ScoringForward:
 
 
 def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForward:
-    """Make `model(..., fused_lm_head=True)` our scoring forward, on the model inside its wrappers.
+    """Make `model(..., fused_lm_head=True)` score tokens. `model` is the model inside its wrappers.
 
     Raises:
-        `ValueError`: `cast_lm_head_to_fp32` and an adapter on the head.
+        `ValueError`: `cast_lm_head_to_fp32` is set and the head has an adapter.
     """
     if options.cast_lm_head_to_fp32:
         head = resolve_head(model.get_output_embeddings())
         if isinstance(head, OpaqueHead) or head.module is not None:
-            # TRL replaces the head's forward by a linear layer's, so another policy would generate the completions
+            # TRL would replace the head's forward by that of a linear layer, so generation would ignore the adapter
             raise ValueError(
-                "`cast_lm_head_to_fp32=True` is not supported with an adapter on the LM head. Leave `lm_head` out of "
-                "the adapter, put it into `modules_to_save`, or set `cast_lm_head_to_fp32=False`."
+                "`cast_lm_head_to_fp32=True` is not supported with an adapter on the LM head. Set it to False, leave "
+                "`lm_head` out of the adapter, or train it with `modules_to_save`."
             )
     scoring = ScoringForward(model, options)
-    # None where it is the class's: then a deep copy of the model calls its own
+    # None for the class's forward: then a deep copy of the model calls its own forward
     own_forward = model.__dict__.get("forward")
 
-    # The signature stays the model's: `generate` validates its arguments against it
+    # Keeps the model's signature, against which `generate` checks its arguments
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head:
@@ -266,9 +270,9 @@ def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForwar
 
 
 def _first_entropy(entropy_N: Tensor, at_N: Tensor, tokens: int) -> Tensor:
-    """Each token's entropy, replaced by that of the first token predicted from the same place of the row.
+    """Return for each token the entropy of the first token that is predicted from the same place of the row.
 
-    The two differ by rounding, as the target is summed apart, and TRL compares them (`top_entropy_quantile`).
+    The two differ by rounding, which depends on the target, and TRL compares them (`top_entropy_quantile`).
     """
     numbers_N = torch.arange(len(at_N), device=at_N.device)
     first_T = at_N.new_full((tokens,), len(at_N)).scatter_reduce_(0, at_N, numbers_N, "amin")
@@ -276,18 +280,18 @@ def _first_entropy(entropy_N: Tensor, at_N: Tensor, tokens: int) -> Tensor:
 
 
 def _backbone(model: Any) -> Any:
-    """The model below the head. Llama 4's text model names a `base_model` that it lacks, and gets itself."""
+    """Return the model without the head. Llama 4's text model has no such `base_model`, and returns itself."""
     return model.model if model.base_model is model else model.base_model
 
 
 def _router_loss(
     router_logits: tuple[Tensor, ...], text_config: Any, attention_mask: Tensor | None, layout: Layout | None
 ) -> Tensor:
-    """The load-balancing loss of transformers' MoE families, from one router-logits tensor a layer."""
+    """Return the load-balancing loss of transformers' MoE models, from one tensor of router logits per layer."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     if layout is not None:
-        # A token that rows share counts once for each row, as in the padded batch
+        # A shared token counts once per row, as in the padded batch
         real_N = layout.at_BS[layout.at_BS >= 0]
         router_logits = tuple(index_select_fp32_grad(x.flatten(0, -2), real_N.to(x.device)) for x in router_logits)
         attention_mask = None

@@ -1,4 +1,4 @@
-"""The LM head of a model: its linear layer, its adapters, and what it does to the logits."""
+"""The LM head of a model: its linear layer, its adapters, and the scaling of its logits."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,16 +22,16 @@ from ..heads.linear_log_probs import operand_dtype
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..heads.products import statistics_dtype
 
-# Config fields that multiply the head's product: Cohere, Muse, Falcon-H1
+# Config fields that multiply the head's product, in Cohere, Muse and Falcon-H1
 _MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-# Granite and MiniCPM3 divide by `logits_scaling`; these multiply by it
+# Models that multiply by `logits_scaling`; Granite and MiniCPM3 divide by it
 _MULTIPLY_BY_LOGITS_SCALING = ("hyperclovax",)
 
 
 def logit_transform(config: Any, temperature: float) -> LogitTransform:
-    """What a causal or vision-language model does to its logits, from its config."""
+    """Return the scaling and softcap of a model's logits, from its config, with `temperature`."""
     text = config.get_text_config()
-    # None is no multiplier (MPT), 0.0 is one
+    # None means no multiplier (MPT); 0.0 is a multiplier
     scale = next((x for x in (getattr(text, name, None) for name in _MULTIPLIERS) if x is not None), None)
     scaling = getattr(text, "logits_scaling", None)
     if scale is None and scaling is not None:
@@ -41,14 +41,14 @@ def logit_transform(config: Any, temperature: float) -> LogitTransform:
 
 @dataclass(frozen=True)
 class HeadAdapter:
-    """What the active adapters add to a linear head."""
+    """What the active adapters change in a linear head."""
 
     factors: tuple[Factors, ...] = ()  # low-rank terms
-    classes: tuple[int, ...] = ()  # token ids whose rows of the weight are replaced, in ascending order
+    classes: tuple[int, ...] = ()  # ids of tokens whose rows of the weight are replaced, in ascending order
     rows: Tensor | None = None  # (K, H), the rows of `classes`
 
     def low_rank(self, hidden: Tensor, weight: Tensor, accumulate: torch.dtype | None = None) -> LowRank | None:
-        """The low-rank term for hidden states `(N, H)`; differentiable. `accumulate` is by default the head's."""
+        """Return the low-rank term for hidden states `(N, H)`; differentiable. `accumulate` defaults to the head's."""
         if not self.factors:
             return None
         accumulate = accumulate or statistics_dtype(operand_dtype(hidden, weight))
@@ -58,11 +58,11 @@ class HeadAdapter:
         return None if self.rows is None else ReplacedRows.of(self.classes, self.rows.device)
 
     def operands(self, hidden: Tensor, weight: Tensor) -> dict[str, Any]:
-        """The arguments of [`run_head`] for the adapter."""
+        """Return the arguments of [`run_head`] for the adapter."""
         return {"low_rank": self.low_rank(hidden, weight), "replaced": self.replaced(), "rows": self.rows}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the adapter, by its name in an error."""
+        """Return every tensor of the adapter, by its name in error messages."""
         named = {"rows of single tokens": self.rows}
         for number, factors in enumerate(self.factors):
             for name, x in zip(("first factor", "second factor", "bias"), factors[:3], strict=True):
@@ -70,7 +70,7 @@ class HeadAdapter:
         return {name: x for name, x in named.items() if x is not None}
 
     def detached(self) -> "HeadAdapter":
-        """The same numbers as leaves of another graph."""
+        """Return a copy whose tensors are leaves of a new graph."""
 
         def leaf(x: Tensor | None) -> Any:
             return None if x is None else x.detach().requires_grad_(x.requires_grad)
@@ -80,65 +80,65 @@ class HeadAdapter:
 
 
 class LinearHead(NamedTuple):
-    """A linear layer, and what adapters add to it."""
+    """A head that is a linear layer with optional adapters."""
 
-    linear: nn.Module  # holds the head's own weight and bias
+    linear: nn.Module  # has the weight and bias of the head
     adapter: HeadAdapter = HeadAdapter()
     description: str = ""  # of the adapter
-    module: nn.Module | None = None  # the layer with its adapters, where one is active
+    module: nn.Module | None = None  # the layer with its adapters, if one is active
 
 
 class OpaqueHead(NamedTuple):
-    """A head that only its own forward can compute, and the reason."""
+    """A head that only its own forward can compute, with the reason."""
 
     module: nn.Module
     reason: str
 
 
 def resolve_head(lm_head: nn.Module) -> LinearHead | OpaqueHead:
-    """What `lm_head` computes at this moment, given which adapters are active, merged or disabled.
+    """Return what `lm_head` computes now, given which adapters are active, merged or disabled.
 
     Raises:
-        `NotImplementedError`: parameters that must be whole are sharded; or an adapter acts on rows, not on tokens.
+        `NotImplementedError`: parameters that must be whole are sharded, or the adapter is aLoRA.
     """
     head = _unwrapped(lm_head)
     if isinstance(head, OpaqueHead):
         under_fsdp2 = any(isinstance(module, FSDPModule) for module in lm_head.modules())
         if under_fsdp2 or any(isinstance(x, DTensor) or is_zero3(x) for x in lm_head.parameters()):
-            _refuse_sharded(f"only the module itself can be called, since {head.reason}")
+            _refuse_sharded(f"only the module's own forward computes it, because {head.reason}")
     elif head.module is not None:
         _refuse_split(parameter_of(head.linear, "weight"))
     return head
 
 
 def _refuse_split(x: Any) -> None:
-    """Tensor parallelism and ZeRO-3 do not gather what an adapted head needs whole."""
+    """Raise `NotImplementedError` under tensor parallelism and ZeRO-3, which do not gather an adapted head."""
     if is_zero3(x) or (isinstance(x, DTensor) and "tp" in (x.device_mesh.mesh_dim_names or ())):
         _refuse_sharded("it has an adapter")
 
 
 def _whole(x: Any) -> Any:
-    """A tensor of an adapter, gathered where FSDP2 shards it."""
+    """Return a tensor of an adapter, gathered if FSDP2 shards it."""
     _refuse_split(x)
     return whole_tensor(x) if isinstance(x, DTensor) else x
 
 
 def _refuse_sharded(reason: str) -> NoReturn:
     raise NotImplementedError(
-        f"The LM head's parameters are spread over ranks, and {reason}. That is supported under DDP and on one "
-        "process, and LoRA and `trainable_token_indices` also under FSDP2. Leave `lm_head` out of the adapter, put it "
-        "into `modules_to_save`, or use such an engine."
+        f"The LM head is sharded over ranks, and {reason}. This combination is not supported. Leave `lm_head` out of "
+        "the adapter, train it with `modules_to_save`, or use DDP or one process. FSDP2 also supports LoRA and "
+        "`trainable_token_indices` on the head."
     )
 
 
 def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
-    """Take PEFT's layers off one by one, and note what each adds."""
+    """Remove PEFT's layers one by one, and collect what each adds."""
     factors: list[Factors] = []
     rows: dict[int, Tensor] = {}
     module: Any = lm_head
     while True:
         kind = _kind(module)
-        below: nn.Module | str | None = None  # the next layer, or why it cannot be told what this one computes
+        below: nn.Module | str | None = None  # the next layer, or why only the forward can compute this one
         if kind is ModulesToSaveWrapper:
             below = _saved(module)
         elif kind is TrainableTokensWrapper:
@@ -148,7 +148,7 @@ def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
         ):
             below = module.base_layer
             if module.disable_adapters and module.merged:
-                below = "its adapter is merged and disabled, and only its forward takes it out again"
+                below = "its adapter is merged and disabled, and only its forward unmerges it"
         elif kind is TrainableTokensLayer:
             below = _token_rows(module, rows)
         elif kind is LoraLinear:
@@ -171,7 +171,7 @@ def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
 
 
 def _kind(module: nn.Module) -> type[Any]:
-    """The module's class, below the one that FSDP2 adds."""
+    """Return the module's class, without the class that FSDP2 adds."""
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
@@ -182,27 +182,27 @@ def _saved(module: Any) -> nn.Module:
 
 
 def _token_rows(module: Any, rows: dict[int, Tensor]) -> nn.Module | str:
-    """Note the rows of the active adapters; the layer below them, or why they cannot be told."""
+    """Collect the rows of the active adapters. Return the layer below, or why only its forward can compute them."""
     base: nn.Module = module.get_base_layer()
     if parameter_of(base, "bias") is not None:
-        return "PEFT leaves out the bias of a head with `trainable_token_indices`"
+        return "PEFT drops the bias of a head with `trainable_token_indices`"
     for name in module.active_adapters:
         classes = module.token_indices[name]
         if len({*classes, *rows}) < len(classes) + len(rows) or min(classes, default=0) < 0:
-            return "`trainable_token_indices` name a token twice, or by a negative number"
+            return "`trainable_token_indices` has a token twice, or a negative index"
         rows |= zip(classes, _whole(module.trainable_tokens_delta[name]).unbind(), strict=True)
     return base
 
 
 def _low_rank(module: Any, factors: list[Factors]) -> nn.Module | str:
-    """Note the factors of the active adapters; the layer below them, or why they cannot be told."""
+    """Collect the factors of the active adapters. Return the layer below, or why only its forward can compute it."""
     for name in module.active_adapters:
         if name not in module.lora_A:
             continue
         if isinstance(module.lora_variant.get(name), ALoraLinearVariant):
             raise NotImplementedError(
-                f'The adapter "{name}" is aLoRA on the LM head: it acts from the invocation tokens of a row on, and '
-                "the head is given single tokens. Leave `lm_head` out of its `target_modules`."
+                f'The adapter "{name}" is an aLoRA adapter on the LM head. aLoRA starts at the invocation tokens of a '
+                "row, but the head processes single tokens. Remove `lm_head` from its `target_modules`."
             )
         if name in module.lora_variant:
             return f"its LoRA is a variant, `{type(module.lora_variant[name]).__name__}`"
@@ -212,12 +212,12 @@ def _low_rank(module: Any, factors: list[Factors]) -> nn.Module | str:
             return "its LoRA has dropout"
         first, second = module.lora_A[name], module.lora_B[name]
         if _kind(first) is not nn.Linear or _kind(second) is not nn.Linear:
-            return "its LoRA has factors that are no linear layers"
+            return "its LoRA factors are not linear layers"
         factors.append(Factors(_whole(first.weight), _whole(second.weight), _whole(second.bias), module.scaling[name]))
     return module.base_layer  # type: ignore[no-any-return]
 
 
-# Elements of a tile of the product: many, because an adapter may form a tensor as large as the weight in each call
+# Elements of a tile of the product. Large, because an adapter may make a tensor as large as the weight in each call
 _ELEMENTS = {"cuda": 2**25, "cpu": 2**20}
 
 
@@ -229,15 +229,15 @@ def score_by_module(
     *,
     transform: LogitTransform,
     outputs: tuple[str, ...],
-    vocabulary: int,  # V, for the size of a tile
-    head: str,  # "dense" takes all tokens at once, and log-probs by their definition
+    vocabulary: int,  # V, which determines the tokens in a tile
+    head: str,  # "dense" computes all tokens at once, by the definition
     entropy_requires_grad: bool,
     chunk_size: int | None,
 ) -> LinearLogProbs:
-    """Per-token results from the logits of `lm_head` itself, in its own precision and with its own dropout.
+    """Return per-token results from the forward of `lm_head`, with its precision and dropout.
 
-    The backward computes each tile's product again, with the same random numbers. At least one tile is called, so that
-    every parameter has a gradient even without tokens.
+    The backward recomputes each tile's product with the same random numbers. At least one tile runs, so every parameter
+    gets a gradient even without tokens.
     """
     if head == "dense":
         product = lm_head(hidden_NH)

@@ -1,4 +1,4 @@
-"""The models of a trainer, each with its scoring forward: attached, checked, counted, and described in the plan."""
+"""The scoring forwards of a trainer's models: attach, check, count tokens, and describe them in the plan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from ..packing.packing import Packing
 from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
 from .weight_layout import WHOLE_HERE
 
-_HOW = {"tiled": "log-probs in tiles, without the logits", "dense": "from all logits of a batch at once"}
+_HOW = {"tiled": "log-probs in tiles, without storing all logits", "dense": "log-probs from all logits at once"}
 
 
 class Scorer:
-    """Attributes: `forwards` (`list[ScoringForward]`): the policy's, then the reference model's where there is one."""
+    """Attributes: `forwards` (`list[ScoringForward]`): the policy's, and the reference model's if there is one."""
 
     def __init__(self, options: Any, *, smoothed: bool = False) -> None:
         self.options, self.smoothed = options, smoothed
@@ -47,26 +47,26 @@ class Scorer:
             )
         )
 
-    def check(self, device: Any, why_padded: str | None) -> None:
-        """Check the kernels on the trainer's device; where there is a reason `why_padded`, pack no batch."""
+    def check(self, device: Any, padded_reason: str | None) -> None:
+        """Check the kernels on the trainer's device. If there is a `padded_reason`, pack no batch."""
         check_kernels(self.options.head_kernels, device, "head_kernels")
-        if why_padded:
+        if padded_reason:
             for packing in self.packings:
-                packing.why_padded = why_padded
+                packing.padded_reason = padded_reason
 
     def split_over(self, ranks: Any, config: Any) -> None:
         """Split the tokens of a row over the ranks of `ranks.sequence`, if there is such a group.
 
         Raises:
-            `ValueError`: the engine, the model's `config` or padding forbids it.
+            `ValueError`: the engine, the model's `config` or padding does not allow it.
         """
         group = ranks.sequence
         if group is None:
             return
-        padded = next((x.why_padded for x in self.packings if x.why_padded is not None), None)
+        padded = next((x.padded_reason for x in self.packings if x.padded_reason is not None), None)
         reason = unsplit_reason(ranks.accelerator, group, config)
         if reason is None and padded is not None:
-            reason = f"a padded batch is not split, and this one is padded: {padded}"
+            reason = f"only batches without padding are split, and batches stay padded here: {padded}"
         if reason is not None:
             raise ValueError(f"`{group.kind}_size={group.size}` is not supported here: {reason}.")
         for scoring in self.forwards:
@@ -74,48 +74,46 @@ class Scorer:
 
     @contextmanager
     def policy_scored(self, here: bool = True) -> Iterator[None]:
-        """Within, our forward must score the policy (`here`); afterwards the ranks agree on how batches are packed."""
+        """Check that our forward scores the policy within (if `here`). Afterwards the ranks agree on the packing."""
         self.policy.used = False
         yield
         if here and not self.policy.used:
             raise RuntimeError(
-                "The policy was not scored by the exact head: something replaced `model.forward` after the trainer "
-                "was built (another trainer on the same model object, or a library that patches models). Build this "
-                "trainer last, or give each trainer a model of its own."
+                "The exact LM head did not score the policy, because something replaced `model.forward` after the "
+                "trainer was built: another trainer with the same model object, or a library that patches models. "
+                "Build this trainer last, or give each trainer its own model object."
             )
         for packing in self.packings:
             if packing.checked and not packing.agreed:
                 from accelerate.utils import gather_object
 
-                every = gather_object([(packing.why_padded, packing.why_unshared)])
-                packing.agree(*(list(why) for why in zip(*every, strict=True)))
+                every = gather_object([(packing.padded_reason, packing.unshared_reason)])
+                packing.agree(*(list(reasons) for reasons in zip(*every, strict=True)))
 
     @contextmanager
     def padded(self) -> Iterator[None]:
-        """Within, models get padded batches, which do not count as the first packed batch that is checked."""
-        held = [(packing, packing.why_padded) for packing in self.packings]
+        """Within, batches stay padded. They do not count as the first batch, which packing checks."""
+        held = [(packing, packing.padded_reason) for packing in self.packings]
         for packing, _ in held:
-            packing.why_padded = "it is fed padded here"
+            packing.padded_reason = "this pass needs padded batches"
         try:
             yield
         finally:
-            for packing, why in held:
-                packing.why_padded = why
+            for packing, reason in held:
+                packing.padded_reason = reason
 
     def take_counts(self) -> list[int]:
-        """Tokens since the last call: left out; processed with a gradient; processed without; scored by the head."""
-        counts = [[x.packing.left_out, *x.fed] for x in self.forwards]
+        """Return the tokens since the last call: removed, processed with and without a gradient, scored by the head."""
+        counts = [[x.packing.left_out, *x.token_counts] for x in self.forwards]
         for x in self.forwards:
-            x.packing.left_out, x.fed = 0, [0, 0, 0]
+            x.packing.left_out, x.token_counts = 0, [0, 0, 0]
         return [sum(count) for count in zip(*counts, strict=True)]
 
     def describe(self, device: Any, alone: bool) -> str:
-        """The row `head` of the plan."""
-        rows = self.policy.head_rows or (
-            WHOLE_HERE if alone else "where the rows of its weight lie is seen at each pass"
-        )
+        """Return the text of the plan's row `head`."""
+        rows = self.policy.head_rows or (WHOLE_HERE if alone else "each pass chooses how ranks share the weight's rows")
         kernels, asked = "", self.options.head_kernels
         if self.options.head != "dense" and (device.type != "cpu" or asked == "triton"):
-            reason = "`head_kernels` says so" if asked == "torch" else triton_unavailable_reason(device)
-            kernels = ", by Triton's kernels" if reason is None else f", without Triton's kernels, since {reason}"
+            reason = "`head_kernels` is 'torch'" if asked == "torch" else triton_unavailable_reason(device)
+            kernels = ", with Triton kernels" if reason is None else f", without Triton kernels ({reason})"
         return f"{_HOW[self.options.head]}{kernels}; {rows}."

@@ -1,4 +1,4 @@
-"""Which rows of the head's weight a rank scores with: its own, all in turn, or all at once; and the reason."""
+"""Choose which rows of the LM head's weight a rank scores with: its own, all in slices, or all at once."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,15 +19,15 @@ WHOLE_HERE = "the whole weight is on this rank"
 
 
 class WeightLayout(NamedTuple):
-    """The head's weight as one pass reads it."""
+    """How one pass reads the head's weight."""
 
     weight: Tensor  # (v, H), the rows on this rank
     bias: Tensor | None  # (v,)
-    trained: tuple[bool, bool]  # whether weight and bias get a gradient
-    shard: VocabularyShard | None  # which rank has which rows, if not this one has all
-    sharded: ShardedWeight | None  # the weight as the engine shards it, if `shard` is given
-    readable: Callable[[], AbstractContextManager[Any]]  # makes a context in which weight and bias can be read
-    reason: str  # what was chosen, and why
+    trained: tuple[bool, bool]  # whether the weight and the bias get a gradient
+    shard: VocabularyShard | None  # which rank has which rows; None if this rank has all
+    sharded: ShardedWeight | None  # how the engine shards the weight; given with `shard`
+    readable: Callable[[], AbstractContextManager[Any]]  # returns a context to read weight and bias in
+    reason: str  # the choice and why, for the plan
     adapter: HeadAdapter = HeadAdapter()
 
 
@@ -40,19 +40,19 @@ def weight_layout_of(
     entropy_grad: bool,
     counts: tuple[int, ...] | None = None,
 ) -> WeightLayout:
-    """The layout for one pass over the hidden states `(N, H)` of this rank.
+    """Return the layout for one pass over the hidden states `(N, H)` of this rank.
 
-    All ranks of the weight's group call it together, also one without a token.
+    All ranks of the weight's group call it together, even one without a token.
 
     Args:
-        outputs (`tuple[str, ...]`): what the head will compute.
+        outputs (`tuple[str, ...]`): the fields that the head computes.
         whole (`bool`): whether the head needs the whole weight.
-        entropy_grad (`bool`): whether the entropy gets a gradient, for which the weight is read once more.
-        counts (`tuple[int, ...]`, *optional*): tokens of each rank; `None`: the ranks exchange them.
+        entropy_grad (`bool`): whether the entropy has a gradient, which needs one more read of the weight.
+        counts (`tuple[int, ...]`, *optional*): tokens of each rank. `None`: the ranks exchange them.
     """
     if head.module is not None:
         rows = _whole(head.linear)
-        return rows._replace(reason=f"{rows.reason}, beside {head.description}", adapter=head.adapter)
+        return rows._replace(reason=f"{rows.reason}, with {head.description}", adapter=head.adapter)
     sharded = None if whole else sharded_weight(head.linear)
     if sharded is not None and sharded.engine == "tensor parallel":
         return _local(sharded, None, "each rank scores with its rows of the weight (tensor parallel)")
@@ -62,14 +62,14 @@ def weight_layout_of(
         tokens, weight = bytes_moved(sharded, counts, hidden_NH, outputs=outputs, **options)
         if tokens <= weight:
             reason = (
-                f"each rank scores the tokens of all with its rows of the weight ({sharded.engine}): its tokens cost "
-                f"{_mib(tokens)} a pass to move, the weight {_mib(weight)}"
+                f"each rank scores the tokens of all ranks with its rows of the weight ({sharded.engine}), because a "
+                f"pass exchanges {_mib(tokens)} for the tokens and {_mib(weight)} for the weight"
             )
             return _local(sharded, counts, reason)
         if not sharded.trained and sharded.blocks[0][2] is None:
             reason = (
-                f"the ranks send their rows of the weight in slices ({sharded.engine}): the weight costs "
-                f"{_mib(weight)} a pass to move, the tokens {_mib(tokens)}"
+                f"the ranks broadcast their rows of the weight in slices ({sharded.engine}), because a pass exchanges "
+                f"{_mib(weight)} for the weight and {_mib(tokens)} for the tokens"
             )
             return _in_turn(sharded, reason)
     return _whole(head.linear)
@@ -84,24 +84,25 @@ def bytes_moved(
     gradient: bool,
     entropy_grad: bool,
 ) -> tuple[int, int]:
-    """Bytes that each rank receives over a ring if the tokens move, and if the weight does: means, equal on all ranks.
+    """Return the bytes that each rank receives over a ring if the tokens move, and if the weight moves.
 
-    Tokens: hidden states and targets of every other rank, a few fp32 numbers a token to sum, and the gradients of the
-    hidden states in fp32. The weight: every row of other ranks, and its gradient where it is trained.
+    Both are means, equal on all ranks. Tokens: hidden states and targets of the other ranks, a few fp32 numbers per
+    token to sum, and the gradients of the hidden states in fp32. Weight: the other ranks' rows, and their gradient if
+    the weight is trained.
     """
     ranks, width, item = len(counts), hidden_NH.shape[1], hidden_NH.element_size()
     accumulated, target = max(4, item), 8
     mean_grad = "mean_log_probs" in outputs
-    # Whether the backward reads hidden states or weight once more
+    # Whether the backward reads hidden states or weight again
     again = gradient and (sharded.trained or entropy_grad or mean_grad)
-    # A max and two sums, and one number more for each output beside the log-probs; an all-reduce sends each twice
+    # A max, two sums, and one number for each output besides the log-probs. An all-reduce sends each twice
     statistics = 3 + len({*outputs} - {"log_probs"})
     of_token = width * item + target + 2 * statistics * accumulated
     if gradient:
         of_token += width * accumulated
     if again:
         of_token += width * item + target + (4 + 2 * entropy_grad + mean_grad) * accumulated
-    # A trained weight that was gathered is kept for the backward
+    # A gathered weight that is trained is kept for the backward
     passes = 1 + (gradient if sharded.trained else again)
     weight = sharded.vocabulary * width * sharded.blocks[0][1].element_size()
     return (ranks - 1) * max(counts) * of_token, weight * passes * (ranks - 1) // ranks
@@ -111,11 +112,11 @@ def _local(sharded: ShardedWeight, counts: tuple[int, ...] | None, reason: str) 
     first, weight, bias = sharded.blocks[0]
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
     if counts is not None:
-        # The engine takes the mean of gradients over its ranks; this gradient is that of the sum of their losses
+        # The engine averages gradients over its ranks, but this gradient is that of the sum of their losses
         mean = 1 / sharded.group.size()
         weight, bias = scale_grad(weight, mean), None if bias is None else scale_grad(bias, mean)
     blocks = tuple(Block(*block) for block in sharded.blocks)
-    # A trained weight is one block, and goes through autograd
+    # A trained weight is one block, which autograd records
     rows_for = None if len(blocks) == 1 else lambda targets: LocalShards(blocks, targets, sharded.vocabulary)
     shard = VocabularyShard(sharded.vocabulary, first, Exchange(sharded.group, counts), rows_for)
     return WeightLayout(weight, bias, trained, shard, sharded, nullcontext, reason)
@@ -137,7 +138,7 @@ def _whole(linear: nn.Module) -> WeightLayout:
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
     reason = "DeepSpeed gathers the whole weight" if is_zero3(weight) else WHOLE_HERE
     if isinstance(weight, DTensor):
-        reason = "the whole weight is gathered for each pass"
+        reason = "each pass gathers the whole weight"
     weight, bias = (whole_tensor(x) if isinstance(x, DTensor) else x for x in (weight, bias))
     # ZeRO-3 gathers weight and bias while they are read, here and again in the backward
     return WeightLayout(weight, bias, trained, None, None, partial(maybe_gather_lm_head_ctx, weight, bias), reason)

@@ -175,8 +175,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return PackingFacts(
             padding_free=self._added.padding_free,
             share_prompts=self._added.share_prompts,
-            unsupported=packing.why_padded,
-            unshared=packing.why_unshared,
+            unsupported=packing.padded_reason,
+            unshared=packing.unshared_reason,
             active_dropout=has_dropout(self.model),
         )
 

@@ -1,1 +1,1 @@
-"""The work on a tile of logits between the matrix products, in torch and in Triton."""
+"""The operations on a tile of logits between the matrix products, in torch and in Triton."""

@@ -1,10 +1,10 @@
-"""The Triton kernels: each program turns one row of a tile's fp32 product into what the next product needs.
+"""The Triton kernels. Each program turns one row of a tile's fp32 product into operands of the next product.
 
 Triton compiles them for NVIDIA, AMD and Intel devices; with TRITON_INTERPRET=1 they run on the CPU.
 
 A program reads its row once and keeps it in registers, so a tile has at most `MOST_COLUMNS` columns.
-`RunningStatistics` and `Coefficients` define in torch what the kernels compute, and explain each number. A kernel is
-compiled without what a pointer of None is for.
+`RunningStatistics` and `Coefficients` define in torch what the kernels compute, and explain each number. For a pointer
+that is None, the kernel is compiled without the code that uses it.
 """
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """Exact to 2 units in the last place: near 0 the exponential form cancels, so the series is used."""
+    """Return tanh(x) within 2 units in the last place. Near 0 the exponential form cancels, so it uses the series."""
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     decay = tl.exp(-2 * tl.abs(x))
@@ -23,7 +23,7 @@ def _tanh(x):
 
 @triton.jit
 def _logits(product_ptr, bias_ptr, columns, inside, scale, cap, CAPPED: tl.constexpr):
-    """z, and 1 - tanh^2 where it is capped (1 elsewhere): z = cap * tanh(scale * x) with a cap, scale * x without."""
+    """Return z and 1 - tanh^2: z = cap * tanh(scale * x). Without a cap, return scale * x and 1."""
     x = tl.load(product_ptr + columns, mask=inside, other=0.0)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -48,7 +48,7 @@ def fold(
     sum_logits_ptr,
     max_before_target_ptr,
     coefficients_ptr,  # (n, width), out
-    sums_ptr,  # (n, UNITS) fp32, of the tiles before
+    sums_ptr,  # (n, UNITS) fp32, sums of earlier tiles
     start,
     width,
     scale,
@@ -59,7 +59,7 @@ def fold(
     COLUMNS: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Fold a row into its statistics, write exp(z - shift) (1 - tanh^2), and rescale its earlier sums if it moved."""
+    """Fold a row into its statistics, write exp(z - shift) (1 - tanh^2), and rescale earlier sums if needed."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
@@ -97,7 +97,7 @@ def fold(
     if coefficients_ptr is not None:
         coefficients = (exponentials * softcap_derivative).to(coefficients_ptr.dtype.element_ty)
         tl.store(coefficients_ptr + row * width + columns, coefficients, mask=inside)
-    if sums_ptr is not None:  # noqa: SIM102 (the compiler decides the outer one)
+    if sums_ptr is not None:  # noqa: SIM102 (the outer condition is decided at compile time)
         if rescale != 1.0:
             for first in range(0, UNITS, 1024):
                 units = first + tl.arange(0, 1024)
@@ -126,13 +126,13 @@ def gradient(
     CAPPED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write a row's `nontarget_grad` and `grad_logits`, which `Coefficients` defines."""
+    """Write `nontarget_grad` and `grad_logits` of a row, as `Coefficients` defines them."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
     z, softcap_derivative = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, CAPPED)
     is_target = columns == tl.load(targets_ptr + row) - start
-    # The target's logit may lie far above the others'
+    # The target's logit may be far larger than the others
     shifted = tl.where(is_target, 0.0, tl.where(inside, z - tl.load(maximum_ptr + row), 0.0))
     nontarget_grad = tl.exp(shifted)
     if entropy_slope_ptr is not None:

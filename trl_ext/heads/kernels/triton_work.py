@@ -1,4 +1,4 @@
-"""The work on a tile between the matrix products by Triton's kernels: one launch a tile."""
+"""The operations on a tile between the matrix products by Triton kernels, with one launch per tile."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +15,7 @@ from .work import Tile
 
 
 class TritonWork:
-    """Same as `TorchWork` to fp32 rounding, but leaves the product as it is."""
+    """Computes the same as `TorchWork` up to fp32 rounding, but does not overwrite the product."""
 
     def __init__(self, transform: LogitTransform) -> None:
         self.scale, self.cap = transform.slope, 0.0
@@ -74,7 +74,7 @@ class TritonWork:
         return written
 
     def _buffer(self, name: str, product: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-        """A buffer of the product's shape, which the next tile overwrites; None without a dtype."""
+        """Return a buffer of the product's shape, which the next tile overwrites; None without a dtype."""
         if dtype is None:
             return None
         held = self._buffers.get(name)
@@ -85,17 +85,17 @@ class TritonWork:
 
 
 def _packed(numbers: Tensor | None) -> Tensor | None:
-    """Contiguous, as the kernels read it: a caller's tensor may be a column of another, or expanded."""
+    """Return a contiguous tensor, as the kernels need it: the caller's may be a column of another, or expanded."""
     return None if numbers is None else numbers.contiguous()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one, on which Triton launches wherever the tensors lie."""
+    """Make `device` the current device. Triton launches there, whatever the device of the tensors."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def _of_width(columns: int) -> dict[str, int]:
-    """Launch options for rows of so many columns: at most 32 numbers a thread of an NVIDIA device."""
+    """Return launch options for rows of so many columns: at most 32 numbers per thread of an NVIDIA device."""
     width = triton.next_power_of_2(columns)
-    # Triton 3.10 fuses multiplications and additions only on request; 3.9 warns of that
+    # Triton 3.10 fuses multiply-adds only on request; 3.9 warns about this change
     return {"COLUMNS": width, "num_warps": min(16, max(1, width // 1024)), "enable_fp_fusion": True}

@@ -1,4 +1,4 @@
-"""The work on a tile between the matrix products: torch's, the reference for Triton's, and which of the two runs."""
+"""The operations on a tile between the matrix products in torch, and the choice between torch and Triton."""
 
 import os
 import warnings
@@ -22,8 +22,8 @@ KERNELS = ("torch", "triton")
 class Tile(NamedTuple):
     """The product x = h W^T of some tokens and consecutive classes, and its operands.
 
-    The next tile overwrites `product` (n, v). It includes the low-rank term of `down` (n, R) and `up` (v, R), but not
-    yet `bias` (v,), of any dtype.
+    `product` (n, v) includes the low-rank term of `down` (n, R) and `up` (v, R), but not yet `bias` (v,), which may
+    have any dtype. The next tile overwrites `product`.
     """
 
     tokens: slice
@@ -37,10 +37,10 @@ class Tile(NamedTuple):
 
 
 class TorchWork:
-    """The work on a tile between the matrix products, by torch's own operations; the product is overwritten.
+    """The operations on a tile between the matrix products, in torch. They overwrite the product.
 
     Args:
-        transform (`LogitTransform`): from the product to the logits.
+        transform (`LogitTransform`): maps the product to the logits.
     """
 
     def __init__(self, transform: LogitTransform) -> None:
@@ -53,16 +53,16 @@ class TorchWork:
         """Fold a tile into `statistics`.
 
         Args:
-            coefficients (`torch.dtype`, *optional*): if given, return exp(z - shift) dz/dx over the slope, of shape
-                (n, v) and this dtype, 0 for the target.
-            sums_nH (`Tensor` of shape `(n, H)`, *optional*): the sums of earlier tiles in units of exp(shift); rescaled
-                where the shift moves.
+            coefficients (`torch.dtype`, *optional*): if given, return exp(z - shift) dz/dx divided by the slope, of
+                shape (n, v) and this dtype, 0 for the target.
+            sums_nH (`Tensor` of shape `(n, H)`, *optional*): sums of earlier tiles in units of exp(shift), which are
+                rescaled where the shift moves.
         """
         logits, scratch = self._logits(tile)
         # Before `fold_`, which overwrites the logits
         softcap_derivative = self.transform.softcap_derivative(logits) if coefficients is not None else None
         rescale = statistics.fold_(tile.tokens, tile.classes.start, logits, scratch)
-        # On other devices the test would wait for the device
+        # On other devices the condition would wait for the device
         if sums_nH is not None and (sums_nH.device.type != "cpu" or bool((rescale != 1).any())):
             sums_nH.mul_(rescale)
         if coefficients is None:
@@ -78,7 +78,7 @@ class TorchWork:
         nontarget_grad: torch.dtype | None,
         grad_logits: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`nontarget_grad` and `grad_logits` of `Coefficients` for a tile: (n, v) each, None without a dtype.
+        """Return `nontarget_grad` and `grad_logits` of `Coefficients` for a tile: (n, v) each, None without a dtype.
 
         `targets` (n,) are class ids.
         """
@@ -93,7 +93,7 @@ class TorchWork:
         return result, coefficients.add_target_grad_(tile.tokens, local, nontarget).to(grad_logits)
 
     def _logits(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """The logits in the place of the product, and a buffer of their shape."""
+        """Overwrite the product with the logits; return them and a buffer of their shape."""
         if self._scratch is None or self._scratch.numel() < tile.product.numel():
             self._scratch = torch.empty_like(tile.product).view(-1)
         if tile.bias is not None:
@@ -106,7 +106,7 @@ TileWork = Union[TorchWork, "TritonWork"]
 
 
 def work_of(kernels: str | None, device: torch.device, statistics: torch.dtype, transform: LogitTransform) -> TileWork:
-    """The work by the given kernels; None chooses by the device. Statistics in float64 are always torch's."""
+    """Return the operations by the given kernels; None chooses from the device. Float64 always runs in torch."""
     chosen = kernels or ("torch" if device.type == "cpu" or triton_unavailable_reason(device) else "triton")
     if chosen == "torch" or statistics == torch.float64:
         return TorchWork(transform)
@@ -115,41 +115,41 @@ def work_of(kernels: str | None, device: torch.device, statistics: torch.dtype, 
     return TritonWork(transform)
 
 
-# Not compiled: the kernels run on the device, which tracing would not do
+# Not compiled: this runs the kernels on the device, which tracing would not do
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def check_kernels(kernels: str | None, device: torch.device, name: str = "kernels") -> None:
     """Raise `ValueError` unless the argument `name` is None or one of `KERNELS` that runs on `device`."""
     if kernels is not None and kernels not in KERNELS:
-        raise ValueError(f"`{name}` must be None or one of {list(KERNELS)}, got {kernels!r}.")
+        raise ValueError(f"Unknown `{name}` {kernels!r}. Choose from: {list(KERNELS)}, or leave it None.")
     reason = triton_unavailable_reason(device) if kernels == "triton" else None
     if reason is not None:
-        raise ValueError(f"`{name}='triton'` is not available: {reason}. Leave it None, which chooses what runs.")
+        raise ValueError(f"`{name}='triton'` is not available: {reason}. Leave it None to use what runs here.")
 
 
 @cache
 def triton_unavailable_reason(device: torch.device) -> str | None:
-    """Why Triton's kernels do not run on `device`, None where they do. Warns where they should run but do not."""
+    """Return why Triton's kernels do not run on `device`; None if they run. Warns if they should run and do not."""
     if find_spec("triton") is None:
         return "Triton is not installed"
     if device.type == "cpu":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return None if interpreted else "on the CPU Triton runs only under TRITON_INTERPRET=1, for tests"
+        return None if interpreted else "on the CPU Triton runs only with TRITON_INTERPRET=1, for tests"
     if device.type not in ("cuda", "xpu"):
         return f"Triton does not compile for a device of type {device.type!r}"
     try:
         off_by = _difference(device)
-        wrong = None if off_by < 1e-4 else f"on {device} its kernels are off by {off_by:.1e} from torch's results"
+        wrong = None if off_by < 1e-4 else f"on {device} its kernels differ from torch by {off_by:.1e}"
     except torch.OutOfMemoryError:
-        raise  # not cached: there may be memory the next time
-    except Exception as error:  # whatever the compiler, the driver or a missing C compiler may raise
+        raise  # not cached: the next call may have more memory
+    except Exception as error:  # from the compiler, the driver or a missing C compiler
         wrong = f"on {device} its kernels fail: {type(error).__name__}: {error}"
     if wrong is not None:
-        warnings.warn(f"The head works without Triton, since {wrong}", stacklevel=2)
+        warnings.warn(f"The LM head runs without Triton: {wrong}", stacklevel=2)
     return wrong
 
 
 def _difference(device: torch.device) -> float:
-    """The largest difference between Triton's and torch's numbers in a small problem, relative to the largest."""
+    """Return the largest difference of Triton and torch in a small problem, relative to the largest number."""
     from .triton_work import TritonWork
 
     transform = LogitTransform(0.7, 1.3, 30.0)
@@ -158,12 +158,12 @@ def _difference(device: torch.device) -> float:
 
 
 def _numbers(work: TileWork, transform: LogitTransform, device: torch.device) -> list[Tensor]:
-    """Coefficients, sums, results and a gradient of two tiles, the second of which moves the shift."""
+    """Return coefficients, sums, results and a gradient of two tiles; the second tile moves the shift."""
     generator = torch.Generator("cpu").manual_seed(0)
     tokens, width, units = 8, 300, 48
 
     def normal(size: int) -> Tensor:
-        # Independent of the caller's default device and dtype
+        # The caller may have set another default device and dtype
         return torch.randn(tokens, size, generator=generator, device="cpu", dtype=torch.float32).to(device)
 
     sums_nH, given = normal(units), normal(2)
