@@ -12,7 +12,7 @@ PACKAGE = ROOT / "trl_ext"
 ANYTHING = "\0"  # stands for what depends on the run
 QUOTED = re.compile(r"^\| (`{2,3}) ?(.+?) ?\1 \|", re.MULTILINE)
 # The calls that give a warning; packing's own gives each one once
-WARNS = ("logger.warning", "warnings.warn", "self._say")
+WARNS = ("logger.warning", "warnings.warn", "self._warn_once")
 # Functions that return, or collect, messages that another function gives
 MADE_BY = {
     *("why_not_loaded", "plan_grpo", "warnings", "_collect"),

@@ -61,8 +61,8 @@ def multiplies_halves(device: torch.device) -> bool:
         raise
     except (NotImplementedError, RuntimeError, TypeError) as error:
         warnings.warn(
-            f"The LM head casts its operands to fp32, which is many times slower: on {device} torch cannot multiply "
-            f"bf16 operands into an fp32 result ({type(error).__name__}: {error})",
+            f"On {device} torch cannot multiply bf16 operands into an fp32 result, so the LM head casts them to fp32, "
+            f"which is many times slower. torch says: {type(error).__name__}: {error}",
             stacklevel=2,
         )
         return False
