@@ -1,4 +1,4 @@
-"""In one packed row no sequence sees another: a token changes only log-probs of its own sequences."""
+"""In a packed row no sequence sees another: a token changes only the log-probs of its sequences."""
 
 import random
 from typing import Any

@@ -99,11 +99,11 @@ TABLE = {
     "a ragged group": TokenCounts(lambda: _one_group(32, [4, 1, 9, 2]), 32 + 3 + 0 + 8 + 1),
     "one row": TokenCounts(lambda: _one_group(5, [4]), 5 + 3),
     "one row of a wide generation batch": TokenCounts(lambda: _one_group(5, [4], more=(20, 30)), 5 + 3),
-    "all rows alike": TokenCounts(lambda: grpo([(_words(7), [_words(5, 1)] * 6)]), 7 + 4),
-    "completions that begin alike": TokenCounts(
+    "equal rows": TokenCounts(lambda: grpo([(_words(7), [_words(5, 1)] * 6)]), 7 + 4),
+    "completions with the same start": TokenCounts(
         lambda: grpo([(_words(7), [_words(4, 1) + _words(3, 2), _words(4, 1) + _words(3, 3)])]), 7 + 4 + 2 + 2
     ),
-    "a completion that another goes on from": TokenCounts(
+    "a completion that another continues": TokenCounts(
         lambda: grpo([(_words(7), [_words(4, 1), _words(4, 1) + _words(3, 2)])]), 7 + 4 + 2
     ),
     "an empty completion": TokenCounts(lambda: _one_group(7, [0, 3]), 7 + 2),
@@ -132,7 +132,7 @@ TABLE = {
     "shuffled groups, windows": TokenCounts(grpo_example, model="gemma3"),
     "shuffled groups, a latent attention": TokenCounts(grpo_example, model="deepseek_v3"),
     "a pair": TokenCounts(lambda: dpo([(_words(384), _words(16, 1), _words(128, 2))]), 384 + 15 + 127),
-    "a pair that begins alike": TokenCounts(
+    "a pair with the same start": TokenCounts(
         lambda: dpo([(_words(9), _words(3, 1) + _words(4, 2), _words(3, 1) + _words(6, 3))]), 9 + 3 + 3 + 5
     ),
     "a pair whose rejected is empty": TokenCounts(lambda: dpo([(_words(9), _words(3, 1), [])]), 9 + 2),

@@ -131,7 +131,7 @@ def of_each_way(names: Iterable[str]) -> list[Any]:
     fast = (
         "LoRA",
         "two LoRAs",
-        "LoRA with a bias of its own",
+        "LoRA with its own bias",
         "DoRA",
         "tokens, tied",
         "tokens alone, tied",
@@ -375,7 +375,7 @@ def test_the_check_of_the_first_batch_detects_a_wrong_gradient_of_an_adapter(wor
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["LoRA", "two LoRAs", "LoRA with a bias of its own", "tokens, tied"])
+@pytest.mark.parametrize("name", ["LoRA", "two LoRAs", "LoRA with its own bias", "tokens, tied"])
 def test_the_checks_pass_in_half_precision(workshop, name, autocast):
     model = build(CASES[name], workshop)
     if not autocast:

@@ -66,7 +66,7 @@ def of_one_process(workshop: Workshop, name: str, unscored: bool) -> dict[str, T
     return {key: x.grad / 2 for key, x in model.named_parameters() if x.grad is not None}
 
 
-TOLD = ("LoRA", "two LoRAs", "LoRA with a bias of its own", "tokens, tied", "LoRA and head in modules_to_save")
+TOLD = ("LoRA", "two LoRAs", "LoRA with its own bias", "tokens, tied", "LoRA and head in modules_to_save")
 SAME = [
     *(("DDP", name, unscored) for name in (*TOLD, "DoRA", "IA3") for unscored in (False, True)),
     *(("FSDP2", name, True) for name in ("LoRA", "tokens, tied")),

@@ -64,7 +64,7 @@ TOKENS = [1, 17, 3, 96]
 CASES: dict[str, Case] = {
     "LoRA": Case(lora(), LOW_RANK),
     "LoRA, rank-stabilised": Case(lora(use_rslora=True), LOW_RANK),
-    "LoRA with a bias of its own": Case(lora(lora_bias=True), LOW_RANK, model="head_bias"),
+    "LoRA with its own bias": Case(lora(lora_bias=True), LOW_RANK, model="head_bias"),
     "LoRA with a bias, on a head without": Case(lora(lora_bias=True), LOW_RANK),
     "LoRA, all biases trained": Case(lora(bias="all"), LOW_RANK, model="head_bias"),
     "LoRA, B zero": Case(lora(init_lora_weights=True), LOW_RANK),
