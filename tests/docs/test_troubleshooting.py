@@ -7,7 +7,7 @@ from doc_messages import ANYTHING, MADE_BY, PASSES_ON, ROOT, Given, given, is_on
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # No row: a user sees the message that it becomes a part of, which has one
 BECOMES_A_REASON = {
-    "LayoutNotReadError": "Batches of … stay padded: …",
+    "LayoutNotReadError": "Packing is off: …",
     "reference/canary.py": "in the store of reference log-probs: …. It can be deleted.",
     "reference/segments.py": "in the store of reference log-probs: …. It can be deleted.",
 }

@@ -227,7 +227,7 @@ def test_frozen_parameters_stay_frozen(workshop, tmp_path):
     assert trained(subject.model) == before
 
 
-def test_fixed_values_with_a_moving_reference_are_an_error(workshop, tmp_path):
+def test_fixed_values_do_not_go_with_a_reference_that_moves(workshop, tmp_path):
     with pytest.raises(ValueError, match=r"`train_dataset` bring fixed reference log-probs in .* moves the refer"):
         trainer(workshop, tmp_path, data=with_values(12, 1), sync_ref_model=True, ref_model_sync_steps=1)
 

@@ -243,7 +243,7 @@ def test_the_users_reference_log_probs_are_used(workshop, tmp_path):
         subject.evaluate()  # its rows have no values
         assert len(tokens.without) == 4
     assert "Rows of `train_dataset` bring theirs" in str(subject.explain())
-    # No weight is hashed
+    # And no weight is hashed
     assert "kept in memory" in trainer(workshop, tmp_path, data=data).explain()["reference"].reason
 
 

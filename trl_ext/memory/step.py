@@ -161,7 +161,7 @@ def _micro_batch(step: Step, model: Any, layout: Layout, records: "AllocationRec
 
 
 def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> Tensor:
-    """`(N, H)`: of the scored tokens."""
+    """Return the hidden states `(N, H)` of the scored tokens."""
     if packing.padded_reason is None:
         hidden_TH = run_packed(inner, layout, {"use_cache": False}).last_hidden_state.squeeze(0)
     else:
