@@ -1,4 +1,4 @@
-"""Bad input to the head gets one error that names the argument, what was given and what is allowed."""
+"""Bad input to the head raises one error that names the argument, the value given and what is allowed."""
 
 import pytest
 import torch
@@ -43,5 +43,5 @@ def test_bad_input_is_named(case):
         linear_log_probs(**{"hidden": HIDDEN, "weight": WEIGHT, "targets": TARGETS, **changes})
 
 
-def test_good_input_is_taken():
+def test_good_input_is_accepted():
     assert linear_log_probs(HIDDEN, WEIGHT, TARGETS.int()).log_probs.shape == (2, 3)

@@ -1,4 +1,4 @@
-"""The head's values and gradients against float64 on the same operands, in every dtype."""
+"""Values and gradients of the head equal float64 on the same operands, in every dtype."""
 
 import math
 from itertools import product
@@ -17,7 +17,7 @@ from trl_ext.heads.kernels.work import work_of
 from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LogitTransform
 
-# Triton's interpreter computes with NumPy, which warns of what a device does silently
+# Triton's interpreter runs NumPy, which warns where a device does not
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 HALF = (torch.bfloat16, torch.float16)
 SMALL = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -25,10 +25,10 @@ SMALL = settings(deadline=None, suppress_health_check=[HealthCheck.function_scop
 
 @pytest.fixture(autouse=True)
 def kernels(request, monkeypatch):
-    """What works between the products.
+    """Run with each implementation of the operations between the products.
 
-    Tiles are of at most 2^14 elements, so that small inputs too cross their borders; in Triton's interpreter each row
-    of a tile takes milliseconds, so there are fewer.
+    Tiles have at most 2^14 elements, so that small inputs need several tiles. In Triton's interpreter each row of a
+    tile takes milliseconds, so there are fewer rows.
     """
     name = getattr(request, "param", "torch")
     monkeypatch.setitem(tiled._ELEMENTS, "cpu", 2**14 if name == "torch" else 2**18)
@@ -36,7 +36,7 @@ def kernels(request, monkeypatch):
     return name
 
 
-# The bounds hold with either work between the products
+# The bounds hold for both torch and Triton
 WITH_BOTH = pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=pytest.mark.slow)], indirect=True)
 
 
@@ -47,12 +47,12 @@ def rounds_coefficients(monkeypatch):
 
 
 def cuts_off(kernels, dtype):
-    """Triton's interpreter cuts fp32 off to bf16, at twice the error, where devices round."""
+    """Whether fp32 is truncated to bf16, with twice the error: Triton's interpreter does that, devices round."""
     return kernels == "triton" and dtype == torch.bfloat16
 
 
 def operands(tokens, width, vocabulary, dtype, spread, seed=0):
-    """Hidden states, weight and targets whose logits have standard deviation `spread`; half the targets are likely."""
+    """Return operands whose logits have standard deviation `spread`; half of the targets are likely."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64)
     weight = torch.randn(vocabulary, width, generator=generator, dtype=torch.float64) * spread / math.sqrt(width)
@@ -70,12 +70,12 @@ def allowed(logits):
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 @pytest.mark.parametrize("width", [64, 1024, 8192])
 @pytest.mark.parametrize("dtype", HALF + (torch.float32,), ids=str)
-def test_values_are_those_of_float64_on_the_same_operands(dtype, width, spread):
+def test_values_equal_float64_on_the_same_operands(dtype, width, spread):
     hidden, weight, targets = operands(64, width, 1501, dtype, spread)
     ours = linear_log_probs(hidden, weight, targets, outputs=ALL)
     exact = defined(hidden, weight, targets)
     for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "mean_log_probs"):
-        # fp32 operands fill the accumulator's own precision: twice the bound that half-precision ones are held to
+        # fp32 operands use the full precision of the accumulator, so their bound is twice that of half precision
         bound = allowed(exact.logits) * (1 if dtype in HALF else 2)
         assert floats_apart(getattr(ours, name), getattr(exact, name)) <= bound, name
     assert torch.equal(ours.is_top1, exact.is_top1)
@@ -87,7 +87,7 @@ def test_values_are_those_of_float64_on_the_same_operands(dtype, width, spread):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_gradient_of_hidden_stays_at_its_dtypes_rounding_floor(
+def test_gradient_of_hidden_states_has_only_the_rounding_error_of_its_dtype(
     dtype, spread, trained, entropy_requires_grad, cuda_rounding, kernels, request
 ):
     cut_off = cuda_rounding and cuts_off(kernels, dtype)
@@ -109,7 +109,7 @@ def test_gradient_of_hidden_stays_at_its_dtypes_rounding_floor(
         exact_loss = exact_loss + (exact.entropy * upstream[1]).sum()
     loss.backward()
     exact_loss.backward()
-    # Where the gradient of a nearly certain token falls below what fp16 can hold, no result is any better
+    # fp16 cannot represent smaller gradients of a nearly certain token
     floor = relative(exact_hidden.grad.to(dtype), exact_hidden.grad)
     assert relative(hidden.grad, exact_hidden.grad) <= (2.5 if cut_off else 1.15) * floor
     if trained:
@@ -178,7 +178,7 @@ def test_the_gradient_of_a_nearly_certain_token_does_not_cancel(cap):
 
 @st.composite
 def problems(draw):
-    """Shapes, options and a dtype; V from 2 on, and tokens from 0 on."""
+    """Draw shapes, options and a dtype, with V at least 2 and any number of tokens, also 0."""
     return {
         "shape": draw(st.sampled_from([(), (0,), (1,), (7,), (3, 5), (2, 1, 4), (40,)])),
         "width": draw(st.integers(1, 40)),
@@ -201,7 +201,7 @@ def problems(draw):
 
 @SMALL
 @given(problem=problems())
-def test_every_shape_option_and_tile_gives_the_definition_and_its_gradients(monkeypatch, problem):
+def test_values_and_gradients_equal_the_definition_for_every_shape_option_and_tile(monkeypatch, problem):
     monkeypatch.setattr(tiled, "_FEWEST_COLUMNS", problem["columns"])
     monkeypatch.setitem(tiled._ELEMENTS, "cpu", 1)
     dtype, shape = problem["dtype"], problem["shape"]
@@ -213,7 +213,7 @@ def test_every_shape_option_and_tile_gives_the_definition_and_its_gradients(monk
     hidden = randn(*shape, problem["width"]).requires_grad_()
     weight = randn(problem["vocabulary"], problem["width"]).requires_grad_(problem["trained"])
     bias = None
-    if problem["bias"]:  # also wider than the operands, and not rounded to them
+    if problem["bias"]:  # the bias may be wider than the operands, and is not rounded
         bias = randn(problem["vocabulary"], dtype=problem["bias"]).requires_grad_(problem["trained"])
     targets = torch.randint(problem["vocabulary"], shape, generator=generator)
     upstream = torch.randn(3, *shape, generator=generator, dtype=torch.float64)
@@ -288,7 +288,7 @@ def test_gradcheck_in_float64(trained, entropy, mean, options, monkeypatch):
     assert torch.autograd.gradcheck(head, (hidden, weight, bias), fast_mode=False)
 
 
-def test_the_result_does_not_depend_on_which_path_ran():
+def test_the_result_does_not_depend_on_the_path():
     hidden, weight, targets = operands(50, 64, 1001, torch.float32, 2.0)
     with torch.no_grad():
         plain = linear_log_probs(hidden, weight, targets, outputs=ALL)
@@ -310,7 +310,7 @@ def test_the_result_does_not_depend_on_which_path_ran():
 
 
 @pytest.mark.parametrize("head", ["frozen", "trained", "dense"])
-def test_a_second_derivative_is_refused_rather_than_taken_for_a_constant(head):
+def test_a_second_derivative_is_an_error(head):
     hidden, weight, targets = operands(10, 16, 101, torch.float32, 2.0)
     hidden.requires_grad_()
     weight.requires_grad_(head == "trained")
@@ -318,14 +318,15 @@ def test_a_second_derivative_is_refused_rather_than_taken_for_a_constant(head):
     options = {"bias": None, "transform": LogitTransform(), "outputs": ("log_probs",)}
     log_probs = run_head(name, hidden, weight, targets, **options).log_probs
     torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True)
-    torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True)  # twice is no second derivative
+    # A second call of the backward is not a second derivative
+    torch.autograd.grad(log_probs.sum(), hidden, retain_graph=True)
     with pytest.raises(RuntimeError, match="second derivative, which the LM head does not have"):
         torch.autograd.grad(log_probs.sum(), hidden, create_graph=True)
 
 
-# Dynamo looks at the `.grad` of every tensor it meets
+# Dynamo reads the `.grad` of every tensor
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_the_compiler_leaves_the_head_as_it_is():
+def test_the_head_is_exact_in_a_compiled_function():
     hidden, weight, targets = operands(32, 64, 501, torch.float32, 3.0)
 
     compiled_calls = []
@@ -348,7 +349,7 @@ def test_the_compiler_leaves_the_head_as_it_is():
     assert torch.equal(a.grad, b.grad)
 
 
-def test_outputs_not_asked_for_are_none_and_those_asked_for_alone_are_right():
+def test_only_requested_outputs_are_computed():
     hidden, weight, targets = operands(20, 16, 101, torch.float32, 2.0)
     everything = linear_log_probs(hidden, weight, targets, outputs=ALL)
     for name in ALL:
@@ -357,7 +358,7 @@ def test_outputs_not_asked_for_are_none_and_those_asked_for_alone_are_right():
         assert all(getattr(alone, other) is None for other in ALL if other != name)
 
 
-def test_under_autocast_the_operands_are_rounded_once_and_the_arithmetic_is_not():
+def test_autocast_rounds_the_operands_once_and_nothing_else():
     hidden, weight, targets = operands(64, 256, 2003, torch.float32, 3.0)
     for trained in (False, True):
         a, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
@@ -378,7 +379,7 @@ def test_under_autocast_the_operands_are_rounded_once_and_the_arithmetic_is_not(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_fewer_digits_of_fp32_products_are_never_the_heads(way):
+def test_the_head_ignores_switches_for_less_precise_fp32_products(way):
     hidden, weight, targets = operands(64, 256, 2003, torch.float32, 3.0)
     seen = []
 
@@ -409,7 +410,7 @@ def test_mixed_operands_are_multiplied_in_the_wider_dtype():
     assert floats_apart(ours.log_probs, exact.log_probs) <= allowed(exact.logits)
 
 
-def test_the_dense_head_is_the_same_function():
+def test_the_dense_head_equals_the_tiled_head():
     transform = LogitTransform(0.7, 0.5, 9.0)
     for dtype in HALF + (torch.float32, torch.float64):
         hidden, weight, targets = operands(40, 64, 701, dtype, 3.0)
@@ -440,10 +441,8 @@ def test_the_dense_head_is_the_same_function():
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 @pytest.mark.parametrize("dtype", HALF + (torch.float32,), ids=str)
-def test_label_smoothing_over_tokens_has_the_gradient_of_its_definition(
-    dtype, spread, trained, cuda_rounding, kernels, request
-):
-    """PyTorch's convention; at a spread of 30 most probabilities underflow, and half the targets are nearly certain."""
+def test_label_smoothing_has_the_gradient_of_its_definition(dtype, spread, trained, cuda_rounding, kernels, request):
+    """At a spread of 30 most probabilities underflow, and half of the targets are nearly certain."""
     if cuda_rounding:
         request.getfixturevalue("rounds_coefficients")
     hidden, weight, targets = operands(128, 512, 3001, dtype, spread)
@@ -464,7 +463,7 @@ def test_label_smoothing_over_tokens_has_the_gradient_of_its_definition(
 
 
 def test_the_mean_log_prob_of_a_large_vocabulary_keeps_its_gradient():
-    """1 / V is then small beside the probabilities, and the gradient of most rows of the weight is that alone."""
+    """1 / V is small there, and it is the whole gradient of most rows of the weight."""
     hidden, weight, targets = operands(16, 32, 150_001, torch.float32, 3.0)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     linear_log_probs(hidden, weight, targets, outputs=("mean_log_probs",)).mean_log_probs.sum().backward()
@@ -499,7 +498,7 @@ def test_a_bias_wider_than_the_operands_is_not_rounded_to_them_nor_by_autocast(d
 
 
 @pytest.mark.parametrize("head", ["tiled", "dense"])
-def test_the_bias_of_an_adapter_is_not_rounded_either(head):
+def test_the_bias_of_an_adapter_is_not_rounded(head):
     hidden, weight, targets = operands(64, 128, 1501, torch.bfloat16, 1.0)
     bias = torch.linspace(-9, 9, 1501).cos() * 5
     factors = (Factors(torch.zeros(2, 128), torch.zeros(1501, 2), bias, 0.7),)

@@ -1,4 +1,4 @@
-"""The head where numbers end: logits that are infinite or NaN, and upstream gradients up to the largest number."""
+"""The head at the limits of numbers: infinite or NaN logits, and upstream gradients up to the largest number."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from trl_ext.heads.dense import log_probs_from_logits
 from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LinearLogProbs, LogitTransform
 
-# Triton's interpreter computes with NumPy, which warns of what a device does silently
+# Triton's interpreter runs NumPy, which warns where a device does not
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 SMALL = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 INF, NAN = math.inf, math.nan
@@ -38,7 +38,7 @@ ROWS = {
 
 
 def by_definition(logits: Tensor, target: int) -> LinearLogProbs:
-    """As torch's log_softmax says, in float64."""
+    """Return the results by torch's log_softmax in float64."""
     log_p = logits.log_softmax(-1)
     return LinearLogProbs(
         log_p[target],
@@ -51,7 +51,7 @@ def by_definition(logits: Tensor, target: int) -> LinearLogProbs:
 
 
 def scored(way: str, logits: Tensor, target: int, columns: int, cap: float | None) -> tuple[LinearLogProbs, Tensor]:
-    """What a head says of one token with these logits, and the gradient of the log-prob to its hidden state."""
+    """Return the results of a head for one token with these logits, and the gradient of the log-prob."""
     hidden, weight = torch.zeros(1, 3, dtype=logits.dtype), torch.arange(1.0, 3 * len(logits) + 1).view(-1, 3)
     hidden, weight = hidden.requires_grad_(), weight.to(logits.dtype)
     targets, transform = torch.tensor([target]), LogitTransform(0.5, 1.0, cap)
@@ -63,7 +63,7 @@ def scored(way: str, logits: Tensor, target: int, columns: int, cap: float | Non
             *("dense" if way == "dense" else "tiled", hidden, weight.requires_grad_("trained" in way), targets),
             bias=logits,
             transform=transform,
-            # Without the mean the gradient of a frozen weight's head is formed in the forward
+            # Without the mean, a head with a frozen weight computes the gradient in the forward
             outputs=ALL if "trained" in way else ALL[:-1],
             tile_columns=columns,
             kernels=kernels,
@@ -98,7 +98,7 @@ TRITON = [pytest.param(f"{way}, Triton", marks=pytest.mark.slow) for way in WAYS
 @pytest.mark.parametrize("cap", [None, 4.0])
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("way", [*WAYS, *TRITON])
-def test_logits_that_are_not_finite_give_what_log_softmax_gives(way: str, row: str, cap: float | None) -> None:
+def test_logits_that_are_not_finite_give_the_results_of_log_softmax(way: str, row: str, cap: float | None) -> None:
     for target in range(4):
         for columns in (1, 3, 4):
             assert_as_defined(way, ROWS[row], target, columns, cap, torch.float32)
@@ -106,7 +106,7 @@ def test_logits_that_are_not_finite_give_what_log_softmax_gives(way: str, row: s
 
 @SMALL
 @hypothesis.given(st.data())
-def test_any_such_logits_do(data: Any) -> None:
+def test_any_drawn_logits_give_the_results_of_log_softmax(data: Any) -> None:
     number = st.sampled_from([INF, -INF, NAN]) | st.floats(-30, 30, width=32)
     logits = data.draw(st.lists(number, min_size=2, max_size=9))
     assert_as_defined(
@@ -120,7 +120,7 @@ def test_any_such_logits_do(data: Any) -> None:
 
 
 def of_a_rank(group: Any) -> dict[str, list[LinearLogProbs]]:
-    """Each row of the table with its first class on one rank and the others on the other."""
+    """Run each row of the table with its first class on one rank and the other classes on the other."""
     first, last = ((0, 1), (1, 4))[group.rank()]
     found = {}
     for name, row in ROWS.items():
@@ -132,7 +132,7 @@ def of_a_rank(group: Any) -> dict[str, list[LinearLogProbs]]:
     return found
 
 
-def test_rows_on_several_ranks_do_too(ranks: Any) -> None:
+def test_rows_on_several_ranks_give_the_results_of_log_softmax(ranks: Any) -> None:
     for found in ranks.run(of_a_rank, 2):
         for name, results in found.items():
             for target in range(4):
@@ -144,7 +144,7 @@ def test_rows_on_several_ranks_do_too(ranks: Any) -> None:
 
 
 class Given(NamedTuple):
-    """A small head, and the upstream gradients of log-probs, entropy and mean log-probs; fp32 or float64 `(3, N)`."""
+    """A small head, and upstream gradients of log-probs, entropy and mean log-probs, fp32 or float64 `(3, N)`."""
 
     hidden: Tensor
     weight: Tensor
@@ -171,10 +171,10 @@ def backward(results: Any, upstream: Tensor, inputs: list[Tensor]) -> list[Tenso
 
 
 def assert_right_or_overflown(got: Tensor, want: Tensor, of_row: bool) -> None:
-    """Within rounding of the number, which is infinite where that is too large for its dtype; never NaN."""
+    """Check for equality up to rounding. Numbers too large for their dtype are infinite, never NaN."""
     finite = torch.finfo(got.dtype)
     size = want.abs().amax(-1, keepdim=True) if of_row else want.abs().max()
-    # Half-precision coefficients are rounded beside fp32's sums; subnormal numbers are apart by the smallest
+    # Half-precision coefficients are rounded, fp32 sums are not; subnormal numbers differ by at least the smallest
     off = max(4 * finite.eps, 2e-5) * size + 2 * finite.smallest_normal * finite.eps
     lowest, highest = ((want + sign * off).clamp(-finite.max, finite.max) for sign in (-1, 1))
     number = got.double().clamp(-finite.max, finite.max)
@@ -223,7 +223,7 @@ OPTIONS = {
 @pytest.mark.parametrize("upstream", UPSTREAM)
 @pytest.mark.parametrize("kind", ["frozen", "trained", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_upstream_gradients_of_any_size_give_the_gradient_wherever_it_exists(
+def test_upstream_gradients_of_any_size_give_the_right_gradient(
     dtype: torch.dtype, kind: str, upstream: str, options: str, kernels: str
 ) -> None:
     of_log_probs = UPSTREAM[upstream]
@@ -233,7 +233,7 @@ def test_upstream_gradients_of_any_size_give_the_gradient_wherever_it_exists(
 
 @SMALL
 @hypothesis.given(st.data())
-def test_any_upstream_gradients_do(data: Any) -> None:
+def test_any_drawn_upstream_gradients_give_the_right_gradient(data: Any) -> None:
     number = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=True)
     number |= st.builds(math.ldexp, st.sampled_from([1.0, -1.5]), st.integers(-148, 126))
     tokens = data.draw(st.integers(1, 6))
@@ -249,7 +249,7 @@ def test_any_upstream_gradients_do(data: Any) -> None:
 
 
 @pytest.mark.parametrize("upstream", UPSTREAM)
-def test_log_probs_of_a_product_and_a_head_with_an_adapter_do_too(upstream: str) -> None:
+def test_a_given_product_and_a_head_with_an_adapter_give_the_right_gradient(upstream: str) -> None:
     x = problem([UPSTREAM[upstream]] * 3, torch.float32)
     product = (x.hidden @ x.weight.t()).requires_grad_()
     found = log_probs_from_logits(product, x.targets, LogitTransform(), ALL, entropy_requires_grad=True)
@@ -266,7 +266,7 @@ def test_log_probs_of_a_product_and_a_head_with_an_adapter_do_too(upstream: str)
     found = run_head("tiled", inputs[0], x.weight, x.targets, **options)
     hidden, first, second, bias = exact_inputs
     exact = defined(hidden, x.weight.double() + 0.5 * second @ first, x.targets, 0.5 * bias)
-    given = x.upstream[0] / 4  # what lies between head and factors has gradients of its own, twice as large
+    given = x.upstream[0] / 4  # tensors between head and factors have gradients twice as large
     got = torch.autograd.grad(found.log_probs, inputs, given)
     want = torch.autograd.grad(exact.log_probs, exact_inputs, given.double())
     for place, (mine, right) in enumerate(zip(got, want, strict=True)):
@@ -274,8 +274,8 @@ def test_log_probs_of_a_product_and_a_head_with_an_adapter_do_too(upstream: str)
 
 
 @pytest.mark.parametrize("odds", [80.0, 95.0, 200.0])
-def test_nearly_certain_tokens_do(odds: float) -> None:
-    """Their 1 - p is a subnormal number at log-odds of 95, and none at 200."""
+def test_nearly_certain_tokens_give_the_right_gradient(odds: float) -> None:
+    """1 - p is a subnormal number at log-odds of 95, and 0 at 200."""
     hidden = torch.eye(4).mul(odds).requires_grad_()
     weight = torch.eye(4).requires_grad_()
     targets, upstream = torch.arange(4), torch.tensor(UPSTREAM["the largest"])
@@ -285,12 +285,12 @@ def test_nearly_certain_tokens_do(odds: float) -> None:
     got = torch.autograd.grad(found, (hidden, weight), upstream)
     want = torch.autograd.grad(exact, exact_inputs, upstream.double())
     for mine, right, largest in zip(got, want, (1.0, odds), strict=True):
-        # As far as fp32 holds 1 - p
+        # Exact while fp32 can represent 1 - p
         torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=2 * SMALLEST * LARGEST * largest)
 
 
 def gradients_of_a_rank(group: Any, own: bool, upstream: list[float]) -> None:
-    """Hidden states and rows of one rank; with `own` tokens gathered two at a time, so in several parts."""
+    """Return gradients of one rank's hidden states and rows; `own` tokens are gathered in several parts of two."""
     rank, count = group.rank(), len(upstream)
     x = problem([upstream * 2, [0.0] * 2 * count, [0.0] * 2 * count], torch.float32)
     tokens = slice(rank * count, (rank + 1) * count) if own else slice(0, count)
@@ -312,5 +312,5 @@ def gradients_of_a_rank(group: Any, own: bool, upstream: list[float]) -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("upstream", UPSTREAM)
-def test_upstream_gradients_of_any_size_do_on_several_ranks(upstream: str, own: bool, ranks: Any) -> None:
+def test_upstream_gradients_of_any_size_on_several_ranks(upstream: str, own: bool, ranks: Any) -> None:
     ranks.run(gradients_of_a_rank, 2, own, UPSTREAM[upstream])

@@ -1,4 +1,4 @@
-"""Peak memory of the head, by the allocator's own records: no tensor of tokens times vocabulary, ever."""
+"""Peak memory of the head, from the allocator's records: it never makes a tensor of tokens times vocabulary."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ TOKENS, VOCABULARY, WIDTH = 4096, 32768, 1024
     ],
     ids=str,
 )
-def test_peak_memory_is_that_of_inputs_outputs_gradients_and_one_tile(dtype, head):
+def test_peak_memory_is_inputs_outputs_gradients_and_one_tile(dtype, head):
     hidden = torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_(head != "no_grad")
     weight = (torch.randn(VOCABULARY, WIDTH) / 32).to(dtype).requires_grad_(head == "trained")
     targets = torch.randint(VOCABULARY, (TOKENS,))
@@ -40,7 +40,7 @@ def test_peak_memory_is_that_of_inputs_outputs_gradients_and_one_tile(dtype, hea
     extra = peak_bytes(run)
     inputs = sum(x.nbytes for x in (hidden, weight, targets))
     returned = TOKENS * (3 * 4 + 1)
-    # The gradient of the hidden states is held in fp32 until it is whole, then once in its own dtype
+    # The gradient of the hidden states is summed in fp32, then cast to its dtype
     gradients = 0 if head == "no_grad" else TOKENS * WIDTH * 4 + hidden.nbytes
     gradients += weight.nbytes if head == "trained" else 0
     rows = tiled.rows_per_tile(TOKENS, hidden.device, None)
@@ -48,10 +48,10 @@ def test_peak_memory_is_that_of_inputs_outputs_gradients_and_one_tile(dtype, hea
     allowed = 1.2 * (inputs + returned + tile + gradients)
     print(f"{dtype} {head}: {inputs + extra} bytes, {(inputs + extra) / allowed * 1.2:.3f} of inputs, outputs, ...")
     assert inputs + extra <= allowed
-    assert extra < TOKENS * VOCABULARY * 4 / 2  # far from the logits
+    assert extra < TOKENS * VOCABULARY * 4 / 2  # much less than the logits
 
 
-def test_the_measure_sees_the_logits_of_a_plain_head():
+def test_the_measurement_sees_the_logits_of_a_plain_head():
     hidden, weight = torch.randn(256, 64), torch.randn(2048, 64)
     assert peak_bytes(lambda: (hidden @ weight.t()).log_softmax(-1)) >= 2 * 256 * 2048 * 4
 
@@ -68,5 +68,5 @@ def test_few_tokens_do_not_cast_the_whole_weight(trained):
         log_probs.sum().backward()
 
     gradients = weight.nbytes if trained else 0
-    # Of slices of 8192 rows: the last and the next in bf16, one in fp32, and a trained weight's gradient
+    # Slices of 8192 rows: two in bf16, one in fp32, and the gradient of a trained weight
     assert peak_bytes(run) < gradients + 8192 * width * (2 * 2 + 4 + 4 * trained) * 1.2

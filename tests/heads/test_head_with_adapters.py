@@ -1,4 +1,4 @@
-"""The head with a low-rank term and rows of single classes, and log-probs of a given product, against float64."""
+"""The head with a low-rank term and replaced rows, and log-probs of a given product, equal float64."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ BIASES = (None, *BIAS)
 
 @st.composite
 def problems(draw):
-    """Which operands there are, which of them are trained, and how the head is cut."""
+    """Draw which operands exist, which are trained, and the size of the tiles."""
     vocabulary = draw(st.integers(2, 120))
     return {
         "tokens": draw(st.sampled_from([0, 1, 7, 20])),
@@ -48,7 +48,7 @@ def problems(draw):
 
 @SMALL
 @given(problem=problems())
-def test_every_adapter_gives_the_definition_and_its_gradients(monkeypatch, problem):
+def test_values_and_gradients_equal_the_definition_with_every_adapter(monkeypatch, problem):
     monkeypatch.setattr(tiled, "_FEWEST_COLUMNS", problem["columns"])
     monkeypatch.setitem(tiled._ELEMENTS, "cpu", 1)
     generator = torch.Generator().manual_seed(problem["seed"])
@@ -112,12 +112,12 @@ def test_every_adapter_gives_the_definition_and_its_gradients(monkeypatch, probl
     if ours.mean_log_probs is not None:
         loss = loss + (ours.mean_log_probs * upstream[2]).sum()
         exact_loss = exact_loss + (exact.mean_log_probs * upstream[2]).sum()
-    if not loss.requires_grad:  # what is trained is not there
+    if not loss.requires_grad:  # the trained operand is missing
         return
     loss.backward()
     exact_loss.backward()
     for x in leaves:
-        rounded_twice = x is hidden and factors and dtype == torch.bfloat16  # through the weight, and through A
+        rounded_twice = x is hidden and factors and dtype == torch.bfloat16  # through weight and A
         if x.requires_grad and not rounded_twice:
             want = exactly(x).grad
             allowed = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-3}[dtype]
@@ -127,7 +127,7 @@ def test_every_adapter_gives_the_definition_and_its_gradients(monkeypatch, probl
 
 @pytest.mark.parametrize("outputs", [ALL, FROZEN])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "logit_scale": -0.5, "softcap": 4.0}])
-def test_a_given_product_has_the_definitions_log_probs(outputs, options):
+def test_log_probs_of_a_given_product_equal_the_definition(outputs, options):
     product = torch.randn(40, 301, generator=torch.Generator().manual_seed(0)) * 4
     targets = torch.randint(301, (40,), generator=torch.Generator().manual_seed(1))
     a, b = product.clone().requires_grad_(), product.double().requires_grad_()

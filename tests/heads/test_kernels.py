@@ -1,4 +1,4 @@
-"""Triton's kernels beside torch, tile for tile, in Triton's interpreter; that they compile, and what chooses them."""
+"""Triton's kernels equal torch for every tile in Triton's interpreter, they compile, and the right ones are chosen."""
 
 import subprocess
 import sys
@@ -19,14 +19,14 @@ from trl_ext.heads.kernels.work import Tile, TorchWork, check_kernels, triton_un
 from trl_ext.heads.logits import OUTPUTS, LinearLogProbs, LogitTransform
 from trl_ext.heads.statistics import RunningStatistics
 
-# The interpreter computes with NumPy, which warns of what a device does silently
+# The interpreter runs NumPy, which warns where a device does not
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else CPU  # `make bench-gpu` runs this file too
 INTERPRETED = pytest.mark.skipif(DEVICE != CPU, reason="runs the kernels on the CPU, in the interpreter")
 HALVES = (torch.bfloat16, torch.float16, torch.float32)
 DIFFERENTIABLE = ("log_probs", "entropy", "mean_log_probs")
-# In the interpreter a row takes milliseconds: a failure is shown as it was found
+# No shrinking of failures, because in the interpreter a row takes milliseconds
 GENERATE = (Phase.explicit, Phase.reuse, Phase.generate)
 FEW = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=25, phases=GENERATE)
 MANY = settings(FEW, max_examples=300)
@@ -34,13 +34,13 @@ MANY = settings(FEW, max_examples=300)
 
 @st.composite
 def problems(draw):
-    """Ragged tiles of a product of some tokens, all options, and targets in and out of them."""
+    """Draw uneven tiles of some tokens' products, all options, and targets inside and outside of the tiles."""
     return {
         "seed": draw(st.integers(0, 2**31)),
         "tokens": draw(st.integers(1, 4)),
         "widths": draw(st.lists(st.integers(1, 37), min_size=1, max_size=3)),
         "spread": draw(st.sampled_from([0.1, 3.0, 30.0, 1000.0])),
-        "climb": draw(st.sampled_from([0.0, 9.0, 12.0])),  # from tile to tile: near where the shift begins to move
+        "climb": draw(st.sampled_from([0.0, 9.0, 12.0])),  # from tile to tile, near the value that moves the shift
         "bias": draw(st.sampled_from([None, *HALVES])),
         "transform": LogitTransform(
             draw(st.sampled_from([1.0, 0.3])),
@@ -55,12 +55,12 @@ def problems(draw):
 
 
 class Problem:
-    """Tiles that are made anew for each work: torch's overwrites the product."""
+    """Makes new tiles for each implementation, because torch overwrites the product."""
 
     def __init__(self, problem):
         self.__dict__.update(problem)
         self.generator = torch.Generator().manual_seed(self.seed)
-        self.vocabulary = sum(self.widths) + 1  # one row of the weight is somebody else's
+        self.vocabulary = sum(self.widths) + 1  # one row of the weight is on another rank
         self.products = [
             self.random(self.tokens, width) * self.spread + self.climb * i for i, width in enumerate(self.widths)
         ]
@@ -81,7 +81,7 @@ class Problem:
             start = classes.stop
 
     def run(self, work):
-        """After each tile: the statistics, coefficients and rescaled sums; then each tile's gradient."""
+        """Return the statistics, coefficients and rescaled sums after each tile, then each tile's gradient."""
         statistics = RunningStatistics(self.targets, self.vocabulary, self.outputs, torch.float32, partial=True)
         sums, seen = self.sums.clone(), []
         for tile in self.tiles():
@@ -103,7 +103,7 @@ class Problem:
 
 
 def column(numbers):
-    """The same numbers with others between them, as a caller's column of ids has and what ranks have exchanged."""
+    """Return the same numbers as a column of another tensor, as callers and exchanges between ranks give them."""
     return torch.stack([numbers, numbers.new_full(numbers.shape, 3)], 1)[:, 0]
 
 
@@ -115,24 +115,24 @@ def compare(problem):
         for name in right:
             want, got = right[name], ours[name]
             assert (want.dtype, want.shape) == (got.dtype, got.shape)
-            # exp of a logit is as exact as the logit's last place; a half's last place may round the other way
+            # exp is as exact as the last place of the logit; the last place of half precision may round differently
             rounding = torch.finfo(want.dtype).eps if want.dtype in HALVES[:2] else 0
             biases = 4 if problem.bias is not None else 0
             logits = max(1.0, (5 * problem.spread + 2 * problem.climb + biases) / problem.transform.temperature)
             largest = float(want.double().nan_to_num(posinf=0, neginf=0).abs().max())
             if problem.transform.softcap is not None:
-                largest = max(largest, 1.0)  # torch reads 1 - tanh^2 off the logits, to fp32 rounding beside 1
+                largest = max(largest, 1.0)  # torch computes 1 - tanh^2 from the logits, to fp32 rounding of 1
             if name == "sum_shifted_exp":
                 largest = max(largest, float(right["sum_exp"].max()))  # its terms may cancel
             off = (got.double() - want.double()).abs()
-            # The interpreter rounds to bf16's subnormal numbers in another way than torch
+            # The interpreter rounds to subnormal bf16 numbers differently than torch
             subnormal = torch.finfo(want.dtype).tiny if want.dtype == torch.bfloat16 else 0
             bound = max(max(rounding, 1e-6 * logits) * largest, subnormal)
             same = (off <= bound) | (got == want) | (got.isnan() & want.isnan())
             assert same.all(), f"{name} of tile {place}: {got} is not {want}"
 
 
-# 46 small terms of either sign: their sum is far smaller than its rounding allows for
+# 46 small terms with both signs: their sum is much smaller than the rounding bound
 CANCELS = {
     "seed": 253,
     "tokens": 1,
@@ -146,7 +146,7 @@ CANCELS = {
     "upstream": set(DIFFERENTIABLE),
     "asks": ("nontarget_grad", "grad_logits"),
 }
-# Biases make the logits, and so the rounding of their exponentials
+# Biases add to the logits, and so to the rounding of their exponentials
 LARGE_BIASES = CANCELS | {
     **{"seed": 1605251, "tokens": 4, "widths": [30, 17, 30], "bias": torch.float16, "operand": torch.bfloat16},
     **{"transform": LogitTransform(temperature=0.3, softcap=50.0), "outputs": ("log_sum_sq_probs",)},
@@ -171,7 +171,7 @@ def test_every_kernel_equals_torch_tile_for_tile_in_many_problems(problem):
 
 @pytest.mark.skipif(DEVICE == CPU, reason="tests/heads/test_head_is_exact.py holds the bounds in the interpreter")
 @pytest.mark.parametrize("trained", [False, True])
-def test_the_bounds_hold_on_the_device(trained):
+def test_every_kernel_equals_torch_on_the_device(trained):
     hidden, weight, targets = (
         torch.randn(300, 1024, dtype=torch.bfloat16, device=DEVICE, requires_grad=True),
         (torch.randn(32003, 1024, device=DEVICE) / 8).bfloat16().requires_grad_(trained),
@@ -191,7 +191,7 @@ def test_the_bounds_hold_on_the_device(trained):
 
 
 def share_of_rows(group, own):
-    """By either work, what a rank gets of a head whose rows are spread over two: results, and gradients of all."""
+    """Return a rank's results and gradients of a head whose rows are on two ranks, for torch and for Triton."""
     torch.manual_seed(group.rank() if own else 0)
     numbers = torch.randn(5, 8), torch.randint(40, (5,)), torch.randn(3, 5)
     torch.manual_seed(9)
@@ -213,12 +213,12 @@ def share_of_rows(group, own):
 
 @INTERPRETED
 @pytest.mark.parametrize("own", [False, True])
-def test_a_share_of_the_rows_gives_the_same_by_either_work(ranks, own):
+def test_torch_and_triton_give_the_same_for_a_share_of_the_rows(ranks, own):
     for right, ours in ranks.run(share_of_rows, 2, own):
         torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
 
 
-def test_a_number_that_is_none_stays_loud():
+def test_nan_stays_nan():
     hidden, weight = torch.randn(3, 8, device=DEVICE), torch.randn(300, 8, device=DEVICE)
     weight[7, 0] = torch.inf
     hidden[:, 0] = torch.tensor([1.0, torch.nan, 2.0])
@@ -227,7 +227,7 @@ def test_a_number_that_is_none_stays_loud():
     assert not found.isfinite().any()
 
 
-def test_a_tile_wider_than_a_program_is_made_narrower():
+def test_tiles_are_no_wider_than_a_program():
     hidden, weight = torch.randn(1, 4, device=DEVICE), torch.randn(20000, 4, device=DEVICE)
     target = torch.tensor([19999], device=DEVICE)
     ours, right = (
@@ -237,7 +237,7 @@ def test_a_tile_wider_than_a_program_is_made_narrower():
     torch.testing.assert_close(ours, right)
 
 
-def test_the_cpu_takes_torch_and_float64_does_everywhere():
+def test_the_cpu_and_float64_use_torch():
     assert isinstance(work_of(None, CPU, torch.float32, LogitTransform()), TorchWork)
     assert isinstance(work_of("triton", CPU, torch.float64, LogitTransform()), TorchWork)
     assert not isinstance(work_of("triton", CPU, torch.float32, LogitTransform()), TorchWork)
@@ -245,7 +245,7 @@ def test_the_cpu_takes_torch_and_float64_does_everywhere():
 
 @pytest.fixture
 def unsettled():
-    """What was found about a device is found again, in the test and after it."""
+    """Clear the cached checks of devices before and after the test."""
     remembered = (triton_unavailable_reason, products.multiplies_halves)
     for asked in remembered:
         asked.cache_clear()
@@ -255,14 +255,14 @@ def unsettled():
 
 
 @pytest.mark.usefixtures("unsettled")
-def test_kernels_that_cannot_run_are_an_error_that_says_why(monkeypatch, workshop: Workshop, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"Unknown `kernels` 'cuda'. Choose from: \['torch', 'triton'\]"):
+def test_kernels_that_cannot_run_are_an_error_with_the_reason(monkeypatch, workshop: Workshop, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"`kernels` must be None or one of \['torch', 'triton'\], got 'cuda'"):
         check_kernels("cuda", CPU)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     hidden, weight = torch.randn(2, 4), torch.randn(9, 4)
     with pytest.raises(ValueError, match="`kernels='triton'` is not available: on the CPU Triton runs only with"):
         linear_log_probs(hidden, weight, torch.tensor([0, 1]), kernels="triton")
-    with pytest.raises(ValueError, match="Unknown `head_kernels`"):
+    with pytest.raises(ValueError, match="`head_kernels` must be None or one of"):
         DPOConfig(str(tmp_path), head_kernels="cuda", use_cpu=True, bf16=False)
     with pytest.raises(ValueError, match="`head_kernels='torch'` is for the tiled head, but `head` is 'dense'"):
         DPOConfig(str(tmp_path), head_kernels="torch", head="dense", use_cpu=True, bf16=False)
@@ -276,7 +276,7 @@ def trainer_with(kernels, workshop, folder):
 
 
 @INTERPRETED
-def test_a_trainer_says_whose_kernels_it_trains_with(workshop: Workshop, tmp_path: Path):
+def test_the_plan_says_which_kernels_run(workshop: Workshop, tmp_path: Path):
     losses = {}
     for kernels in (None, "triton"):
         trainer = trainer_with(kernels, workshop, tmp_path)
@@ -287,19 +287,19 @@ def test_a_trainer_says_whose_kernels_it_trains_with(workshop: Workshop, tmp_pat
 
 @pytest.mark.usefixtures("unsettled")
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
-def test_kernels_that_fail_on_a_device_are_left_with_a_warning(fault, monkeypatch):
+def test_kernels_that_fail_on_a_device_are_replaced_with_a_warning(fault, monkeypatch):
     def difference(device):
         if fault == "raises":
             raise OSError("no C compiler")
         return 0.5
 
     monkeypatch.setattr(kernels_work, "_difference", difference)
-    words = "its kernels fail: OSError: no C compiler" if fault == "raises" else "off by 5.0e-01"
+    words = "its kernels fail: OSError: no C compiler" if fault == "raises" else "differ from torch by 5.0e-01"
     with pytest.warns(UserWarning, match=f"runs without Triton: on cuda:7 .*{words}"):
         assert isinstance(work_of(None, torch.device("cuda", 7), torch.float32, LogitTransform()), TorchWork)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert words in triton_unavailable_reason(torch.device("cuda", 7))  # said once
+        assert words in triton_unavailable_reason(torch.device("cuda", 7))  # warned once
 
 
 @pytest.mark.usefixtures("unsettled")
@@ -310,7 +310,7 @@ def test_kernels_that_fail_on_a_device_are_left_with_a_warning(fault, monkeypatc
         (products.multiplies_halves, products, "_multiply_halves"),
     ],
 )
-def test_running_out_of_memory_says_nothing_about_a_device(asked, module, tried, monkeypatch):
+def test_running_out_of_memory_does_not_rule_out_a_device(asked, module, tried, monkeypatch):
     device, found = torch.device("cuda", 7), [torch.OutOfMemoryError("full"), 0.0]
 
     def attempt(device):
@@ -326,7 +326,7 @@ def test_running_out_of_memory_says_nothing_about_a_device(asked, module, tried,
 
 
 @pytest.mark.usefixtures("unsettled")
-def test_a_device_without_a_product_of_halves_is_told_once(monkeypatch):
+def test_a_device_without_half_precision_products_warns_once(monkeypatch):
     def attempt(device):
         raise NotImplementedError("no such kernel")
 
@@ -338,7 +338,7 @@ def test_a_device_without_a_product_of_halves_is_told_once(monkeypatch):
         assert not products.multiplies_halves(torch.device("cuda", 7))
 
 
-def test_the_check_of_a_device_passes_and_notices_a_wrong_kernel(monkeypatch):
+def test_the_check_of_a_device_detects_a_wrong_kernel(monkeypatch):
     assert kernels_work._difference(DEVICE) < 1e-4
     monkeypatch.setattr("trl_ext.heads.kernels.triton_work.FAR", 80.0)
     assert kernels_work._difference(DEVICE) > 1e-4
@@ -354,7 +354,7 @@ def test_the_check_of_a_device_does_not_depend_on_the_callers_defaults(default):
         change(back)
 
 
-def test_a_device_is_not_tried_inside_of_a_compiled_function(monkeypatch):
+def test_a_device_is_not_checked_inside_a_compiled_function(monkeypatch):
     def traced(device):
         return "traced" if torch.compiler.is_compiling() else None
 
@@ -387,7 +387,7 @@ except ValueError as error:
 
 
 @pytest.mark.slow
-def test_without_triton_the_head_works_and_says_what_is_missing():
+def test_the_head_runs_without_triton_and_says_that_it_is_missing():
     assert "Triton is not installed" in run(WITHOUT_TRITON, PYTHONPATH=str(Path(__file__).parents[2]))
 
 

@@ -1,4 +1,4 @@
-"""A head whose rows lie on 1 to 5 real ranks over gloo, against the whole weight's definition in float64."""
+"""A head with rows on 1 to 5 real gloo ranks equals the definition with the whole weight in float64."""
 
 import math
 
@@ -15,20 +15,20 @@ from trl_ext.heads import parallel as exchange
 from worker_ranks import WorkerRanks
 
 VALUES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits")
-# Of a gradient's norm. bf16 gradients are rounded once, at the end: `autocast` shows what is rounded
+# Relative to a gradient's norm. bf16 gradients are rounded once, at the end; `autocast` has the error without that
 GRADIENT = {"float64": 1e-12, "autocast": 1e-5, "bfloat16": 4e-3}
-# Of what is left where larger terms cancel: the definition's 1 - p, and sums over tens of terms up to about 10
+# Of results after larger terms cancel: 1 - p of the definition, and sums over tens of terms up to about 10
 ROUNDED = {"float64": 1e-13, "autocast": 1e-5, "bfloat16": 1e-5}
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(500, marks=pytest.mark.slow)])
-def test_every_share_of_rows_and_tokens_gives_the_definition_and_its_gradients(ranks, examples):
+def test_values_and_gradients_equal_the_definition_for_every_share_of_rows_and_tokens(ranks, examples):
     assert_defined(ranks, "public", examples)
 
 
 @pytest.mark.parametrize("examples", [15, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["blocks", "in turn"])
-def test_rows_in_several_blocks_and_rows_in_turn_give_the_definition(ranks, way, examples):
+def test_rows_in_several_blocks_and_broadcast_rows_equal_the_definition(ranks, way, examples):
     assert_defined(ranks, way, examples)
 
 
@@ -45,7 +45,7 @@ def assert_defined(ranks: WorkerRanks, way: str, examples: int) -> None:
 
 
 def by_definition(problem: Problem) -> tuple[list[Scored], float]:
-    """Of each rank, and the largest logit in units of 32, at least 1."""
+    """Return the results of each rank, and the largest logit in units of 32, at least 1."""
     whole = operands(problem)
     weight, bias, hidden = (_leaves(x) for x in (whole.weight, whole.bias, whole.hidden))
     defined_ones = [defined(h, weight, t, bias, **problem.options) for h, t in zip(hidden, whole.targets, strict=True)]
@@ -83,7 +83,7 @@ def assert_values(problem: Problem, found: dict[str, Tensor], expected: dict[str
         assert found[name].dtype == (torch.float64 if wide else torch.float32)
         assert found[name].shape == expected[name].shape
         assert floats_apart(found[name], expected[name]) <= (1e-12 if wide else 1e-5) * bound, name
-    # In fp32 a softcap's bend can make unequal logits equal
+    # In fp32 a softcap can make unequal logits equal
     if wide or (problem.ties and problem.softcap is None):
         assert torch.equal(found["is_top1"], expected["is_top1"])
 
@@ -101,7 +101,7 @@ def assert_gradients(problem: Problem, found: dict[str, Tensor | None], expected
 
 
 def scored(group: dist.ProcessGroup, whole: Operands, edges: list[tuple[int, int]], trained: bool = False) -> Scored:
-    """All ranks have the same tokens; the sum of the log-probs is backpropagated."""
+    """Score the same tokens on all ranks, and run the backward of the sum of their log-probs."""
     first, count = edges[group.rank()]
     hidden = whole.hidden[0].clone().requires_grad_()
     weight = whole.weight[first : first + count].clone().requires_grad_(trained)
@@ -111,8 +111,10 @@ def scored(group: dist.ProcessGroup, whole: Operands, edges: list[tuple[int, int
 
 
 def nemo_aligners(group: dist.ProcessGroup, whole: Operands, edges: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """The formula of `from_parallel_logits_to_logprobs` (NeMo-Aligner), by default and with `higher_stability`:
-    reductions in the logits' dtype, a target of another rank's rows counts 0, and a sum over the group."""
+    """Compute `from_parallel_logits_to_logprobs` (NeMo-Aligner), by default and with `higher_stability`.
+
+    It reduces in the logits' dtype, counts 0 for a target on another rank, and sums over the group.
+    """
     first, count = edges[group.rank()]
     logits = whole.hidden[0] @ whole.weight[first : first + count].t()
     targets = whole.targets[0] - first
@@ -134,7 +136,7 @@ THIRDS = [(0, 333), (333, 334), (667, 334)]
 
 
 def certain(spread: float, lift: Tensor | float, dtype: torch.dtype) -> Operands:
-    """64 tokens, 1001 classes; `lift` is added to the logits of the targets, in units of the other logits' size."""
+    """Make 64 tokens and 1001 classes, and add `lift` to the targets' logits, in units of the other logits' size."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(1001, 64, generator=generator, dtype=torch.float64)
     targets = torch.randint(1001, (64,), generator=generator)
@@ -144,7 +146,7 @@ def certain(spread: float, lift: Tensor | float, dtype: torch.dtype) -> Operands
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_logits_of_ten_thousand_stay_finite_and_nearer_to_float64_than_nemo_aligners(ranks, trained):
+def test_logits_of_ten_thousand_are_finite_and_more_exact_than_nemo_aligners(ranks, trained):
     whole = certain(3e3, 0.0, torch.bfloat16)
     exact_hidden = whole.hidden[0].double().requires_grad_()
     exact = defined(exact_hidden, whole.weight, whole.targets[0])
@@ -196,21 +198,24 @@ def nan_scored(group: dist.ProcessGroup, trained: bool, own: bool) -> tuple[dict
     return {k: x.detach() for k, x in values._asdict().items()}, hidden.grad
 
 
-REFUSED = {
-    "rows that overlap": ({"edges": [(0, 5), (4, 5), (9, 2)]}, r"`first_class`.*\(4, 5\).*class 4 is missing or doub"),
+ERRORS = {
+    "rows that overlap": ({"edges": [(0, 5), (4, 5), (9, 2)]}, r"`first_class`.*\(4, 5\).*class 4 is missing or on"),
     "rows that leave a hole": ({"edges": [(0, 5), (6, 4), (10, 1)]}, r"`first_class`.*\(6, 4\).*class 5 is missing"),
     "rows from another class on": ({"edges": [(1, 5), (6, 4), (10, 1)]}, r"`first_class`.*class 0 is missing"),
-    "another vocabulary": ({"vocab_size": 12}, "`vocab_size` is 12, but the ranks of the group hold 11 rows"),
-    "a vocabulary of one": ({"edges": [(0, 0), (0, 1), (1, 0)]}, "at least 2 classes, the ranks of the group hold 1"),
+    "another vocabulary": ({"vocab_size": 12}, "`vocab_size` must be the number of rows on all ranks, 11, got 12"),
+    "a vocabulary of one": ({"edges": [(0, 0), (0, 1), (1, 0)]}, "at least 2 rows on all ranks together, got 1"),
     "other tokens": ({"tokens": [4, 4, 3]}, r"`own_tokens=False`.*\[4, 4, 3\].*`own_tokens=True`"),
-    "one rank's target too high": ({"target": [0, 11, 0], "own": True}, r"`targets` must lie in \[0, 11\).*0 to 11"),
-    "one rank's ignored label": ({"target": [-100, 0, 0]}, r"`targets` must lie in \[0, 11\).*-100 to 0"),
+    "one rank's target too high": (
+        {"target": [0, 11, 0], "own": True},
+        r"`targets` must be class ids in \[0, 11\).*0 to 11",
+    ),
+    "one rank's ignored label": ({"target": [-100, 0, 0]}, r"`targets` must be class ids in \[0, 11\).*-100 to 0"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_ranks_that_do_not_fit_are_refused_on_every_rank(ranks, case):
-    changes, message = REFUSED[case]
+@pytest.mark.parametrize("case", ERRORS)
+def test_arguments_that_do_not_match_are_an_error_on_every_rank(ranks, case):
+    changes, message = ERRORS[case]
     for error in ranks.run(refused, 3, changes):
         with pytest.raises(ValueError, match=message):
             raise error
@@ -237,8 +242,8 @@ def refused(group: dist.ProcessGroup, changes: dict) -> Exception | None:
 
 
 @pytest.mark.parametrize("options", [{"first_class": 3}, {"own_tokens": True}, {"vocab_size": 12}], ids=str)
-def test_a_share_without_a_group_is_refused(options):
-    with pytest.raises(ValueError, match=r"`first_class`, `vocab_size` and `own_tokens` .* give its `group`"):
+def test_a_share_without_a_group_is_an_error(options):
+    with pytest.raises(ValueError, match=r"`first_class`, `vocab_size` and `own_tokens` .* Pass its `group`"):
         linear_log_probs(torch.randn(4, 8), torch.randn(11, 8), torch.zeros(4, dtype=torch.long), **options)
 
 
@@ -250,7 +255,7 @@ def test_gradcheck_on_two_ranks(ranks, own, trained, entropy):
 
 
 def gradcheck(group: dist.ProcessGroup, own: bool, trained: bool, entropy: bool) -> bool:
-    """Of what all ranks compute together, as a function of what each of them has whole."""
+    """Check the gradient of what all ranks compute together, as a function of the whole inputs."""
     torch.manual_seed(0)
     first, stop = (0, 3) if group.rank() == 0 else (3, 7)
     own_tokens = (slice(0, 3) if group.rank() == 0 else slice(3, 4)) if own else slice(0, 4)
@@ -284,7 +289,7 @@ def gradcheck(group: dist.ProcessGroup, own: bool, trained: bool, entropy: bool)
 
 
 class _OnAll(torch.autograd.Function):
-    """What every rank has, and each uses a part of: the gradients add up."""
+    """Inputs that every rank has and uses in part, so their gradients add up."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -299,7 +304,7 @@ class _OnAll(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """The 4 results of all ranks, of which `where` is this rank's."""
+    """The 4 results of all ranks; `where` are this rank's."""
 
     @staticmethod
     def forward(ctx, x, where, group):

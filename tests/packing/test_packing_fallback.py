@@ -1,4 +1,4 @@
-"""Where a model or batch cannot be one row, the padded batch is fed, with the padded results and a reason."""
+"""A model or batch that cannot be packed runs padded, with the padded results and a reason."""
 
 import logging
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def vision() -> t.PreTrainedConfig:
     return t.Qwen2VLConfig(text_config=text, vision_config=sight)
 
 
-# What is known from the class and the config: the model, and a word of the reason
+# Models that the class or the config rules out, with a word of the reason
 KNOWN: dict[str, tuple[Callable[[], t.PreTrainedConfig], str]] = {
     "qwen3_next": (of(t.Qwen3NextConfig, **EXPERTS, **LINEAR, shared_expert_intermediate_size=24), "state"),
     "qwen3_5": (of(t.Qwen3_5TextConfig, **LINEAR), "state"),
@@ -71,25 +71,25 @@ KNOWN: dict[str, tuple[Callable[[], t.PreTrainedConfig], str]] = {
 EAGER_ONLY = dict.fromkeys(("mamba", "bloom", "gptj"), "eager")
 
 
-# Models of which nothing is known that speaks against it, and the first batch does
+# Models that only the check of the first batch rules out
 
 
 class DeafAttention(LlamaAttention):
-    """Hands nothing on that it does not know."""
+    """Does not pass on arguments that it does not know."""
 
     def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
         return super().forward(hidden_states, position_embeddings, attention_mask)
 
 
 class OwnPositions(LlamaModel):
-    """Numbers the columns itself."""
+    """Uses column numbers as positions."""
 
     def forward(self, input_ids: Any, position_ids: Any = None, **kwargs: Any) -> Any:
         return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1])[None], **kwargs)
 
 
 class Neighbours(LlamaDecoderLayer):
-    """Adds to each column the one before it, whosever it is."""
+    """Adds the previous column to each column, whatever its row."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         before = torch.nn.functional.pad(hidden_states[:, :-1], (0, 0, 1, 0))
@@ -97,7 +97,7 @@ class Neighbours(LlamaDecoderLayer):
 
 
 class NamedPositions(LlamaDecoderLayer):
-    """Adds to each column a vector of its position's own."""
+    """Adds a vector to each column that depends on the position."""
 
     def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
         assert position_ids is not None
@@ -122,7 +122,7 @@ def neighbours(config: t.PreTrainedConfig) -> Any:
     return model
 
 
-# Of transformers: positions counted from the mask, keywords that are not handed on, a window that is not
+# Models of transformers: positions counted from the mask, keywords or a window that are not passed on
 FOUND: dict[str, Callable[[], Any]] = {
     "deaf attention": lambda: deaf(of(t.LlamaConfig)()),
     "neighbours": lambda: neighbours(of(t.LlamaConfig)()),
@@ -135,7 +135,7 @@ FOUND: dict[str, Callable[[], Any]] = {
 
 
 def checked(model: Any, **options: Any) -> ScoringForward:
-    """The scoring forward with the check of the first batch before it, in training mode."""
+    """Return the scoring forward after the check of the first batch, in training mode."""
     model.train()
     return attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy"), **options))
 
@@ -145,7 +145,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_models_that_are_known_to_need_padding(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_are_known_to_need_padding_stay_padded(name: str, caplog: pytest.LogCaptureFixture) -> None:
     config, word = KNOWN[name]
 
     def made() -> Any:
@@ -168,7 +168,9 @@ def test_models_that_are_known_to_need_padding(name: str, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("first", ["grpo", pytest.param("dpo", marks=pytest.mark.slow), "one row"])
 @pytest.mark.parametrize("name", FOUND)
-def test_models_that_the_first_batch_finds_out(name: str, first: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_fail_the_check_of_the_first_batch_stay_padded(
+    name: str, first: str, caplog: pytest.LogCaptureFixture
+) -> None:
     ours, padded = FOUND[name](), FOUND[name]()
     scoring = checked(ours)
     checked(padded, padding_free=False)
@@ -189,7 +191,7 @@ def named_positions(config: t.PreTrainedConfig) -> Any:
     return model
 
 
-# TokenCounts without padding, and right, whatever of it may be shared
+# Runs without padding and is exact, with or without shared tokens
 POSITIONED: dict[str, Callable[[], Any]] = {
     "own positions": lambda: own_positions(of(t.LlamaConfig)()),
     "named positions": lambda: named_positions(of(t.LlamaConfig)()),
@@ -200,7 +202,7 @@ POSITIONED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("first", ["grpo", pytest.param("dpo", marks=pytest.mark.slow), "one row"])
 @pytest.mark.parametrize("name", POSITIONED)
-def test_rows_are_not_moved_where_positions_count(name: str, first: str) -> None:
+def test_rows_keep_their_columns_if_positions_matter(name: str, first: str) -> None:
     ours, padded = POSITIONED[name](), POSITIONED[name]()
     scoring = checked(ours)
     checked(padded, padding_free=False)
@@ -214,7 +216,7 @@ def test_rows_are_not_moved_where_positions_count(name: str, first: str) -> None
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 @pytest.mark.parametrize("length", [16, 64], ids=["within the batch", "beyond it"])
-def test_rotations_that_follow_the_length_of_a_batch(kind: str, length: int) -> None:
+def test_rotary_embeddings_that_depend_on_the_length_of_a_batch(kind: str, length: int) -> None:
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": length}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
@@ -228,7 +230,7 @@ def test_rotations_that_follow_the_length_of_a_batch(kind: str, length: int) -> 
 
 
 def seen_as_padded(inputs: dict[str, Any], model: str = "llama") -> tuple[int, Any, Any]:
-    """Tokens fed by a call that packing does not know, and the outputs of the packed and the padded forward."""
+    """Return tokens of a call that packing does not support, and outputs of packed and padded forwards."""
     outputs, fed = [], []
     for options in ({}, {"padding_free": False}):
         built = build(model)
@@ -276,7 +278,7 @@ def predicted_from_padding(batch: Batch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "change", [with_positions, with_embeddings, with_shifted_labels, with_a_hole, predicted_from_padding]
 )
-def test_batches_that_need_padding(change: Any) -> None:
+def test_batches_that_need_padding_stay_padded(change: Any) -> None:
     batch = grpo_example()
     inputs = change(batch)
     fed, packed, padded = seen_as_padded(inputs)
@@ -286,7 +288,7 @@ def test_batches_that_need_padding(change: Any) -> None:
     assert torch.equal(packed.loss, padded.loss)
 
 
-def test_a_batch_without_a_mask_is_all_real() -> None:
+def test_a_batch_without_a_mask_has_no_padding() -> None:
     batch = grpo([([5, 6, 7], [[8, 9, 10], [11, 12, 13]])])
     inputs = dict(batch.inputs)
     del inputs["attention_mask"]
@@ -295,7 +297,7 @@ def test_a_batch_without_a_mask_is_all_real() -> None:
     assert float((packed.log_probs - padded.log_probs).detach().abs().max()) < 1e-5
 
 
-def test_one_padded_batch_does_not_end_packing() -> None:
+def test_one_padded_batch_does_not_turn_packing_off() -> None:
     model = build("llama")
     scoring = attach(model)
     batch = grpo_example()
@@ -311,7 +313,7 @@ def with_prompt_tuning(**options: Any) -> Any:
     return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
-def test_prompt_tuning() -> None:
+def test_prompt_tuning_stays_padded() -> None:
     for example in EXAMPLES.values():
         seen: list[Seen] = [see(with_prompt_tuning(**options), example()) for options in ({}, {"padding_free": False})]
         assert_same(*seen, 0.0)
@@ -327,13 +329,13 @@ def dropping(lora: float = 0.0, attention: float = 0.0, **options: Any) -> tuple
 
 
 @pytest.mark.parametrize("rates", [{"lora": 0.5}, {"attention": 0.5}])
-def test_active_dropout_shares_no_prompts(rates: dict[str, float]) -> None:
-    """A shared prompt would have one mask for all of its completions."""
+def test_active_dropout_turns_prompt_sharing_off(rates: dict[str, float]) -> None:
+    """A shared prompt would have the same dropout mask for all of its completions."""
     batch = grpo([([5, 6, 7, 8, 9, 10, 11], [[12, 13, 14, 15], [16, 17, 18]])], more=(2, 1))
     model, scoring = dropping(**rates)
     model.train()
     assert see(model, batch).fed in (tokens_needed(batch, share=False), batch.input_ids.numel())
-    # Two equal rows have a mask each
+    # Two equal rows have different masks
     twins = batch.rows([0, 0])
     seen = see(model, twins)
     assert seen.fed in (tokens_needed(twins, share=False), twins.input_ids.numel())
@@ -348,7 +350,7 @@ def test_active_dropout_shares_no_prompts(rates: dict[str, float]) -> None:
 
 @pytest.mark.slow
 def test_dropout_of_lora_is_drawn_for_each_token() -> None:
-    """Its mean over many draws is what the padded forward's is."""
+    """Its mean over many draws equals that of the padded forward."""
     batch = grpo([([5, 6, 7, 8], [[9, 10, 11], [12, 13, 14]])], more=(2, 1))
     means = []
     for options in ({}, {"padding_free": False}):

@@ -1,4 +1,4 @@
-"""The check of the first batch: it leaves nothing behind, meets every batch, and finds what the static rule cannot."""
+"""The check of the first batch has no side effects, runs on any batch, and detects what the rules cannot."""
 
 import copy
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 
 def scored(model, checked: bool):
-    """Log-probs, gradients and the random state after one training forward and backward."""
+    """Return log-probs, gradients and the random state after one training forward and backward."""
     scoring = attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy")))
     scoring.packing.checked = checked
     fed: list[int] = []
@@ -33,16 +33,16 @@ def scored(model, checked: bool):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_training_is_the_same_with_and_without_it(dropout):
+def test_the_check_does_not_change_training(dropout):
     def model():
         made = build("untied", attention_dropout=dropout).train()
-        made.base_model.layers[0].eval()  # a part that the user keeps from dropping
+        made.base_model.layers[0].eval()  # the user turned dropout off in this part
         return made
 
     checked_model, unchecked_model = model(), model()
     log_probs, gradients, state, fed = scored(checked_model, checked=False)
     others = scored(unchecked_model, checked=True)
-    assert len(fed) > len(others[3]) == 1  # it did run
+    assert len(fed) > len(others[3]) == 1  # the check ran
     assert torch.equal(log_probs, others[0])
     assert all(torch.equal(x, y) for x, y in zip(gradients, others[1], strict=True))
     assert torch.equal(state, others[2])
@@ -51,8 +51,8 @@ def test_training_is_the_same_with_and_without_it(dropout):
     assert not all(modes[0])
 
 
-def test_a_model_that_takes_other_positions_for_padded_rows_is_fed_padded(caplog):
-    """OPT counts positions by its mask, so that padding before a row does not move it: the columns are not its own."""
+def test_a_model_with_other_positions_in_padded_rows_stays_padded(caplog):
+    """OPT counts positions by its mask, so padding before a row does not change them."""
     torch.manual_seed(0)
     config = t.OPTConfig(
         vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
@@ -71,7 +71,7 @@ def test_a_model_that_takes_other_positions_for_padded_rows_is_fed_padded(caplog
 
 
 def feeds(model, inputs, labels):
-    """The shape of each forward of one training pass, the check's among them."""
+    """Return the shape of each forward of one training pass, including those of the check."""
     shapes = []
     handle = model.get_input_embeddings().register_forward_hook(
         lambda _, args, out: shapes.append(tuple(args[0].shape))
@@ -92,17 +92,17 @@ def test_a_batch_may_be_as_wide_as_the_model_has_positions():
     assert scoring.packing.padded_reason is None
 
 
-def test_a_model_may_know_no_limit_of_its_positions():
+def test_a_model_may_have_no_limit_of_positions():
     model = build("untied").train()
-    object.__setattr__(model.config, "max_position_embeddings", None)  # as in a family that has none
+    object.__setattr__(model.config, "max_position_embeddings", None)  # as in a family without a limit
     scoring = attach_scoring_forward(model, ScoringOptions())
     assert len(feeds(model, *batch())) == 4
     assert scoring.packing.padded_reason is None
 
 
 @pytest.mark.parametrize("what", ["as usual", "padding alone", "a gap", "nothing scored", "predicted from padding"])
-def test_every_rank_runs_as_many_forwards_whatever_its_batch_is_like(what):
-    """A sharded model exchanges its weights in each of them."""
+def test_every_rank_runs_the_same_number_of_forwards(what):
+    """Each forward of a sharded model needs all ranks, because it exchanges weights."""
     inputs, labels = batch()
     if what == "padding alone":
         inputs["attention_mask"] = torch.zeros_like(inputs["attention_mask"])
@@ -119,7 +119,7 @@ def test_every_rank_runs_as_many_forwards_whatever_its_batch_is_like(what):
     assert len(feeds(model, inputs, labels)) == 4  # padded, shared, unshared, and the pass itself
 
 
-def test_attention_that_is_not_causal_is_found():
+def test_attention_that_is_not_causal_is_detected():
     torch.manual_seed(0)
     config = t.BertConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
@@ -128,7 +128,7 @@ def test_attention_that_is_not_causal_is_found():
     results = []
     for free in (False, True):
         torch.manual_seed(0)
-        model = t.BertLMHeadModel(config).eval()  # `is_decoder` is False in its config
+        model = t.BertLMHeadModel(config).eval()  # its config has `is_decoder=False`
         scoring = attach_scoring_forward(model, ScoringOptions(padding_free=free))
         with torch.no_grad():
             results.append(model(**inputs, labels=labels, fused_lm_head=True).log_probs)
@@ -136,7 +136,7 @@ def test_attention_that_is_not_causal_is_found():
     assert floats_apart(results[1], results[0]) == 0
 
 
-def test_sdpa_treats_a_softcap_as_it_does_for_who_chose_it():
+def test_sdpa_treats_a_softcap_as_without_packing():
     config = t.Gemma2Config(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         intermediate_size=48, attn_logit_softcapping=2.0
@@ -146,12 +146,12 @@ def test_sdpa_treats_a_softcap_as_it_does_for_who_chose_it():
     for free in (False, True):
         torch.manual_seed(0)
         model = t.Gemma2ForCausalLM(copy.deepcopy(config)).eval()
-        model.config._attn_implementation = "sdpa"  # some releases make it the default
+        model.config._attn_implementation = "sdpa"  # the default in some releases
         attach_scoring_forward(model, ScoringOptions(padding_free=free)).packing.checked = True
         try:
             with torch.no_grad():
                 results.append(model(**inputs, labels=labels, fused_lm_head=True).log_probs)
-        except ValueError as error:  # newer releases of transformers refuse it
+        except ValueError as error:  # an error in newer releases of transformers
             results.append(str(error))
     if isinstance(results[0], str):
         assert results[0] == results[1]
@@ -159,7 +159,7 @@ def test_sdpa_treats_a_softcap_as_it_does_for_who_chose_it():
         assert floats_apart(results[1], results[0]) <= 1e-5
 
 
-def test_a_users_own_attention_is_left_alone(caplog):
+def test_a_users_own_attention_still_runs(caplog):
     t.AttentionInterface.register("of_my_own", t.AttentionInterface()["sdpa"])
     t.AttentionMaskInterface.register("of_my_own", t.AttentionMaskInterface()["sdpa"])
     model = build("untied").train()
@@ -170,8 +170,8 @@ def test_a_users_own_attention_is_left_alone(caplog):
     assert "`of_my_own`" in caplog.text
 
 
-def test_layers_that_make_a_mask_of_their_own_are_found_before_it_shows():
-    """Doge learns what its mask holds; as long as that is 0, hidden states are right, and gradients are missing."""
+def test_layers_that_make_their_own_mask_are_detected_at_the_start():
+    """Doge learns its mask. While the mask is 0, hidden states are right but gradients are missing."""
     torch.manual_seed(0)
     config = t.DogeConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -187,7 +187,7 @@ def test_layers_that_make_a_mask_of_their_own_are_found_before_it_shows():
 
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
-def test_an_fp32_model_trains_whichever_switch_of_fp32_products_is_used(
+def test_an_fp32_model_trains_with_every_switch_of_fp32_products(
     way: str, kind: str, workshop: Workshop, tmp_path: Path
 ):
     bench = Bench(workshop, tmp_path)
@@ -198,7 +198,7 @@ def test_an_fp32_model_trains_whichever_switch_of_fp32_products_is_used(
 
 
 @pytest.mark.parametrize("way", [None, *WAYS])
-def test_every_switch_of_fp32_products_is_seen_on_its_device(way: str | None):
+def test_every_switch_of_fp32_products_is_detected_on_its_device(way: str | None):
     of_cuda, of_cpu = ("mkldnn" not in (way or "mkldnn")), ("cuda" not in (way or "cuda"))
     with fewer_digits(way) if way else nullcontext():
         assert multiplies_fp32(torch.device("cuda")) is not of_cuda

@@ -1,6 +1,6 @@
-"""The fed row on CUDA, by torch's varlen attention: against plain definitions in float64, and the memory it saves.
+"""The packed row on CUDA with torch's varlen attention equals plain definitions in float64, and needs less memory.
 
-What of it needs no kernel of CUDA's runs on the CPU too.
+Tests that need no CUDA kernel also run on the CPU.
 """
 
 import pytest
@@ -49,11 +49,11 @@ CONFIGS = {
         num_experts_per_tok=2,
     ),
 }
-BY_SEGMENTS = {"softcap"}  # the kernel knows no softcap
+BY_SEGMENTS = {"softcap"}  # the kernel has no softcap
 
 
 class Varlen(TorchDispatchMode):
-    """The calls of torch's varlen attention within: their arguments by name."""
+    """Record the calls of torch's varlen attention within: their arguments by name."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Varlen(TorchDispatchMode):
 
 
 def batch(device, seed=0):
-    """Two groups of unequal prompts, left-padded, with completions of 1 token to 24, one of them empty."""
+    """Make two groups with prompts of different length, padded on the left, and completions of 0 to 24 tokens."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, 257, (length,), generator=generator) for length in (37, 21)]
     P, C = 40, 24
@@ -96,10 +96,9 @@ def layout_of(inputs, share=True):
 
 
 def plain_attention(query, key, value, layout, lengths, scaling, window):
-    """Softmax over what each token's row has before it, row by row, in float64: `(T, heads, head_size)`.
+    """Compute softmax attention row by row in float64: `(T, heads, head_size)`.
 
-    A token that several rows share has the same result in each; so that gradients are theirs, only rows that have
-    tokens of their own count, and only for these.
+    A shared token has the same result in each row. To get the same gradients, each row adds only its own tokens.
     """
     query, key, value = (x[0].transpose(0, 1).double() for x in (query, key, value))
     groups = query.shape[1] // key.shape[1]
@@ -132,8 +131,8 @@ def off(x, reference):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "padding-free"])
 @pytest.mark.parametrize("name", ["llama", "window", "odd heads", "mla"])
-def test_attention_is_its_definition_forward_and_backward(name, share, device):
-    # Keys beyond every window of the tokens after them, and rows that feed fewer tokens than they see
+def test_attention_equals_its_definition_forward_and_backward(name, share, device):
+    # Some keys are outside of every window, and some rows have fewer own tokens than they see
     config = CONFIGS[name]()
     attention = AutoModelForCausalLM.from_config(config).model.layers[0].self_attn
     layout, lengths = layout_of(batch(device), share)
@@ -170,7 +169,7 @@ def test_attention_is_its_definition_forward_and_backward(name, share, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_a_shared_token_are_rounded_once(dtype, device):
     x = torch.zeros(3, 50, dtype=dtype, device=device, requires_grad=True)
-    index = torch.arange(2, device=device).repeat(64)  # two tokens of 64 rows, and one that nobody picks
+    index = torch.arange(2, device=device).repeat(64)  # two tokens in 64 rows, and one in none
     upstream = 1 + torch.rand(128, 50, device=device).to(dtype)
     (gradient,) = torch.autograd.grad(index_select_fp32_grad(x, index), x, upstream)
     sums = upstream.double().view(64, 2, 50).sum(dim=0)
@@ -180,8 +179,8 @@ def test_gradients_of_a_shared_token_are_rounded_once(dtype, device):
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(("kv_heads", "sizes"), [(4, (32, 32)), (2, (32, 32)), (4, (48, 24)), (2, (20, 20))])
-def test_varlen_attention_takes_our_call(kv_heads, sizes, window):
-    # On no device: its shapes and its arguments, forward and backward, in the torch that is installed
+def test_varlen_attention_accepts_our_arguments(kv_heads, sizes, window):
+    # Without a device: shapes and arguments, forward and backward, in the installed torch
     layout, _ = layout_of(batch("cpu"))
     T, K = layout.tokens, layout.keys_K.numel()
     shapes = (T, 4, sizes[0]), (K, kv_heads, sizes[0]), (K, kv_heads, sizes[1])
@@ -192,7 +191,7 @@ def test_varlen_attention_takes_our_call(kv_heads, sizes, window):
     (call,) = varlen.calls
     assert call["query"].shape[-1] == call["key"].shape[-1] == call["value"].shape[-1]
     assert call["query"].shape[-1] % 8 == 0
-    # What is added to a head is not in the scale; a window counts the token itself
+    # The padding of a head does not change the scale; a window includes the token
     assert call["scale"] == sizes[0] ** -0.5
     assert call["is_causal"] == (window is None)
     assert call["window_size"] == ([-1, 0] if window is None else [6, 0])
@@ -202,14 +201,14 @@ def test_varlen_attention_takes_our_call(kv_heads, sizes, window):
 
 
 def scored(model, inputs, autocast):
-    """Log-probs of the scored tokens, and all gradients of their weighted sum as one vector."""
+    """Return log-probs of the scored tokens, and all gradients of their weighted sum as one vector."""
     with torch.autocast(inputs["input_ids"].device.type, torch.bfloat16, enabled=autocast):
         outputs = model(**inputs, fused_lm_head=True)
     return with_gradients(model, outputs.log_probs[outputs.label_mask])
 
 
 def scored_by_definition(model, inputs):
-    """The same, row by row without padding, by the model's own logits."""
+    """Return the same row by row without padding, from the model's logits."""
     log_probs = []
     for ids, mask, labels in zip(*(inputs[name] for name in ("input_ids", "attention_mask", "labels")), strict=True):
         ids, labels = ids[mask.bool()], labels[mask.bool()]
@@ -232,7 +231,7 @@ def with_gradients(model, log_probs):
 )
 @pytest.mark.parametrize("precision", ["bf16 weights", "bf16 autocast"])
 @pytest.mark.parametrize("name", ["qwen3", "window", "softcap"])
-def test_a_bf16_model_is_as_near_float64_as_padded(name, precision, checkpointing, device):
+def test_a_bf16_model_is_as_exact_as_padded(name, precision, checkpointing, device):
     torch.manual_seed(0)
     autocast = precision == "bf16 autocast"
     first = AutoModelForCausalLM.from_config(CONFIGS[name]())
@@ -258,14 +257,14 @@ def test_a_bf16_model_is_as_near_float64_as_padded(name, precision, checkpointin
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["qwen3", "window", "mla"])
-def test_a_sibling_leaks_nothing(name, device):
+def test_a_completion_does_not_change_others_of_its_prompt(name, device):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]()).bfloat16().to(device)
     scoring = attach_scoring_forward(model, ScoringOptions())
     scoring.packing.checked = True
     inputs = batch(device)
     changed = {key: x.clone() for key, x in inputs.items()}
-    # Not its first token: the order in which rows are fed stays, and with it every shape
+    # Not its first token, so that the order of rows and all shapes stay the same
     tokens = changed["input_ids"][0, 41:64]
     changed["input_ids"][0, 41:64] = changed["labels"][0, 41:64] = 3 + (tokens + 50) % 250
     with torch.no_grad():
@@ -293,8 +292,8 @@ def test_a_packed_step_needs_less_memory():
     for packed in (False, True):
         model = AutoModelForCausalLM.from_config(config).bfloat16().cuda().train()
         attach_scoring_forward(model, ScoringOptions(padding_free=packed, share_prompts=packed))
-        scored(model, inputs, autocast=False)  # libraries' workspaces, and the checks of a first batch
+        scored(model, inputs, autocast=False)  # workspaces of libraries, and the checks of the first batch
         model.zero_grad(set_to_none=False)
         peaks[packed] = allocated_by(lambda m=model: m(**inputs, fused_lm_head=True).loss.backward())
-    # 1,016 tokens of 4,608, and each layer's keys and values once more for every row
+    # 1,016 of 4,608 tokens, and each layer's keys and values again for every row
     assert peaks[True] < 0.5 * peaks[False], peaks

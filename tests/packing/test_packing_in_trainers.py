@@ -1,4 +1,4 @@
-"""Packing as a user of the trainers meets it: what is refused before the first step, what `explain()` says, dropout."""
+"""Packing in the trainers: errors before the first step, the plan of `explain()`, and dropout."""
 
 import warnings
 from dataclasses import replace
@@ -25,7 +25,7 @@ DROPOUT = {"lora_dropout": 0.3}
 def made(
     kind: str, workshop: Workshop, folder: Path, options: dict[str, Any] | None = None, model: Any = None, **fields: Any
 ) -> Any:
-    """Our trainer; `options` are fields of our config alone, `model` a checkpoint that is not the workshop's."""
+    """Build our trainer. `options` are fields that only our config has, `model` is another checkpoint."""
     name = f"{kind}_config"
     trainers = replace(OURS, **{name: partial(getattr(OURS, name), **(options or {}))})
     keys = {key: fields.pop(key) for key in ("setup", "lora") if key in fields}
@@ -44,7 +44,7 @@ def with_model(trainer: type, path: str) -> type:
 
 @pytest.fixture
 def bloom(tmp_path: Path) -> str:
-    """A checkpoint of a model that is always fed padded."""
+    """Make a checkpoint of a model whose batches always stay padded."""
     torch.manual_seed(0)
     config = BloomConfig(**_WORD_IDS, hidden_size=32, n_layer=1, n_head=2, hidden_dropout=0.0, attention_dropout=0.0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bloom")
@@ -54,7 +54,7 @@ def bloom(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 @pytest.mark.parametrize("option", ["padding_free", "share_prompts"])
-def test_what_a_model_cannot_give_is_refused(
+def test_an_option_that_the_model_does_not_support_is_an_error(
     kind: str, option: str, workshop: Workshop, tmp_path: Path, bloom: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"`{option}=True`.*attention interface.*Leave `{option}` at None"):
@@ -74,7 +74,7 @@ def test_what_a_model_cannot_give_is_refused(
         ({"share_prompts": True}, "lora", "dropout"),
     ],
 )
-def test_what_an_option_or_the_adapter_forbids_is_refused(
+def test_an_option_that_another_option_or_the_adapter_forbids_is_an_error(
     kind: str, options: dict[str, Any], setup: str, words: str, workshop: Workshop, tmp_path: Path
 ) -> None:
     fields = {"lora": DROPOUT, "disable_dropout": False} if setup == "lora" else {}
@@ -83,7 +83,7 @@ def test_what_an_option_or_the_adapter_forbids_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
-def test_what_can_be_had_is_had_without_a_word(kind: str, workshop: Workshop, tmp_path: Path, caplog: Any) -> None:
+def test_supported_options_give_no_warning(kind: str, workshop: Workshop, tmp_path: Path, caplog: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = made(kind, workshop, tmp_path, {"padding_free": True, "share_prompts": True})
@@ -105,7 +105,7 @@ ROWS = {
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 @pytest.mark.parametrize("name", ROWS)
-def test_the_plan_has_a_row_for_what_is_fed(name: str, kind: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_the_plan_has_a_row_for_packing(name: str, kind: str, workshop: Workshop, tmp_path: Path) -> None:
     options, fields, action, words = ROWS[name]
     plan = made(kind, workshop, tmp_path, options, **fields).explain()
     assert plan["packing"].action == action
@@ -116,7 +116,9 @@ def test_the_plan_has_a_row_for_what_is_fed(name: str, kind: str, workshop: Work
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"share_prompts": False}, {"padding_free": False}], ids=str)
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
-def test_the_options_are_what_is_fed(kind: str, options: dict[str, Any], workshop: Workshop, tmp_path: Path) -> None:
+def test_the_options_decide_which_tokens_are_processed(
+    kind: str, options: dict[str, Any], workshop: Workshop, tmp_path: Path
+) -> None:
     calls = passes(made(kind, workshop, tmp_path, options))
     for call in calls:
         share = options.get("share_prompts", True)
@@ -125,7 +127,7 @@ def test_the_options_are_what_is_fed(kind: str, options: dict[str, Any], worksho
 
 
 def passes(trainer: Any) -> list[Call]:
-    """Every scoring forward while `trainer` trains and is evaluated."""
+    """Return every scoring forward while `trainer` trains and is evaluated."""
     for scoring in trainer.scoring_forwards:
         scoring.packing.checked = True
     calls: list[Call] = []
@@ -138,15 +140,13 @@ def passes(trainer: Any) -> list[Call]:
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
-def test_dropout_in_training_shares_in_evaluation_alone(
-    kind: str, workshop: Workshop, tmp_path: Path, caplog: Any
-) -> None:
+def test_dropout_turns_sharing_off_in_training_only(kind: str, workshop: Workshop, tmp_path: Path, caplog: Any) -> None:
     fields = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     trainer = made(kind, workshop, tmp_path, setup="lora", lora=DROPOUT, disable_dropout=False, **fields)
     calls = passes(trainer)
     assert {call.training for call in calls} == {True, False}
     for call in calls:
-        # A pass without a gradient may run in either mode; which, TRL decides
+        # TRL decides in which mode a pass without a gradient runs
         assert call.fed == tokens_needed(call.batch, share=not call.training)
     assert "switch it off (`disable_dropout`" in trainer.explain()["packing"].reason
     assert not [x for x in caplog.records if x.name == "trl_ext" and x.levelname == "WARNING"]  # the plan says it

@@ -21,7 +21,7 @@ def some_fast(names: Any, fast: tuple[str, ...]) -> list[Any]:
 
 
 def both(name: str, batch: Batch, *, share: bool = True, router: bool = False, **how: Any) -> tuple[Seen, Seen]:
-    """What the packed and the padded forward of equal models show; the packed one was really packed."""
+    """Return the results of a packed and a padded forward of equal models, after a check that one was packed."""
     call = {"output_router_logits": True} if router else {}
     packed = run(name, batch, call, share_prompts=share, **how)
     padded = run(name, batch, call, padding_free=False, **how)
@@ -61,7 +61,7 @@ def run(
 @pytest.mark.parametrize("sharing", some_fast(SHARING, ("shared",)))
 @pytest.mark.parametrize("example", some_fast(EXAMPLES, ("grpo",)))
 @pytest.mark.parametrize("name", FAMILIES)
-def test_float64(name: str, example: str, sharing: str) -> None:
+def test_packed_equals_padded_in_float64(name: str, example: str, sharing: str) -> None:
     with TrueFloat64():
         packed, padded = both(
             name, EXAMPLES[example](), share=SHARING[sharing], dtype=torch.float64, entropy_requires_grad=True
@@ -72,14 +72,14 @@ def test_float64(name: str, example: str, sharing: str) -> None:
 @pytest.mark.parametrize("sharing", some_fast(SHARING, ("shared",)))
 @pytest.mark.parametrize("example", some_fast(EXAMPLES, ("dpo",)))
 @pytest.mark.parametrize("name", FAMILIES)
-def test_float32(name: str, example: str, sharing: str) -> None:
+def test_packed_equals_padded_in_float32(name: str, example: str, sharing: str) -> None:
     packed, padded = both(name, EXAMPLES[example](), share=SHARING[sharing])
     assert_same(packed, padded, FLOAT32)
 
 
 @pytest.mark.parametrize("adapter_off", [False, True])
 @pytest.mark.parametrize("name", some_fast(FAMILIES, ("llama", "gpt2", "deepseek_v3")))
-def test_lora(name: str, adapter_off: bool) -> None:
+def test_packed_equals_padded_with_lora(name: str, adapter_off: bool) -> None:
     for example in EXAMPLES.values():
         packed, padded = both(name, example(), lora=True, adapter_off=adapter_off)
         assert_same(packed, padded, FLOAT32)
@@ -89,7 +89,7 @@ def test_lora(name: str, adapter_off: bool) -> None:
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("name", some_fast(FAMILIES, ("gemma2",)))
-def test_gradient_checkpointing(name: str, checkpointing: str, lora: bool) -> None:
+def test_packed_equals_padded_with_gradient_checkpointing(name: str, checkpointing: str, lora: bool) -> None:
     packed, padded = both(name, EXAMPLES["grpo"](), checkpointing=checkpointing, lora=lora)
     assert_same(packed, padded, FLOAT32)
 
@@ -97,8 +97,8 @@ def test_gradient_checkpointing(name: str, checkpointing: str, lora: bool) -> No
 @pytest.mark.parametrize("sharing", some_fast(SHARING, ("shared",)))
 @pytest.mark.parametrize("example", some_fast(EXAMPLES, ("grpo",)))
 @pytest.mark.parametrize("name", ROUTED)
-def test_router_loss(name: str, example: str, sharing: str) -> None:
-    """A shared prompt weighs in it as often as the padded batch holds it."""
+def test_packed_equals_padded_with_router_loss(name: str, example: str, sharing: str) -> None:
+    """A shared prompt counts in it as often as in the padded batch."""
     batch, share = EXAMPLES[example](), SHARING[sharing]
     with TrueFloat64():
         packed, padded = both(name, batch, share=share, router=True, dtype=torch.float64)
@@ -108,8 +108,8 @@ def test_router_loss(name: str, example: str, sharing: str) -> None:
 
 
 @pytest.mark.parametrize("name", some_fast(FAMILIES, ("llama", "mistral-window")))
-def test_the_models_own_choice_of_attention(name: str) -> None:
-    """Eager, which adds its mask, as well as sdpa, which applies it."""
+def test_packed_equals_padded_with_the_default_attention(name: str) -> None:
+    """Both eager attention, which adds its mask, and sdpa, which applies it."""
     batch = EXAMPLES["grpo"]()
     with TrueFloat64():
         packed, padded = both(name, batch, attention="eager", dtype=torch.float64)
@@ -117,7 +117,7 @@ def test_the_models_own_choice_of_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_a_gradient(mode: Any) -> None:
+def test_packed_equals_padded_without_a_gradient(mode: Any) -> None:
     batch = EXAMPLES["dpo"]()
     for name in ("llama", "gemma3"):
         models = build(name).eval(), build(name).eval()
@@ -129,8 +129,8 @@ def test_without_a_gradient(mode: Any) -> None:
         assert_same(packed, padded, FLOAT32)
 
 
-def test_one_model_scores_batch_after_batch() -> None:
-    """No batch meets what another has left behind: a layout, a mask, a cache."""
+def test_one_model_scores_several_batches() -> None:
+    """No layout, mask or cache of one batch affects another."""
     packed, padded = build("gemma3"), build("gemma3")
     attach(packed)
     attach(padded, padding_free=False)
@@ -138,7 +138,7 @@ def test_one_model_scores_batch_after_batch() -> None:
         assert_same(see(packed, batch), see(padded, batch), FLOAT32)
 
 
-def test_two_models_score_in_turn_before_either_goes_back() -> None:
+def test_two_models_score_in_turn_before_either_backward() -> None:
     batches = EXAMPLES["grpo"](), EXAMPLES["dpo"]()
     seen = []
     for options in ({}, {"padding_free": False}):
@@ -170,7 +170,7 @@ def check_drawn(name: str, batch: Batch, share: bool, router: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_a_few_drawn_batches(kind: str) -> None:
+def test_packed_equals_padded_for_a_few_drawn_batches(kind: str) -> None:
     @settings(max_examples=8, **_SETTINGS)
     @given(batch=BATCHES[kind], name=st.sampled_from(DRAWN), share=st.booleans())
     def check(batch: Batch, name: str, share: bool) -> None:
@@ -182,7 +182,7 @@ def test_a_few_drawn_batches(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("name", [*DRAWN, *ROUTED])
-def test_many_drawn_batches(name: str, kind: str) -> None:
+def test_packed_equals_padded_for_many_drawn_batches(name: str, kind: str) -> None:
     @settings(max_examples=40, **_SETTINGS)
     @given(batch=BATCHES[kind], share=st.sampled_from([True, True, False]))
     def check(batch: Batch, share: bool) -> None:

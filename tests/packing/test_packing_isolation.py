@@ -1,4 +1,4 @@
-"""In one fed row no sequence sees another: a token moves the log-probs of its own sequences, and of no others."""
+"""In a packed row no sequence sees another: a token changes only the log-probs of its sequences."""
 
 import random
 from typing import Any
@@ -11,9 +11,9 @@ from packing_models import FAMILIES, attach, build
 from packing_runs import see
 
 ROUNDING = 1e-6
-# Two groups of three completions; the first two of each begin alike
+# Two groups of three completions; the first two of each have the same start
 PROMPTS, COMPLETIONS = (13, 9), (11, 8, 12)
-# Rows of another completion, of the same group and of the other, and which of the pair it is
+# Rows of other completions in the same group and in the other, and which of the pair it is
 ELSEWHERE = {"a sibling": 1, "another group": 4}
 
 
@@ -36,7 +36,7 @@ def groups() -> Batch:
 
 
 def pairs() -> Batch:
-    """Chosen of both pairs, then rejected; the completions of a pair begin alike."""
+    """Make two pairs, chosen before rejected; the completions of a pair have the same start."""
     rng = random.Random(1)
     found = []
     for prompt in PROMPTS:
@@ -61,14 +61,14 @@ def gradients_of(model: Any, batch: Batch, rows: list[int]) -> dict[str, torch.T
 
 
 def without_start(batch: Batch, row: int, start: int) -> torch.Tensor:
-    """Columns of a row's labelled tokens, but for the first `start`."""
+    """Return the columns of a row's labelled tokens, except the first `start`."""
     return (batch.labels[row] != -100).nonzero()[start:, 0]
 
 
 @pytest.mark.parametrize("keep", [0, 4], ids=["from its first token", "after the common start"])
 @pytest.mark.parametrize("where", ["a sibling", "another group", "the rejected of a pair"])
 @pytest.mark.parametrize("name", some_fast(FAMILIES, FEW))
-def test_a_completions_tokens_move_no_other_row(name: str, where: str, keep: int) -> None:
+def test_a_completions_tokens_change_no_other_row(name: str, where: str, keep: int) -> None:
     batch, row = (pairs(), 2) if "pair" in where else (groups(), ELSEWHERE[where])
     model = build(name)
     attach(model)
@@ -85,7 +85,7 @@ def test_a_completions_tokens_move_no_other_row(name: str, where: str, keep: int
 
 @pytest.mark.parametrize("column", ["first", "last"])
 @pytest.mark.parametrize("name", some_fast(FAMILIES, FEW))
-def test_a_prompts_token_moves_its_own_group(name: str, column: str) -> None:
+def test_a_prompts_token_changes_only_its_group(name: str, column: str) -> None:
     batch = groups()
     model = build(name)
     attach(model)
@@ -97,13 +97,13 @@ def test_a_prompts_token_moves_its_own_group(name: str, column: str) -> None:
     before, after = scored(model, batch), scored(model, other)
     assert moved(before[3:], after[3:]) <= ROUNDING
     for row in range(3):
-        # A row's last tokens may be too far for its windows
+        # A row's last tokens may be outside of its windows
         assert moved(before[row, : first + PROMPTS[0] + 1], after[row, : first + PROMPTS[0] + 1]) > 1e-4
 
 
 @pytest.mark.parametrize("name", some_fast(FAMILIES, FEW))
-def test_a_rows_gradient_reaches_its_own_tokens_alone(name: str) -> None:
-    """Of the vectors that enter the model exactly those on the row's own way have a gradient; the others' is 0."""
+def test_a_rows_gradient_reaches_only_its_own_tokens(name: str) -> None:
+    """Exactly the input vectors that the row uses have a gradient. Those of other tokens have 0."""
     batch = groups()
     model = build(name)
     attach(model)
@@ -120,7 +120,7 @@ def test_a_rows_gradient_reaches_its_own_tokens_alone(name: str) -> None:
     for row in range(len(batch.labels)):
         (gradient,) = torch.autograd.grad(log_probs[row].sum(), vectors, retain_graph=True)
         reached = gradient[0].abs().amax(-1) > 0
-        # With windows a long prompt's first tokens may be out of reach
+        # With windows, a long prompt's first tokens may be outside of them
         own = tokens_needed(batch.rows([row]))
         assert int(reached.sum()) <= own
         if name in ("llama", "gpt2", "qwen3", "deepseek_v3", "qwen3_moe"):
@@ -128,7 +128,7 @@ def test_a_rows_gradient_reaches_its_own_tokens_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some_fast(FAMILIES, ("llama", "gpt2")))
-def test_rows_in_another_order_score_the_same(name: str) -> None:
+def test_the_order_of_rows_changes_no_score(name: str) -> None:
     batch = groups()
     order = [4, 0, 5, 2, 1, 3]
     model = build(name)
@@ -139,8 +139,8 @@ def test_rows_in_another_order_score_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some_fast(FAMILIES, ("llama", "gpt2")))
-def test_padding_moves_nothing(name: str) -> None:
-    """What stands under the mask is never fed, whatever it is."""
+def test_tokens_in_padding_change_nothing(name: str) -> None:
+    """Masked tokens are never processed."""
     batch = groups()
     model = build(name)
     attach(model)

@@ -1,4 +1,4 @@
-"""Families that nobody judges by name: fed packed or padded, whichever they need, they score as padded."""
+"""Model families without rules for their name: packed or padded as they need, they score as padded."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from packing_batches import EXAMPLES
 from packing_models import attach, fresh
 from packing_runs import assert_same, see
 
-# Each family takes what it knows of these
+# Each family uses the names that its config has
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
     "pad_token_id": 0,
@@ -41,7 +41,7 @@ SHAPE: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "input_jitter_noise": 0.0,
     "router_jitter_noise": 0.0,
-    # Dropout, of which two passes would differ
+    # Dropout would make two passes differ
     **dict.fromkeys(
         (
             "attention_dropout",

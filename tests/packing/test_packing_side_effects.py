@@ -1,4 +1,4 @@
-"""Packing leaves the user's model as it was, is as good as the padded forward in half precision, and compiles."""
+"""Packing does not change the user's model, is as exact as padding in half precision, and compiles."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from packing_models import FAMILIES, TrueFloat64, attach, build
 from packing_runs import Seen, assert_same, see
 
 FLOAT32 = 1e-5
-# A choice of experts flips on the last bit, and would drown what is measured
+# Rounding can change a choice of experts, which would hide the measured difference
 DENSE = [name for name, family in FAMILIES.items() if not family.router and name != "deepseek_v3"]
 
 
@@ -19,13 +19,13 @@ def some_fast(names: Any, fast: tuple[str, ...]) -> list[Any]:
 
 
 def implementations(model: Any) -> set[str]:
-    """What the config of every part of the model says of its attention."""
+    """Return the attention in the config of every part of the model."""
     return {part.config._attn_implementation for part in model.modules() if hasattr(part, "config")}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", some_fast(FAMILIES, ("llama", "gemma2", "gpt2")))
-def test_generation_and_padded_forwards_are_those_of_an_untouched_model(name: str, attention: str) -> None:
+def test_generation_and_padded_forwards_do_not_change(name: str, attention: str) -> None:
     if attention == "sdpa" and FAMILIES[name].eager_only:
         attention = "eager"
     untouched, model = build(name, attention).eval(), build(name, attention).eval()
@@ -33,7 +33,7 @@ def test_generation_and_padded_forwards_are_those_of_an_untouched_model(name: st
     batch = EXAMPLES["grpo"]()
     inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
     prompts = {key: x[:, :20] for key, x in inputs.items()}
-    for _ in range(2):  # before any packed forward, and after one
+    for _ in range(2):  # before and after a packed forward
         assert implementations(model) == implementations(untouched) == {attention}
         assert torch.equal(model(**inputs).logits, untouched(**inputs).logits)
         generated = []
@@ -45,7 +45,7 @@ def test_generation_and_padded_forwards_are_those_of_an_untouched_model(name: st
         model.zero_grad()
 
 
-def test_a_forward_that_fails_leaves_the_choice_of_attention() -> None:
+def test_a_forward_that_fails_does_not_change_the_attention() -> None:
     model = build("llama")
     attach(model)
     hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda module, args: 1 / 0)
@@ -58,7 +58,7 @@ def test_a_forward_that_fails_leaves_the_choice_of_attention() -> None:
     assert_same(see(model, grpo_example()), see(other, grpo_example()), FLOAT32)
 
 
-def test_the_weights_own_dictionary_is_untouched() -> None:
+def test_the_state_dict_does_not_change() -> None:
     untouched, model = build("llama"), build("llama")
     attach(model)
     see(model, grpo_example())
@@ -67,7 +67,7 @@ def test_the_weights_own_dictionary_is_untouched() -> None:
 
 
 def norm_of_error(seen: Seen, exact: Seen) -> dict[str, float]:
-    """Of log-probs and of all gradients as one vector, in float64."""
+    """Return the error of log-probs and of all gradients as one vector, in float64."""
     log_probs = (seen.fields["log_probs"].double() - exact.fields["log_probs"].double()).norm()
     gradients = [(seen.gradients[name].double() - x.double()).norm() for name, x in exact.gradients.items()]
     return {"log_probs": float(log_probs), "gradients": float(torch.stack(gradients).norm())}
@@ -75,8 +75,8 @@ def norm_of_error(seen: Seen, exact: Seen) -> dict[str, float]:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", some_fast(DENSE, ("llama", "gemma3")))
-def test_half_precision_is_as_good_as_padded(name: str, autocast: bool) -> None:
-    """Errors against float64, over batches enough to tell."""
+def test_half_precision_is_as_exact_as_padded(name: str, autocast: bool) -> None:
+    """Compares the errors against float64 over several batches."""
     errors: dict[str, dict[str, float]] = {}
     for which, options in {"packed": {}, "padded": {"padding_free": False}}.items():
         model = build(name, dtype=torch.float32 if autocast else torch.bfloat16)
@@ -98,9 +98,9 @@ def test_half_precision_is_as_good_as_padded(name: str, autocast: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's own, of its own internals
+@pytest.mark.filterwarnings("ignore")  # torch warns about its own internals
 @pytest.mark.parametrize(("name", "backend"), [("llama", "eager"), ("llama", "aot_eager"), ("gemma3", "aot_eager")])
-def test_a_compiled_model_is_packed_too(name: str, backend: str) -> None:
+def test_a_compiled_model_is_packed(name: str, backend: str) -> None:
     torch._dynamo.reset()
     model, padded = build(name), build(name)
     attach(model)

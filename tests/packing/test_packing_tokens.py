@@ -1,6 +1,6 @@
-"""What is fed is the union of the tokens that are needed: no padding, no prompt twice, nothing after the last label.
+"""Exactly the needed tokens are processed: no padding, no prompt twice, nothing after the last label.
 
-Counted where tokens enter the model, beside what stock TRL's head feeds for the same batch.
+Tokens are counted where they enter the model, and compared with stock TRL's head on the same batch.
 """
 
 import random
@@ -41,7 +41,7 @@ STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
 
 
 def _words(count: int, seed: int = 0) -> list[int]:
-    """Those of two seeds differ from the first on."""
+    """Draw words. Those of two seeds differ from the first word on."""
     return [FIRST + seed, *words(random.Random(seed), count)][:count]
 
 
@@ -55,7 +55,7 @@ def _few_shot() -> Batch:
 
 
 def _turns() -> Batch:
-    """Each prompt is the one before it, with an answer and a further question."""
+    """Each prompt is the previous one with an answer and another question."""
     talk = _words(30)
     return grpo([(talk[:n], [_words(4, n)]) for n in (10, 20, 30)])
 
@@ -71,7 +71,7 @@ def _no_label() -> Batch:
 
 
 def _nothing_real() -> Batch:
-    """The last row is padding alone."""
+    """The last row has only padding."""
     batch = _one_group(6, [5, 5])
     mask, labels = batch.attention_mask.clone(), batch.labels.clone()
     mask[1], labels[1] = 0, -100
@@ -84,26 +84,26 @@ def _tool_at_the_end() -> Batch:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """A batch, and how many of its tokens are fed."""
+    """A batch, and how many of its tokens are processed."""
 
     batch: Callable[[], Batch]
-    tokens: int | None = None  # where it can be said without counting: by hand
+    tokens: int | None = None  # counted by hand, for batches where that is easy
     model: str = "llama"
     share: bool = True
     router: bool = False
 
 
 TABLE = {
-    # The prompt once; of each completion all but its last token
+    # The prompt once, and all but the last token of each completion
     "a group of eight": TokenCounts(lambda: _one_group(32, [4] * 8), 32 + 8 * 3),
     "a ragged group": TokenCounts(lambda: _one_group(32, [4, 1, 9, 2]), 32 + 3 + 0 + 8 + 1),
     "one row": TokenCounts(lambda: _one_group(5, [4]), 5 + 3),
     "one row of a wide generation batch": TokenCounts(lambda: _one_group(5, [4], more=(20, 30)), 5 + 3),
-    "all rows alike": TokenCounts(lambda: grpo([(_words(7), [_words(5, 1)] * 6)]), 7 + 4),
-    "completions that begin alike": TokenCounts(
+    "equal rows": TokenCounts(lambda: grpo([(_words(7), [_words(5, 1)] * 6)]), 7 + 4),
+    "completions with the same start": TokenCounts(
         lambda: grpo([(_words(7), [_words(4, 1) + _words(3, 2), _words(4, 1) + _words(3, 3)])]), 7 + 4 + 2 + 2
     ),
-    "a completion that another goes on from": TokenCounts(
+    "a completion that another continues": TokenCounts(
         lambda: grpo([(_words(7), [_words(4, 1), _words(4, 1) + _words(3, 2)])]), 7 + 4 + 2
     ),
     "an empty completion": TokenCounts(lambda: _one_group(7, [0, 3]), 7 + 2),
@@ -132,7 +132,7 @@ TABLE = {
     "shuffled groups, windows": TokenCounts(grpo_example, model="gemma3"),
     "shuffled groups, a latent attention": TokenCounts(grpo_example, model="deepseek_v3"),
     "a pair": TokenCounts(lambda: dpo([(_words(384), _words(16, 1), _words(128, 2))]), 384 + 15 + 127),
-    "a pair that begins alike": TokenCounts(
+    "a pair with the same start": TokenCounts(
         lambda: dpo([(_words(9), _words(3, 1) + _words(4, 2), _words(3, 1) + _words(6, 3))]), 9 + 3 + 3 + 5
     ),
     "a pair whose rejected is empty": TokenCounts(lambda: dpo([(_words(9), _words(3, 1), [])]), 9 + 2),
@@ -146,7 +146,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_exactly_what_is_needed_is_fed(name: str) -> None:
+def test_exactly_the_needed_tokens_are_processed(name: str) -> None:
     case = TABLE[name]
     batch = case.batch()
     call = {"output_router_logits": True} if case.router else {}
@@ -162,7 +162,7 @@ def test_exactly_what_is_needed_is_fed(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dpo", "any"])
-def test_of_any_batch_what_is_needed_is_fed(kind: str) -> None:
+def test_exactly_the_needed_tokens_of_any_batch_are_processed(kind: str) -> None:
     batches = {"grpo": grpo_batches(), "dpo": dpo_batches(), "any": any_batches()}[kind]
     models = {name: build(name) for name in ("llama", "gpt2")}
     scored = {(name, share): build(name) for name in models for share in (True, False)}
@@ -180,7 +180,7 @@ def test_of_any_batch_what_is_needed_is_fed(kind: str) -> None:
 
 
 def trained(case: Case, workshop: Workshop, folder: Path) -> tuple[list[Call], list[dict[str, Any]], Record]:
-    """While ours trains: the scoring forwards of policy and reference, what its losses were given, and the rest."""
+    """Train ours, and return the scoring forwards of policy and reference, the inputs of its losses, and the rest."""
     record, given_to_loss = Record(), []
 
     def noting(trainer: type) -> type:
@@ -206,7 +206,7 @@ def trained(case: Case, workshop: Workshop, folder: Path) -> tuple[list[Call], l
 
 
 def whole(inputs: dict[str, Any]) -> Batch:
-    """The padded batch that the loss was given, with the labels that it wants."""
+    """Return the padded batch of the loss with the labels that it needs."""
     if "completion_ids" not in inputs:
         ids = inputs["input_ids"]
         return Batch(ids, inputs["attention_mask"], ids.masked_fill(inputs["completion_mask"] == 0, -100))
@@ -217,7 +217,7 @@ def whole(inputs: dict[str, Any]) -> Batch:
     return Batch(ids, mask, ids.masked_fill(wanted == 0, -100))
 
 
-# With a KL term every row is scored. Some micro-batches meet other weights than those they were sampled with.
+# With a KL term every row is scored. Some micro-batches use other weights than those that sampled them.
 GRPO = {"beta": 0.1, "gradient_accumulation_steps": 3, "steps_per_generation": 4, "per_device_train_batch_size": 4}
 # Name -> case, and whether some pass runs without a gradient
 TRAINED = {
@@ -236,13 +236,15 @@ FAST = ("grpo-lora", "dpo-lora")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in TRAINED])
-def test_every_pass_of_a_trainer_feeds_the_union(name: str, workshop: Workshop, tmp_path: Path) -> None:
+def test_every_pass_of_a_trainer_processes_exactly_the_needed_tokens(
+    name: str, workshop: Workshop, tmp_path: Path
+) -> None:
     case, passes_without_gradient = TRAINED[name]
     calls, given_to_loss, ours = trained(case, workshop, tmp_path)
     assert any(not call.grad for call in calls) == passes_without_gradient
     for call in calls:
         assert call.fed == tokens_needed(call.batch, router=call.router)
-    # From the batches that TRL made, not from what was made of them on the way
+    # Counted from TRL's batches, not from what our code made of them
     policy = [call.fed for call in calls if call.grad]
     assert policy == [tokens_needed(whole(inputs), router=case.model == "experts") for inputs in given_to_loss]
     stock = train(case, STOCK, workshop)

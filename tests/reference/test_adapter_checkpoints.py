@@ -1,4 +1,4 @@
-"""Checkpoints of adapters that are policy or reference: saved, loaded, merged, resumed from, and found best."""
+"""Checkpoints of adapters that are policy or reference: saved, loaded, merged, resumed, and loaded as the best."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import trl_ext
 from adapter_cases import base, build, drawn, ia3_config, loaded
 from tiny import lora_config, preferences
 
-# How the policy is made, the arguments of its trainer, and the folder in which PEFT puts its adapter
+# How the policy is made, the arguments of its trainer, and the folder of PEFT's adapter
 ROWS = {
     "fresh": (lambda *_: None, {"peft_config": lora_config()}, "."),
     "bias": (lambda *_: None, {"peft_config": lora_config(bias="all"), "model": "head_bias"}, "."),
@@ -63,11 +63,11 @@ def trained(trainer):
 
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", EVERY)
-def test_a_resumed_run_ends_as_one_that_went_through(row, kind, workshop, tmp_path):
+def test_a_resumed_run_ends_like_an_uninterrupted_one(row, kind, workshop, tmp_path):
     through = made(row, kind, workshop, tmp_path, save_strategy="steps", save_steps=2)
     through.train()
     resumed = made(row, kind, workshop, tmp_path, max_steps=4)
-    if resumed._reference_weights.own.moves:  # whatever is there now
+    if resumed._reference_weights.own.moves:  # whatever the values are now
         for copy in resumed._reference_weights.own.copies.values():
             copy.add_(1.0)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
@@ -90,7 +90,7 @@ def test_what_is_saved_is_the_policy(row, workshop, tmp_path):
         place = tmp_path / folder / ROWS[row][2]
         again = PeftModel.from_pretrained(base(workshop, ROWS[row][1].get("model", "untied")), place)
         torch.testing.assert_close(logits(again, workshop), want, rtol=1e-5, atol=1e-5)
-    if row != "moving-tokens":  # virtual tokens have no place in the weights
+    if row != "moving-tokens":  # virtual tokens cannot be merged
         whole = trainer.model.merge_and_unload()
         torch.testing.assert_close(logits(whole, workshop), want, rtol=1e-4, atol=1e-4)
         whole.save_pretrained(tmp_path / "merged")
@@ -99,8 +99,8 @@ def test_what_is_saved_is_the_policy(row, workshop, tmp_path):
 
 
 @pytest.mark.parametrize("row", EVERY)
-def test_the_best_of_the_checkpoints_is_loaded(row, workshop, tmp_path):
-    """The scores are set, so that it is neither the first nor the last."""
+def test_the_best_checkpoint_is_loaded(row, workshop, tmp_path):
+    """The scores are set so that the best is neither the first nor the last."""
     best = {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"}
     best |= {"save_steps": 1, "eval_steps": 1, "metric_for_best_model": "eval_rewards/accuracies"}
     trainer = made(
@@ -137,7 +137,7 @@ def test_a_moving_reference_without_its_state_is_an_error(workshop, tmp_path):
         made("moving", "dpo", workshop, tmp_path).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
 
 
-def test_the_reference_of_another_model_is_an_error(workshop, tmp_path):
+def test_a_checkpoint_with_the_reference_of_another_model_is_an_error(workshop, tmp_path):
     made("moving", "dpo", workshop, tmp_path, save_strategy="steps", save_steps=2).train()
     other = build(
         "dpo", trl_ext, workshop, tmp_path, None, peft_config=lora_config(bias="lora_only"), sync_ref_model=True, **SYNC

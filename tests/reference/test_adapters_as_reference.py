@@ -1,4 +1,4 @@
-"""A PEFT policy as its own reference: what a separate model in its place would give, and TRL's behaviour beside it."""
+"""A PEFT policy as its own reference equals a separate reference model; also what stock TRL does."""
 
 import pytest
 import torch
@@ -29,21 +29,21 @@ KINDS = ["dpo", pytest.param("grpo", marks=pytest.mark.slow)]
 
 
 def rows(table, *fast):
-    """Those of a table, all but a few of them in the slow tier."""
+    """Return the rows of a table, most of them in the slow tier."""
     return [pytest.param(row, marks=[] if row in fast else pytest.mark.slow) for row in table]
 
 
-# The reference does not move. Each row: the policy (its adapter under the name that is asked for), the reference by
-# definition, arguments of ours, and what stock TRL does: an exception, or "drifts" / "other", or "same".
+# The reference does not move. Each row: the policy with the adapter name, the reference by definition, our arguments,
+# and what stock TRL does: an exception, "drifts", "other" or "same".
 
 
 def two(workshop, folder, name):
-    """Both from disk, on the same base."""
+    """Load both adapters from disk, on the same base."""
     return loaded(workshop, folder, name, "anchor")
 
 
 def several(workshop, folder, name):
-    """Another one is active."""
+    """Load several adapters; another one is active."""
     policy = loaded(workshop, folder, name, "other")
     policy.set_adapter("other")
     if name == "default":
@@ -68,7 +68,7 @@ def norms_trained(workshop, folder, name):
 
 
 def scales(workshop, folder, name):
-    """IA3's vectors are entries of a dictionary of parameters: TRL's copy of the adapter leaves them out."""
+    """TRL's copy of the adapter lacks IA3's vectors, because they are entries of a dictionary of parameters."""
     return drawn(base(workshop), ia3_config(), 0, name)
 
 
@@ -98,7 +98,7 @@ FIXED = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row", rows(FIXED, "two-adapters", "ia3"))
-def test_the_reference_is_the_model_that_it_stands_for(row, kind, workshop, tmp_path):
+def test_the_reference_equals_its_definition(row, kind, workshop, tmp_path):
     make, name, reference, names, of_stock = FIXED[row]
     ours = run(kind, trl_ext, workshop, tmp_path, make(workshop, tmp_path, name), **names)
     policy = make(workshop, tmp_path, "default")
@@ -117,7 +117,7 @@ def test_the_reference_is_the_model_that_it_stands_for(row, kind, workshop, tmp_
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bias_that_is_trained_does_not_move_the_reference(kind, workshop, tmp_path):
-    """LoRA's `bias="all"` trains the base model's: with the adapter off, TRL's reference has the trained ones."""
+    """LoRA's `bias="all"` trains biases of the base model, which TRL's reference then has too."""
     lora = {"peft_config": lora_config(bias="all"), "model": "head_bias"}
     ours = run(kind, trl_ext, workshop, tmp_path, None, **lora)
     assert "with a copy of the parameters trained outside of the adapter" in ours.trainer.explain()["reference"].reason
@@ -130,8 +130,8 @@ def test_a_bias_that_is_trained_does_not_move_the_reference(kind, workshop, tmp_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_start_that_is_taken_out_of_the_base_is_in_the_reference(kind, workshop, tmp_path):
-    """With PiSSA's adapter off, TRL's reference is what it has left of the base model."""
+def test_a_start_that_is_moved_out_of_the_base_is_in_the_reference(kind, workshop, tmp_path):
+    """With PiSSA's adapter off, TRL's reference is the base model without the adapter's start."""
     lora = {"peft_config": lora_config(init_lora_weights="pissa")}
     ours = run(kind, trl_ext, workshop, tmp_path, base(workshop), **lora)
     definition = run(kind, trl, workshop, tmp_path, base(workshop), copy_of(base(workshop)), **lora)
@@ -142,8 +142,8 @@ def test_a_start_that_is_taken_out_of_the_base_is_in_the_reference(kind, worksho
 
 
 @pytest.mark.parametrize("start", ["pissa", pytest.param("olora", marks=pytest.mark.slow)])
-def test_a_loaded_adapter_does_not_take_its_start_out_of_the_base_again(start, workshop, tmp_path):
-    """As TRL's second one, "ref", does: its policy is another model before the first step."""
+def test_a_loaded_adapter_does_not_change_the_base_again(start, workshop, tmp_path):
+    """TRL's second adapter "ref" changes it, so TRL's policy is another model before the first step."""
 
     def policy():
         return loaded(workshop, tmp_path, "default", init_lora_weights=start)
@@ -160,10 +160,12 @@ VIRTUAL_TOKENS = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTu
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", rows(VIRTUAL_TOKENS, "prompt_tuning"))
-@pytest.mark.filterwarnings("ignore:Adapter name .ref. should not be contained in the prefix")  # of PEFT, for TRL's own
+@pytest.mark.filterwarnings(
+    "ignore:Adapter name .ref. should not be contained in the prefix"
+)  # PEFT warns about TRL's adapter
 @pytest.mark.parametrize("name", rows(("fresh", "default", "policy"), "policy"))
 def test_virtual_tokens_are_trained_as_in_stock(name, config, kind, workshop, tmp_path):
-    """Stock knows the base as reference, and the initial adapter where it is called "default"."""
+    """Stock supports the base as the reference, and the initial adapter if its name is "default"."""
     tokens = VIRTUAL_TOKENS[config](task_type="CAUSAL_LM", num_virtual_tokens=3)
 
     def shown(library, name):
@@ -176,7 +178,7 @@ def test_virtual_tokens_are_trained_as_in_stock(name, config, kind, workshop, tm
     assert_alike(ours, stock, lambda key: key.replace(f".{name}.", ".default."))
 
 
-# The reference moves. Each row: the policy and our arguments, and the reference that it begins with.
+# The reference moves. Each row: the policy, our arguments, and the first reference.
 
 
 def fresh(lora, begins_as_base=False):
@@ -184,7 +186,7 @@ def fresh(lora, begins_as_base=False):
         return base(workshop), {"peft_config": lora}
 
     def reference(workshop, folder):
-        set_seed(COMMON["seed"])  # as TRL does before it draws an adapter
+        set_seed(COMMON["seed"])  # as TRL does before it initializes an adapter
         model = get_peft_model(base(workshop), lora)
         with torch.no_grad():
             for name, param in model.named_parameters():
@@ -222,7 +224,7 @@ SYNC = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 2}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row", rows(MOVING, "fresh-not-zero"))
-def test_a_reference_that_moves_is_mixed_by_name(row, kind, workshop, tmp_path):
+def test_a_moving_reference_is_updated_by_name(row, kind, workshop, tmp_path):
     make, begins_as = MOVING[row]
     policy, options = make(workshop, tmp_path, "policy")
     ours = run(kind, trl_ext, workshop, tmp_path, policy, sync_ref_model=True, **options, **SYNC)
@@ -241,19 +243,19 @@ def test_a_reference_that_moves_is_mixed_by_name(row, kind, workshop, tmp_path):
         build(kind, trl, workshop, tmp_path, policy, sync_ref_model=True, **options)
 
 
-# What is wrong is an error at start
+# Errors at the start
 
 
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"policy_adapter_name": "typo"}, r"`policy_adapter_name='typo'`, and the model has the adapters \['a', 'b'\]"),
-        ({"ref_adapter_name": "typo"}, r"`ref_adapter_name='typo'`, and the model has the adapters \['a', 'b'\]"),
+        ({"policy_adapter_name": "typo"}, r"Unknown `policy_adapter_name` 'typo'. Choose from: \['a', 'b'\]"),
+        ({"ref_adapter_name": "typo"}, r"Unknown `ref_adapter_name` 'typo'. Choose from: \['a', 'b'\]"),
         ({"policy_adapter_name": "b", "ref_adapter_name": "b"}, "are both 'b'"),
-        ({"ref_adapter_name": "a"}, "is the adapter that is active, which is trained"),
+        ({"ref_adapter_name": "a"}, "is the active adapter, which would be trained"),
     ],
 )
-def test_names_of_no_adapter_and_of_one_for_both_are_errors(names, words, workshop, tmp_path):
+def test_unknown_adapter_names_and_one_name_for_both_are_errors(names, words, workshop, tmp_path):
     policy = loaded(workshop, tmp_path, "a", "b")
     for kind in ("dpo", "grpo"):
         with pytest.raises(ValueError, match=words):
@@ -265,7 +267,7 @@ def test_a_name_needs_a_model_with_adapters(workshop, tmp_path):
     for kind in ("dpo", "grpo"):
         with pytest.raises(ValueError, match="`policy_adapter_name='a'` needs a `PeftModel` with that adapter"):
             build(kind, trl_ext, workshop, tmp_path, base(workshop), **names)
-        with pytest.raises(ValueError, match="is a fresh adapter"):
+        with pytest.raises(ValueError, match="got a fresh adapter"):
             build(kind, trl_ext, workshop, tmp_path, base(workshop), peft_config=lora_config(), **names)
     policy = loaded(workshop, tmp_path, "a", "b")
     with pytest.raises(ValueError, match="both name a reference"):
@@ -273,20 +275,20 @@ def test_a_name_needs_a_model_with_adapters(workshop, tmp_path):
 
 
 UNMOVABLE = {
-    "tokens": ({"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}, "same as none"),
-    "random-dora": ({"peft_config": lora_config(use_dora=True)}, "this adapter begins as another"),
+    "tokens": ({"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}, "never equals it"),
+    "random-dora": ({"peft_config": lora_config(use_dora=True)}, "initializes its adapter at random"),
     "precomputed": ({"peft_config": lora_config(), "precompute_ref_log_probs": True}, "cannot be precomputed"),
 }
 
 
 @pytest.mark.parametrize("row", UNMOVABLE)
-def test_what_cannot_be_moved_is_an_error(row, workshop, tmp_path):
+def test_a_reference_that_cannot_move_is_an_error(row, workshop, tmp_path):
     options, words = UNMOVABLE[row]
     with pytest.raises(ValueError, match=words):
         build("dpo", trl_ext, workshop, tmp_path, None, sync_ref_model=True, **options)
 
 
-def test_adapters_that_cannot_be_mixed_are_an_error(workshop, tmp_path):
+def test_adapters_with_other_configurations_are_an_error(workshop, tmp_path):
     policy = loaded(workshop, tmp_path, "a")
     drawn(base(workshop), lora_config(r=2), 5).save_pretrained(tmp_path / "narrow")
     policy.load_adapter(tmp_path / "narrow", "narrow")
@@ -295,7 +297,7 @@ def test_adapters_that_cannot_be_mixed_are_an_error(workshop, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_with_nothing_trained_is_an_error(kind, workshop, tmp_path):
+def test_a_model_without_trained_parameters_is_an_error(kind, workshop, tmp_path):
     frozen = loaded(workshop, tmp_path, "default", trainable=False)
     with pytest.raises(ValueError, match=r'Nothing of the model is trained.*"default" was loaded for inference'):
         build(kind, trl_ext, workshop, tmp_path, frozen).train()
@@ -303,7 +305,7 @@ def test_a_model_with_nothing_trained_is_an_error(kind, workshop, tmp_path):
     shown = run(kind, trl_ext, workshop, tmp_path, named, policy_adapter_name="default")
     assert all(update.norm() > 0 for update in shown.updates.values())
     assert len(shown.updates) > 4
-    if kind == "grpo":  # stock trains nothing, and says nothing
+    if kind == "grpo":  # stock trains nothing, without a warning
         frozen = loaded(workshop, tmp_path, "default", trainable=False)
         stock = build(kind, trl, workshop, tmp_path, frozen)
         before = {name: param.clone() for name, param in frozen.named_parameters()}
@@ -311,7 +313,7 @@ def test_a_model_with_nothing_trained_is_an_error(kind, workshop, tmp_path):
         assert all(torch.equal(param, before[name]) for name, param in frozen.named_parameters())
 
 
-def test_what_is_trained_and_not_saved_is_told(workshop, tmp_path):
+def test_trained_parameters_that_are_not_saved_give_a_warning(workshop, tmp_path):
     warnings = (
         build("dpo", trl_ext, workshop, tmp_path, norms_trained(workshop, tmp_path, "default")).explain().warnings
     )
@@ -320,7 +322,7 @@ def test_what_is_trained_and_not_saved_is_told(workshop, tmp_path):
         assert not build("dpo", trl_ext, workshop, tmp_path, policy).explain().warnings
 
 
-# A pass leaves no trace
+# A pass does not change the policy
 
 
 class PassFailedError(Exception):
@@ -329,16 +331,16 @@ class PassFailedError(Exception):
 
 @st.composite
 def policies(draw):
-    """How a policy is made, and the arguments of its trainer."""
+    """Return how each policy is made, and the arguments of its trainer."""
     adapter = draw(st.sampled_from(["lora", "bias", "dora", "head", "ia3", "prompt", "prefix"]))
-    # The reference: adapter off, "ref" or a copy, a copy, another by name (PEFT has room for one with a bias)
+    # The reference: adapter off, "ref" or a copy, a copy, another by name (PEFT supports only one with a bias)
     given = ["fresh", "default", "policy", *(["anchor"] if adapter != "bias" else [])]
     of = draw(st.sampled_from(given))
     return {
         "adapter": adapter,
         "of": of,
         "sync": of in ("default", "policy") and draw(st.booleans()),
-        "frozen": draw(st.booleans()),  # a part of the adapter, by hand
+        "frozen": draw(st.booleans()),  # the user froze a part of the adapter
         "training": draw(st.booleans()),
         "fails": draw(st.booleans()),
     }
@@ -381,7 +383,7 @@ def assert_equal_states(before, after):
 @example(case={"adapter": "lora", "of": "default", "sync": False, "frozen": True, "training": True, "fails": False})
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=policies())
-def test_a_reference_pass_leaves_no_trace(case, workshop, tmp_path):
+def test_a_reference_pass_does_not_change_the_policy(case, workshop, tmp_path):
     model = "head_bias" if case["adapter"] == "bias" else "untied"
     make = CONFIGS[case["adapter"]]
     options = {"model": model, "sync_ref_model": case["sync"]}
@@ -397,7 +399,7 @@ def test_a_reference_pass_leaves_no_trace(case, workshop, tmp_path):
     if case["frozen"]:
         next(param for param in policy.parameters() if param.requires_grad).requires_grad_(False)
     policy.train(case["training"])
-    # As after some steps: what is trained has moved
+    # As after some steps: trained parameters have changed
     with torch.no_grad():
         for param in policy.parameters():
             if param.requires_grad:
@@ -422,7 +424,7 @@ def test_a_reference_pass_leaves_no_trace(case, workshop, tmp_path):
     assert_equal_states(before, state_of(policy))
 
 
-def test_several_active_adapters_are_active_again(workshop, tmp_path):
+def test_several_active_adapters_are_active_after_a_pass(workshop, tmp_path):
     policy = loaded(workshop, tmp_path, "default", "second")
     policy.base_model.set_adapter(["default", "second"])
     trainer = build("dpo", trl_ext, workshop, tmp_path, policy)
@@ -431,7 +433,7 @@ def test_several_active_adapters_are_active_again(workshop, tmp_path):
     assert_equal_states(before, state_of(policy))
 
 
-def test_each_of_several_active_adapters_is_a_part_of_the_reference_in_the_store(workshop, tmp_path):
+def test_every_active_adapter_is_part_of_the_identity_of_the_reference(workshop, tmp_path):
     found = set()
     for moved in (None, "a", "b"):
         policy = loaded(workshop, tmp_path, "a", "b")
@@ -446,8 +448,8 @@ def test_each_of_several_active_adapters_is_a_part_of_the_reference_in_the_store
     assert len(found) == 3
 
 
-def test_an_adapter_may_be_called_as_a_module_is(workshop, tmp_path):
-    """Only what is the adapter's is frozen, trained, or begun with."""
+def test_an_adapter_may_have_the_name_of_a_module(workshop, tmp_path):
+    """Only the adapter's parameters are frozen, trained or copied."""
     name = "model"
 
     def trained(policy, **config):
@@ -466,8 +468,8 @@ def test_an_adapter_may_be_called_as_a_module_is(workshop, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_frozen_by_hand_stays_frozen_in_training(kind, workshop, tmp_path):
-    """PEFT lets all of an adapter be trained that it turns on again, so stock thaws it in the first reference pass."""
+def test_parameters_frozen_by_the_user_stay_frozen(kind, workshop, tmp_path):
+    """PEFT makes an adapter trainable when it turns it on again, so stock unfreezes it in the first reference pass."""
 
     def thawed(library):
         policy = loaded(workshop, tmp_path, "default")

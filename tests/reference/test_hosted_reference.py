@@ -1,7 +1,6 @@
-"""A reference model that is kept on the host: stock TRL's training, bit for bit the same log-probs, two layers at most.
+"""A reference model on the host: training and log-probs do not change, and the device holds at most two layers.
 
-On the CPU the "device" is host memory too, and the weights are copied there and dropped all the same, so what is where
-can be told by address.
+On the CPU the "device" is host memory too. Weights are still copied there and freed, so addresses show where they are.
 """
 
 import gc
@@ -28,7 +27,7 @@ LAYERS = 5
 
 
 def deep(name: str) -> nn.Module:
-    """Model `name` of tiny.MODELS with `LAYERS` layers, and its scoring forward."""
+    """Make the model `name` of tiny.MODELS with `LAYERS` layers, and its scoring forward."""
     torch.manual_seed(3)
     config = MODELS[name]()
     config.num_hidden_layers = LAYERS
@@ -46,13 +45,13 @@ def score(model, context=torch.no_grad):
 
 
 def places(model):
-    """Where each parameter's memory is."""
+    """Return the address of each parameter."""
     return {name: param.untyped_storage().data_ptr() for name, param in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["tied", "untied", "softcap", "logits_scaling", "head_bias", "experts"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16 autocast", "bf16 weights"])
-def test_log_probs_are_those_of_the_model_on_the_device_bit_for_bit(name, precision):
+def test_log_probs_equal_those_of_the_model_on_the_device_bit_for_bit(name, precision):
     plain, hosted = deep(name), deep(name)
     if precision == "bf16 weights":
         plain, hosted = plain.bfloat16(), hosted.bfloat16()
@@ -67,7 +66,7 @@ def test_log_probs_are_those_of_the_model_on_the_device_bit_for_bit(name, precis
     assert all(torch.equal(value, before[key]) for key, value in hosted.state_dict().items())
 
 
-def test_computes_on_copies_and_of_the_layers_holds_two_at_most():
+def test_computes_on_copies_of_at_most_two_layers():
     model = deep("tied")
     shared = "model.layers.2.input_layernorm.weight"
     model.model.layers[2].input_layernorm.weight = model.model.norm.weight
@@ -78,7 +77,7 @@ def test_computes_on_copies_and_of_the_layers_holds_two_at_most():
     seen, memory = [], []
 
     def look(module, *_):
-        """Runs before each module computes: its own weights are copies, and so are at most one layer's more."""
+        """Check, before each module computes, that its weights are copies, and those of at most one other layer."""
         now = places(model)
         copies = {name for name in now if now[name] != home[name]}
         own = {id(param) for param in module.parameters(recurse=False)}
@@ -98,10 +97,10 @@ def test_computes_on_copies_and_of_the_layers_holds_two_at_most():
 
     model.get_output_embeddings = looked_at
     score(model)
-    assert seen[-1] == set()  # the head, read after the last layer has gone
+    assert seen[-1] == set()  # the head is read after the last layer is freed
     assert set().union(*seen) == set(range(LAYERS))
     assert max(map(len, seen)) == 1
-    # Of the layers the device has two places, each for one: no more memory than that, and none after the call
+    # The device has memory for two layers during the call, and none after it
     assert len({id(ref) for ref in memory}) == 2
     assert hosted.layer_bytes >= max(layer_bytes(model, index) for index in range(LAYERS))
     assert hosted.layer_bytes < 1.3 * max(layer_bytes(model, index) for index in range(LAYERS))
@@ -126,7 +125,7 @@ def test_an_exception_leaves_every_weight_on_the_host():
     assert places(model) == home
     assert not hosted._places
     broken.remove()
-    # An interrupt is no `Exception`: no hook runs after it, and the next call cleans up
+    # An interrupt is not an `Exception`: no hook runs after it, and the next call restores the weights
     broken = model.model.layers[3].mlp.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         score(model)
@@ -142,7 +141,7 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_layers_that_are_skipped_repeated_or_shared_compute_with_their_own_weights():
+def test_skipped_repeated_and_shared_layers_compute_with_their_own_weights():
     orders = [[0, 2, 4], [1, 1, 2], [4, 3, 2, 1, 0], [0, 1, 2, 3, 4]]
     models = deep("untied"), deep("untied")
     for model in models:
@@ -164,24 +163,24 @@ def test_layers_that_are_skipped_repeated_or_shared_compute_with_their_own_weigh
     assert places(models[1]) == home
 
 
-def test_prepare_model_moves_nothing_and_nothing_else_may():
+def test_prepare_model_does_not_move_it_and_other_moves_are_errors():
     model = deep("tied")
-    device = torch.device("meta")  # where a tensor that moves is lost
+    device = torch.device("meta")  # a tensor that moves there is lost
     for buffer_owner in model.modules():
         buffer_owner._buffers.clear()
     HostedReference(model, device)
     assert model.to(device) is model
     assert {param.device.type for param in model.parameters()} == {"cpu"}
     for wrong in (torch.bfloat16, "cpu"):
-        with pytest.raises(RuntimeError, match="kept on the host"):
+        with pytest.raises(RuntimeError, match="keeps the reference model on the host"):
             model.to(wrong)
 
 
-def test_a_part_of_the_model_by_itself_is_refused():
+def test_calling_a_part_of_the_model_is_an_error():
     model = deep("tied")
     HostedReference(model, DEVICE)
     inputs, _ = batch()
-    with pytest.raises(RuntimeError, match="call the model"):
+    with pytest.raises(RuntimeError, match="Call the model"):
         model.model(**inputs)
 
 
@@ -191,10 +190,10 @@ def test_a_part_of_the_model_by_itself_is_refused():
         (lambda model: setattr(model, "hf_device_map", {"model": 0, "lm_head": "cpu"}), "'device_map': None"),
         (lambda model: setattr(model, "is_quantized", True), "quantized"),
         (lambda model: model.lm_head.to("meta"), "lm_head.weight"),
-        (lambda model: setattr(model.model, "layers", nn.Identity()), "no `nn.ModuleList`"),
+        (lambda model: setattr(model.model, "layers", nn.Identity()), "with an `nn.ModuleList`"),
     ],
 )
-def test_a_model_that_is_not_whole_is_refused(change, words):
+def test_a_model_that_cannot_be_hosted_is_an_error(change, words):
     model = deep("untied")
     change(model)
     with pytest.raises(ValueError, match=words):
@@ -213,12 +212,12 @@ TRAINED = [
     "grpo-on_policy-beta",
     "grpo-cast_lm_head_to_fp32",
     "grpo-experts-accumulation",
-    "grpo-defaults",  # beta 0: no reference, so nothing to keep
+    "grpo-defaults",  # without beta there is no reference to host
 ]
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_training_is_stock_trls(name, workshop, hosted_models):
+def test_training_equals_stock_trl(name, workshop, hosted_models):
     case = CASES[name]
     ours = replace(case, config={**case.config, "reference_device": "cpu"})
     assert_same(ours, train(ours, Trainers.of(trl_ext), workshop), train(case, Trainers.of(trl), workshop))
@@ -227,7 +226,7 @@ def test_training_is_stock_trls(name, workshop, hosted_models):
 
 @pytest.fixture
 def hosted_models(monkeypatch):
-    """The models that trainers keep on the host, as they are hosted."""
+    """Return the models that trainers host from now on."""
     models = []
 
     def host(model, device):
@@ -249,7 +248,7 @@ def dpo(workshop, tmp_path, trainer=None, **config):
 
 
 @pytest.mark.parametrize("name", ["dpo-untied", "grpo-on_policy-beta"])
-def test_mixed_precision_is_that_of_a_reference_on_the_device_bit_for_bit(name, workshop, hosted_models):
+def test_mixed_precision_equals_a_reference_on_the_device_bit_for_bit(name, workshop, hosted_models):
     case = CASES[name]
     records = [
         train(replace(case, config={**case.config, "bf16": True, **where}), Trainers.of(trl_ext), workshop)
@@ -262,7 +261,7 @@ def test_mixed_precision_is_that_of_a_reference_on_the_device_bit_for_bit(name, 
     assert all(torch.equal(hosted.updates[key], plain.updates[key]) for key in plain.updates)
 
 
-def test_only_the_reference_is_frozen_and_kept(workshop, tmp_path, hosted_models):
+def test_only_the_reference_is_frozen_and_hosted(workshop, tmp_path, hosted_models):
     trainer = dpo(workshop, tmp_path)
     assert hosted_models == [trainer.ref_model]
     assert not any(param.requires_grad for param in trainer.ref_model.parameters())
@@ -277,11 +276,11 @@ def test_only_the_reference_is_frozen_and_kept(workshop, tmp_path, hosted_models
         ({"torch_compile": True}, {}, "torch_compile"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused_before_the_first_step(config, trainer, words, workshop, tmp_path):
+def test_options_that_contradict_it_are_errors_before_the_first_step(config, trainer, words, workshop, tmp_path):
     with pytest.raises(ValueError, match=f"reference_device='cpu'.*{words}"):
         dpo(workshop, tmp_path, trainer, **config)
 
 
-def test_another_device_is_refused(tmp_path):
+def test_another_device_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="must be None or one of"):
         trl_ext.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, reference_device="cuda")

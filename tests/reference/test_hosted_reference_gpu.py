@@ -1,4 +1,4 @@
-"""A reference model that is kept on the host, on CUDA: the same values bit for bit, and the memory that it frees."""
+"""A reference model on the host, with CUDA: the values are equal bit for bit, and it needs less memory."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def config(**changes):
-    """About 107 million weights, 214 MB in bf16: copies that take as long as the compute, and memory that shows."""
+    """Return a config of 107 million weights, 214 MB in bf16, whose copies take as long as the computation."""
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 8}
     ids = {"vocab_size": 4096, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     return LlamaConfig(**{**shape, **ids, "num_key_value_heads": 8, "tie_word_embeddings": True, **changes})
@@ -31,7 +31,7 @@ def scored(model, tokens, autocast):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16 autocast", "bf16 weights"])
-def test_values_are_those_of_the_model_on_the_device_and_memory_is_two_layers(precision, tied):
+def test_values_equal_the_model_on_the_device_and_memory_is_two_layers(precision, tied):
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config(tie_word_embeddings=tied)).eval()
     if precision == "bf16 weights":
@@ -44,7 +44,7 @@ def test_values_are_those_of_the_model_on_the_device_and_memory_is_two_layers(pr
     reference = HostedReference(hosted, DEVICE)
     assert all(param.is_pinned() for param in hosted.parameters())
     autocast = precision == "bf16 autocast"
-    # Short calls and long ones: the copies are late in some and early in others
+    # In some calls the copies end before the computation, in others after it
     for rows, length in ((1, 8), (4, 256), (8, 512), (1, 8), (4, 256)):
         tokens = torch.randint(4096, (rows, length), device=DEVICE)
         assert torch.equal(scored(hosted, tokens, autocast), scored(plain, tokens, autocast))
@@ -57,7 +57,7 @@ def test_values_are_those_of_the_model_on_the_device_and_memory_is_two_layers(pr
     assert of_hosted <= of_plain + own + MIB
 
 
-def test_dpo_needs_less_device_memory_by_the_model(tmp_path):
+def test_dpo_needs_less_device_memory_by_the_size_of_the_model(tmp_path):
     torch.manual_seed(0)
     assert config().vocab_size >= V_WORDS
     model = AutoModelForCausalLM.from_config(config()).bfloat16()
@@ -89,7 +89,7 @@ def test_dpo_needs_less_device_memory_by_the_model(tmp_path):
         trainer.train()
         losses[name] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
-    train("warm-up", trl_ext)  # what libraries allocate once is nobody's share
+    train("warm-up", trl_ext)  # without what libraries allocate once
     for name, library, where in (
         ("stock", trl, {}),
         ("on the device", trl_ext, {}),

@@ -1,4 +1,4 @@
-"""The canary of a store: which sequences it is, what it takes for another reference, which folders are looked at."""
+"""The canary of a store: which sequences it has, what it detects, and which folders are checked."""
 
 import os
 from contextlib import nullcontext
@@ -39,7 +39,7 @@ def first_tokens(canary):
         ((3,), [0]),
     ],
 )
-def test_it_is_a_few_sequences_that_are_long_but_not_too_long(lengths, chosen):
+def test_it_has_a_few_sequences_of_limited_length(lengths, chosen):
     canary = canary_of(rows(*lengths))
     assert first_tokens(canary) == chosen
     assert canary.arrays["input_ids"].shape[1] == max(lengths[row] for row in chosen)
@@ -47,7 +47,7 @@ def test_it_is_a_few_sequences_that_are_long_but_not_too_long(lengths, chosen):
     assert canary.difference(score(canary.batch(CPU)), EXACT) is None
 
 
-def test_rows_without_values_or_labels_are_left_out():
+def test_rows_without_values_or_labels_are_not_chosen():
     data = rows(3, 4, 5)
     data["completion_mask"][2] = 0
     data["completion_mask"][1, 1:] = torch.tensor([0, 0, 1, 0])
@@ -60,7 +60,7 @@ def test_rows_without_values_or_labels_are_left_out():
     assert first_tokens(found) == [0]
 
 
-def test_padding_on_the_left_stays_and_on_the_right_goes():
+def test_only_padding_on_the_right_is_removed():
     data = batch([([5, 6, 7], 1), ([8, 9], 1)], left=2)
     canary = canary_of({name: torch.nn.functional.pad(x, (0, 5)) for name, x in data.items()})
     assert canary.arrays["attention_mask"].tolist() == [[0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
@@ -81,7 +81,7 @@ def test_padding_on_the_left_stays_and_on_the_right_goes():
         (lambda x: x * torch.nan, EXACT, True),
     ],
 )
-def test_it_tells_another_reference_as_far_as_the_arithmetic_can(change, tolerance, another):
+def test_it_detects_another_reference_beyond_rounding(change, tolerance, another):
     canary = canary_of(batch([(list(range(1, 13)), 1), ([8, 9], 1)]))
     why = canary.difference(change(score(canary.batch(CPU))), tolerance)
     assert (why is not None) == another
@@ -89,7 +89,7 @@ def test_it_tells_another_reference_as_far_as_the_arithmetic_can(change, toleran
 
 
 @pytest.mark.parametrize(("tokens", "may_be_off"), [(1, 0), (2, 1), (11, 1), (12, 2)])
-def test_in_few_digits_a_tenth_of_the_tokens_may_be_far_off_but_never_all(tokens, may_be_off):
+def test_in_low_precision_a_tenth_of_the_tokens_may_differ_but_never_all(tokens, may_be_off):
     canary = canary_of(rows(tokens + 1))
     for count in (may_be_off, may_be_off + 1):
         values = score(canary.batch(CPU))
@@ -97,14 +97,14 @@ def test_in_few_digits_a_tenth_of_the_tokens_may_be_far_off_but_never_all(tokens
         assert (canary.difference(values, COARSE) is None) == (count == may_be_off)
 
 
-def test_a_log_prob_far_from_zero_may_be_further_off():
+def test_a_log_prob_far_from_zero_may_differ_more():
     canary = canary_of(rows(5))
     canary.arrays["values"][:] = -20.0
     assert canary.difference(torch.full((1, 4), -20.01), EXACT) is None
     assert canary.difference(torch.full((1, 4), -20.1), EXACT) == "4 of 4 differ, by up to 0.1"
 
 
-def test_it_comes_back_from_a_folder_unless_a_bit_of_it_is_wrong(tmp_path, caplog):
+def test_it_is_read_from_a_folder_unless_a_bit_is_wrong(tmp_path, caplog):
     canary = canary_of(rows(3, 4))
     canary.write(tmp_path)
     (path,) = tmp_path.iterdir()
@@ -117,12 +117,12 @@ def test_it_comes_back_from_a_folder_unless_a_bit_of_it_is_wrong(tmp_path, caplo
         assert found is None or found.digest == canary.digest
     assert f"Ignored {path}" in caplog.text
     path.write_bytes(content)
-    canary_of(rows(5)).write(tmp_path)  # the first one stays
+    canary_of(rows(5)).write(tmp_path)  # the first canary stays
     assert Canary.read(tmp_path, "reference").digest == canary.digest
 
 
 class Reference:
-    """Gives log-probs that are `factor` times as large, and counts the passes over it."""
+    """Returns log-probs times `factor`, and counts its passes."""
 
     def __init__(self, root, factor=1.0, is_main=True):
         self.root, self.factor, self.is_main, self.passes = root, factor, is_main, []
@@ -150,14 +150,14 @@ def folders(root):
     return sorted(path.name for path in root.iterdir())
 
 
-def test_a_run_takes_the_folder_that_is_its_own_among_several(tmp_path, caplog):
+def test_a_run_finds_its_folder_among_several(tmp_path, caplog):
     data = rows(3, 4, 5)
     for factor in (1.0, 2.0, 3.0):
         Reference(tmp_path, factor).run(data)
     assert len(folders(tmp_path)) == 3
     assert caplog.text.count("Stored reference log-probs are not used") == 2
     caplog.clear()
-    for factor, checks in ((3.0, 1), (2.0, 2), (1.0, 3)):  # the newest is looked at first
+    for factor, checks in ((3.0, 1), (2.0, 2), (1.0, 3)):  # the newest is checked first
         reference = Reference(tmp_path, factor)
         reference.run(data)
         assert reference.passes == [(3, 5)] * checks
@@ -165,7 +165,7 @@ def test_a_run_takes_the_folder_that_is_its_own_among_several(tmp_path, caplog):
     assert not caplog.text
 
 
-def test_of_many_folders_the_newest_are_looked_at(tmp_path):
+def test_only_the_newest_folders_are_checked(tmp_path):
     for factor in range(1, 11):
         Reference(tmp_path, factor).run(rows(3, 4))
     reference = Reference(tmp_path, 20.0)
@@ -173,12 +173,12 @@ def test_of_many_folders_the_newest_are_looked_at(tmp_path):
     assert len(reference.passes) == 8 + 1
 
 
-def test_a_rank_that_is_not_the_main_one_looks_for_no_folder(tmp_path):
+def test_only_the_first_rank_looks_for_folders(tmp_path):
     Reference(tmp_path).run(rows(3, 4))
     assert Reference(tmp_path, is_main=False).stored()._variants.known() == []
 
 
-def test_nothing_is_checked_for_a_batch_that_nobody_wants_or_that_cannot_be_stored(tmp_path):
+def test_a_batch_that_is_not_wanted_or_cannot_be_stored_checks_nothing(tmp_path):
     Reference(tmp_path).run(rows(3, 4))
     reference = Reference(tmp_path)
     stored = reference.stored()
@@ -191,7 +191,7 @@ def test_nothing_is_checked_for_a_batch_that_nobody_wants_or_that_cannot_be_stor
     assert (answer.passes, answer.tokens) == (1, 8)
 
 
-def test_what_is_scored_before_there_is_a_canary_is_stored_with_it(tmp_path):
+def test_values_from_before_the_canary_are_stored_with_it(tmp_path):
     empty = rows(3, 4)
     empty["completion_mask"][:] = 0
     reference = Reference(tmp_path)
@@ -203,7 +203,7 @@ def test_what_is_scored_before_there_is_a_canary_is_stored_with_it(tmp_path):
     assert again.holds(rows(5))
 
 
-def test_a_folder_whose_canary_is_damaged_or_gone_is_not_used(tmp_path, caplog):
+def test_a_folder_with_a_damaged_or_missing_canary_is_not_used(tmp_path, caplog):
     for change in (lambda path: path.write_bytes(b"what"), os.remove):
         Reference(tmp_path, 2.0).run(rows(3, 4))
         (folder,) = tmp_path.iterdir()
@@ -218,7 +218,7 @@ def test_a_folder_whose_canary_is_damaged_or_gone_is_not_used(tmp_path, caplog):
     assert "canary in the store of reference log-probs" in caplog.text
 
 
-def test_a_folder_of_another_reference_or_from_before_there_were_canaries_is_not_looked_at(tmp_path):
+def test_a_folder_of_another_reference_or_without_a_canary_is_not_checked(tmp_path):
     for name in ("a" * 32, "b" * 32 + "-0"):
         (tmp_path / name).mkdir()
         canary_of(rows(3, 4)).write(tmp_path / name)
@@ -229,7 +229,7 @@ def test_a_folder_of_another_reference_or_from_before_there_were_canaries_is_not
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300], ids=["file", "name-too-long"])
-def test_a_folder_that_cannot_be_written_costs_no_value(name, tmp_path, caplog):
+def test_a_read_only_folder_loses_no_value(name, tmp_path, caplog):
     (tmp_path / "file").write_text("not a folder")
     reference = Reference(tmp_path / name)
     stored = reference.run(rows(3, 4), rows(5), rows(3, 4))

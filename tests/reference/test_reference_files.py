@@ -1,4 +1,4 @@
-"""The store on disk: nothing but what was stored is ever read, whenever a writer is killed and whatever lies there."""
+"""The store on disk: reads return only stored values, even if writers are killed or files are damaged."""
 
 import functools
 import hashlib
@@ -24,7 +24,7 @@ IDENTITY = "0" * 32
 
 
 def entry(number: int) -> tuple[bytes, np.ndarray]:
-    """A key, and values that follow from it: of 0 to 40 positions."""
+    """Return a key, and values of 0 to 40 positions that depend on it."""
     key = hashlib.blake2b(str(number).encode(), digest_size=16).digest()
     return key, np.random.default_rng(number).standard_normal(number % 41).astype(np.float32)
 
@@ -34,7 +34,7 @@ def entries(*numbers: int) -> dict[bytes, np.ndarray]:
 
 
 def holds(store: MemoryStore, number: int) -> bool:
-    """Whether the store has the entry; if it has, it must be the right one."""
+    """Whether the store has the entry. If so, check its values."""
     key, values = entry(number)
     found = store.get(key)
     if found is not None:
@@ -44,7 +44,7 @@ def holds(store: MemoryStore, number: int) -> bool:
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-def test_entries_come_back_as_they_were_put_in(store, tmp_path):
+def test_entries_are_read_as_they_were_written(store, tmp_path):
     store = MemoryStore() if store == "memory" else DiskStore(tmp_path / "new" / "folder", IDENTITY)
     store.add(entries(*range(100)))
     assert all(holds(store, i) for i in range(100))
@@ -54,21 +54,21 @@ def test_entries_come_back_as_they_were_put_in(store, tmp_path):
     assert not holds(store, 150)
 
 
-def test_another_run_finds_what_was_flushed(tmp_path):
+def test_another_run_finds_flushed_entries(tmp_path):
     first = DiskStore(tmp_path, IDENTITY)
     first.add(entries(*range(10)))
     first.flush()
     first.add(entries(10))
     second = DiskStore(tmp_path, IDENTITY)
     assert [holds(second, i) for i in range(11)] == [True] * 10 + [False]
-    # Two runs may fill one folder at the same time
+    # Two runs may write to one folder at the same time
     second.add(entries(*range(20, 30)))
     second.flush()
     first.flush()
     assert all(holds(first, i) and holds(DiskStore(tmp_path, IDENTITY), i) for i in [*range(11), *range(20, 30)])
 
 
-def test_entries_are_written_when_there_are_many_or_time_has_passed(tmp_path):
+def test_entries_are_flushed_by_size_and_by_time(tmp_path):
     store = DiskStore(tmp_path, IDENTITY, flush_bytes=1000, flush_seconds=1e9)
     store.add(entries(40))
     assert segment_files(tmp_path) == []
@@ -81,7 +81,7 @@ def test_entries_are_written_when_there_are_many_or_time_has_passed(tmp_path):
     assert len(segment_files(tmp_path)) == 2
 
 
-def test_a_rank_that_does_not_write_lets_go_of_what_another_has_written(tmp_path):
+def test_a_rank_that_does_not_write_frees_entries_that_another_has_written(tmp_path):
     writer, other = DiskStore(tmp_path, IDENTITY), DiskStore(tmp_path, IDENTITY, writes=False)
     for store in (writer, other):
         store.add(entries(*range(10)))
@@ -120,7 +120,7 @@ def test_a_damaged_file_is_ignored_with_a_warning(how, tmp_path, caplog):
     assert f"Ignored {path}" in caplog.text
 
 
-def test_no_value_is_used_whichever_bit_is_wrong(tmp_path, caplog):
+def test_no_value_with_a_wrong_bit_is_used(tmp_path, caplog):
     path = write_segment(tmp_path, IDENTITY, entries(7, 0, 9))
     content = path.read_bytes()
     used = 0
@@ -136,13 +136,13 @@ def test_no_value_is_used_whichever_bit_is_wrong(tmp_path, caplog):
     assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in (7, 0, 9))
 
 
-def test_a_damaged_value_is_written_again_and_the_others_stay(tmp_path, caplog):
+def test_only_a_damaged_value_is_written_again(tmp_path, caplog):
     path = write_segment(tmp_path, IDENTITY, entries(*range(5)))
     damaged(path, "one bit")
     for _ in range(2):
         store = DiskStore(tmp_path, IDENTITY)
         assert [holds(store, i) for i in range(5)] == [True] * 4 + [False]
-        assert caplog.text.count("values of a sequence are not those that were written") == 1
+        assert caplog.text.count("a sequence's values have a wrong checksum") == 1
         caplog.clear()
     store.add(entries(*range(5)))
     store.flush()
@@ -150,7 +150,7 @@ def test_a_damaged_value_is_written_again_and_the_others_stay(tmp_path, caplog):
     assert all(holds(x, i) for x in (store, DiskStore(tmp_path, IDENTITY)) for i in range(5))
 
 
-def test_a_file_that_is_damaged_while_it_is_read_is_noticed(tmp_path):
+def test_a_file_that_is_damaged_during_reads_is_detected(tmp_path):
     path = write_segment(tmp_path, IDENTITY, entries(*range(5)))
     store = DiskStore(tmp_path, IDENTITY)
     assert holds(store, 4)
@@ -160,7 +160,7 @@ def test_a_file_that_is_damaged_while_it_is_read_is_noticed(tmp_path):
     assert not all(holds(store, i) for i in range(5))
 
 
-def test_opening_reads_no_value_and_reading_one_reads_it_alone(tmp_path, monkeypatch):
+def test_values_are_read_one_by_one_and_only_when_needed(tmp_path, monkeypatch):
     write_segment(tmp_path, IDENTITY, entries(*range(100)))
     read, own = [], os.pread
     monkeypatch.setattr(os, "pread", lambda file, count, place: read.append(count) or own(file, count, place))
@@ -173,7 +173,7 @@ def test_opening_reads_no_value_and_reading_one_reads_it_alone(tmp_path, monkeyp
 # Files are merged
 
 
-def test_many_small_files_become_few_and_each_entry_is_written_log_n_times(tmp_path, monkeypatch):
+def test_many_small_files_are_merged_and_each_entry_is_written_log_n_times(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(
         segments, "write_file", lambda path, content, own=write_file: written.append(len(content)) or own(path, content)
@@ -199,7 +199,7 @@ def test_files_of_ranks_and_runs_are_merged_when_a_store_is_opened(tmp_path):
     DiskStore(tmp_path, IDENTITY)
     (path,) = segment_files(tmp_path)
     assert len(read_segment(path, IDENTITY)) == 205
-    # One that has read the files before goes on without them
+    # A store that has opened the files still reads its entries
     assert all(holds(reader, i) for i in range(205))
     reader.flush()
     assert all(holds(reader, i) for i in range(205))
@@ -207,7 +207,7 @@ def test_files_of_ranks_and_runs_are_merged_when_a_store_is_opened(tmp_path):
 
 
 @pytest.mark.parametrize("open_files", [0, 3])
-def test_a_file_that_was_merged_is_found_in_its_place(open_files, tmp_path, monkeypatch):
+def test_entries_of_a_merged_file_are_found_in_the_new_one(open_files, tmp_path, monkeypatch):
     monkeypatch.setattr(segments, "_OPEN_FILES", open_files + segments.Segment._open)
     numbers = range(30, 40)
     for number in numbers:
@@ -218,7 +218,7 @@ def test_a_file_that_was_merged_is_found_in_its_place(open_files, tmp_path, monk
     assert all(holds(reader, i) for i in numbers)
 
 
-def test_large_files_stay_as_they_are(tmp_path, monkeypatch):
+def test_large_files_are_not_merged(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "_LARGEST", 15_000)
     for number in range(10):
         write_segment(tmp_path, IDENTITY, entries(*range(20 * number, 20 * number + 20)))
@@ -227,7 +227,7 @@ def test_large_files_stay_as_they_are(tmp_path, monkeypatch):
     assert len(segment_files(tmp_path)) == 10
 
 
-def test_damaged_entries_are_left_out_when_files_are_merged(tmp_path):
+def test_damaged_entries_are_not_merged(tmp_path):
     for number in range(8):
         path = write_segment(tmp_path, IDENTITY, entries(4, 50 + number))
         damaged(path, "one bit")
@@ -238,7 +238,7 @@ def test_damaged_entries_are_left_out_when_files_are_merged(tmp_path):
 
 
 @pytest.mark.parametrize("at", ["rename", "unlink", "third unlink"])
-def test_a_process_killed_while_it_merges_loses_nothing(at, tmp_path):
+def test_a_process_killed_during_a_merge_loses_nothing(at, tmp_path):
     for number in range(9):
         write_segment(tmp_path, IDENTITY, entries(number, number + 1))
     child = os.fork()
@@ -256,7 +256,7 @@ def test_a_process_killed_while_it_merges_loses_nothing(at, tmp_path):
     assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in range(10))
 
 
-def test_files_that_may_not_be_deleted_are_merged_once_at_most(tmp_path, monkeypatch):
+def test_files_that_cannot_be_deleted_are_merged_at_most_once(tmp_path, monkeypatch):
     def refused(path, missing_ok=False):
         raise PermissionError(path)
 
@@ -298,7 +298,7 @@ def test_a_file_of_another_reference_or_another_format_is_ignored(tmp_path):
     assert read_segment(path, "1" * 32) is not None
 
 
-def test_a_folder_that_cannot_be_written_costs_no_value(tmp_path, caplog):
+def test_a_read_only_folder_loses_no_value_of_this_run(tmp_path, caplog):
     (tmp_path / "file").write_text("not a folder")
     store = DiskStore(tmp_path / "file" / "folder", IDENTITY)
     store.add(entries(*range(5)))
@@ -307,7 +307,7 @@ def test_a_folder_that_cannot_be_written_costs_no_value(tmp_path, caplog):
     assert "Set `reference_store_dir` to use another folder" in caplog.text
 
 
-def test_a_folder_that_goes_away_costs_no_value(tmp_path, caplog):
+def test_a_folder_that_is_deleted_loses_no_value(tmp_path, caplog):
     store = DiskStore(tmp_path / "folder", IDENTITY)
     store.add(entries(*range(5)))
     store.flush()
@@ -318,7 +318,7 @@ def test_a_folder_that_goes_away_costs_no_value(tmp_path, caplog):
     assert "Set `reference_store_dir` to use another folder" in caplog.text
 
 
-def test_what_a_dead_process_left_is_removed(tmp_path):
+def test_unfinished_files_of_dead_processes_are_removed(tmp_path):
     old, new = tmp_path / "a.unfinished", tmp_path / "b.unfinished"
     for path in (old, new):
         path.write_bytes(b"half")
@@ -329,7 +329,7 @@ def test_what_a_dead_process_left_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_a_writer_killed_at_any_moment_leaves_only_right_values(kills, tmp_path):
+def test_a_writer_killed_at_any_time_leaves_only_right_values(kills, tmp_path):
     rng = random.Random(0)
     wrote = 0
     for _ in range(kills):
@@ -343,7 +343,7 @@ def test_a_writer_killed_at_any_moment_leaves_only_right_values(kills, tmp_path)
             finally:
                 os._exit(1)
         files = len(segment_files(tmp_path))
-        while len(segment_files(tmp_path)) < files + 2:  # it is in the middle of filling
+        while len(segment_files(tmp_path)) < files + 2:  # while it is writing
             time.sleep(0.001)
         time.sleep(rng.random() * 0.02)
         os.kill(child, signal.SIGKILL)
@@ -353,12 +353,12 @@ def test_a_writer_killed_at_any_moment_leaves_only_right_values(kills, tmp_path)
         wrote = next(number for number in range(10**9) if not holds(store, number))
         assert wrote > last
         assert not any(holds(store, number) for number in range(wrote, wrote + 200))
-        for path in segment_files(tmp_path):  # nothing that was given its name was half a file
+        for path in segment_files(tmp_path):  # every file with a final name is complete
             assert read_segment(path, IDENTITY) is not None
 
 
 def all_entries(folder):
-    """Every entry of every file below `folder`; each file must read as good."""
+    """Return the entries of all files below `folder`, and check that each file is valid."""
     found = {}
     for path in folder.glob("*/*.safetensors"):
         segment = read_segment(path, path.parent.name)
@@ -368,7 +368,7 @@ def all_entries(folder):
 
 
 def train(model, folder, data, **config):
-    """One epoch of DPO with the base model as the reference, one pair at a time."""
+    """Train one epoch of DPO with the base model as the reference, one pair at a time."""
     trainer = trl_ext.DPOTrainer(
         model,
         args=trl_ext.DPOConfig(
@@ -394,7 +394,7 @@ def train(model, folder, data, **config):
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_a_training_run_killed_at_any_moment_leaves_only_right_values(kills, workshop, tmp_path, monkeypatch):
+def test_a_training_run_killed_at_any_time_leaves_only_right_values(kills, workshop, tmp_path, monkeypatch):
     rng = random.Random(1)
     model, data = workshop.model("untied"), preferences(10 * kills, 1)
     train(model, tmp_path / "whole", data)

@@ -1,4 +1,4 @@
-"""The identity of DPO's reference: the same for the same log-probs, another for any that may differ."""
+"""The identity of DPO's reference: equal for equal log-probs, and different for any that may differ."""
 
 import copy
 import importlib
@@ -54,7 +54,7 @@ def base(workshop):
     ],
     ids=["lora", "dora", "modules_to_save", "trainable_tokens", "prompt_tuning"],
 )
-def test_a_base_model_is_the_same_under_any_adapter_and_whatever_that_learns(adapter, base):
+def test_the_identity_of_a_base_model_does_not_depend_on_its_adapter(adapter, base):
     alone = identity(base())
     policy = get_peft_model(base(), copy.deepcopy(adapter))
     assert identity(policy) == alone
@@ -66,7 +66,7 @@ def test_a_base_model_is_the_same_under_any_adapter_and_whatever_that_learns(ada
     assert not [*ReferenceWeights(policy).trained_parameters()]
 
 
-def test_the_smallest_change_of_a_weight_is_another_reference(base):
+def test_the_smallest_change_of_a_weight_changes_the_identity(base):
     alone = identity(base())
     assert identity(base()) == alone
     for name, _ in base().named_parameters():
@@ -81,7 +81,7 @@ def test_the_smallest_change_of_a_weight_is_another_reference(base):
     assert len({alone, identity(buffered), identity(other)}) == 3
 
 
-def test_two_weights_that_change_places_are_another_reference(base):
+def test_swapping_two_weights_changes_the_identity(base):
     model = base()
     first, second = model.model.layers
     first.mlp, second.mlp = second.mlp, first.mlp
@@ -89,11 +89,11 @@ def test_two_weights_that_change_places_are_another_reference(base):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_every_dtype_is_another_reference(dtype, base):
+def test_another_dtype_changes_the_identity(dtype, base):
     assert identity(base(dtype=dtype)) != identity(base())
 
 
-def test_bytes_and_scalars_and_tied_weights_have_a_hash(base):
+def test_bytes_scalars_and_tied_weights_have_a_hash(base):
     model = base("tied")
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     packed = torch.nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
@@ -102,7 +102,7 @@ def test_bytes_and_scalars_and_tied_weights_have_a_hash(base):
     before = identity(model)
     packed[7] = 0
     assert identity(model) != before != identity(base("tied"))
-    # The same bytes as numbers of another kind, or in another shape
+    # The same bytes with another dtype or shape
     found = set()
     for zeros in (torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 2), torch.zeros(8).half()):
         model.model.layers[0].register_buffer("exponent", zeros)
@@ -127,11 +127,11 @@ def test_bytes_and_scalars_and_tied_weights_have_a_hash(base):
     ],
     ids=str,
 )
-def test_every_part_of_the_configuration_counts(name, change, base):
+def test_every_part_of_the_configuration_changes_the_identity(name, change, base):
     assert identity(base(name, **change)) != identity(base(name))
 
 
-def test_where_a_model_lies_and_what_generation_reads_do_not_count(base, tmp_path):
+def test_the_origin_and_generation_settings_do_not_change_the_identity(base, tmp_path):
     model = base()
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -139,7 +139,7 @@ def test_where_a_model_lies_and_what_generation_reads_do_not_count(base, tmp_pat
     assert identity(again) == identity(model)
 
 
-def test_what_it_is_computed_with_counts(base):
+def test_the_settings_of_the_computation_change_the_identity(base):
     found = {identity(base(), head=head, mixed_precision=p) for head in ("tiled", "dense") for p in ("no", "bf16")}
     assert len(found) == 4
 
@@ -150,7 +150,7 @@ def with_ref_adapter(base, workshop):
     return policy
 
 
-def test_a_reference_adapter_is_the_base_with_that_adapter_alone(base, workshop):
+def test_only_the_reference_adapter_is_part_of_the_identity(base, workshop):
     policy = with_ref_adapter(base, workshop)
     before = identity(policy, "ref")
     assert before != identity(policy) == identity(base())
@@ -168,7 +168,7 @@ def test_a_reference_adapter_is_the_base_with_that_adapter_alone(base, workshop)
     assert not [*ReferenceWeights(policy, ("ref",)).trained_parameters()]
 
 
-def test_an_adapters_scaling_counts(base, workshop):
+def test_an_adapters_scaling_changes_the_identity(base, workshop):
     policy, scaled = (with_ref_adapter(base, workshop) for _ in range(2))
     scaled.peft_config["ref"].lora_alpha = 8
     weights = ReferenceWeights(policy, ("ref",)), ReferenceWeights(scaled, ("ref",))
@@ -179,21 +179,19 @@ def test_an_adapters_scaling_counts(base, workshop):
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_a_bias_that_is_trained_with_the_adapter_is_seen(bias, base):
+def test_a_bias_that_is_trained_with_the_adapter_is_detected(bias, base):
     policy = get_peft_model(base("head_bias"), lora_config(bias=bias, target_modules=["q_proj"]))
     assert next(ReferenceWeights(policy).trained_parameters())[0].endswith("bias")
 
 
-def test_weights_that_are_not_there_are_an_error(base):
+def test_weights_on_the_meta_device_are_an_error(base):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MODELS["untied"]())
-    with pytest.raises(
-        ValueError, match='Load the model before building the trainer, or set `reference_store="memory"`'
-    ):
+    with pytest.raises(ValueError, match='before you build the trainer, or set `reference_store="memory"`'):
         identity(model)
 
 
-def test_the_virtual_tokens_of_a_reference_adapter_count(base):
+def test_the_virtual_tokens_of_a_reference_adapter_change_the_identity(base):
     found = set()
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -204,14 +202,14 @@ def test_the_virtual_tokens_of_a_reference_adapter_count(base):
 
 
 def with_adapter_of_transformers(base, seed=0, **config):
-    """A plain model, into which transformers has put an adapter."""
+    """Make a plain model with an adapter of transformers."""
     torch.manual_seed(seed)
     model = base()
     model.add_adapter(lora_config(init_lora_weights=False, **config))
     return model
 
 
-def test_an_adapter_of_transformers_own_is_a_part_of_the_model(base):
+def test_an_adapter_of_transformers_is_part_of_the_model(base):
     model = with_adapter_of_transformers(base)
     assert identity(model) == identity(with_adapter_of_transformers(base)) != identity(base())
     assert identity(model) != identity(with_adapter_of_transformers(base, seed=1))
@@ -222,7 +220,7 @@ def test_an_adapter_of_transformers_own_is_a_part_of_the_model(base):
     assert identity(model) != before
 
 
-def test_weights_in_the_memory_of_the_policy_are_shared(base):
+def test_weights_in_the_memory_of_the_policy_are_detected(base):
     policy, reference = base(), base()
     assert ReferenceWeights(reference).shares_with(policy) is None
     reference.load_state_dict(policy.state_dict(), assign=True)
@@ -244,7 +242,7 @@ def test_weights_in_the_memory_of_the_policy_are_shared(base):
     ids=["longrope", "dynamic", "by_layer_type", "llama3"],
 )
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
-def test_positions_that_follow_the_longest_row_are_seen(name, rope, kind, base):
+def test_positions_that_depend_on_the_longest_row_are_detected(name, rope, kind, base):
     model = base()
     assert ReferenceWeights(model).rope_of_batch() is None
     model.config.__dict__.pop("rope_parameters")
@@ -295,7 +293,7 @@ def changed(model, change):
     return model
 
 
-def test_what_is_changed_in_memory_is_another_reference_each_time_the_same(base):
+def test_a_change_in_memory_changes_the_identity_in_the_same_way_each_time(base):
     found = {name: identity(changed(base(), change)) for name, change in IN_MEMORY.items()}
     assert found == {name: identity(changed(base(), change)) for name, change in IN_MEMORY.items()}
     assert len({identity(base()), *found.values()}) == len(found) + 1
@@ -320,7 +318,7 @@ def ours_on_stocks(model):
 
 
 def in_mixed_precision(model):
-    AcceleratorState._reset_state()  # of the trainers before it
+    AcceleratorState._reset_state()  # of earlier trainers
     Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
     AcceleratorState._reset_state()
 
@@ -348,7 +346,7 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_what_libraries_put_on_a_model_makes_no_other_reference(name, base):
+def test_attributes_set_by_libraries_do_not_change_the_identity(name, base):
     for change in (lambda model: None, forward, forward_of_all):
         model = changed(base(), change)
         LIBRARIES[name](model)
@@ -356,7 +354,7 @@ def test_what_libraries_put_on_a_model_makes_no_other_reference(name, base):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_that_is_loaded_again_is_the_same_reference(name, base):
+def test_loading_a_model_again_does_not_change_the_identity(name, base):
     model, linear = base(name), lora_config(target_modules=["q_proj", "v_proj"])
     computed(model)
     assert identity(model) == identity(base(name)) == identity(get_peft_model(base(name), linear))
@@ -375,10 +373,10 @@ print(ReferenceWeights(model).in_memory(lambda _: nullcontext()))
 
 
 @pytest.mark.slow
-def test_processes_agree(workshop):
+def test_processes_compute_the_same_identity(workshop):
     script = _IN_A_PROCESS.format(path=workshop.model("untied"))
     found = set()
-    for seed in "1234":  # the order of a set
+    for seed in "1234":  # the order of a set differs between processes
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         ran = subprocess.run(
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
@@ -391,7 +389,7 @@ def test_processes_agree(workshop):
 _EDITED = "from transformers import LlamaForCausalLM\nclass Edited(LlamaForCausalLM):\n    '''{}'''\n"
 
 
-def test_the_code_of_a_model_counts(base, tmp_path, workshop, monkeypatch):
+def test_the_code_of_a_model_changes_the_identity(base, tmp_path, workshop, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     found = {identity(base())}
     for text in ("one", "another"):

@@ -1,4 +1,4 @@
-"""A reference that is changed in memory: no log-prob of another model is used or stored in its place."""
+"""A reference that is changed in memory: no log-prob of another model is used or stored for it."""
 
 import itertools
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from tiny import lora_config, preferences
 from token_counts import counted
 from trl_ext.reference.canary import COARSE, EXACT, Canary, Tolerance
 
-WARNS = "Stored reference log-probs are not used, because the reference gives others now"
+WARNS = "Stored reference log-probs are not used, because the reference now computes other values"
 NAMES = itertools.count()
 COMPARED = "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "grad_norm"
 
@@ -29,7 +29,7 @@ def rotate_half(query, key, *args, **kwargs):
     return query.roll(1, -1), key.roll(-1, -1)
 
 
-# What puts a change into a process or a model that the identity cannot show
+# Ways to change a process or a model that the identity does not list
 HIDDEN = {
     "box": (boxed(1.0), boxed(0.5), None),
     "global": (plain, plain, (modeling_llama, "apply_rotary_pos_emb", rotate_half)),
@@ -38,7 +38,7 @@ HIDDEN = {
 
 
 def run(workshop, tmp_path, library, change, role="lora", data=None, late=plain, **config):
-    """What a training with a reference that `change` was made to has logged, and its passes without a gradient."""
+    """Train with a reference after `change`, and return the logs and the passes without a gradient."""
     config |= {"data": preferences(12, 1) if data is None else data}
     model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     change(model)
@@ -61,7 +61,7 @@ def run(workshop, tmp_path, library, change, role="lora", data=None, late=plain,
 
 @pytest.fixture
 def stock(workshop, tmp_path):
-    """What stock TRL logs, each time on data of another name: its own precomputed values miss such changes too."""
+    """Return stock TRL's logs. New names of the data prevent that it reuses precomputed values."""
 
     def logs(change, role="lora", **config):
         name = next(NAMES)
@@ -91,7 +91,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(("name", "role"), [*((name, "lora") for name in SHORT), *SLOW])
-def test_a_change_that_can_be_listed_makes_another_reference(name, role, workshop, tmp_path, stock, caplog):
+def test_a_change_that_the_identity_lists_makes_another_reference(name, role, workshop, tmp_path, stock, caplog):
     change, again = LISTED[name], ([] if name in SHORT else [LISTED[name]])
     of_stock = {plain: stock(plain, role), change: stock(change, role)}
     assert_differ(*of_stock.values())
@@ -108,7 +108,7 @@ SLOW = [pytest.param(name, role, marks=pytest.mark.slow) for name in HIDDEN for 
 
 
 @pytest.mark.parametrize(("name", "role"), [*((name, "lora") for name in HIDDEN), *SLOW])
-def test_a_change_that_cannot_be_listed_is_found_and_scored_apart(
+def test_a_change_that_the_identity_misses_is_detected_by_the_canary(
     name, role, workshop, tmp_path, stock, caplog, monkeypatch
 ):
     first, second, patch = HIDDEN[name]
@@ -133,14 +133,14 @@ def test_a_change_that_cannot_be_listed_is_found_and_scored_apart(
 
 
 @pytest.mark.slow
-def test_stock_precomputes_nothing_anew_for_such_a_change(workshop, tmp_path):
+def test_stock_reuses_old_values_after_such_a_change(workshop, tmp_path):
     data = preferences(12, 1).add_column("name", [next(NAMES)] * 12)
     of_plain, of_changed = (run(workshop, tmp_path, trl, x, "precomputed", data=data)[0] for x in (plain, norm))
-    assert of_plain[0]["rewards/margins"] == pytest.approx(0, abs=1e-4)  # the policy is its reference
+    assert of_plain[0]["rewards/margins"] == pytest.approx(0, abs=1e-4)  # the policy is the reference
     assert of_changed[0]["rewards/margins"] != pytest.approx(0, abs=1e-2)
 
 
-def test_a_change_after_the_trainer_was_built_is_found_too(workshop, tmp_path, stock, caplog):
+def test_a_change_after_the_trainer_is_built_is_detected(workshop, tmp_path, stock, caplog):
     known = set()
     for late, checks in ((norm, 0), (plain, 1), (norm, 2)):
         ours, passes = run(workshop, tmp_path, trl_ext, plain, late=late)
@@ -151,7 +151,7 @@ def test_a_change_after_the_trainer_was_built_is_found_too(workshop, tmp_path, s
 
 
 @pytest.mark.parametrize("store", ["disk", pytest.param("memory", marks=pytest.mark.slow)])
-def test_a_reference_that_was_changed_in_memory_and_released_is_not_loaded_as_it_was(store, workshop, tmp_path):
+def test_a_released_reference_that_was_changed_in_memory_is_not_reloaded(store, workshop, tmp_path):
     subject = trainer(workshop, tmp_path, num_train_epochs=2, reference_store=store)
     norm(subject.ref_model)
     subject.train()
@@ -161,8 +161,8 @@ def test_a_reference_that_was_changed_in_memory_and_released_is_not_loaded_as_it
     assert subject.ref_model is None
 
 
-def test_a_reference_that_is_loaded_again_is_not_taken_for_another_variant(workshop, tmp_path):
-    """Released before any folder was looked at, since the training data bring their values."""
+def test_a_reference_that_is_loaded_again_is_the_same_variant(workshop, tmp_path):
+    """It is released before any folder is checked, because the training data have reference log-probs."""
     pairs = preferences(12, seed=1)
     changed = trainer(workshop, tmp_path, data=pairs)
     boxed(0.5)(changed.ref_model)
@@ -179,23 +179,23 @@ def test_a_reference_that_is_loaded_again_is_not_taken_for_another_variant(works
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_the_check_feeds_padded_rows_and_leaves_the_first_batch_to_be_compared(workshop, tmp_path):
+def test_the_canary_check_runs_padded_and_does_not_replace_the_first_batch_check(workshop, tmp_path):
     packed = {"padding_free": None, "num_train_epochs": 2}
     _, first = run(workshop, tmp_path, trl_ext, plain, **packed)
     _, again = run(workshop, tmp_path, trl_ext, plain, **packed)
     (folder,) = (tmp_path / "store").iterdir()
     check = Canary.read(folder, folder.name.split("-")[0]).arrays["input_ids"].shape
-    # The forwards that compare the first batch packed with the padded one are the policy's, in both runs
+    # In both runs, the forwards that compare packed and padded rows of the first batch are the policy's
     assert again[0] == check
     assert again[1:] == first[: len(again) - 1]
     assert len(again) == len(first) - 3 + 1
 
 
-def test_a_value_that_has_changed_on_disk_is_scored_again(workshop, tmp_path, caplog):
+def test_a_value_that_changed_on_disk_is_scored_again(workshop, tmp_path, caplog):
     logs, _ = run(workshop, tmp_path, trl_ext, plain)
     (path,) = (tmp_path / "store").glob("*/*.safetensors")
     content = bytearray(path.read_bytes())
-    content[-24 * (16 + 8) - 1] ^= 1  # of the last value, before 24 checksums and keys
+    content[-24 * (16 + 8) - 1] ^= 1  # a byte of the last value, before 24 checksums and keys
     path.write_bytes(content)
     again, passes = run(workshop, tmp_path, trl_ext, plain)
     assert_same(again, logs)
@@ -206,11 +206,11 @@ def test_a_value_that_has_changed_on_disk_is_scored_again(workshop, tmp_path, ca
     assert len(passes) == 1
 
 
-@pytest.mark.parametrize(("bf16", "way"), [(True, None), (False, "fp32_precision")])  # the latter: of torch's switches
-def test_products_of_few_digits_in_another_batch_are_no_other_reference(bf16, way, workshop, tmp_path, caplog):
+@pytest.mark.parametrize(("bf16", "way"), [(True, None), (False, "fp32_precision")])  # torch warns about its switches
+def test_low_precision_products_in_another_batch_are_the_same_reference(bf16, way, workshop, tmp_path, caplog):
     with fewer_digits(way) if way else nullcontext():
         run(workshop, tmp_path, trl_ext, boxed(1.0), bf16=bf16, padding_free=None)
-        # In other batches, and padded
+        # In other batches, with padding
         _, passes = run(workshop, tmp_path, trl_ext, boxed(1.0), bf16=bf16, seed=5, per_device_train_batch_size=3)
         _, of_another = run(workshop, tmp_path, trl_ext, boxed(30.0), bf16=bf16)
     assert len(passes) == 1
@@ -227,7 +227,7 @@ def test_products_of_few_digits_in_another_batch_are_no_other_reference(bf16, wa
         ("experts", torch.float32, {}, Tolerance(EXACT.off, COARSE.share)),
     ],
 )
-def test_the_tolerance_follows_the_digits_of_the_reference(model, dtype, config, tolerance, workshop, tmp_path):
+def test_the_tolerance_depends_on_the_precision_of_the_reference(model, dtype, config, tolerance, workshop, tmp_path):
     reference = AutoModelForCausalLM.from_pretrained(workshop.model(model), dtype=dtype)
     subject = trainer(workshop, tmp_path, model=model, ref_model=reference, **config)
     assert subject.stored._variants.tolerance == tolerance

@@ -1,4 +1,4 @@
-"""What DPO's store cannot tell apart, and so runs every time or keeps for one run: with stock's values always."""
+"""References that DPO's store cannot identify run in every pass or are stored for one run, with stock's values."""
 
 import random
 
@@ -17,7 +17,7 @@ from token_counts import counted
 
 
 def saved(folder, config):
-    """Path of a new model with this configuration."""
+    """Return the path of a new model with this configuration."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
@@ -34,15 +34,15 @@ def reason(subject):
     return " ".join(subject.explain()["reference"].reason.split())
 
 
-def test_noise_in_the_embeddings_is_drawn_every_time(workshop, tmp_path):
+def test_noise_in_the_embeddings_is_drawn_in_every_pass(workshop, tmp_path):
     noisy = {"neftune_noise_alpha": 5.0, "num_train_epochs": 2}
     subject = trainer(workshop, tmp_path, peft_config=lora_config(), **noisy)
     assert passes(subject) == 6
     assert "neftune_noise_alpha" in reason(subject)
-    assert trainer(workshop, tmp_path, **noisy).explain()["reference"].action == "reuse"  # a model of its own
+    assert trainer(workshop, tmp_path, **noisy).explain()["reference"].action == "reuse"  # a separate model
 
 
-def test_jitter_of_a_router_is_drawn_every_time(workshop, tmp_path):
+def test_jitter_of_a_router_is_drawn_in_every_pass(workshop, tmp_path):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     config = MixtralConfig(**{**_SHAPE, **_WORD_IDS, **experts, "router_jitter_noise": 0.3})
     policy = saved(tmp_path / "model", config)
@@ -63,7 +63,7 @@ def test_a_policy_that_evaluation_casts_is_not_stored(name, workshop, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_positions_that_follow_the_longest_row_are_run_every_time(kind, workshop, tmp_path):
+def test_positions_that_depend_on_the_longest_row_are_not_stored(kind, workshop, tmp_path):
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 12}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
@@ -74,7 +74,7 @@ def test_positions_that_follow_the_longest_row_are_run_every_time(kind, workshop
     subject = trainer(workshop, tmp_path, policy=saved(tmp_path / "model", config), **still)
     assert passes(subject) == 12
     assert kind in reason(subject)
-    # The policy is its reference
+    # The policy is the reference
     assert logged(subject, "rewards/margins") == pytest.approx([0.0] * 12, abs=1e-5)
 
 
@@ -85,7 +85,7 @@ def adapter_of_transformers(workshop, folder, seed):
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_references_with_other_adapters_of_transformers_own_have_other_values(workshop, tmp_path):
+def test_references_with_other_adapters_of_transformers_have_other_values(workshop, tmp_path):
     for seed in (1, 2):
         logs = []
         for library in (trl, trl_ext):
@@ -96,7 +96,7 @@ def test_references_with_other_adapters_of_transformers_own_have_other_values(wo
         assert logs[1] == pytest.approx(logs[0], abs=1e-4)
 
 
-def test_an_adapter_of_transformers_own_is_gone_in_training(workshop, tmp_path):
+def test_an_adapter_of_transformers_is_removed_in_training(workshop, tmp_path):
     policy = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     policy.add_adapter(lora_config())
     subject = trainer(workshop, tmp_path, policy=policy, precompute_ref_log_probs=True)
@@ -124,7 +124,7 @@ def test_a_reference_adapter_that_is_loaded_later_is_another_reference(before, w
         logs.append(logged(subject, "rewards/margins") + logged(subject, "eval_rewards/margins"))
     assert logs[1] == pytest.approx(logs[0], abs=1e-4)
     assert 'the frozen adapter "ref"' in reason(subject)
-    # Nothing of it was stored in the name of the base model
+    # Nothing was stored under the identity of the base model
     after, stock = (trainer(workshop, tmp_path, x, peft_config=lora_config(), **data) for x in (trl_ext, trl))
     assert after.evaluate()["eval_rewards/margins"] == pytest.approx(stock.evaluate()["eval_rewards/margins"], abs=1e-5)
 
@@ -152,7 +152,7 @@ def test_an_offloaded_reference_is_kept_in_memory_only(workshop, tmp_path):
     assert not (tmp_path / "datasets" / "trl_ext_reference_log_probs").exists()
 
 
-# What a user may do with a trainer
+# Things that a user may do with a trainer
 
 
 class Overrides:
@@ -160,7 +160,7 @@ class Overrides:
         raise NotImplementedError
 
 
-def test_an_override_that_would_be_ignored_is_an_error(workshop, tmp_path):
+def test_an_override_that_has_no_effect_is_an_error(workshop, tmp_path):
     class Library:
         DPOConfig = trl_ext.DPOConfig
         DPOTrainer = type("Mine", (Overrides, trl_ext.DPOTrainer), {})
@@ -168,11 +168,11 @@ def test_an_override_that_would_be_ignored_is_an_error(workshop, tmp_path):
     with pytest.raises(ValueError, match=r"does not call `Mine.compute_ref_log_probs`"):
         trainer(workshop, tmp_path, Library, precompute_ref_log_probs=True)
     trainer(workshop, tmp_path, Library, precompute_ref_log_probs=True, data=with_values(8, 1))
-    trainer(workshop, tmp_path, Library)  # where TRL does not call it either
+    trainer(workshop, tmp_path, Library)  # TRL does not call it there either
 
 
 class Strict(trl.trainer.dpo_trainer.DataCollatorForPreference):
-    """Fails on other columns than the dataloader leaves, and draws random numbers."""
+    """Fails on columns that the dataloader removes, and draws random numbers."""
 
     def torch_call(self, examples):
         assert set(examples[0]) <= {"prompt_ids", "chosen_ids", "rejected_ids"}
@@ -180,7 +180,7 @@ class Strict(trl.trainer.dpo_trainer.DataCollatorForPreference):
         return super().torch_call(examples)
 
 
-def test_rows_are_looked_up_as_the_dataloader_feeds_them(workshop, tmp_path):
+def test_rows_are_looked_up_as_the_dataloader_returns_them(workshop, tmp_path):
     subject = trainer(workshop, tmp_path, data_collator=Strict(pad_token_id=0), num_train_epochs=2)
     subject.train()
     assert subject.ref_model is None
@@ -193,7 +193,7 @@ def test_rows_are_looked_up_as_the_dataloader_feeds_them(workshop, tmp_path):
     assert (np.random.get_state()[2], random.getstate()) == before[1:]
 
 
-def test_an_evaluation_set_may_come_after_the_trainer(workshop, tmp_path):
+def test_an_evaluation_set_may_be_set_after_the_trainer_is_built(workshop, tmp_path):
     subject = trainer(workshop, tmp_path, num_train_epochs=2, eval_dataset=None)
     subject.eval_dataset = subject.train_dataset.select(range(4))
     subject.train()
@@ -201,7 +201,7 @@ def test_an_evaluation_set_may_come_after_the_trainer(workshop, tmp_path):
     assert logged(subject, "skipped/passes") == [0, 0, 0, 1, 1, 1]
 
 
-def test_what_is_frozen_stays_frozen(workshop, tmp_path):
+def test_frozen_parameters_stay_frozen(workshop, tmp_path):
     def policy():
         base = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
         model = PeftModel.from_pretrained(base, workshop.adapter("untied"), is_trainable=True)
@@ -220,7 +220,7 @@ def test_what_is_frozen_stays_frozen(workshop, tmp_path):
         subject.train()
         norms.append(logged(subject, "grad_norm")[0])
     assert trained(subject.model) == before
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)  # stock unfreezes in its first pass, after the policy's own
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)  # stock unfreezes them in the first reference pass
     failing = {"input_ids": torch.full((2, 4), 10**6), "completion_mask": torch.ones(2, 4)}
     with pytest.raises(IndexError):
         subject._dpo_reference._pass(failing)
@@ -232,7 +232,7 @@ def test_fixed_values_do_not_go_with_a_reference_that_moves(workshop, tmp_path):
         trainer(workshop, tmp_path, data=with_values(12, 1), sync_ref_model=True, ref_model_sync_steps=1)
 
 
-def test_the_users_values_are_used_where_others_take_a_pass(workshop, tmp_path):
+def test_the_users_values_are_used_while_other_rows_need_a_pass(workshop, tmp_path):
     subject = trainer(workshop, tmp_path, data=with_values(12, 1), reference_store="off")
     assert passes(subject) == 0
     assert logged(subject, "rewards/chosen") == pytest.approx([0.1 * (x + 20) for x in logged(subject, "logps/chosen")])

@@ -1,4 +1,4 @@
-"""DPO's store on two real ranks: no hang and stock's weights, over shuffled epochs and with a miss on one rank only."""
+"""DPO's store on two real ranks: no hang and stock's weights, also if only one rank lacks rows."""
 
 import os
 from functools import partial
@@ -25,10 +25,10 @@ from trl_ext.reference.weights import ReferenceWeights
 
 
 def dpo(rank: Rank, library, name: str, data=None, factor=None, weights=True, **config):
-    """Three shuffled epochs; the change of the weights, how many reference passes this rank ran, and the logs."""
+    """Train three shuffled epochs; return the change of the weights, this rank's reference passes, and the logs."""
     options = {key: config.pop(key) for key in ("peft_config", "eval_dataset", "data_collator") if key in config}
     if library is trl_ext:
-        config["padding_free"] = False  # so that passes show their rows
+        config["padding_free"] = False  # so that the shapes of passes show their rows
     torch.manual_seed(0)
     model = os.environ["TINY_MODEL"]
     if factor is not None:
@@ -77,9 +77,9 @@ def ours(rank: Rank, name: str, **config):
 
 
 def a_miss_on_one_rank(rank: Rank, **config):
-    """Rank 1 opens the store where nothing lies, rank 0 where an earlier run has stored half of the rows."""
+    """Rank 1 opens an empty store, and rank 0 a store in which an earlier run has put half of the rows."""
     ours(rank, "half", store="half", data=preferences(6, seed=1), **config)
-    # Folders of nodes that share no file system
+    # As on nodes that share no file system
     store = "half" if rank.index == 0 else "empty"
     return ours(rank, "one-rank", store=store, **config)
 
@@ -99,14 +99,14 @@ class ValuesOnRank0(trl.trainer.dpo_trainer.DataCollatorForPreference):
 
 
 def values_on_one_rank(rank: Rank):
-    """Rank 0's rows bring their reference log-probs, rank 1's do not, and the reference runs on every micro-batch."""
+    """Rank 0's rows have reference log-probs, rank 1's have none, and the reference runs on every micro-batch."""
     collator = ValuesOnRank0(pad_token_id=0)
     collator.index = rank.index
     return dpo(rank, trl_ext, "values", data_collator=collator, reference_store="off")
 
 
 def hash_of_shards(rank: Rank):
-    """The hash of a model whose parameters are DTensors, beside that of the same model in one piece."""
+    """Return the hashes of a model with DTensors as parameters, and of the same model unsharded."""
     result = dpo(rank, trl_ext, "engine", reference_store="memory", max_steps=1)
     assert result["passes"]
     model = AutoModelForCausalLM.from_pretrained(os.environ["TINY_MODEL"])
@@ -120,7 +120,7 @@ def hash_of_shards(rank: Rank):
 
 
 def of_one_process(rank: Rank, **config):
-    """The passes of a run, under whatever engine, that reads what one process has stored."""
+    """Return the passes of a run under any engine that reads what one process has stored."""
     if rank.engine == "tp":
         config["model_init_kwargs"] = {"distributed_config": DistributedConfig(tp_size=2, tp_plan="auto")}
     elif rank.engine.startswith("zero"):
@@ -142,7 +142,7 @@ CASES = {
     "one-rank": a_miss_on_one_rank,
     "one-rank-lora": partial(a_miss_on_one_rank, **LORA),
     "values": values_on_one_rank,
-    # In memory a factor is changed, which the identity does not show
+    # A factor is changed in memory, which the identity does not include
     "plain": partial(ours, name="plain", store="changed", factor=1.0, **LORA),
     "stock-changed": partial(dpo, library=trl, name="stock-changed", factor=0.5, **LORA),
     "changed": partial(ours, name="changed", store="changed", factor=0.5, **LORA),
@@ -177,7 +177,7 @@ def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, 
         first, second = results[name]
         assert far(first["change"], second["change"]) == 0, name
         assert far(first["change"], stock[0]["change"]) <= 1e-5, name
-    # 12 rows, 2 a rank: 3 batches an epoch
+    # 12 rows, 2 per rank: 3 batches per epoch
     for name in ("full", "lora"):
         ours, stock = results[name], results[f"stock-{name}"]
         assert [len(rank["passes"]) for rank in stock] == [9, 9]
@@ -186,25 +186,25 @@ def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, 
         skipped = [log for log in ours[0]["logs"] if "skipped/tokens" in log]
         assert sum(log["skipped/tokens"] for log in skipped) == without - fed
         assert sum(log["skipped/passes"] for log in skipped) == 6
-    # Of a later run only the check, the same on both ranks
+    # A later run has only the canary check, on both ranks
     first, second = (rank["passes"] for rank in results["again"])
     assert first == second == of_check(first)
     assert far(results["stock-lora"][0]["change"], results["stock-changed"][0]["change"]) > 1e-3
     for name, checks in (("plain", 0), ("changed", 1), ("plain-again", 2)):
         for rank in results[name]:
             assert len(rank["passes"]) == (checks if name == "plain-again" else 3 + checks), name
-    # One rank has written what both have scored
+    # One rank has written the values of both
     stored = results["lora"][0]["stored"]
     assert len(stored) == len(set(stored)) == 24
-    # The same number of passes on both ranks, though one misses what the other has
+    # The same number of passes on both ranks, although only one lacks rows
     for name in ("one-rank", "one-rank-lora"):
         first, second = (rank["passes"] for rank in results[name])
         assert 3 <= len(first) == len(second) < 9
         assert sum(rows for rows, _ in first[:3]) < sum(rows for rows, _ in second[:3]) == 12
-    # A sharded reference would hang otherwise
+    # Otherwise a sharded reference would hang
     assert [len(rank["passes"]) for rank in results["values"]] == [9, 9]
     assert [len(rank["passes"]) for rank in results["memory"]] == [3, 3]
-    # DDP's reference model goes when all is stored, a sharded one stays
+    # DDP's reference model is released when all rows are stored, a sharded one is not
     assert [rank["has_reference"] for rank in results["full"]] == [engine == "fsdp2"] * 2
     assert [rank["has_reference"] for rank in results["precompute-full"]] == [False, False]
     whole, sharded = results["hash"][0]

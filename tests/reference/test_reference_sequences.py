@@ -1,4 +1,4 @@
-"""The sequences of a padded batch: what makes two the same, where values go, and what has to be fed."""
+"""The sequences of a padded batch: which have the same key, where values go, and which rows need a pass."""
 
 import hypothesis.strategies as st
 import pytest
@@ -17,7 +17,7 @@ def keys(*args, identity="reference", **kwargs):
 
 
 class Counted:
-    """A reference pass that notes the shapes of what it is fed."""
+    """A reference pass that records the shapes of its batches."""
 
     def __init__(self, values=score):
         self.shapes, self.values = [], values
@@ -31,7 +31,7 @@ def stored():
     return StoredReference(MemoryStore(), "reference", lambda counts: [counts], lambda entries: [entries])
 
 
-def test_a_sequence_is_the_same_in_any_batch():
+def test_a_sequence_has_the_same_key_in_any_batch():
     (alone,) = keys([([5, 6, 7], 1)])
     assert keys([([5, 6, 7], 1)], width=9) == [alone]
     assert keys([([8] * 7, 2), ([5, 6, 7], 1)])[1] == alone
@@ -41,27 +41,27 @@ def test_a_sequence_is_the_same_in_any_batch():
     "other",
     [
         {"rows": [([5, 6, 8], 1)]},
-        {"rows": [([5, 6, 7, 0], 1)]},  # a pad token that is a part of it
+        {"rows": [([5, 6, 7, 0], 1)]},  # the pad token is part of the sequence
         {"rows": [([5, 6], 1)]},
         {"rows": [([5, 6, 7], 2)]},  # the prompt ends later
-        {"rows": [([5, 6, 7], 1)], "left": 1},  # padding on the left moves the positions
+        {"rows": [([5, 6, 7], 1)], "left": 1},  # padding on the left shifts the positions
         {"rows": [([5, 6, 7], 1)], "identity": "another"},
     ],
     ids=str,
 )
-def test_any_difference_that_may_matter_is_another_sequence(other):
+def test_any_difference_that_may_matter_changes_the_key(other):
     assert keys(**other) != keys([([5, 6, 7], 1)])
     assert len(keys(**other)) == 1
 
 
-def test_a_gap_in_the_attention_is_another_sequence():
+def test_a_gap_in_the_attention_changes_the_key():
     given, gap = batch([([5, 6, 7], 1)]), batch([([5, 6, 7], 1)])
     gap["attention_mask"][0, 1] = 0
     assert Sequences(given, "").keys != Sequences(gap, "").keys
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "token_type_ids"])
-def test_rows_with_other_model_inputs_are_fed_each_time_and_not_stored(name):
+def test_rows_with_other_model_inputs_are_scored_each_time_and_not_stored(name):
     data = {**batch([([5, 6, 7], 1), ([5, 8], 1)]), name: torch.zeros(2, 3)}
     reference, reference_pass = stored(), Counted()
     for _ in range(2):
@@ -80,7 +80,7 @@ rows = st.lists(row, min_size=1, max_size=6)
 
 @settings(deadline=None, max_examples=60)
 @given(batches=st.lists(rows, min_size=1, max_size=4), extra=st.integers(0, 3))
-def test_every_answer_is_what_the_reference_says_and_only_missing_rows_are_fed(batches, extra):
+def test_values_equal_the_reference_and_only_missing_rows_are_scored(batches, extra):
     reference, reference_pass = stored(), Counted()
     met = set()
     for i, given_rows in enumerate(batches):
@@ -101,7 +101,7 @@ def test_every_answer_is_what_the_reference_says_and_only_missing_rows_are_fed(b
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_value_that_is_not_finite_is_not_kept(value):
+def test_a_value_that_is_not_finite_is_not_stored(value):
     data = batch([([5, 6, 7], 1), ([5, 8], 1)])
 
     def broken(fed):
@@ -115,8 +115,8 @@ def test_a_value_that_is_not_finite_is_not_kept(value):
 
 
 @pytest.mark.parametrize("missing", [(0,), (1,), (0, 1), ()])
-def test_ranks_run_one_pass_each_or_none_whatever_their_stores_hold(missing):
-    """Two ranks in turn, with the exchange between them written down."""
+def test_either_every_rank_runs_one_pass_or_none_does(missing):
+    """Runs two ranks in turn, with a recorded exchange between them."""
     batches = [batch([([5, 6, 7], 1), ([5, 8], 1)]), batch([([9, 6, 7, 4], 1), ([9, 8], 1)])]
     passes, shared, answers = [Counted(), Counted()], [], []
     counts = [[2 if r in missing else 0, batches[r]["input_ids"].numel(), 0, 0] for r in range(2)]
@@ -142,7 +142,7 @@ def test_a_row_without_values_is_an_error():
         sequences.filled({0: entry}, torch.device("cpu"))
 
 
-def test_of_what_is_not_wanted_nothing_is_looked_up_or_scored():
+def test_rows_that_are_not_wanted_are_not_looked_up_or_scored():
     count = Counted()
     answer = stored()(batch([([5, 6, 7], 1), ([8, 9], 1)]), count, wanted=False)
     assert not count.shapes

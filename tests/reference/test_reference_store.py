@@ -1,4 +1,4 @@
-"""DPO's store of reference log-probs: each sequence is scored once, over epochs and runs; training stays stock's."""
+"""DPO's store of reference log-probs: each sequence is scored once, and training equals stock's."""
 
 import logging
 import weakref
@@ -22,15 +22,15 @@ STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext).padded()
 
 
 def case(setup: str, steps: int = 9, **config) -> Case:
-    """Three epochs of three batches, shuffled anew each time."""
+    """Return the case of three epochs with three batches, shuffled in each epoch."""
     return Case(f"dpo-epochs-{setup}", "dpo", setup, config={"num_train_epochs": 3, **config}, steps=steps)
 
 
 def run(case: Case, trainers: Trainers, workshop: Workshop):
-    """What a run showed, and the shapes of its reference passes."""
+    """Return the record of a run, and the shapes of its reference passes."""
     with counted() as tokens:
         record = train(case, trainers, workshop)
-    return record, tokens.without[:-1]  # the last is the recorder's own
+    return record, tokens.without[:-1]  # the last pass is the recorder's
 
 
 def ours_in(folder, case: Case) -> Case:
@@ -48,14 +48,14 @@ def test_three_epochs_take_one_epoch_of_reference_passes(setup, store, workshop)
     assert len(skipped) == 9
     assert sum(log["skipped/tokens"] for log in skipped) == total(stock_passes) - total(ours_passes) > 0
     assert sum(log["skipped/passes"] for log in skipped) == 6
-    assert not any(key.startswith("skipped/") for key in ours.logs[-1])  # the summary has no micro-batch of its own
+    assert not any(key.startswith("skipped/") for key in ours.logs[-1])  # the summary has no micro-batch
 
 
 @pytest.mark.parametrize("setup", ["lora", "full"])
 def test_a_later_run_with_the_same_reference_only_checks_it(setup, workshop, tmp_path):
     first, passes = run(ours_in(tmp_path, case(setup, steps=3)), OURS, workshop)
     assert len(passes) == 3
-    # Another seed is another order, other batches, and another random adapter
+    # Another seed changes the order, the batches and the random adapter
     changes = {"learning_rate": 0.02, "beta": 0.3, "seed": 8, "ld_alpha": 0.5, "per_device_train_batch_size": 3}
     later = case(setup, steps=4, **changes)
     ours, passes = run(ours_in(tmp_path, later), OURS, workshop)
@@ -71,7 +71,7 @@ def test_a_later_run_with_the_same_reference_only_checks_it(setup, workshop, tmp
 @pytest.mark.filterwarnings("ignore:.*keep_end.*deprecated:FutureWarning")
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
 @pytest.mark.parametrize("cut", ["some", "all"])
-def test_sequences_cut_at_another_length_are_scored_anew_and_the_others_are_not(cut, mode, workshop, tmp_path):
+def test_only_sequences_truncated_at_another_length_are_scored_again(cut, mode, workshop, tmp_path):
     run(ours_in(tmp_path, case("ref_model", steps=3)), OURS, workshop)
     tokenizer = AutoTokenizer.from_pretrained(workshop.model("tied"))
     rows = preferences(12, seed=1)
@@ -81,7 +81,7 @@ def test_sequences_cut_at_another_length_are_scored_anew_and_the_others_are_not(
         for row in rows
     ]
     max_length = 9 if cut == "some" else min(min(pair) for pair in lengths) - 1
-    # TRL leaves out rows whose prompt alone is as long, where the start is kept
+    # TRL removes rows whose prompt alone is that long if the start is kept
     kept = [pair for prompt, pair in zip(prompts, lengths, strict=True) if mode == "keep_end" or prompt < max_length]
     steps = min(3, -(-len(kept) // 4))
     shorter = case("ref_model", steps=steps, max_length=max_length, truncation_mode=mode, ld_alpha=0.5)
@@ -91,31 +91,31 @@ def test_sequences_cut_at_another_length_are_scored_anew_and_the_others_are_not(
     assert sum(rows for rows, _ in passes) == scored > 0
     assert cut == "some" or scored == 2 * len(kept)
     assert {width for _, width in passes} == {max_length}
-    # Values that were precomputed once and for all would be those of the whole sequences
+    # Values that were precomputed only once would be those of the whole sequences
     assert_same(shorter, ours, run(shorter, STOCK, workshop)[0])
 
 
 @pytest.mark.parametrize(
     "change", [{"head": "dense"}, {"bf16": True}, {"model_init_kwargs": {"attn_implementation": "eager"}}], ids=str
 )
-def test_a_reference_computed_otherwise_is_scored_anew(change, workshop, tmp_path):
+def test_a_reference_that_is_computed_differently_is_scored_again(change, workshop, tmp_path):
     run(ours_in(tmp_path, case("lora", steps=3)), OURS, workshop)
     _, passes = run(ours_in(tmp_path, case("lora", steps=3, **change)), OURS, workshop)
     assert len(passes) == 3
 
 
 def test_another_reference_is_scored_anew(workshop, tmp_path):
-    for setup in ("full", "ref_model", "ref_adapter"):  # three references for one policy
+    for setup in ("full", "ref_model", "ref_adapter"):  # three references of one policy
         _, passes = run(ours_in(tmp_path, case(setup, steps=3)), OURS, workshop)
         assert len(passes) == 3, setup
 
 
-def test_evaluation_reads_and_fills_the_store(workshop):
+def test_evaluation_reads_and_writes_the_store(workshop):
     config = {"eval_strategy": "epoch", "per_device_eval_batch_size": 2, "logging_steps": 3}
     evaluated = case("ref_model", **config)
     (ours, ours_passes), (stock, stock_passes) = (run(evaluated, x, workshop) for x in (OURS, STOCK))
     assert_same(evaluated, ours, stock)
-    # Three batches of evaluation, of policy and reference, after three steps; then of the policy alone
+    # Three evaluation batches of policy and reference after three steps, later only of the policy
     assert len(stock_passes) == 3 * (3 + 6)
     assert len(ours_passes) == 3 + 6 + 3 + 3
     seen = [log for log in ours.logs if "eval_loss" in log]
@@ -131,7 +131,7 @@ def test_streaming_data_are_scored_once(workshop):
     assert ours_passes == stock_passes[:3]
 
 
-# One trainer at a time, for what needs a hand on it
+# Tests with one trainer
 
 
 def test_precomputing_fills_the_store_and_a_later_run_finds_it(workshop, tmp_path):
@@ -143,8 +143,8 @@ def test_precomputing_fills_the_store_and_a_later_run_finds_it(workshop, tmp_pat
         first.evaluate()
         assert len(tokens.without) == 7  # the policy
         assert "ref_chosen_logps" not in first.train_dataset.column_names
-        assert logged(first, "skipped/passes") == []  # with it, TRL runs none in training either
-    # And one that did not ask for it, whose reference is a model
+        assert logged(first, "skipped/passes") == []  # with precomputing, TRL runs none in training either
+    # And a run without precomputing, whose reference is a model
     for config in ({"precompute_ref_log_probs": True, "learning_rate": 0.1}, {}):
         with counted() as tokens:
             trainer(workshop, tmp_path, seed=3, **config).train()
@@ -152,10 +152,10 @@ def test_precomputing_fills_the_store_and_a_later_run_finds_it(workshop, tmp_pat
 
 
 @pytest.mark.parametrize("trains_twice", [False, True])
-def test_a_reference_that_is_gone_is_an_error_and_never_the_trained_policy(trains_twice, workshop, tmp_path):
+def test_a_missing_reference_is_an_error_and_never_the_trained_policy(trains_twice, workshop, tmp_path):
     subject = trainer(workshop, tmp_path, precompute_ref_log_probs=True, reference_store="memory")
     subject.train()
-    if trains_twice:  # the step count starts again from 0, the weights do not
+    if trains_twice:  # the step count starts again from 0, but the weights do not
         subject.state.global_step = 0
     with pytest.raises(ValueError, match="reference"):
         subject.evaluate(preferences(4, seed=9))
@@ -168,7 +168,9 @@ def test_streaming_data_cannot_be_precomputed(workshop, tmp_path):
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
-def test_a_loaded_reference_is_released_when_all_is_stored_and_loaded_again_for_new_data(device, workshop, tmp_path):
+def test_a_loaded_reference_is_released_when_all_rows_are_stored_and_loaded_again_for_new_data(
+    device, workshop, tmp_path
+):
     subject = trainer(workshop, tmp_path, num_train_epochs=3, reference_device=device)
     models = [weakref.ref(subject.ref_model)]
     there = []
@@ -201,13 +203,13 @@ def test_a_reference_that_was_released_and_has_changed_on_disk_is_an_error(works
         subject.evaluate(preferences(4, seed=9))
 
 
-def test_a_reference_model_of_the_user_is_kept(workshop, tmp_path):
+def test_a_reference_model_of_the_user_is_not_released(workshop, tmp_path):
     subject = trainer(workshop, tmp_path, ref_model=REFERENCE_SEED, num_train_epochs=2)
     subject.train()
     assert subject.ref_model is not None
 
 
-def test_the_reference_is_kept_while_evaluation_needs_it(workshop, tmp_path):
+def test_the_reference_is_not_released_while_evaluation_needs_it(workshop, tmp_path):
     subject = trainer(
         workshop, tmp_path, num_train_epochs=3, eval_strategy="steps", eval_steps=5, eval_dataset=preferences(5, 2)
     )
@@ -225,7 +227,7 @@ class OnStep(trl.trainer.dpo_trainer.TrainerCallback):
         self.do()
 
 
-# The user's own values
+# The user's values
 
 
 def test_the_users_reference_log_probs_are_used(workshop, tmp_path):
@@ -238,7 +240,7 @@ def test_the_users_reference_log_probs_are_used(workshop, tmp_path):
             assert logged(subject, "rewards/chosen")[i] == pytest.approx(beta * (chosen + 20.0), rel=1e-5)
         assert sum(logged(subject, "skipped/passes")) == 3
         assert sum(logged(subject, "skipped/tokens")) == total(tokens.with_gradient)
-        subject.evaluate()  # whose rows have none
+        subject.evaluate()  # its rows have no values
         assert len(tokens.without) == 4
     assert "Rows of `train_dataset` have their own" in subject.explain()["reference"].reason
     # And no weight is hashed
@@ -262,10 +264,10 @@ def test_one_column_alone_is_an_error_at_start(column, workshop, tmp_path):
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_value_that_is_missing_is_an_error_that_says_what_to_do(value, streaming, workshop, tmp_path):
+def test_a_missing_value_is_an_error_that_says_what_to_do(value, streaming, workshop, tmp_path):
     rows = preferences(8, 1)
     data = rows.add_column("ref_chosen_logps", [-1.0] * 7 + [value]).add_column("ref_rejected_logps", [-1.0] * 8)
-    with pytest.raises(ValueError, match=r"`ref_chosen_logps` of .* not a finite number. Fill it with the sum"):
+    with pytest.raises(ValueError, match=r"`ref_chosen_logps` must be a finite number, got .* Set it to the sum"):
         trainer(workshop, tmp_path, data=data.to_iterable_dataset() if streaming else data, max_steps=2).train()
 
 
@@ -295,10 +297,10 @@ def test_sft_alone_runs_the_reference_for_the_best_model_by_rewards(name, worksh
     assert name in subject.explain()["reference"].reason
 
 
-# What cannot be stored
+# References that cannot be stored
 
 
-def test_a_synchronised_reference_is_run_every_time(workshop, tmp_path):
+def test_a_reference_that_moves_is_not_stored(workshop, tmp_path):
     config = {"sync_ref_model": True, "ref_model_sync_steps": 1, "num_train_epochs": 2}
     subject = trainer(workshop, tmp_path, **config)
     with counted() as tokens:
@@ -315,7 +317,7 @@ def test_biases_trained_outside_the_adapter_are_copied_and_scored_once(workshop,
         subject.train()
     assert len(tokens.without) == 3
     assert "bias` and " in subject.explain()["reference"].reason
-    # The reference is the base model as it was: so it is for an adapter without a bias too, and after training
+    # The reference is the base model before training, also for an adapter without a bias and after training
     for again, passes in ((subject, 0), (trainer(workshop, tmp_path, peft_config=lora_config(), **lora), 1)):
         with counted() as tokens:
             again.train()
@@ -324,7 +326,7 @@ def test_biases_trained_outside_the_adapter_are_copied_and_scored_once(workshop,
     assert subject._dpo_reference._identity == again._dpo_reference._identity
 
 
-def test_active_dropout_in_the_reference_is_drawn_every_time(workshop, tmp_path):
+def test_a_reference_with_active_dropout_is_not_stored(workshop, tmp_path):
     init = {"attention_dropout": 0.1, "dtype": "float32"}
     config = {"peft_config": lora_config(), "model_init_kwargs": init, "num_train_epochs": 2}
     subject = trainer(workshop, tmp_path, **config)
@@ -336,8 +338,8 @@ def test_active_dropout_in_the_reference_is_drawn_every_time(workshop, tmp_path)
     assert trainer(workshop, tmp_path, ref_model=kept_in_training_mode).explain()["reference"].action == "run"
     asked_beforehand = trainer(workshop, tmp_path, precompute_ref_log_probs=True, **config).explain()["reference"]
     assert asked_beforehand.action == "reuse"
-    assert "kept in memory" in asked_beforehand.reason  # draws are this run's alone
-    # Dropout of the adapter is not in the reference, and a reference model is in evaluation mode
+    assert "kept in memory" in asked_beforehand.reason  # random draws are not shared between runs
+    # The reference has no adapter, and a reference model is in evaluation mode
     for other in (
         {"peft_config": lora_config(lora_dropout=0.1), "disable_dropout": False},
         {"model_init_kwargs": init},
@@ -345,7 +347,7 @@ def test_active_dropout_in_the_reference_is_drawn_every_time(workshop, tmp_path)
         assert trainer(workshop, tmp_path, **other).explain()["reference"].action == "reuse"
 
 
-def test_a_reference_that_shares_trained_weights_is_run_every_time(workshop, tmp_path):
+def test_a_reference_that_shares_trained_weights_is_not_stored(workshop, tmp_path):
     policy = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     shares = AutoModelForCausalLM.from_pretrained(workshop.model("untied", seed=REFERENCE_SEED))
     shares.model.layers[0] = policy.model.layers[0]
@@ -354,7 +356,7 @@ def test_a_reference_that_shares_trained_weights_is_run_every_time(workshop, tmp
     assert subject.explain()["reference"].action == "run"
 
 
-def test_a_batch_with_other_model_inputs_is_run_every_time(workshop, tmp_path):
+def test_a_batch_with_other_model_inputs_is_not_stored(workshop, tmp_path):
     class WithPositions(trl.trainer.dpo_trainer.DataCollatorForPreference):
         def torch_call(self, examples):
             batch = super().torch_call(examples)
@@ -376,7 +378,7 @@ def test_a_batch_with_other_model_inputs_is_run_every_time(workshop, tmp_path):
     assert logged(subjects[0], "rewards/margins") == pytest.approx(logged(subjects[1], "rewards/margins"), abs=1e-5)
 
 
-def test_off_is_trls_own_way(workshop, tmp_path):
+def test_off_runs_the_reference_as_trl(workshop, tmp_path):
     subject = trainer(workshop, tmp_path, reference_store="off", num_train_epochs=2)
     with counted() as tokens:
         subject.train()
@@ -398,7 +400,7 @@ def test_arguments_that_contradict_are_an_error(config, words, tmp_path):
         trl_ext.DPOConfig(str(tmp_path), bf16=False, **config)
 
 
-def test_the_plan_says_what_the_reference_is_and_where_its_values_lie(workshop, tmp_path, caplog):
+def test_the_plan_says_what_the_reference_is_and_where_its_values_are_stored(workshop, tmp_path, caplog):
     adapted = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
     adapted = PeftModel.from_pretrained(adapted, workshop.adapter("untied"), is_trainable=True)
     kinds = [
@@ -420,8 +422,8 @@ def test_the_plan_says_what_the_reference_is_and_where_its_values_lie(workshop, 
     assert "kept in memory" in subject.explain()["reference"].reason
 
 
-def test_a_reference_adapter_that_comes_with_a_checkpoint_is_scored_anew(workshop, tmp_path):
-    """Resuming puts the checkpoint's "ref" in the place of the one that the trainer was built with."""
+def test_a_reference_adapter_from_a_checkpoint_is_scored_again(workshop, tmp_path):
+    """Resuming replaces the trainer's adapter "ref" by the checkpoint's."""
 
     def policy(scale):
         base = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
@@ -445,7 +447,7 @@ def test_a_reference_adapter_that_comes_with_a_checkpoint_is_scored_anew(worksho
     with counted() as tokens:
         subject = trainer(workshop, tmp_path, policy=policy(3.0))
         subject.train()
-    assert len(tokens.without) == 3  # nothing was stored in the name of this adapter
+    assert len(tokens.without) == 3  # nothing was stored under the identity of this adapter
 
 
 def test_a_reference_adapter_of_virtual_tokens_is_scored_as_in_trl(workshop, tmp_path):

@@ -1,7 +1,7 @@
-"""GRPO's reference gives the policy's own bits while their weights are equal: with no advantages, no weight moves.
+"""While their weights are equal, GRPO's reference and policy give equal bits, so without advantages no weight moves.
 
-The KL term's gradient is then exactly 0 in stock TRL. AdamW would make steps of the full learning rate out of a
-gradient of one rounding error.
+The KL term's gradient is then exactly 0 in stock TRL. With a gradient of one rounding error, AdamW would take steps of
+the full learning rate.
 """
 
 from dataclasses import replace
@@ -17,9 +17,9 @@ from tiny import Workshop
 
 STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "beta": 0.1}
-FRESH = {"init_lora_weights": True}  # adds nothing until it is trained
+FRESH = {"init_lora_weights": True}  # adds nothing before it is trained
 
-# Rows, lengths and schedules: how a generation batch becomes forwards
+# Rows, lengths and schedules, which determine the forwards of a generation batch
 SHAPES: dict[str, dict[str, Any]] = {
     "one micro-batch": {},
     "one group": {"per_device_train_batch_size": 4},
@@ -47,7 +47,7 @@ def assert_stays(case: Case, workshop: Workshop, ours: Trainers = OURS) -> None:
         assert not update.any(), f"{name} moved by {update.abs().max():.2g}"
 
 
-# The shapes in which a micro-batch is not the generation batch as it was sampled
+# Shapes for which a micro-batch is not the whole generation batch
 FAST = {("slices", "full"), ("slices", "lora"), ("misaligned", "full")}
 TABLE = [
     pytest.param(shape, setup, marks=() if (shape, setup) in FAST else pytest.mark.slow)
@@ -57,7 +57,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("shape", "setup"), TABLE)
-def test_weights_stay_where_stocks_stay(shape: str, setup: str, workshop: Workshop) -> None:
+def test_weights_do_not_move_if_stocks_do_not(shape: str, setup: str, workshop: Workshop) -> None:
     assert_stays(case_of(shape, setup, **SHAPES[shape]), workshop)
 
 
@@ -67,7 +67,7 @@ MODELS = ["untied", "softcap", "logits_scaling", "head_bias", "chat", "wide_voca
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", ["full", "lora"])
 @pytest.mark.parametrize("model", MODELS)
-def test_weights_of_every_family_stay(model: str, setup: str, workshop: Workshop) -> None:
+def test_weights_of_no_family_move(model: str, setup: str, workshop: Workshop) -> None:
     assert_stays(case_of(model, setup, model, **SHAPES["slices"]), workshop)
 
 
@@ -84,7 +84,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", ["full", "lora", "ref_adapter"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_weights_stay_with_every_option(name: str, setup: str, workshop: Workshop) -> None:
+def test_weights_do_not_move_with_any_option(name: str, setup: str, workshop: Workshop) -> None:
     assert_stays(case_of(name, setup, **SHAPES["slices"], **OPTIONS[name]), workshop)
 
 
@@ -101,5 +101,5 @@ OURS_ALONE: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "ours", [pytest.param(x, id=str(x), marks=() if x == OURS_ALONE[1] else pytest.mark.slow) for x in OURS_ALONE]
 )
-def test_weights_stay_with_each_option_that_changes_the_layout(ours: dict[str, Any], workshop: Workshop) -> None:
+def test_weights_do_not_move_with_options_that_change_the_layout(ours: dict[str, Any], workshop: Workshop) -> None:
     assert_stays(replace(case_of("layout", **SHAPES["slices"]), ours=ours), workshop)

@@ -1,4 +1,4 @@
-"""Adapters on the LM head: values and gradients are those of PEFT's own modules, and no logits of a batch are held."""
+"""Adapters on the LM head: values and gradients equal those of PEFT's modules, and no batch's logits are stored."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -41,7 +41,7 @@ def _several_tiles(monkeypatch):
 
 
 def full_batch() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Without padding: of a row that begins with it Gemma 2's eager attention makes NaN in float64."""
+    """Make a batch without padding, with which Gemma 2's eager attention gives NaN in float64."""
     inputs, labels = batch()
     return {"input_ids": inputs["input_ids"]}, labels
 
@@ -53,11 +53,11 @@ def loss_of(log_p: torch.Tensor, entropy: torch.Tensor, mean: torch.Tensor | Non
 
 
 def watch(base: Any, kept: dict[str, torch.Tensor]) -> None:
-    """Keep what the backbone of `base` gives the head, with its gradient."""
+    """Record the hidden states that the backbone of `base` returns, with their gradient."""
 
     def keep(module: Any, args: Any, output: Any) -> None:
         hidden = output.last_hidden_state
-        if not hidden.requires_grad:  # nothing below the head is trained
+        if not hidden.requires_grad:  # no parameter below the head is trained
             hidden.requires_grad_()
         hidden.retain_grad()
         kept["hidden states"] = hidden
@@ -66,7 +66,7 @@ def watch(base: Any, kept: dict[str, torch.Tensor]) -> None:
 
 
 def by_modules(model: Any, mean: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Values and gradients from the logits that the model itself gives, in float64."""
+    """Return values and gradients from the model's own logits, in float64."""
     model = model.double()
     inputs, labels = full_batch()
     kept = {}
@@ -109,7 +109,7 @@ def by_the_head(model: Any, mean: bool, head: str = "tiled") -> tuple[Any, dict[
     ],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_the_modules(workshop, name, head, mean):
+def test_values_and_gradients_equal_those_of_the_modules(workshop, name, head, mean):
     case = CASES[name]
     values, expected = by_modules(build(case, workshop), mean)
     out, gradients, reason = by_the_head(build(case, workshop), mean, head)
@@ -127,11 +127,11 @@ def test_values_and_gradients_are_those_of_the_modules(workshop, name, head, mea
 
 
 def of_each_way(names: Iterable[str]) -> list[Any]:
-    """All of them, most as slow tests."""
+    """Return all cases, most of them as slow tests."""
     fast = (
         "LoRA",
         "two LoRAs",
-        "LoRA with a bias of its own",
+        "LoRA with its own bias",
         "DoRA",
         "tokens, tied",
         "tokens alone, tied",
@@ -142,7 +142,7 @@ def of_each_way(names: Iterable[str]) -> list[Any]:
 
 
 class SeesLogits(TorchDispatchMode):
-    """Notes every tensor that is made with a place for each scored token, or each position, and each class."""
+    """Records every tensor with the size of the logits of all scored tokens, or of all positions."""
 
     def __init__(self, positions: set[int], vocabulary: int) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class SeesLogits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", of_each_way(CASES))
-def test_no_tensor_has_a_place_for_each_token_and_each_class(workshop, name):
+def test_no_tensor_has_the_size_of_the_logits(workshop, name):
     model = build(CASES[name], workshop).train()
     attach_scoring_forward(model.get_base_model(), ScoringOptions(outputs=ALL))
     inputs, labels = full_batch()
@@ -178,8 +178,8 @@ def test_no_tensor_has_a_place_for_each_token_and_each_class(workshop, name):
 
 
 @pytest.mark.parametrize("name", of_each_way(CASES))
-def test_a_batch_without_labels_gives_every_parameter_a_zero(workshop, name):
-    """As on a rank of DDP whose rows are all masked: it waits for a gradient of each parameter."""
+def test_a_batch_without_labels_gives_every_parameter_a_zero_gradient(workshop, name):
+    """As on a DDP rank with only masked rows: DDP waits for a gradient of each parameter."""
     model = build(CASES[name], workshop).train()
     attach_scoring_forward(model.get_base_model(), ScoringOptions(outputs=ALL))
     inputs, labels = full_batch()
@@ -210,7 +210,7 @@ def test_with_the_adapter_disabled_the_base_is_scored(workshop):
         assert floats_apart(*scored[1:]) > 1e-3, name
 
 
-def test_dropout_of_an_adapter_is_drawn_again_as_it_was_in_the_backward(workshop):
+def test_the_backward_repeats_the_dropout_of_an_adapter(workshop):
     model = build(CASES["LoRA"], workshop)
     head = model.get_base_model().lm_head
     head.lora_dropout["default"] = torch.nn.Dropout(0.5)
@@ -238,7 +238,7 @@ def test_dropout_of_an_adapter_is_drawn_again_as_it_was_in_the_backward(workshop
     assert not isinstance(reasons[1], OpaqueHead)
 
 
-def test_a_half_precision_base_with_an_adapter_in_fp32_is_not_rounded_in_between(workshop):
+def test_a_half_precision_base_with_an_fp32_adapter_is_not_rounded_in_between(workshop):
     for autocast in (False, True):
         model = build(CASES["LoRA"], workshop).get_base_model()
         head = model.lm_head
@@ -282,7 +282,7 @@ RUNS = {
         for kind in ("dpo", "grpo")
     ],
 )
-def test_training_is_that_with_the_modules_logits_and_stock_trl_cannot(workshop, monkeypatch, kind, name):
+def test_training_equals_training_with_the_modules_logits(workshop, monkeypatch, kind, name):
     changes, way, stock = RUNS[name]
     options = {"target_modules": ["lm_head", "q_proj"], **changes}
     config = {"disable_dropout": True, **({"beta": 0.1} if kind == "grpo" else {})}
@@ -319,7 +319,7 @@ def test_training_is_that_with_the_modules_logits_and_stock_trl_cannot(workshop,
             train(run, Trainers.of(trl), workshop)
 
 
-def test_a_head_that_grpo_casts_to_fp32_keeps_trls_refusal(workshop):
+def test_a_head_that_grpo_casts_to_fp32_is_an_error_as_in_trl(workshop):
     run = Run("cast", "grpo", model="untied", setup="lora", lora={"target_modules": ["lm_head"]})
     with pytest.raises(ValueError, match=REFUSES):
         train(replace(run, config={"cast_lm_head_to_fp32": True}), Trainers.of(trl_ext), workshop)
@@ -328,7 +328,7 @@ def test_a_head_that_grpo_casts_to_fp32_keeps_trls_refusal(workshop):
         train(replace(tokens, config={"cast_lm_head_to_fp32": True}), Trainers.of(trl_ext), workshop)
 
 
-def test_with_vllm_trls_refusal_is_kept(workshop):
+def test_vllm_is_an_error_as_in_trl(workshop):
     run = Run("vllm", "grpo", model="tied", setup="lora", lora={"target_modules": ["lm_head"]})
     with pytest.raises(ValueError, match=REFUSES):
         train(replace(run, config={"use_vllm": True}), Trainers.of(trl_ext), workshop)
@@ -351,8 +351,8 @@ RIGHT_LOW_RANK = HeadAdapter.low_rank
     ("name", "what", "wrong"),
     [("LoRA", "low_rank", another_scaling), ("tokens of the head", "replaced", other_classes)],
 )
-def test_an_adapter_that_is_taken_for_another_stops_training(workshop, monkeypatch, name, what, wrong, start):
-    """Also at the start of LoRA, where it adds nothing yet: its gradient says it."""
+def test_an_adapter_that_is_misread_stops_training(workshop, monkeypatch, name, what, wrong, start):
+    """This also holds at the start of LoRA, when it adds nothing yet, because its gradient differs."""
     case = CASES[name]
     if start and name == "LoRA":
         case = CASES["LoRA, B zero"]
@@ -364,7 +364,7 @@ def test_an_adapter_that_is_taken_for_another_stops_training(workshop, monkeypat
         model(**inputs, labels=labels, fused_lm_head=True)
 
 
-def test_the_check_of_the_first_batch_sees_a_wrong_gradient_of_an_adapter(workshop, monkeypatch):
+def test_the_check_of_the_first_batch_detects_a_wrong_gradient_of_an_adapter(workshop, monkeypatch):
     right = tiled.Coefficients.add_target_grad_
     monkeypatch.setattr(tiled.Coefficients, "add_target_grad_", lambda self, *args: right(self, *args).mul_(1.5))
     model = build(CASES["LoRA"], workshop)
@@ -375,7 +375,7 @@ def test_the_check_of_the_first_batch_sees_a_wrong_gradient_of_an_adapter(worksh
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", ["LoRA", "two LoRAs", "LoRA with a bias of its own", "tokens, tied"])
+@pytest.mark.parametrize("name", ["LoRA", "two LoRAs", "LoRA with its own bias", "tokens, tied"])
 def test_the_checks_pass_in_half_precision(workshop, name, autocast):
     model = build(CASES[name], workshop)
     if not autocast:
@@ -386,8 +386,8 @@ def test_the_checks_pass_in_half_precision(workshop, name, autocast):
         model(**inputs, labels=labels, fused_lm_head=True).log_probs.sum().backward()
 
 
-def test_alora_below_the_head_is_fed_padded_and_on_it_is_an_error(workshop):
-    """PEFT counts from the end of each row of the batch where it begins to act."""
+def test_alora_is_scored_padded_and_is_an_error_on_the_head(workshop):
+    """PEFT counts the start of the adapter from the end of each row."""
     inputs, labels = batch()
     tokens = inputs["input_ids"][0, 3:5].tolist()
     alora = Kind(lora(alora_invocation_tokens=tokens, target_modules=["q_proj"]), WHOLE)

@@ -1,4 +1,4 @@
-"""Adapters on the LM head over two ranks: DDP and FSDP2 train as one process, what cannot be told is refused."""
+"""Adapters on the LM head on two ranks: DDP and FSDP2 train like one process, and unsupported cases are errors."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def on_ranks(group: dist.ProcessGroup, workshop: Workshop, name: str, engine: st
 
 
 def of_one_process(workshop: Workshop, name: str, unscored: bool) -> dict[str, Tensor]:
-    """The mean of what both ranks' batches give."""
+    """Return the means of the results for both ranks' batches."""
     model = build(CASES[name], workshop).train()
     attach_scoring_forward(model.get_base_model(), ScoringOptions(outputs=("log_probs", "mean_log_probs")))
     for rank in range(2):
@@ -66,7 +66,7 @@ def of_one_process(workshop: Workshop, name: str, unscored: bool) -> dict[str, T
     return {key: x.grad / 2 for key, x in model.named_parameters() if x.grad is not None}
 
 
-TOLD = ("LoRA", "two LoRAs", "LoRA with a bias of its own", "tokens, tied", "LoRA and head in modules_to_save")
+TOLD = ("LoRA", "two LoRAs", "LoRA with its own bias", "tokens, tied", "LoRA and head in modules_to_save")
 SAME = [
     *(("DDP", name, unscored) for name in (*TOLD, "DoRA", "IA3") for unscored in (False, True)),
     *(("FSDP2", name, True) for name in ("LoRA", "tokens, tied")),
@@ -80,7 +80,7 @@ FAST = [("DDP", "LoRA", True), ("DDP", "DoRA", True), ("FSDP2", "tokens, tied", 
     [pytest.param(*row, marks=() if row in FAST else pytest.mark.slow) for row in SAME],
 )
 def test_ranks_train_as_one_process(ranks, workshop, engine, name, unscored):
-    """With `unscored` one rank has no label: its parameters wait for a gradient as the other's do."""
+    """With `unscored` one rank has no labels, but its parameters need a gradient too."""
     expected = of_one_process(workshop, name, unscored)
     for found in ranks.run(on_ranks, 2, workshop, name, engine, unscored):
         assert found.keys() == expected.keys()
@@ -91,12 +91,12 @@ def test_ranks_train_as_one_process(ranks, workshop, engine, name, unscored):
 @pytest.mark.parametrize(
     ("engine", "name", "why"),
     [
-        ("FSDP2, the head apart", "DoRA", "only the module itself can be called, since its LoRA is a variant"),
+        ("FSDP2, the head apart", "DoRA", "only the module's own forward computes it, because its LoRA is a variant"),
         ("tensor parallel", "LoRA", "it has an adapter"),
-        ("tensor parallel", "DoRA", "only the module itself can be called"),
+        ("tensor parallel", "DoRA", "only the module's own forward computes it"),
     ],
 )
-def test_what_would_have_to_be_put_together_is_refused_on_every_rank(ranks, workshop, engine, name, why):
+def test_unsupported_sharded_heads_are_an_error_on_every_rank(ranks, workshop, engine, name, why):
     workshop.model(CASES[name].model)
     for message in ranks.run(on_ranks, 2, workshop, name, engine, False):
         assert why in message

@@ -1,4 +1,4 @@
-"""What draws at random in training is known, wherever an adapter or a model keeps its rate."""
+"""Dropout is detected wherever an adapter or a model stores its rate."""
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, on kernels that are not there
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT warns about missing kernels
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_dropout_is_known_where_two_passes_differ(name):
+def test_dropout_is_detected_exactly_if_two_passes_differ(name):
     config, draws = ADAPTERS[name]
     config.init_weights = config.init_lora_weights = False
     model = get_peft_model(build("untied"), config).train()

@@ -1,4 +1,4 @@
-"""A trained head spread by FSDP2, alone or beside tensor parallelism, gets the mean of its ranks' gradients."""
+"""A trained head that FSDP2 shards, with or without tensor parallelism, gets the mean of its ranks' gradients."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ V, H, N = 22, 8, 6
 
 
 def gradients(copies):
-    """Of weight and bias, once with each rank's rows and once with the whole weight, and what they must be."""
+    """Return gradients of weight and bias with each rank's rows, with the whole weight, and the expected ones."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (copies, ranks // copies), mesh_dim_names=("dp", "tp"))
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def gradients(copies):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_trained_head_gets_the_mean_of_the_ranks_gradients(ranks):
-    """Two copies of the model, with tokens of their own; on four ranks each is split over two."""
+    """There are two copies of the model, each with its own tokens. On four ranks, two ranks split each copy."""
     for found in on_ranks(ranks, gradients, 2):
         for name in ("rows here", "gathered"):
             for grad, expected in zip(found[name], found["expected"], strict=True):

@@ -1,4 +1,4 @@
-"""A wrong head, or a policy scored by something else, stops training before it does harm."""
+"""A wrong head, or a policy that our head does not score, stops training at the first batch."""
 
 import tempfile
 
@@ -74,19 +74,19 @@ def wrong_weight_gradient(monkeypatch):
         (wrong_weight_gradient, "full", "gradient of the weight"),
     ],
 )
-def test_a_head_that_disagrees_with_its_definition_stops_training(workshop, monkeypatch, break_it, setup, named):
+def test_a_head_that_differs_from_its_definition_stops_training(workshop, monkeypatch, break_it, setup, named):
     break_it(monkeypatch)
     with tempfile.TemporaryDirectory() as folder:
         with pytest.raises(RuntimeError, match=f"differs from its definition on the first batch: {named}"):
             trainer(workshop, folder, setup).train()
-        trainer(workshop, folder, setup, head="dense").train()  # the way out that the error names
+        trainer(workshop, folder, setup, head="dense").train()  # the error recommends this
 
 
 @pytest.mark.parametrize("trained", [(False, False), (True, True), (False, True)], ids=str)
 @pytest.mark.parametrize(("entropy", "mean"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("certainty", [0.0, 10.0, 100.0])
-def test_a_right_head_passes_however_confident_the_policy_is(dtype, certainty, trained, entropy, mean):
+def test_a_right_head_passes_for_policies_of_any_confidence(dtype, certainty, trained, entropy, mean):
     outputs = ALL if mean else FROZEN
     for tokens, vocabulary, softcap in ((40, 301, None), (2, 4, None), (40, 301, 30.0), (40, 301, 3.0), (3, 4, 30.0)):
         generator = torch.Generator().manual_seed(tokens)
@@ -94,7 +94,7 @@ def test_a_right_head_passes_however_confident_the_policy_is(dtype, certainty, t
         bias = torch.randn(vocabulary, generator=generator).to(dtype)
         targets = torch.randint(vocabulary, (tokens,), generator=generator)
         hidden = torch.randn(tokens, 64, generator=generator) / 8
-        # With a softcap this drives the logits far into saturation
+        # With a softcap the logits saturate
         hidden = (hidden + certainty / 64 * weight[targets].float()).to(dtype)
         transform = LogitTransform(0.5, 1.0, softcap)
         head = torch.nn.Linear(64, vocabulary, dtype=dtype)
@@ -132,7 +132,7 @@ def test_the_check_runs_once_and_leaves_no_trace(workshop, monkeypatch):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_an_output_that_comes_later_is_checked_then(workshop, monkeypatch):
+def test_an_output_that_is_first_used_later_is_checked_then(workshop, monkeypatch):
     start = tiled.Coefficients.__init__
     monkeypatch.setattr(tiled.Coefficients, "__init__", lambda self, *args: start(self, *args[:-1], 2 * args[-1]))
     model = AutoModelForCausalLM.from_pretrained(workshop.model("untied"))
@@ -149,7 +149,7 @@ def test_a_policy_whose_forward_was_replaced_stops_training(workshop):
     with tempfile.TemporaryDirectory() as folder:
         ours = trainer(workshop, folder)
         add_fused_lm_head(ours.model.get_base_model(), outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
-        with pytest.raises(RuntimeError, match=r"not scored by the exact head: something replaced `model\.forward`"):
+        with pytest.raises(RuntimeError, match=r"because something replaced `model\.forward`"):
             ours.train()
 
 
@@ -161,6 +161,6 @@ def test_a_policy_whose_forward_was_replaced_stops_training(workshop):
         ({"head_chunk_size": "128"}, "`head_chunk_size` must be .* an integer .* got '128'"),
     ],
 )
-def test_a_bad_config_field_is_named(tmp_path, options, message):
+def test_the_error_names_a_bad_config_field(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         DPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", **options)

@@ -1,4 +1,4 @@
-"""Which rows of a real DTensor head a rank scores with, on two ranks: the choice, values, gradients, the check."""
+"""The rows of a DTensor head that each of two ranks scores with: the choice, values, gradients and the check."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +26,9 @@ WHOLE = "each pass gathers the whole weight"
 
 @dataclass(frozen=True)
 class Case:
-    """A head of 97 rows over an axis "tp" or "fsdp" of two ranks, and how many rows each rank's batch has.
+    """A head with 97 rows on a mesh axis "tp" or "fsdp" of two ranks, and the number of rows in each rank's batch.
 
-    `rows` is the same number on both ranks of "tp", whose batch is the same; 0 is a batch without a label.
+    The ranks of "tp" have the same batch, so `rows` is equal. 0 is a batch without labels.
     """
 
     axis: str
@@ -59,8 +59,8 @@ class Case:
         return inputs, labels if self.rows[rank] else torch.full_like(labels, -100)
 
 
-# A token costs 256 bytes to move beside a frozen weight, 384 beside a trained one or with a gradient of the entropy or
-# of the mean log-prob; the 48 rows of the other rank cost 6144 in each of 1, 3 and 2 passes
+# Moving a token takes 256 bytes with a frozen weight, and 384 with a trained weight or a gradient of the entropy or of
+# the mean log-prob. Moving the 48 rows of the other rank takes 6144 bytes in each of 1, 3 and 2 passes
 CASES = {
     "tp, frozen": Case("tp", (3, 3), LOCAL_TP),
     "tp, frozen, many tokens, bias, entropy": Case("tp", (12, 12), LOCAL_TP, bias=True, entropy=True),
@@ -83,7 +83,7 @@ CASES = {
 
 
 def scored(model: torch.nn.Module, case: Case, rank: int) -> tuple[Any, Any, dict[str, Tensor]]:
-    """Two micro-batches, whose gradients add up; the second one's results."""
+    """Score two micro-batches, add up their gradients, and return the results of the second."""
     scoring = attach_scoring_forward(model, case.options())
     inputs, labels = case.batch(rank)
     for factor in (1.0, -0.25):
@@ -96,7 +96,7 @@ def scored(model: torch.nn.Module, case: Case, rank: int) -> tuple[Any, Any, dic
 
 
 def of_one_process(case: Case) -> tuple[list[Any], list[dict[str, Tensor]]]:
-    """Results and gradients for each rank's batch; the head's gradients as the engine's mean over all batches."""
+    """Return each rank's results and gradients. The head's gradients are the engine's mean over all batches."""
     results, gradients = [], []
     for rank in range(2):
         model = build(case.model)
@@ -133,7 +133,7 @@ def scored_split(group: dist.ProcessGroup, case: Case, watched: bool) -> tuple[s
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_way_gives_what_one_process_gives(ranks, name):
+def test_each_layout_equals_one_process(ranks, name):
     case = CASES[name]
     results, gradients = of_one_process(case)
     stays = case.way != WHOLE
@@ -155,7 +155,7 @@ def refused_split(group: dist.ProcessGroup, case: Case) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.way == WHOLE])
-def test_the_watch_sees_a_weight_that_is_gathered(ranks, name):
+def test_the_watch_detects_a_gathered_weight(ranks, name):
     assert ranks.run(refused_split, 2, CASES[name]) == [True, True]
 
 
@@ -172,7 +172,7 @@ def not_combined(right: Any, self: Any, group: Any) -> None:
     pass
 
 
-# Where, what, and for which cases
+# Place of the fault, the fault, and its cases
 BREAKS = {
     "values": (tiled.RunningStatistics, "results", wrong_values, "log_probs", ("frozen", "trained", "in turn")),
     "sums of all ranks": (tiled.RunningStatistics, "sum_over_", not_combined, "log_probs", ("frozen", "trained")),
@@ -225,6 +225,6 @@ def under_fsdp1(group: dist.ProcessGroup) -> list[float]:
     return losses
 
 
-def test_fsdp1_with_flat_parameters_has_the_head_too(ranks):
+def test_fsdp1_with_flat_parameters_scores_too(ranks):
     ((with_originals, flat),) = ranks.run(under_fsdp1, 1)
     assert with_originals == flat

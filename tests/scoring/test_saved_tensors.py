@@ -1,4 +1,4 @@
-"""What a backward has saved it reads once: offloading and checkpointing give each tensor back once."""
+"""A backward reads each saved tensor once, because offloading and checkpointing return each tensor only once."""
 
 import importlib
 import pkgutil
@@ -57,7 +57,7 @@ def dense_head(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def head_with_adapter(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A low-rank term, made of the first rows of the weight, and rows of single classes."""
+    """Make a low-rank term from the first rows of the weight, and replaced rows."""
     factors = (Factors(weight[:4], weight[:, :4], bias, 0.5),)
     return run_head(
         *("tiled", hidden, weight.detach(), TARGETS),
@@ -82,7 +82,7 @@ def inputs() -> list[Tensor]:
 
 
 def gradients(score: Callable[..., Tensor], backwards: int = 1) -> list[Tensor | None]:
-    """Of hidden states, weight and bias, from the last of so many backwards through one graph."""
+    """Return gradients of hidden states, weight and bias, from the last of several backwards through one graph."""
     given = inputs()
     loss = (score(*given) * draw(24)).sum()
     for left in reversed(range(backwards)):
@@ -100,7 +100,7 @@ def assert_equal(got: list[Tensor | None], want: list[Tensor | None]) -> None:
 
 
 class Once(saved_tensors_hooks):
-    """Gives each saved tensor back once, as TRL's offloading does and checkpointing without reentry."""
+    """Returns each saved tensor once, as TRL's offloading and non-reentrant checkpointing do."""
 
     def __init__(self) -> None:
         self.saved: list[Tensor | None] = []
@@ -122,7 +122,7 @@ def test_a_checkpointed_head_has_the_same_gradients(head: Callable[..., Tensor],
     assert_equal(gradients(lambda *given: checkpoint(head, *given, use_reentrant=reentrant)), gradients(head))
 
 
-# Every autograd function of the package, in a call that has it in its graph: from inputs to a tensor
+# Every autograd function of the package, with a call that uses it: from inputs to a tensor
 FUNCTIONS: dict[type, Callable[..., Tensor]] = {
     tiled.TiledLogProbsFrozen: frozen_head,
     trained.TiledLogProbsRecompute: trained_head,
@@ -155,7 +155,7 @@ def functions_of_the_package() -> Iterator[type]:
 
 
 def nodes(tensor: Tensor) -> set[str]:
-    """The names of the nodes of a graph."""
+    """Return the names of the nodes of a graph."""
     found, left = set(), [tensor.grad_fn]
     while left:
         node = left.pop()
@@ -174,11 +174,11 @@ def assert_unpacks_once(function: type, call: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_a_backward_unpacks_once_and_runs_twice_through_a_graph_that_is_kept(function: type) -> None:
+def test_a_backward_unpacks_each_tensor_once_and_can_run_twice(function: type) -> None:
     assert_unpacks_once(function, FUNCTIONS[function])
 
 
-def test_so_do_those_that_exchange_with_other_ranks() -> None:
+def test_functions_that_exchange_with_other_ranks_unpack_once_too() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         for function, call in EXCHANGES.items():
@@ -187,7 +187,7 @@ def test_so_do_those_that_exchange_with_other_ranks() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_no_autograd_function_of_the_package_is_left_out() -> None:
+def test_every_autograd_function_of_the_package_is_tested() -> None:
     assert {*functions_of_the_package()} == {*FUNCTIONS, *EXCHANGES}
 
 
@@ -195,8 +195,7 @@ def test_no_autograd_function_of_the_package_is_left_out() -> None:
 class Offloads:
     """Makes trainers that offload activations as with `activation_offloading=True`, with the host as accelerator.
 
-    TRL asks torch for an accelerator, and there is none on the CPU. Without pinned memory and streams, which only a
-    device has.
+    TRL needs an accelerator from torch, which the CPU is not. Pinned memory and streams are off.
     """
 
     saved: int = 0
@@ -228,7 +227,7 @@ class Offloads:
     ],
     ids=str,
 )
-def test_dpo_under_trls_activation_offloading_trains_as_stock(
+def test_dpo_with_activation_offloading_trains_as_stock(
     case: Case, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The scoring forward at the seam: every family's own logits, labels of both kinds, and everything else untouched."""
+"""The scoring forward equals each family's logits for both kinds of labels, and changes nothing else."""
 
 import copy
 
@@ -18,7 +18,7 @@ from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MODELS])
-def test_every_family_is_scored_as_its_own_logits_say(name):
+def test_log_probs_of_every_family_equal_those_of_its_logits(name):
     model = build(name)
     inputs, labels = batch()
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_positions_without_a_label_are_not_scored(monkeypatch):
     assert scored[0] < labels[:, 1:].numel()
 
 
-def test_a_deep_copy_is_a_model_of_its_own():
+def test_a_deep_copy_scores_with_its_own_weights():
     model = build("untied")
     attach_scoring_forward(model, ScoringOptions())
     twin = copy.deepcopy(model)
@@ -90,7 +90,7 @@ def test_num_items_in_batch_divides_the_loss():
     assert out.loss.item() == pytest.approx(-out.log_probs.sum().item() / 7)
 
 
-def test_a_batch_without_labels_gives_a_zero_that_still_has_a_graph():
+def test_a_batch_without_labels_gives_a_zero_with_a_graph():
     for trained in (False, True):
         model = build("untied")
         model.lm_head.requires_grad_(trained)
@@ -104,14 +104,14 @@ def test_a_batch_without_labels_gives_a_zero_that_still_has_a_graph():
         assert all(g is not None and g.isfinite().all() and float(g.abs().sum()) == 0 for g in gradients)
 
 
-def test_no_labels_at_all_is_refused():
+def test_missing_labels_are_an_error():
     model = build("untied")
     attach_scoring_forward(model, ScoringOptions())
     with pytest.raises(ValueError, match="`labels` or `shift_labels`"):
         model(**batch()[0], fused_lm_head=True)
 
 
-def test_generation_and_the_plain_forward_are_untouched():
+def test_generation_and_the_plain_forward_do_not_change():
     inputs, labels = batch()
     plain, attached = build("tied"), build("tied")
     attach_scoring_forward(attached, ScoringOptions())
@@ -129,7 +129,7 @@ def test_generation_and_the_plain_forward_are_untouched():
 
 
 @pytest.mark.parametrize("name", ["experts", "mixtral", "gpt-oss", "granite-moe"])
-def test_router_loss_is_the_models_own(name):
+def test_router_loss_equals_the_models(name):
     model = build(name, router_aux_loss_coef=0.5)
     inputs, labels = batch()
     own = model(**inputs, labels=labels, output_router_logits=True)
@@ -138,7 +138,7 @@ def test_router_loss_is_the_models_own(name):
     assert ours.aux_loss.item() == pytest.approx(own.aux_loss.item(), rel=1e-6)
     assert ours.aux_loss.item() > 0
     assert model(**inputs, labels=labels, fused_lm_head=True).aux_loss is None
-    # By the model's own convention its loss carries the router loss, weighted
+    # The model's loss includes the weighted router loss
     lone = -ours.log_probs.sum() / ours.label_mask.sum()
     assert ours.loss.item() == pytest.approx((lone + 0.5 * own.aux_loss).item(), rel=1e-5)
 
@@ -197,7 +197,7 @@ def vision_model():
     return t.Qwen2VLForConditionalGeneration(config).eval()
 
 
-def test_a_vision_language_models_text_is_scored_after_its_own_vision():
+def test_the_text_of_a_vision_language_model_is_scored_with_its_images():
     model = vision_model()
     ids = torch.randint(3, 80, (2, 12), generator=torch.Generator().manual_seed(0))
     ids[:, 2] = 92
@@ -220,7 +220,7 @@ def test_a_vision_language_models_text_is_scored_after_its_own_vision():
     mask = labels[:, 1:] != -100
     targets = labels[:, 1:].clamp(min=0)[..., None]
     assert floats_apart(ours, log_p.gather(-1, targets)[..., 0] * mask) < 1e-5
-    assert floats_apart(ours, other.gather(-1, targets)[..., 0] * mask) > 1e-3  # the image was seen
+    assert floats_apart(ours, other.gather(-1, targets)[..., 0] * mask) > 1e-3  # the image changed the result
 
 
 def smoothed_loss(model, wrapped):
@@ -236,7 +236,7 @@ def mean_log_probs_through(group, wrapper):
     model = build("softcap")
     model.lm_head.requires_grad_(False)
     if wrapper == "DDP":
-        model.forward = convert_outputs_to_fp32(model.forward)  # as accelerate does under autocast
+        model.forward = convert_outputs_to_fp32(model.forward)  # as Accelerate does under autocast
         wrapped = DistributedDataParallel(model, process_group=group)
     else:
         wrapped = fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
@@ -246,7 +246,7 @@ def mean_log_probs_through(group, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-def test_mean_log_probs_reach_the_caller_through_what_wraps_the_model(ranks, wrapper):
+def test_mean_log_probs_pass_through_wrappers_of_the_model(ranks, wrapper):
     model = build("softcap")
     model.lm_head.requires_grad_(False)
     expected = smoothed_loss(model, model)

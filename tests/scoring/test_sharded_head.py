@@ -1,4 +1,4 @@
-"""A head whose weight lies on several ranks: gathered for the product, on two real processes over gloo."""
+"""A head with a sharded weight gathers it for the product, on two real gloo processes."""
 
 import contextlib
 
@@ -46,13 +46,13 @@ def on_each_rank(rank, address):
 
 
 @pytest.mark.slow
-def test_a_dtensor_head_is_scored_like_a_whole_one(tmp_path):
+def test_a_dtensor_head_scores_like_a_whole_one(tmp_path):
     mp.spawn(on_each_rank, args=(tmp_path / "rendezvous",), nprocs=2)
 
 
 @pytest.mark.parametrize("head", ["tiled", "dense"])
-def test_a_weight_that_is_there_only_while_it_is_read(head):
-    """As under ZeRO-3: gathered in the forward, released, and gathered again in the backward that recomputes."""
+def test_a_weight_that_is_gathered_only_while_it_is_read(head):
+    """As under ZeRO-3, the weight is gathered in the forward, released, and gathered again in the backward."""
     torch.manual_seed(0)
     whole, weight = torch.randn(101, 8), torch.nn.Parameter(torch.empty(0, 8), requires_grad=False)
     entered = []

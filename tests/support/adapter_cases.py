@@ -1,7 +1,6 @@
-"""Policies with adapters of many kinds, the models that are their references by definition, and runs of both trainers.
+"""Policies with adapters of many kinds, separate models that define their references, and runs of both trainers.
 
-A reference by definition is a model of its own, loaded apart and merged where it has an adapter: TRL's trainers score
-it without knowing of adapters.
+The defining reference is a separate model, with its adapter merged, which TRL's trainers score without any adapter.
 """
 
 import copy
@@ -47,7 +46,7 @@ def base(workshop: Workshop, model: str = "untied") -> PreTrainedModel:
 
 
 def drawn(model: PreTrainedModel, config: Any, seed: int, name: str = "default") -> PeftModel:
-    """`model` with an adapter called `name` whose weights are none of its defaults."""
+    """Return `model` with an adapter `name` that has random weights."""
     torch.manual_seed(seed)
     policy = get_peft_model(model, config, adapter_name=name)
     with torch.no_grad():
@@ -58,7 +57,7 @@ def drawn(model: PreTrainedModel, config: Any, seed: int, name: str = "default")
 
 
 def loaded(workshop: Workshop, folder: Any, *names: str, trainable: bool = True, **lora: Any) -> PeftModel:
-    """A base model with one adapter from disk for each name, each with other weights; the first is active."""
+    """Load a base model and one adapter for each name, with different weights. The first is active."""
     policy = None
     for seed, name in enumerate(names):
         path = folder / f"adapter-{seed}"
@@ -72,13 +71,13 @@ def loaded(workshop: Workshop, folder: Any, *names: str, trainable: bool = True,
 
 
 def merged(workshop: Workshop, folder: Any, seed: int) -> PreTrainedModel:
-    """The base model with the adapter of that seed merged into it."""
+    """Return the base model with the adapter of this seed merged."""
     return PeftModel.from_pretrained(base(workshop), folder / f"adapter-{seed}").merge_and_unload()
 
 
 @dataclass
 class Run:
-    """What a run showed."""
+    """The results of a run."""
 
     trainer: Any
     losses: list[float] = field(default_factory=list)
@@ -106,7 +105,7 @@ class _Recorder(TrainerCallback):
 
 
 class MovesDefinition(TrainerCallback):
-    """TR-DPO on a reference that is a model of its own, of the same build as the policy's base with its adapter."""
+    """TR-DPO on a separate reference model, built like the policy's base with its adapter."""
 
     def __init__(self, reference: Any):
         self.reference = reference
@@ -121,7 +120,7 @@ class MovesDefinition(TrainerCallback):
 def build(
     kind: str, library: Any, workshop: Workshop, folder: Any, policy: Any, reference: Any = None, **config: Any
 ) -> Any:
-    """A DPO or GRPO trainer of `library`; `reference` takes the place of what the trainer would have for one."""
+    """Build a DPO or GRPO trainer of `library`. `reference` replaces its own reference."""
     options = {name: config.pop(name) for name in ("peft_config", "callbacks", "eval_dataset") if name in config}
     torch.manual_seed(0)
     path = workshop.model(config.pop("model", "untied"))
@@ -164,7 +163,7 @@ def run(*positional: Any, **config: Any) -> Run:
 def assert_alike(
     ours: Run, definition: Run, rename: Callable[[str], str] = lambda name: name, times: float = 1.0
 ) -> None:
-    """Losses, metrics and the update of each weight, to 1e-5 of their size, or `times` as much."""
+    """Check that losses, metrics and the update of each weight agree to `times` 1e-5 of their size."""
     assert len(ours.losses) == len(definition.losses) == 4
     assert max(map(abs, ours.losses)) > 0
     torch.testing.assert_close(ours.losses, definition.losses, rtol=1e-5 * times, atol=2e-6 * times)
@@ -172,7 +171,7 @@ def assert_alike(
         for key in want.keys() & got.keys():
             if key.startswith(("rewards/chosen", "rewards/rejected", "rewards/margins", "kl", "logps/")):
                 assert abs(got[key] - want[key]) <= 2e-5 * times * max(1.0, abs(want[key])), (key, got[key], want[key])
-    # PEFT leaves the virtual tokens of TRL's "ref" trainable; they get no gradient
+    # In PEFT the virtual tokens of TRL's "ref" stay trainable, but they get no gradient
     got_updates = {rename(name): update for name, update in ours.updates.items() if ".ref." not in name}
     assert all((update == 0).all() for name, update in definition.updates.items() if ".ref." in name)
     updates = {name: update for name, update in definition.updates.items() if ".ref." not in name}
@@ -184,7 +183,7 @@ def assert_alike(
 
 
 def copy_of(model: Any) -> Any:
-    """A copy that shares nothing, frozen."""
+    """Return a frozen copy that shares no memory."""
     return copy.deepcopy(model).requires_grad_(False)
 
 

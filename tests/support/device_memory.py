@@ -1,4 +1,4 @@
-"""What a step needs of the GPU's memory."""
+"""The GPU memory of a step."""
 
 import gc
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 
 
 def allocated_by(step: Callable[[], Any]) -> int:
-    """Bytes of device memory that `step` needed at its peak, above what was allocated before it."""
+    """Return the peak of device memory during `step`, above what was allocated before."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Adapters on the LM head: how PEFT is asked for each, which way it is scored, and what stock TRL does with it."""
+"""Adapters on the LM head: PEFT's config for each, how it is scored, and what stock TRL does."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ ROWS = "the rows of single tokens"
 MODULE = "the head's own forward runs"
 WHOLE = "the whole weight is on this rank"
 
-REFUSES = "Applying a PEFT adapter to `lm_head` is not supported"  # stock TRL, at start
-CRASHES = "has no attribute 'bias'"  # stock TRL, in its first forward
+REFUSES = "Applying a PEFT adapter to `lm_head` is not supported"  # of stock TRL, at the start
+CRASHES = "has no attribute 'bias'"  # of stock TRL, in its first forward
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Case:
 
     Args:
         config (`Callable`): makes the PEFT configuration.
-        way (`str`): what the plan's row `head` must say.
-        stock (`str`, *optional*): the error that stock TRL raises; None where it trains the same.
+        way (`str`): words of the plan's row `head`.
+        stock (`str`, *optional*): the error that stock TRL raises. None if it trains the same.
         model (`str`): a name of `tiny.MODELS`.
-        after (`Callable`): what is done with the PEFT model afterwards.
+        after (`Callable`): called with the PEFT model after it is built.
     """
 
     config: Callable[[], Any]
@@ -40,13 +40,13 @@ class Case:
 
 
 def lora(**changes: Any) -> Callable[[], Any]:
-    """LoRA on the head and on a layer below it, with a B that is not zero."""
+    """Return LoRA on the head and on a layer below it, with a nonzero B."""
     options = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, "target_modules": ["lm_head", "q_proj"]}
     return lambda: peft.LoraConfig(task_type="CAUSAL_LM", **{**options, **changes})
 
 
 def two_adapters(model: Any) -> None:
-    """A second adapter beside the first, both active, of another rank and scaling."""
+    """Add a second active adapter with another rank and scaling."""
     model.add_adapter("second", lora(r=2, lora_alpha=9, use_rslora=True)())
     model.base_model.set_adapter(["default", "second"])
 
@@ -64,7 +64,7 @@ TOKENS = [1, 17, 3, 96]
 CASES: dict[str, Case] = {
     "LoRA": Case(lora(), LOW_RANK),
     "LoRA, rank-stabilised": Case(lora(use_rslora=True), LOW_RANK),
-    "LoRA with a bias of its own": Case(lora(lora_bias=True), LOW_RANK, model="head_bias"),
+    "LoRA with its own bias": Case(lora(lora_bias=True), LOW_RANK, model="head_bias"),
     "LoRA with a bias, on a head without": Case(lora(lora_bias=True), LOW_RANK),
     "LoRA, all biases trained": Case(lora(bias="all"), LOW_RANK, model="head_bias"),
     "LoRA, B zero": Case(lora(init_lora_weights=True), LOW_RANK),
@@ -107,12 +107,12 @@ CASES: dict[str, Case] = {
 
 
 def build(case: Case, workshop: Workshop) -> Any:
-    """The PEFT model, in evaluation mode, its adapter's weights not at their start."""
+    """Build the PEFT model in evaluation mode, with random weights in its adapter."""
     path = workshop.model(case.model)
     torch.manual_seed(0)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(path), case.config())
     for name, parameter in model.named_parameters():
-        if "modules_to_save" in name:  # no longer what it is a copy of
+        if "modules_to_save" in name:  # different from the module that it copies
             parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
         if "lora_embedding" in name:
             parameter.data.mul_(0.3)

@@ -1,4 +1,4 @@
-"""The head's definition in float64, written out plainly: what the tests of the head compare with."""
+"""The definition of the head in float64, to which the tests compare the head."""
 
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ def defined(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Defined:
-    """From operands of any dtype, upcast to float64; differentiable where they are."""
+    """Compute all outputs from operands of any dtype, cast to float64; differentiable."""
     logits = hidden.double() @ weight.double().t()
     if bias is not None:
         logits = logits + bias.double()
@@ -52,18 +52,18 @@ def defined(
 
 
 def log_p_where_certain(logits: Tensor, targets: Tensor) -> Tensor:
-    """log p of the target in float64 from its odds, exact also where p rounds to 1."""
+    """Return log p of the target in float64 from its log-odds, exact even if p rounds to 1."""
     target = logits.gather(-1, targets[..., None])
     others = logits.scatter(-1, targets[..., None], -torch.inf).logsumexp(-1, keepdim=True)
     return -torch.nn.functional.softplus(others - target)[..., 0]
 
 
 def floats_apart(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference, in float64."""
+    """Return the largest absolute difference, in float64."""
     return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b||, in float64."""
+    """Return ||a - b|| / ||b||, in float64."""
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm())

@@ -1,4 +1,4 @@
-"""Watches that the head's weight is never gathered: a recorder around what torch gathers with."""
+"""A check that the head's weight is never gathered, which records torch's collectives."""
 
 import traceback
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ _OF_GROUPS = [name for name in dir(dist.ProcessGroup) if "gather" in name] + ["b
 
 
 class HeadGatheredError(AssertionError):
-    """The head's weight, or as many numbers as it has, came together on this rank."""
+    """The head's weight, or a tensor of its size, was gathered on this rank."""
 
 
 @contextmanager
 def head_stays_sharded(shape: tuple[int, int]) -> Iterator[list[str]]:
-    """Within, bringing a weight of this shape together raises; the list gets a line for each collective seen.
+    """Raise if a weight of this shape is gathered within. The list gets a line for each collective.
 
-    FSDP2's own gathers are not looked at: it gathers layers, and the embedding has the head's size. A head among them
-    would be a plain tensor when it is used, which is seen there.
+    FSDP2's own gathers are not checked, because it gathers layers, and the embedding has the size of the head. A head
+    that it gathers would be a plain tensor in the forward, which is detected there.
     """
     seen: list[str] = []
 
@@ -51,7 +51,7 @@ def head_stays_sharded(shape: tuple[int, int]) -> Iterator[list[str]]:
         return full_tensor(self, **kwargs)
 
     def watched_redistribute(self: DTensor, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> DTensor:
-        # By placements beside one another: FSDP2 may have spread what tensor parallelism has left on a rank
+        # Both placements count: FSDP2 may shard the rows that tensor parallelism left on a rank
         gathered = [a.is_shard() and b.is_replicate() for a, b in zip(self.placements, placements or (), strict=False)]
         if tuple(self.shape) == shape and gathered and not any(isinstance(x, Shard) for x in placements):
             look("redistribute", self.numel())
@@ -72,7 +72,7 @@ def head_stays_sharded(shape: tuple[int, int]) -> Iterator[list[str]]:
 
 
 def _numbers(output: Any) -> int:
-    """Numbers of floating point: pickled objects travel as bytes."""
+    """Count floating-point numbers. Pickled objects are sent as bytes."""
     if isinstance(output, Tensor):
         return output.numel() if output.is_floating_point() else 0
     return sum(_numbers(x) for x in output)

@@ -1,4 +1,4 @@
-"""Padded batches as TRL's trainers make them, and the tokens of them that need to be fed, counted in plain Python."""
+"""Padded batches as TRL's trainers make them, and a count in plain Python of the tokens that must be processed."""
 
 import random
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ PAD, FIRST, V = 0, 3, 97
 
 @dataclass(frozen=True)
 class Batch:
-    """A padded batch of shape `(B, S)` at the seam; a label that is not wanted is -100."""
+    """A padded batch of shape `(B, S)` for the scoring forward. Labels that are not scored are -100."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -25,7 +25,7 @@ class Batch:
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
 
     def with_tokens(self, row: int, columns: Any, tokens: Any) -> "Batch":
-        """The batch with other tokens in some columns of a row, and their labels where they have one."""
+        """Return the batch with other tokens in some columns of a row, and with their labels if they have any."""
         ids, labels = self.input_ids.clone(), self.labels.clone()
         ids[row, columns] = torch.as_tensor(tokens)
         labels[row] = torch.where(labels[row] == -100, -100, ids[row])
@@ -36,14 +36,14 @@ class Batch:
 
 
 def tokens_needed(batch: Batch, share: bool = True, in_columns: bool = False, router: bool = False) -> int:
-    """How many tokens have to be fed: each distinct start of a row that some needed token ends.
+    """Count the tokens that must be processed: one for each distinct start of a row that ends in a needed token.
 
-    Needed are a row's real tokens up to the last that predicts a label; with a router loss all. One token is fed where
-    none is needed.
+    A row needs its tokens up to the last that predicts a label; with a router loss, all of its tokens. If no token is
+    needed, one is processed.
 
     Args:
-        share: whether two rows with the same start have its tokens in common.
-        in_columns: whether these have to stand in the same columns for that.
+        share: whether two rows with the same start share its tokens.
+        in_columns: whether they share them only in the same columns.
     """
     starts = set()
     rows = zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), batch.labels.tolist(), strict=True)
@@ -62,13 +62,13 @@ def grpo(
     order: list[int] | None = None,
     more: tuple[int, int] = (0, 0),
 ) -> Batch:
-    """As GRPO has it: prompts padded on the left, completions on the right.
+    """Make a GRPO batch: prompts padded on the left, completions on the right.
 
     Args:
-        groups: prompt and completions of each.
-        unscored: places in the completion (group, its completion) that an environment wrote.
-        order: of the rows.
-        more: columns of padding on the left and the right, from rows of the generation batch that are not in this one.
+        groups: the prompt and the completions of each group.
+        unscored: positions in a completion (group, completion) that an environment wrote.
+        order: the order of rows.
+        more: extra columns of padding on the left and the right, for longer rows in other micro-batches.
     """
     rows = []
     wide = max(len(prompt) for prompt, _ in groups) + more[0]
@@ -90,7 +90,7 @@ def grpo(
 
 
 def dpo(pairs: list[tuple[list[int], list[int], list[int]]], **collator: Any) -> Batch:
-    """As TRL's collator has it, from prompt, chosen and rejected of each pair."""
+    """Make a batch like TRL's collator, from prompt, chosen and rejected of each pair."""
     examples = [dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), pair, strict=True)) for pair in pairs]
     collated = DataCollatorForPreference(pad_token_id=PAD, **collator)(examples)
     ids, mask = collated["input_ids"], collated["attention_mask"]
@@ -102,10 +102,10 @@ def words(rng: random.Random, count: int) -> list[int]:
 
 
 def grpo_example(seed: int = 0, group: int = 3) -> Batch:
-    """Three shuffled groups, longer than the windows.
+    """Make three shuffled groups, longer than the windows.
 
-    The second prompt goes on where a part of the first ends; the third stands alone. Completions of one token, some
-    that begin alike, one with an environment's tokens, one masked whole.
+    The second prompt begins with a part of the first; the third shares nothing. Some completions have one token, some
+    the same start, one has tokens of an environment, and one is fully masked.
     """
     rng = random.Random(seed)
     shared = words(rng, 9)
@@ -121,7 +121,7 @@ def grpo_example(seed: int = 0, group: int = 3) -> Batch:
 
 
 def dpo_example(seed: int = 0) -> Batch:
-    """Pairs whose completions begin alike, or not; two of one prompt."""
+    """Make pairs whose completions have the same start or not; two pairs have the same prompt."""
     rng = random.Random(seed)
     first = words(rng, 12)
     pairs = []
@@ -133,7 +133,7 @@ def dpo_example(seed: int = 0) -> Batch:
 
 EXAMPLES = {"grpo": grpo_example, "dpo": dpo_example}
 
-# The pad token may well be a real one, as where it is EOS
+# The pad token may be a real token, for example EOS
 _TOKENS = st.sampled_from([PAD, 5, 6])
 
 
@@ -143,7 +143,7 @@ def _some(least: int, most: int) -> st.SearchStrategy[list[int]]:
 
 @st.composite
 def grpo_batches(draw: st.DrawFn) -> Batch:
-    """One to three groups, whose prompts are equal, nearly equal or begin alike; completions may be empty."""
+    """Draw one to three groups. Prompts are equal, nearly equal or have the same start; completions may be empty."""
     starts = draw(st.lists(_some(0, 6), min_size=1, max_size=2))
     groups, unscored = [], {}
     for g in range(draw(st.integers(1, 3))):
@@ -160,7 +160,7 @@ def grpo_batches(draw: st.DrawFn) -> Batch:
 
 @st.composite
 def dpo_batches(draw: st.DrawFn) -> Batch:
-    """One to three pairs; chosen and rejected may begin alike, be alike or empty, and prompts may recur."""
+    """Draw one to three pairs. Chosen and rejected may have the same start, be equal or empty; prompts may repeat."""
     prompts = draw(st.lists(_some(1, 7), min_size=1, max_size=2))
     pairs = []
     for _ in range(draw(st.integers(1, 3))):
@@ -171,7 +171,7 @@ def dpo_batches(draw: st.DrawFn) -> Batch:
 
 @st.composite
 def any_batches(draw: st.DrawFn) -> Batch:
-    """Rows padded on both sides, with labels on any token that a real one predicts."""
+    """Draw rows padded on both sides, with labels on any token that follows a real one."""
     width = draw(st.integers(2, 10))
     rows = []
     for _ in range(draw(st.integers(1, 5))):

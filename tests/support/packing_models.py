@@ -1,7 +1,7 @@
-"""Tiny models of the families that packing is judged on, and a mode in which float64 means float64.
+"""Tiny models of the families that packing is tested on, and a mode that computes everything in float64.
 
-Weights are drawn wide and nothing is left at its initial value (norms, biases, sinks), so that a token that sees what
-it should not, or misses what it should see, moves every log-prob after it. Windows are shorter than the sequences.
+All weights are random and large, also norms, biases and sinks. So a token that sees too much or too little changes
+every later log-prob. Windows are shorter than the sequences.
 """
 
 from collections.abc import Callable
@@ -42,14 +42,14 @@ _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 @dataclass(frozen=True)
 class Family:
-    """One configuration that is fed packed.
+    """A configuration that can be packed.
 
     Args:
-        config: makes it.
-        eager_only: transformers has no other attention for it.
-        router: its router loss can be asked for.
-        learned_positions: a token's vector depends on its column, so only tokens in the same columns are the same.
-        adapted: modules that LoRA adapts, where "all-linear" does not do.
+        config: makes the configuration.
+        eager_only: whether transformers has only eager attention for it.
+        router: whether it has a router loss.
+        learned_positions: whether a token's vector depends on its column, so that only equal columns are shared.
+        adapted: modules for LoRA, if "all-linear" does not work.
     """
 
     config: Callable[[], t.PreTrainedConfig]
@@ -150,11 +150,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def fresh(config: t.PreTrainedConfig, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Any:
-    """A model with weights of its own, the same on every call."""
+    """Make a model with random weights, the same on every call."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = t.AutoModelForCausalLM.from_config(
-            # Grouped products of experts know no float64
+            # Grouped products of experts do not support float64
             config,
             attn_implementation=attention,
             experts_implementation="eager",
@@ -175,7 +175,7 @@ def fresh(config: t.PreTrainedConfig, attention: str = "sdpa", dtype: torch.dtyp
 def build(
     name: str, attention: str | None = None, dtype: torch.dtype = torch.float32, lora: bool = False, **changes: Any
 ) -> Any:
-    """The family's model, in training mode; with `lora` inside PEFT, the adapter's weights not zero."""
+    """Build the family's model in training mode; with `lora`, inside PEFT with nonzero adapter weights."""
     family = FAMILIES[name]
     config = family.config()
     for key, value in changes.items():
@@ -190,7 +190,7 @@ def build(
 
 
 def attach(model: Any, **options: Any) -> ScoringForward:
-    """The scoring forward on the model inside PEFT, past the check of its first batch."""
+    """Attach the scoring forward to the model inside PEFT, and skip the check of the first batch."""
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     scoring = attach_scoring_forward(inner, ScoringOptions(**{"outputs": ("log_probs", "entropy"), **options}))
     scoring.packing.checked = True
@@ -198,10 +198,10 @@ def attach(model: Any, **options: Any) -> ScoringForward:
 
 
 class TrueFloat64(TorchFunctionMode):
-    """Within, what asks for fp32 gets float64.
+    """Replace fp32 by float64 within.
 
-    transformers computes norms, softmaxes, rotary angles and routers in fp32 whatever the model's dtype is, which would
-    hide any difference below 1e-7.
+    transformers computes norms, softmaxes, rotary angles and routers in fp32 for every dtype of the model, which would
+    hide differences below 1e-7.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""One forward and backward at the seam, what came of it and what was fed; and whether two of them are the same."""
+"""One scoring forward and backward with its results and tokens, and the comparison of two."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +11,21 @@ from packing_batches import Batch
 
 @dataclass(frozen=True)
 class Seen:
-    """What one scoring forward gave, and the gradients of a loss that weighs every token differently."""
+    """The results of one scoring forward, and the gradients of a loss that weights every token differently."""
 
     fields: dict[str, Tensor]  # `(B, S - 1)`
     label_mask: Tensor
     loss: Tensor
     aux_loss: Tensor | None
     gradients: dict[str, Tensor]
-    fed: int  # tokens that met the input embedding
+    fed: int  # tokens that entered the input embedding
 
 
 def see(model: Any, batch: Batch, grad: bool = True, through: Any = None, **call: Any) -> Seen:
-    """Score `batch`, and go back from log-probs, entropy and router loss where `grad`.
+    """Score `batch` and, with `grad`, run the backward from log-probs, entropy and router loss.
 
     Args:
-        through: what wraps `model`, and is called in its place.
+        through: the wrapper of `model`, which is called instead of it.
     """
     model.zero_grad(set_to_none=True)
     fed: list[int] = []
@@ -49,7 +49,7 @@ def see(model: Any, batch: Batch, grad: bool = True, through: Any = None, **call
 
 
 def apart(ours: Seen, other: Seen) -> dict[str, float]:
-    """Largest differences, on their scale: a log-prob's or entropy's own size, at least 1; of gradients the largest."""
+    """Return the largest differences, relative to a log-prob or entropy, at least 1, or to the largest gradient."""
     assert torch.equal(ours.label_mask, other.label_mask)
     assert ours.fields.keys() == other.fields.keys()
     assert ours.gradients.keys() == other.gradients.keys()
@@ -58,8 +58,8 @@ def apart(ours: Seen, other: Seen) -> dict[str, float]:
     found["loss"] = _relative(ours.loss, other.loss)
     if other.aux_loss is not None:
         found["aux_loss"] = _relative(ours.aux_loss, other.aux_loss)
-    # The scale is the model's: GPT-2's key bias has a gradient of zero but for rounding. So has every weight where
-    # experts are balanced and nothing else is in the loss.
+    # Relative to the model's largest gradient: the gradient of GPT-2's key bias is only rounding error, as is every
+    # gradient if experts are balanced and the loss has no other term.
     scale = max([0.1, *(float(x.abs().max()) for x in other.gradients.values())])
     for name, gradient in other.gradients.items():
         difference = (ours.gradients[name].double() - gradient.double()).abs().max()
@@ -75,12 +75,12 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 def assert_same(ours: Seen, other: Seen, tolerance: float) -> None:
     for name, distance in apart(ours, other).items():
-        assert distance <= tolerance, name  # also where it is NaN
+        assert distance <= tolerance, name  # also true for NaN
 
 
 @dataclass
 class Call:
-    """One scoring forward of a model, from outside: the padded batch that came in, and what was fed."""
+    """One scoring forward of a model: its padded batch, and the tokens that it processed."""
 
     batch: Batch
     grad: bool
@@ -90,7 +90,7 @@ class Call:
 
 
 def watch(model: Any, calls: list[Call]) -> None:
-    """Append every scoring forward of `model` (the one inside PEFT) from now on; generation is none."""
+    """Record every later scoring forward of `model` (the one inside PEFT), but no generation."""
     inside: list[Call] = []
 
     def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Padded batches of given sequences, and a stand-in for the reference's pass over them."""
+"""Padded batches of given sequences, and a fake reference pass."""
 
 import torch
 
@@ -8,7 +8,7 @@ WEIGHT = torch.randn(V_WORDS, 2, generator=torch.Generator().manual_seed(0))
 
 
 def batch(rows, width=None, left=0):
-    """Rows of (token ids, where the completion starts), padded on the right, and by `left` on the left."""
+    """Make a batch of rows (token ids, start of the completion), padded on the right, and by `left` on the left."""
     width = max(len(ids) for ids, _ in rows) if width is None else width
     names = ("input_ids", "attention_mask", "completion_mask")
     out = {name: torch.zeros(len(rows), left + width, dtype=torch.long) for name in names}
@@ -21,7 +21,7 @@ def batch(rows, width=None, left=0):
 
 
 def score(fed):
-    """Stands for a reference: each label's value follows from all tokens up to it."""
+    """Return fake log-probs: the value of each label depends on all tokens up to it."""
     seen = torch.cumsum(WEIGHT[fed["input_ids"]] * fed["attention_mask"][..., None], dim=1)
     values = (seen[:, :-1, 0] + seen[:, 1:, 1]).sin() - 1
     return values.masked_fill(fed["completion_mask"][:, 1:] == 0, 0)

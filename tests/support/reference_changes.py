@@ -1,4 +1,4 @@
-"""Ways to change a reference model in memory: those that the identity lists, and one that hides."""
+"""Ways to change a reference model in memory: some that the identity lists, and one that it misses."""
 
 from types import MethodType
 
@@ -40,7 +40,7 @@ LISTED = {change.__name__: change for change in (buffer, norm, scaling, forward,
 
 
 class Box:
-    """Hides a tensor from whoever lists attributes."""
+    """Hides a tensor from code that lists attributes."""
 
     def __init__(self, factor):
         self.factor = torch.tensor(factor)

@@ -1,4 +1,4 @@
-"""Short DPO runs for tests of the store of reference log-probs: the trainer, its data, and what it showed."""
+"""Short DPO runs for tests of the store of reference log-probs: the trainer, its data and its results."""
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,6 +51,6 @@ def with_values(rows, seed, chosen=-20.0, rejected=-25.0):
 
 
 def of_check(passes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The first of `passes`, which feeds the few sequences by which a run knows a store for its own."""
+    """Return the first of `passes`, in which a run checks the canary of a store."""
     assert 0 < passes[0][0] <= 4
     return passes[:1]

@@ -1,4 +1,4 @@
-"""Heads whose weight lies on several ranks, drawn at random: the operands, and what one rank computes of them."""
+"""Randomly drawn heads with the weight on several ranks: the operands, and what one rank computes."""
 
 import math
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ from trl_ext.heads.tiled import Head, tiled_log_probs
 
 @dataclass(frozen=True)
 class Problem:
-    """Who has which rows and tokens, the options, and the seed of the numbers.
+    """The rows and tokens of each rank, the options, and the seed of the numbers.
 
     Args:
-        edges (`tuple[tuple[int, int], ...]`): of each rank, (first class, rows).
-        tokens (`tuple[int, ...]`): of each rank; all the same ones if not `own`.
-        dtype (`str`): of the operands; `"autocast"` rounds fp32 ones to bf16, and gives gradients in fp32.
-        ties (`bool`): whether the operands are small whole numbers, so that logits are equal to the last bit.
-        entropy_used, mean_used (`tuple[bool, ...]`): of each rank, whether the entropy, or the mean log-prob, is in its
-            loss.
-        blocks (`int`): in how many blocks a rank has its rows.
+        edges (`tuple[tuple[int, int], ...]`): (first class, rows) of each rank.
+        tokens (`tuple[int, ...]`): tokens of each rank. Without `own`, all ranks have the same tokens.
+        dtype (`str`): the dtype of the operands. `"autocast"` rounds fp32 operands to bf16, with gradients in fp32.
+        ties (`bool`): whether the operands are small whole numbers, so that some logits are exactly equal.
+        entropy_used, mean_used (`tuple[bool, ...]`): whether the loss of each rank has the entropy, or the mean
+            log-prob.
+        blocks (`int`): the number of blocks of a rank's rows.
     """
 
     edges: tuple[tuple[int, int], ...]
@@ -77,18 +77,18 @@ class Problem:
         return {"temperature": self.temperature, "logit_scale": self.logit_scale, "softcap": self.softcap}
 
     def owner(self, rank: int) -> int:
-        """Whose tokens a rank has."""
+        """Return the index of the tokens that a rank has."""
         return rank if self.own else 0
 
 
 @st.composite
 def problems(draw: Any, way: str = "public") -> Problem:
-    """Rows and tokens in any distribution over 1 to 5 ranks, also none; V from 2 on. For what `way` can do."""
+    """Draw any distribution of rows and tokens over 1 to 5 ranks, within the limits of `way`."""
     ranks = draw(st.integers(1, 5))
     vocabulary = draw(st.one_of(st.just(2), st.integers(2, 12), st.integers(13, 300)))
     cuts = sorted(draw(st.lists(st.integers(0, vocabulary), min_size=ranks - 1, max_size=ranks - 1)))
     only_target = None
-    if ranks > 2 and draw(st.booleans()):  # a rank whose only row is the target's
+    if ranks > 2 and draw(st.booleans()):  # a rank whose only row is the target
         only_target = draw(st.integers(0, vocabulary - 1))
         where = draw(st.integers(0, ranks - 2))
         cuts = [min(x, only_target) for x in cuts[:where]] + [only_target]
@@ -129,7 +129,7 @@ def problems(draw: Any, way: str = "public") -> Problem:
 
 
 class Operands(NamedTuple):
-    """The same on every rank; lists have an entry for each rank."""
+    """The operands, equal on every rank. Lists have an entry for each rank."""
 
     weight: Tensor
     bias: Tensor | None
@@ -146,7 +146,7 @@ def operands(problem: Problem) -> Operands:
         x = x.clamp(-1, 1).round() if problem.ties else x * scale
         if not rounded:
             return x if problem.dtype == "float64" else x.float()
-        # Also of fp32 operands only what bf16 holds: the rounding under autocast is then none
+        # fp32 operands have only bf16 values too, so autocast does not round them
         return x.bfloat16().float() if problem.dtype == "autocast" else x.to(getattr(torch, problem.dtype))
 
     weight = randn(problem.vocabulary, problem.width, scale=problem.spread / math.sqrt(problem.width))
@@ -155,7 +155,7 @@ def operands(problem: Problem) -> Operands:
     targets = [torch.randint(problem.vocabulary, (count,), generator=generator) for count in problem.tokens]
     if problem.only_target is not None:
         targets = [torch.full_like(x, problem.only_target) for x in targets]
-    elif problem.ties:  # every other one the last of those with the highest logit
+    elif problem.ties:  # every other target is the last of the classes with the highest logit
         for h, t in zip(hidden, targets, strict=True):
             logits = (h.double() @ weight.double().t() + (0 if bias is None else bias.double())) * problem.logit_scale
             t[::2] = (problem.vocabulary - 1 - logits.flip(-1).argmax(-1))[::2]
@@ -165,15 +165,15 @@ def operands(problem: Problem) -> Operands:
 
 
 class Scored(NamedTuple):
-    """What a rank has computed; gradients of its own hidden states and rows."""
+    """The results of a rank, with gradients of its hidden states and rows."""
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
 
 
 def scored_on(group: dist.ProcessGroup, problem: Problem, way: str) -> Scored:
-    """As a rank of the group: `"public"` function, rows in several `"blocks"`, or rows that come `"in turn"`."""
-    with pytest.MonkeyPatch.context() as sizes:  # undone: the ranks stay for other cases, each after its own last one
+    """Score as a rank of the group: `"public"` function, rows in several `"blocks"`, or broadcast rows `"in turn"`."""
+    with pytest.MonkeyPatch.context() as sizes:  # undone at the end, because the ranks run other cases later
         sizes.setitem(tiled._ELEMENTS, "cpu", 1)
         sizes.setattr(tiled, "_FEWEST_COLUMNS", problem.columns)
         sizes.setitem(exchange._GATHERED_TOKENS, "cpu", problem.gathered_tokens)

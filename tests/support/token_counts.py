@@ -12,21 +12,21 @@ from tiny import V_WORDS
 
 @dataclass(frozen=True)
 class Feed:
-    """One forward, as the input embedding met it."""
+    """One forward, as the input embedding got it."""
 
-    model: str  # "policy", or "reference" where that is a model of its own
+    model: str  # "policy", or "reference" for a separate reference model
     grad: bool
     training: bool
     rows: int
-    tokens: int  # padding included
-    log: int  # how many log entries there were before it
+    tokens: int  # including padding
+    log: int  # number of log entries before it
     step: int  # optimizer steps before it
 
-    forwards = 1  # so that forwards are summed as rows and tokens are
+    forwards = 1  # so that forwards are summed like rows and tokens
 
 
 def count_feeds(trainer: Any, feeds: list[Feed], log: Callable[[], int] = lambda: 0) -> None:
-    """Append to `feeds` every forward that `trainer` runs from now on, in training and in evaluation."""
+    """Record every later forward of `trainer` in `feeds`, in training and in evaluation."""
 
     def watch(name: str, model: torch.nn.Module) -> None:
         def fed(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ def count_feeds(trainer: Any, feeds: list[Feed], log: Callable[[], int] = lambda
         model.get_input_embeddings().register_forward_hook(fed)
 
     watch("policy", trainer.model)
-    # The check of the first batch feeds a few rows more
+    # The check of the first batch runs a few extra rows
     for scoring in getattr(trainer, "scoring_forwards", ()):
         scoring.packing.checked = True
     if trainer.ref_model is not None:
@@ -46,20 +46,20 @@ def count_feeds(trainer: Any, feeds: list[Feed], log: Callable[[], int] = lambda
 
 @dataclass
 class Tokens:
-    """Shapes `(rows, width)` of what was embedded, in order: with a gradient, and without one."""
+    """Shapes `(rows, width)` of embedded batches, in order, with and without a gradient."""
 
     with_gradient: list[tuple[int, int]] = field(default_factory=list)
     without: list[tuple[int, int]] = field(default_factory=list)
 
 
 def total(shapes: list[tuple[int, int]]) -> int:
-    """Tokens, padding among them."""
+    """Return the tokens, including padding."""
     return sum(rows * width for rows, width in shapes)
 
 
 @contextmanager
 def counted() -> Iterator[Tokens]:
-    """Within, every call of a word embedding is counted, of whatever model, however it is wrapped."""
+    """Count every call of a word embedding within, of any model in any wrapper."""
     tokens = Tokens()
 
     def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

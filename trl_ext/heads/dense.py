@@ -38,7 +38,7 @@ def dense_logits(
 def log_probs_of(
     logits_NV: Tensor, targets: Tensor, outputs: tuple[str, ...], *, entropy_requires_grad: bool = False
 ) -> LinearLogProbs:
-    """Return the results, computed by their definitions."""
+    """Return the outputs of the head, computed from all logits by definition."""
     with exact_arithmetic(logits_NV.device):
         log_p_NV = logits_NV.log_softmax(-1)
         log_p = log_p_NV.gather(-1, targets[:, None])[:, 0]

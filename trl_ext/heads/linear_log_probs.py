@@ -51,8 +51,8 @@ def linear_log_probs(
             Hidden states, bf16, fp16, fp32 or float64.
         weight (`torch.Tensor` of shape `(V, H)`):
             Weight of the LM head, V at least 2. With `group`: this rank's rows, possibly none. Both operands are cast
-            to the wider dtype of `hidden` and `weight`, or to autocast's dtype under autocast (except float64). All
-            other arithmetic runs with autocast and TF32 off.
+            to the wider dtype of `hidden` and `weight`, or to autocast's dtype under autocast (except float64). The
+            head computes with autocast and TF32 off.
         targets (`torch.Tensor` of shape `(...)`):
             Integer class ids in `[0, V)`. An id out of range raises an error on the CPU and gives NaN on other devices.
         bias (`torch.Tensor` of shape `(V,)`, *optional*):
@@ -97,9 +97,8 @@ def linear_log_probs(
     Raises:
         `TypeError`: a tensor argument is not a tensor, `hidden`, `weight` or `bias` is not floating point, `targets`
             are not integers, or `temperature`, `logit_scale` or `softcap` is not a number.
-        `ValueError`: shapes or devices do not match, a target on the CPU is out of range, an output is unknown, an
-            option is out of range, the ranks' rows do not cover the vocabulary once, or Triton does not run on this
-            device although `kernels="triton"`.
+        `ValueError`: shapes or devices do not match, a target on the CPU or an option is out of range, an output is
+            unknown, the ranks' rows do not cover the vocabulary once, or `kernels="triton"` does not run here.
         `RuntimeError`: the backward runs under `create_graph=True`; there is no second derivative.
 
     Example:

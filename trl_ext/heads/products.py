@@ -111,7 +111,7 @@ def refuse_second_derivative() -> None:
 
 
 def coefficients_dtype(operands: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of the coefficients in a gradient product whose other operand has the dtype `operands`.
+    """Return the dtype of logit gradients in a matrix product whose other operand has the dtype `operands`.
 
     Tensor cores need the same half precision for both. Elsewhere the other operand is cast to fp32.
     """

@@ -37,8 +37,8 @@ class LayoutNotReadError(RuntimeError):
 
 
 class _IndexSelectFP32Grad(torch.autograd.Function):
-    """`index_select` with a backward in fp32. torch's sums in half precision: for 64 completions of a prompt, with an
-    error 8 times that of one rounding."""
+    """`index_select` whose backward sums in fp32. torch sums in half precision: with 64 completions of a prompt, the
+    error is 8 times that of one rounding."""
 
     @staticmethod
     def forward(x: Tensor, index: Tensor) -> Tensor:

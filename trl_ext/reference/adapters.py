@@ -144,8 +144,6 @@ class OwnReference:
             description += f", with a copy of the parameters trained outside of the adapter (`{first}`{more})"
         return description
 
-    # The copies
-
     def copy_trained(self) -> None:
         """Copy each parameter that the reference reads and training changes, unless it has a copy."""
         read: Iterable[nn.Parameter] = self.policy.parameters()
@@ -212,8 +210,6 @@ class OwnReference:
             found.append((param, copy))
         return found
 
-    # A pass
-
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Turn the policy into the reference within. Afterwards, even after an error, restore it."""
@@ -250,8 +246,6 @@ class OwnReference:
             param.data.copy_(value)  # hidden from autograd, because the old value is back before a backward reads it
         if values:
             reshard(self.policy)  # parameters that stay gathered, as after an evaluation, keep the old values
-
-    # In a checkpoint
 
     def load(self, folder: Path) -> None:
         """Read the copies from a checkpoint. Raises `ValueError` if the reference moves and they are missing."""

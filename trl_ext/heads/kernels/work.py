@@ -120,7 +120,7 @@ def work_of(kernels: str | None, device: torch.device, statistics: torch.dtype, 
 def check_kernels(kernels: str | None, device: torch.device, name: str = "kernels") -> None:
     """Raise `ValueError` unless the argument `name` is None or one of `KERNELS` that runs on `device`."""
     if kernels is not None and kernels not in KERNELS:
-        raise ValueError(f"Unknown `{name}` {kernels!r}. Choose from: {list(KERNELS)}, or leave it None.")
+        raise ValueError(f"`{name}` must be None or one of {list(KERNELS)}, got {kernels!r}.")
     reason = triton_unavailable_reason(device) if kernels == "triton" else None
     if reason is not None:
         raise ValueError(f"`{name}='triton'` is not available: {reason}. Leave it None to use what runs here.")
