@@ -237,7 +237,7 @@ def test_doctor_says_what_is_there_and_what_is_wrong(capsys: pytest.CaptureFixtu
     assert max(map(len, out.splitlines())) <= 80
     monkeypatch.setattr(head_check, "_VALUES", 0.0)
     assert main(["doctor"]) == 1
-    assert re.search(r"^  head +WRONG +The tiled head disagrees", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^  head +WRONG +The tiled LM head differs", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

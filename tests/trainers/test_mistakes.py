@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     "half of the reference's columns": (
         lambda b: b.dpo(train_dataset=PAIRS.add_column("ref_chosen_logps", [0.0] * 6)),
-        ("`train_dataset`", "`ref_chosen_logps`", "add the other column"),
+        ("`train_dataset`", "`ref_chosen_logps`", "Add the missing column"),
     ),
     # Tokenizers
     "no pad token": (
@@ -175,7 +175,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     "an adapter's name": (
         lambda b: b.dpo(model=b.adapted(), policy_adapter_name="polcy"),
-        ("`policy_adapter_name='polcy'`", "['default']", "Name one of them"),
+        ("Unknown `policy_adapter_name` 'polcy'", "['default']", "Choose from"),
     ),
     "an adapter of no PeftModel": (
         lambda b: b.dpo(ref_adapter_name="first"),
@@ -196,7 +196,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     # Rewards
     "no reward": (lambda b: b.grpo(reward_funcs=None), ("`reward_funcs`", "No reward source", "Pass")),
-    "a reward that is none": (lambda b: b.grpo(reward_funcs=3), ("`reward_funcs`", "3", "Give a function")),
+    "a reward that is none": (lambda b: b.grpo(reward_funcs=3), ("`reward_funcs`", "3", "Pass a function")),
     "a reward that is NaN": (
         lambda b: b.grpo(reward_funcs=not_a_number),
         ("`reward_funcs`", "[nan] by ['not_a_number']", "Return a finite number"),
@@ -259,7 +259,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     "an adapter, and a whole model to move": (
         lambda b: b.dpo(model=b.adapted(), ref_model=b.loaded(), sync_ref_model=True),
-        ("`sync_ref_model=True`", "`ref_model` is another model", "Leave `ref_model` out"),
+        ("`sync_ref_model=True`", "cannot be used with `ref_model`", "Remove `ref_model`"),
     ),
     "a reference that moves too far": (
         lambda b: b.grpo(beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=2.0),

@@ -7,7 +7,7 @@ Written by `python tests/support/compat_names.py`.
 _NAMES = {
     "transformers.modeling_layers": "GradientCheckpointingLayer",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
-    "transformers.trainer": "OPTIMIZER_NAME SCHEDULER_NAME",
+    "transformers.trainer": "OPTIMIZER_NAME SCHEDULER_NAME TRAINING_ARGS_NAME",
     "transformers.trainer_callback:ProgressCallback": "training_bar",
     "transformers.trainer_callback:TrainerCallback": "on_evaluate on_pre_optimizer_step on_predict on_step_begin",
     "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
@@ -18,7 +18,7 @@ _NAMES = {
     "trl.trainer.dpo_trainer:DPOTrainer": (
         '"completion_mask" "input_ids" "ref_chosen_logps" "ref_rejected_logps" __init__ '
         "_init_training_state _is_vision_dataset _metrics _precompute_engine _signature_columns "
-        "_tokenizer _total_train_tokens accelerator add_callback args aux_loss_enabled beta "
+        "_tag_names _tokenizer _total_train_tokens accelerator add_callback args aux_loss_enabled beta "
         "callback_handler create_model_card data_collator eval_dataset evaluation_loop "
         "f_alpha_divergence_coef f_divergence_type gather_function is_deepspeed_enabled is_fsdp_enabled "
         "is_world_process_zero label_smoothing loss_types loss_weights lr_scheduler model model_wrapped "
@@ -29,16 +29,17 @@ _NAMES = {
     "trl.trainer.grpo_trainer:GRPOTrainer": (
         '"completion_ids" "completion_mask" "pixel_values" "prompt_ids" "prompt_mask" "tool_mask" '
         "__init__ _buffered_inputs _entropy_bonus_enabled _get_train_sampler _init_training_state "
-        "_is_vlm _last_loaded_step _metrics _step _tokenize_prompts _tokenizer _total_train_tokens "
-        "accelerator add_callback args aux_loss_enabled beta callback_handler create_model_card "
-        "data_collator environment_factories eval_dataset gather_function get_batch_samples "
-        "get_high_entropy_mask get_train_dataloader importance_sampling_level is_deepspeed_enabled "
-        "is_fsdp_enabled is_world_process_zero loss_type lr_scheduler model model_wrapped "
-        "multi_objective_aggregation num_generations num_iterations optimizer processing_class "
-        "push_to_hub ref_model reward_func_names reward_funcs reward_weights rollout_func save_model "
-        "scale_rewards shuffle_dataset state top_entropy_quantile train train_dataset training_step "
-        "use_vllm vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode"
+        "_is_vlm _last_loaded_step _metrics _step _tag_names _tokenize_prompts _tokenizer "
+        "_total_train_tokens accelerator add_callback args aux_loss_enabled beta callback_handler "
+        "create_model_card data_collator environment_factories eval_dataset gather_function "
+        "get_batch_samples get_high_entropy_mask get_train_dataloader importance_sampling_level "
+        "is_deepspeed_enabled is_fsdp_enabled is_world_process_zero loss_type lr_scheduler model "
+        "model_wrapped multi_objective_aggregation num_generations num_iterations optimizer "
+        "processing_class push_to_hub ref_model reward_func_names reward_funcs reward_weights "
+        "rollout_func save_model scale_rewards shuffle_dataset state top_entropy_quantile train "
+        "train_dataset training_step use_vllm vllm_importance_sampling_clip_max "
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
+        "vllm_importance_sampling_mode"
     ),
 }
 # Functions, with the parameters of every supported release

@@ -212,7 +212,11 @@ class OwnReference:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Turn the policy into the reference within. Afterwards, even after an error, restore it."""
+        """Turn the policy into the reference within. Afterwards, even after an error, restore it.
+
+        The same parameters are trained within as outside. FSDP2 chooses the dtype of gradients in the first forward pass,
+        from the parameters that are trained then, and this may be the first.
+        """
         policy = self.policy
         trained = [(param, param.requires_grad) for param in policy.parameters()]
         attributes = set(vars(policy))
@@ -221,12 +225,10 @@ class OwnReference:
             turned = _adapter_on(policy, self.adapters[0]) if self.adapters else policy.disable_adapter()
         try:
             with turned, self.copies_in_place():
+                _restore_trained(trained)
                 yield
         finally:
-            # PEFT sets `requires_grad` on every parameter of an adapter that it turns on
-            for param, was in trained:
-                if param.requires_grad != was:
-                    param.requires_grad_(was)
+            _restore_trained(trained)
             for name in _LEFT_BY_PEFT - attributes:
                 vars(policy).pop(name, None)
 
@@ -307,6 +309,13 @@ def trained_beside(policy: Any) -> list[str]:
     saves_biases = getattr(policy.active_peft_config, "bias", "none") != "none"
     names = [name for name, _ in ReferenceWeights(policy).trained_parameters()]
     return [name for name in names if not (saves_biases and name.endswith(".bias"))]
+
+
+def _restore_trained(trained: list[tuple[Any, bool]]) -> None:
+    """Undo that PEFT sets `requires_grad` on every parameter of an adapter that it turns on or off."""
+    for param, was in trained:
+        if param.requires_grad != was:
+            param.requires_grad_(was)
 
 
 @contextmanager

@@ -292,8 +292,7 @@ def check_groups(args: Any, ranks: Ranks) -> None:
         for mode, rows, generations in sizes:
             if rows % generations:
                 raise ValueError(
-                    f"With {asked} each {group.size} ranks form a group and get the same prompts. A generation batch "
-                    f"then has {rows} rows (`per_device_{mode}_batch_size` on {group.copies} groups), and must be a "
-                    f"multiple of `num_generations`, which is {generations}. Multiply `per_device_{mode}_batch_size` "
-                    f"by {group.size} to have as many rows as the config asks for."
+                    f"With {asked}, each group of {group.size} ranks gets the same prompts. A generation batch has "
+                    f"{rows} rows (`per_device_{mode}_batch_size` times {group.copies} groups), but must be a multiple of "
+                    f"`num_generations`, which is {generations}. Multiply `per_device_{mode}_batch_size` by {group.size}."
                 )

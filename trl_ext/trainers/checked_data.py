@@ -171,7 +171,7 @@ def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool, co
         if reward is None or isinstance(reward, str | nn.Module):
             continue
         if not callable(reward):
-            raise TypeError(f"`reward_funcs` has {reward!r}, which is no reward. Give a function, a model or its name.")
+            raise TypeError(f"`reward_funcs` contains {reward!r}. Pass a function, a model or the name of a model.")
         if reserved is not None:
             raise ValueError(
                 f"`train_dataset` has the column `{reserved}`, a name that TRL passes to reward functions. "
