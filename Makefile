@@ -104,9 +104,11 @@ dist-check: dist
 	rm -rf .venv-dist
 	mkdir -p dist/simple/trl-ext
 	cp dist/*.whl dist/*.tar.gz dist/simple/trl-ext
+	cd dist/simple/trl-ext && for file in trl_ext*; do echo "<a href=\"$$file\">$$file</a>"; done > index.html
 	python3 -m venv --without-pip .venv-dist
 	$(PIP_DIST) $(TORCH)
-	$(PIP_DIST) --constraint constraints.txt --extra-index-url file://$(CURDIR)/dist/simple trl_ext==$(VERSION)
+	$(PIP_DIST) --index-url file://$(CURDIR)/dist/simple --no-deps trl_ext==$(VERSION)
+	$(PIP_DIST) --constraint constraints.txt trl_ext==$(VERSION)
 	cd dist && ../.venv-dist/bin/python ../.ci/installed.py
 	cd dist && ../.venv-dist/bin/trl-ext doctor
 

@@ -284,9 +284,7 @@ def refused_adapters(rank: Rank) -> None:
 
 
 def refused_arguments(rank: Rank) -> None:
-    refused(
-        rank, r"has 4 rows.*`num_generations`, which is 8.*Multiply", num_generations=8, steps_per_generation=1
-    )
+    refused(rank, r"has 4 rows.*`num_generations`, which is 8.*Multiply", num_generations=8, steps_per_generation=1)
     refused(rank, r"`use_transformers_continuous_batching=True`", use_transformers_continuous_batching=True)
     refused(rank, r"reference_device='cpu'.*tensor parallelism", reference_device="cpu")
 

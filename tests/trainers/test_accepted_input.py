@@ -4,6 +4,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 import trl_ext
 from short_training import PAIR, PAIRS, PROMPTS, Bench, of_answers, of_completions, reward, tokenizer, with_more_tokens
 from tiny import V_WORDS, Workshop, chat_tokenizer, preferences, prompts, scripted_rollout
+from trl_ext.compat.arguments import check_numbers
 from trl_ext.trainers.checked_data import check_enough_prompts, check_prompts, checked_pairs
 
 SOURCED = PROMPTS.add_column("source", ["a"] * len(PROMPTS))
@@ -413,3 +415,22 @@ def test_building_a_trainer_reads_as_much_of_a_stream_as_trl(kind: str, workshop
 
     # One more for DPO, to see whether the rows have reference log-probs
     assert drawn(trl_ext) <= drawn(trl) + (kind == "DPO")
+
+
+def test_fields_that_a_user_adds_to_a_config_may_have_any_type(tmp_path: Path) -> None:
+    @dataclass
+    class Own(trl.DPOConfig):
+        mixture: list[float] = field(default_factory=lambda: [1.0])
+        steps_at: tuple[int, ...] = (1, 2)
+        by_step: dict[int, float] = field(default_factory=dict)
+        loose: float = "auto"  # type: ignore[assignment]
+
+    check_numbers(Own(str(tmp_path), bf16=False))
+    with pytest.raises(TypeError, match="`learning_rate` must be a number, got the string '5e-5'"):
+        check_numbers(Own(str(tmp_path), bf16=False, learning_rate="5e-5"))  # type: ignore[arg-type]
+
+
+def test_an_empty_completion_trains_as_in_trl() -> None:
+    messages = [{"role": "user", "content": "w1"}]
+    row = {"prompt": messages, "chosen": [], "rejected": [{"role": "assistant", "content": "w2"}]}
+    checked_pairs(Dataset.from_list([row]), "train_dataset", chat_tokenizer(), has_end=True)

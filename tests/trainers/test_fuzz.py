@@ -18,7 +18,9 @@ NOT_COMPARED = {23: "refused", 30: "refused", 31: "both raise", 38: "no gradient
 
 # TRL 1.16 deprecates one of the values that are drawn
 @pytest.mark.filterwarnings("ignore:.*keep_end.*deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")  # PEFT, for some drawn adapters
+@pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys did not match"
+)  # PEFT, for some drawn adapters
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_a_draw_trains_as_stock(seed: int, workshop: Workshop) -> None:

@@ -65,7 +65,10 @@ def _function(given: str) -> Any:
 
 def _module_of(file: Path) -> Any:
     unique = f"reward_functions_{file.stem}"  # not the name of an installed module
-    spec: Any = importlib.util.spec_from_file_location(unique, file)
+    loaded = sys.modules.get(unique)
+    if loaded is not None and loaded.__file__ == str(file.resolve()):
+        return loaded
+    spec: Any = importlib.util.spec_from_file_location(unique, file.resolve())
     module = sys.modules[unique] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -162,13 +165,16 @@ def _loaded(script: Any) -> Any:
             return load_dataset(name, **options)
         if is_there:
             return load_dataset(file, data_files=name, **options)
-    except (FileNotFoundError, ConnectionError):
+    except (FileNotFoundError, ConnectionError) as error:
         if is_there:
             raise
+        why = "" if file else f" ({one_line(error)})"
     except DatasetGenerationError as error:
         why = one_line(error.__cause__ or error)
         raise CommandError(f"`--dataset_name {name}` cannot be read: {why}.") from error
-    what = "file" if file else "folder, and no such data set on the Hub (or no connection to it)"
+    else:
+        why = ""
+    what = "file" if file else f"folder, and the Hub does not give a data set of this name{why}"
     raise CommandError(f"`--dataset_name` is `{name}`, but there is no such {what}. Current folder: {os.getcwd()}.")
 
 

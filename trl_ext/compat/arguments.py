@@ -9,13 +9,19 @@ import reprlib
 from collections.abc import Collection, Iterable
 from dataclasses import fields
 from numbers import Real
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 _LEFT_OUT = "Leave it out."
 
 # Integers of TRL's configs for which TRL takes other types too
 _TAKE_FLOATS = frozenset(
-    {"ddp_timeout", "ddp_bucket_cap_mb", "eval_accumulation_steps", "max_completion_length", "ref_model_sync_steps"}
+    {
+        *("dataloader_num_workers", "ddp_bucket_cap_mb", "ddp_timeout", "eval_accumulation_steps", "local_rank"),
+        *("max_completion_length", "max_tool_calling_iterations", "num_completions_to_print"),
+        *("num_generations_eval", "precompute_ref_batch_size", "ref_model_sync_steps", "save_total_limit"),
+        *("vllm_group_port", "vllm_max_model_length", "vllm_tensor_parallel_size"),
+    }
 )
 _TAKE_TEXT = frozenset({"vllm_server_port"})
 
@@ -134,9 +140,11 @@ def check_numbers(config: Any) -> None:
     """
     kinds: dict[str, Any] = {}
     for cls in reversed(type(config).__mro__):
-        kinds |= inspect.get_annotations(cls)
+        if cls.__module__.split(".")[0] in ("trl", "trl_ext", "transformers"):  # what a user adds is the user's
+            kinds |= inspect.get_annotations(cls)
     for x in fields(config):
-        allowed, value = get_args(kinds.get(x.name)) or (kinds.get(x.name),), getattr(config, x.name, None)
+        kind, value = kinds.get(x.name), getattr(config, x.name, None)
+        allowed = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
         if value is None or str in allowed or x.name in _TAKE_TEXT:
             continue
         if list[float] in allowed:

@@ -214,8 +214,8 @@ class OwnReference:
     def entered(self) -> Iterator[None]:
         """Turn the policy into the reference within. Afterwards, even after an error, restore it.
 
-        The same parameters are trained within as outside. FSDP2 chooses the dtype of gradients in the first forward pass,
-        from the parameters that are trained then, and this may be the first.
+        `requires_grad` stays as it is: FSDP2 chooses the dtype of gradients in the first forward pass, which this may
+        be, from the parameters that require one then.
         """
         policy = self.policy
         trained = [(param, param.requires_grad) for param in policy.parameters()]

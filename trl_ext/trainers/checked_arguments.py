@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import trl
 from huggingface_hub import is_offline_mode, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from peft import PeftModel
+from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..compat.arguments import check_numbers, refuse_unknown
@@ -124,7 +124,7 @@ def _check_number(
     config: Any, name: str, least: float, most: float = math.inf, *, above: bool = False, hint: str = ""
 ) -> None:
     value = getattr(config, name)
-    if isinstance(value, Real) and least <= float(value) <= most and not (above and value == least):
+    if hasattr(value, "__float__") and least <= float(value) <= most and not (above and value == least):
         return
     where = f"above {least}" if above else f"{least} or more" if most == math.inf else f"in [{least}, {most}]"
     raise ValueError(f"`{name}` must be {where}, got {value!r}. {hint or 'Change it, or leave it at its default.'}")
@@ -211,12 +211,25 @@ def _check_reward_model(reward: Any, config: Any) -> None:
     """Raise `ValueError` for a reward model that is not there, or is a language model: its head would be random."""
     if not isinstance(reward, str | PreTrainedModel):
         return
-    architecture = _architecture("reward_funcs", reward, config) if isinstance(reward, str) else type(reward).__name__
-    if architecture is not None and architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+    if isinstance(reward, str):
+        architecture = _architecture("reward_funcs", reward, config)
+        generates = str(architecture).endswith(("ForCausalLM", "LMHeadModel")) and not _has_reward_head(Path(reward))
+    else:
+        architecture, generates = type(reward).__name__, reward.get_output_embeddings() is not None
+    if generates:
         raise ValueError(
             f"`reward_funcs` has a `{architecture}`{f' ({reward!r})' if isinstance(reward, str) else ''}, which has no "
             "trained reward head: its rewards would be random. Pass a sequence classifier, or a function."
         )
+
+
+def _has_reward_head(folder: Path) -> bool:
+    """Whether a local model has the weights of a sequence classifier's head, whatever its config says."""
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            if any(name.startswith("score.") for name in weights.keys()):  # noqa: SIM118
+                return True
+    return False
 
 
 def _architecture(argument: str, name: str, config: Any) -> str | None:
@@ -293,6 +306,7 @@ def check_groups(args: Any, ranks: Ranks) -> None:
             if rows % generations:
                 raise ValueError(
                     f"With {asked}, each group of {group.size} ranks gets the same prompts. A generation batch has "
-                    f"{rows} rows (`per_device_{mode}_batch_size` times {group.copies} groups), but must be a multiple of "
-                    f"`num_generations`, which is {generations}. Multiply `per_device_{mode}_batch_size` by {group.size}."
+                    f"{rows} rows (`per_device_{mode}_batch_size` times {group.copies} groups), but must be a multiple "
+                    f"of `num_generations`, which is {generations}. Multiply `per_device_{mode}_batch_size` by "
+                    f"{group.size}."
                 )

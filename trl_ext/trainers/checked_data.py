@@ -143,7 +143,8 @@ def check_prompts(dataset: Any, name: str, processing_class: Any) -> None:
     if columns is not None and isinstance(dataset, Dataset) and len(dataset):  # `_columns` is None with a transform
         _check_filled(dataset, "prompt", name)
         if processing_class is not None:
-            row = {"prompt": dataset[0]["prompt"]}
+            plain = dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
+            row = {"prompt": plain[0]["prompt"]}
             _kind(row["prompt"], "prompt", name)
             _check_template(row, name, processing_class)
 
@@ -239,7 +240,9 @@ def _kind(value: Any, column: str, name: str) -> str:
     if isinstance(first, dict) and "role" in first:
         return "messages"
     hint = "Give text, or messages such as [{'role': 'user', 'content': '...'}]."
-    if value == []:
+    if isinstance(value, list) and not value:
+        if column != "prompt":  # TRL trains on an empty completion
+            return "messages"
         hint = "Give at least one message, or remove the row."
     elif isinstance(value, dict):
         hint = "Put the message into a list."

@@ -265,7 +265,7 @@ def _config_class(saved: Path) -> str | None:
             pickled = archive.read(next(x for x in archive.namelist() if x.endswith("data.pkl")))
     except (OSError, StopIteration, zipfile.BadZipFile):
         return None
-    first = re.search(rb"ctrl(?:_ext)?\.[\w.]+\n(\w+)\n", pickled[:100])
+    first = re.match(rb"\x80.ctrl(?:_ext)?\.[\w.]+\n(\w+)\n", pickled)
     return first[1].decode() if first else None
 
 
