@@ -338,7 +338,7 @@ def check_loss_types(config: Any) -> None:
             )
     if "cdpo" in own and not 0 <= smoothing < 0.5:
         raise ValueError(
-            f"`label_smoothing` must lie in [0, 0.5) for 'cdpo', got {smoothing!r}: the share of flipped labels."
+            f"`label_smoothing` is the share of flipped labels: for 'cdpo' it must be in [0, 0.5), got {smoothing!r}."
         )
     refusing = next((name for name in loss_types if name in _REFUSE_SMOOTHING), None)
     if smoothing and refusing:

@@ -299,7 +299,7 @@ def test_adapters_with_other_configurations_are_an_error(workshop, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_without_trained_parameters_is_an_error(kind, workshop, tmp_path):
     frozen = loaded(workshop, tmp_path, "default", trainable=False)
-    with pytest.raises(ValueError, match=r'Nothing of the model is trained.*"default" was loaded for inference'):
+    with pytest.raises(ValueError, match=r'No part of the model would be trained.*"default" was loaded for inference'):
         build(kind, trl_ext, workshop, tmp_path, frozen).train()
     named = loaded(workshop, tmp_path, "default", trainable=False)
     shown = run(kind, trl_ext, workshop, tmp_path, named, policy_adapter_name="default")

@@ -344,7 +344,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "an adapter of another task": Mistake(
         lambda b: b.dpo(peft_config=lora_config(task_type="SEQ_CLS")),
-        "`peft_config` has `task_type='SEQ_CLS'`, and `model` generates text. Set `task_type='CAUSAL_LM'`.",
+        "`peft_config` has `task_type='SEQ_CLS'`, but `model` is a causal language model. Set `task_type='CAUSAL_LM'`.",
         None,
     ),
     "a reference of another vocabulary": Mistake(

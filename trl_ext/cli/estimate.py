@@ -216,7 +216,7 @@ def _check_devices(method: str, asked: EstimateArguments) -> None:
         )
     if (method, asked.engine) == ("grpo", "fsdp2"):
         raise CommandError(
-            "`--engine fsdp2` is covered by `estimate dpo` only: a GRPO run took a fifth less memory than estimated. "
+            "`--engine fsdp2` is covered by `estimate dpo` only, because for GRPO the estimate is a fifth too high. "
             "Give `--engine ddp` to see the rest."
         )
     alone = asked.engine == "one_process"

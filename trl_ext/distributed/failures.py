@@ -131,7 +131,7 @@ class RankMonitor:
         failed = {rank: answer for rank, answer in answers.items() if answer.startswith("failed")}
         named = failed or {rank: answer for rank, answer in answers.items() if answer != _WAITED} or answers
         report = " ".join(f"{self._name_of(rank)} {answer}." for rank, answer in named.items())
-        return report if failed else f"A collective failed, and every rank answers. {report}"
+        return report if failed else f"A collective failed, although every rank still responds. {report}"
 
     def _wait(self, key: str, ranks: range) -> list[int]:
         """Wait until the `ranks` have set `key`. Returns those that have not after `_PATIENCE` seconds."""

@@ -59,8 +59,8 @@ class HostedReference:
         def to(*args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != 1 or args[0] != device:
                 raise RuntimeError(
-                    f"`reference_device='cpu'` keeps the reference model on the host for {device}, so it cannot be "
-                    f"moved or cast, got `.to{args}`, {kwargs}. Cast it before you build the trainer."
+                    f"`reference_device='cpu'` keeps the reference model on the host for {device}. It cannot be moved "
+                    f"or cast, but `to` was called with {[*args, *kwargs.values()]}. Cast it before you build the trainer."
                 )
             return model
 

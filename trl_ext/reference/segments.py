@@ -132,7 +132,7 @@ def read_segment(path: Path, identity: str) -> Segment | None:
     try:
         metadata, arrays = read_file(path, ("keys", "checks", "bounds"))
         if metadata.get("format") != _FORMAT:
-            raise ValueError("it is not a file of a store")
+            raise ValueError("it is not a file of reference log-probs")
         if metadata.get("digest") != digest_of(identity, arrays):
             raise ValueError("its checksum does not match its content for this reference")
         offset = _offset_of_values(path)

@@ -237,7 +237,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             if isinstance(self.model, PeftModel):
                 adapter = f'The adapter "{self.model.active_adapter}" was loaded for inference'
                 hint = f"{adapter}: load it with `is_trainable=True`, or name it in `policy_adapter_name`."
-            raise ValueError(f"Nothing of the model is trained: no parameter has `requires_grad`. {hint}")
+            raise ValueError(f"No part of the model would be trained: no parameter has `requires_grad=True`. {hint}")
         self._reference_weights.copy_trained()
         self._plan_again()
         if self.accelerator.is_main_process:

@@ -172,8 +172,8 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
     task = getattr(peft_config, "task_type", None)
     if task not in (None, "CAUSAL_LM"):
         raise ValueError(
-            f"`peft_config` has `task_type={str(getattr(task, 'value', task))!r}`, and `model` generates text. Set "
-            "`task_type='CAUSAL_LM'`."
+            f"`peft_config` has `task_type={str(getattr(task, 'value', task))!r}`, but `model` is a causal language "
+            "model. Set `task_type='CAUSAL_LM'`."
         )
     callbacks = given.get("callbacks")
     if callbacks is not None and not isinstance(callbacks, list):
