@@ -60,7 +60,8 @@ class HostedReference:
             if kwargs or len(args) != 1 or args[0] != device:
                 raise RuntimeError(
                     f"`reference_device='cpu'` keeps the reference model on the host for {device}. It cannot be moved "
-                    f"or cast, but `to` was called with {[*args, *kwargs.values()]}. Cast it before you build the trainer."
+                    f"or cast, but `to` was called with {[*args, *kwargs.values()]}. Cast it before you build the "
+                    "trainer."
                 )
             return model
 
