@@ -311,7 +311,7 @@ def test_rewards_are_not_checked_if_no_loss_reads_them(workshop: Workshop, tmp_p
 
 
 REFUSED = [
-    ({"loss_type": ["cdpo"], "label_smoothing": 0.5}, r"must lie in \[0, 0.5\) for 'cdpo', got 0.5"),
+    ({"loss_type": ["cdpo"], "label_smoothing": 0.5}, r"for 'cdpo' it must be in \[0, 0.5\), got 0.5"),
     ({"loss_type": ["cdpo", "hinge"], "label_smoothing": 0.1}, "has no meaning for 'hinge'"),
     ({"loss_type": ["cdpo", "ipo"], "label_smoothing": 0.1}, "has no meaning for 'ipo'"),
     ({"loss_type": ["ipo_sum"], "label_smoothing": 0.1}, "has no meaning for 'ipo_sum'"),

@@ -102,6 +102,8 @@ def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_en
             f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {kind}' for x, kind in kinds.items())} in its "
             "first row. Give all of them as text, or all as lists of messages."
         )
+    # TRL's `is_conversational` reads the first message of any column
+    row = {x: value for x, value in row.items() if x not in kinds or len(value)}
     _check_template(row, name, processing_class)
     if not has_end and not is_conversational(row):
         raise ValueError(
