@@ -56,7 +56,7 @@ def draw_errors(worst: dict[str, dict[str, float | None]], names: dict[str, str]
                 axes.scatter(*zip(*points, strict=True), marker=marker, label=kind, zorder=3)
         axes.set_xscale("log")
         axes.set_yticks(range(len(worst)), [names[name] for name in worst])
-        axes.invert_yaxis()
+        axes.set_ylim(len(worst) - 0.5, -0.5)
         axes.set_xlabel("error against float64, log scale; lower is better", fontsize=9)
         figure.legend(loc="outside lower center", ncols=1, frameon=False)
         save(figure, path)
