@@ -41,7 +41,7 @@ def deepspeed_format(stage: int, processes: int) -> str:
 
 
 def why_not_loaded(folder: Path, runs: str, engine: str) -> str | None:
-    """Return why `engine`, which writes the format `runs`, cannot resume from `folder`; `None` if it can."""
+    """Return why `engine` cannot resume from `folder`, or `None` if it can. `runs`: the format that it writes."""
     written = format_of(folder)
     names = [path.name for path in folder.iterdir()]
     has_weights = any(map(_WHOLE_WEIGHTS.fullmatch, names))

@@ -113,7 +113,7 @@ Rows = LocalShards | BroadcastShards
 
 
 def _take_targets_(found: Tensor, targets: Tensor, block: Block) -> None:
-    """Copy the block's rows of targets to `found` (n, H), at the indices of the targets."""
+    """Copy the block's weight rows that are targets to `found` (n, H), each to the index of its target."""
     if not len(block.weight):
         return
     local = targets - block.first

@@ -61,7 +61,7 @@ class RunningStatistics:
         self.max_before_target = full(-torch.inf) if "is_top1" in outputs else None
 
     def _take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
-        """Replace the target's logit by `ABSENT` in the tile (n, v) that begins at column `start`; uses `scratch`."""
+        """Replace each row's target logit by `ABSENT` in the tile (n, v) from column `start`. Overwrites `scratch`."""
         local = (self.targets[rows] - start)[:, None]
         inside = (local >= 0) & (local < logits.shape[1])
         column = local.clamp(0, logits.shape[1] - 1)

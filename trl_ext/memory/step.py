@@ -260,7 +260,7 @@ class AllocationRecords(TorchDispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, and count the tensors that it returns. `bool()` of a tensor without data is True."""
+        """Run `func`, and count the memory of what it returns. `bool()` of a tensor without data is True."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return True
         result = func(*args, **(kwargs or {}))

@@ -1,9 +1,9 @@
-"""The packed row: the tokens of a padded batch in order, and the index in it of each token of the batch.
+"""The packed row: the tokens of a padded batch in order, and for each token of the batch its index in the row.
 
-The packed tokens are the nodes of a trie over the rows: an equal leading token of several rows is one node. In sorted
-order, a row shares its longest common prefix with the previous row, so comparing neighbours finds the trie.
+The packed tokens are the nodes of a trie over the rows: a prefix that several rows share is stored once.
+In sorted order, a row shares its longest common prefix with the previous row, so comparing neighbours finds the trie.
 
-Dimensions: B rows, S columns, T packed tokens, K keys (all tokens that the rows with own tokens see).
+Dimensions: B rows, S columns, T packed tokens, K keys (all tokens seen by rows that have tokens of their own).
 """
 
 import itertools
@@ -104,7 +104,7 @@ class Layout:
         self._copies: dict[torch.device, Layout] = {}
 
     def to(self, device: Any, **_: Any) -> "Layout":
-        """Return the layout for a layer on another device. `device_map` calls `to` of every argument that has it."""
+        """Return the layout for a layer on another device. With a `device_map`, accelerate calls this method."""
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if device == self._device:
             return self

@@ -1,4 +1,4 @@
-"""A micro-batch in parts: which of its rows share a forward pass that has a maximum number of tokens.
+"""A micro-batch in parts: which of its rows share a forward pass, given the maximum number of tokens in one.
 
 Dimensions: B rows of a micro-batch, R rows that run, C completion tokens.
 """
@@ -56,7 +56,7 @@ class Parts:
         return tokens_of(batch) // rows * (rows - sum(len(part) or 1 for part in self.rows))
 
     def joined(self, values: list[Tensor]) -> Tensor:
-        """The `(R, C)` of the whole, with a graph, from those of the parts."""
+        """Return the `(R, C)` tensor of the whole micro-batch, with its graph, from the tensors of the parts."""
         scored = [value for value, rows in zip(values, self.rows, strict=True) if rows]
         order_R = torch.tensor([row for rows in self.rows for row in rows], device=self.whole.rows_R.device)
         return torch.cat(scored)[order_R.argsort()]

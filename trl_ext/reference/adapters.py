@@ -78,7 +78,7 @@ class AdapterChoice:
             self.trl_may_copy = _trl_copies_whole(policy)
 
     def reference(self, policy: Any, moves: bool) -> "OwnReference":
-        """Return the reference of `policy`, after TRL has built it. `moves`: whether training updates it."""
+        """Return the reference of `policy`, once TRL has built it. `moves`: whether training moves the reference."""
         if moves:
             own = OwnReference(policy, "initial", moves=True)
             if self.fresh is not None:

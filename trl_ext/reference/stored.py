@@ -69,11 +69,11 @@ class StoredReference:
     any rank lacks a row, every rank runs one pass. The ranks exchange four integers per batch to decide that.
 
     Args:
-        store (`MemoryStore`): the store; with `variants`, until a store on disk is open.
+        store (`MemoryStore`): the store; with `variants`, used only until a store on disk is open.
         identity (`str`): the identity of the reference, a part of each key.
-        gather_counts (`Callable`), gather (`Callable`): return a list of integers, or an object, of all ranks.
+        gather_counts (`Callable`), gather (`Callable`): gather a list of integers, or an object, from all ranks.
         agreed (`Callable`):
-            Returns the object of the first rank that has the same batch: passes of such ranks need the same rows.
+            Returns the object of the first of the ranks that have the same batch: their passes need the same rows.
         variants (`Variants`, *optional*):
             The stores on disk. At the first batch, the first rank chooses the store whose canary the reference
             reproduces, or a new one.

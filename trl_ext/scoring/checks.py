@@ -332,8 +332,8 @@ def check_token_ids(largest: Iterable[int | None], rows: int, tokens: int, name:
 def watch_token_ids(model: Any, tokens: int, name: str = "model") -> None:
     """Check the token ids of each batch, if the tokenizer has more tokens than the model.
 
-    On a GPU an invalid id is a device-side assertion, after which nothing runs. Only ids in a batch count: a tokenizer
-    may have more, such as one for padding that no forward reads.
+    On a GPU an invalid id is a device-side assertion, after which nothing runs. Only ids that
+    occur in a batch are an error: a tokenizer may hold others, such as a padding token that no forward reads.
     """
     rows = missing_rows(model, tokens)
     if rows is None:

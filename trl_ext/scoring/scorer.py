@@ -92,7 +92,7 @@ class Scorer:
 
     @contextmanager
     def padded(self) -> Iterator[None]:
-        """Within, batches stay padded. They do not count as the first batch, which packing checks."""
+        """Inside the `with` block, batches stay padded, and none counts as the first batch, which packing checks."""
         held = [(packing, packing.padded_reason) for packing in self.packings]
         for packing, _ in held:
             packing.padded_reason = "this pass needs padded batches"

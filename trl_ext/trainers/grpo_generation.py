@@ -84,7 +84,7 @@ class GRPOGeneration:
 
     @contextmanager
     def fills_buffer(self) -> Iterator[None]:
-        """Note that a generation in the `with` block fills TRL's buffer, and rearrange its rows."""
+        """Within the `with` block, a generation fills TRL's buffer: its rows are rearranged."""
         with replaced(self, _fills_buffer=True), internals.shuffled_then(self.rearranged):
             yield
 
