@@ -124,17 +124,17 @@ def test_a_yaml_file_is_read_and_the_line_overrides_it(workshop, capsys: pytest.
     assert "packing" in capsys.readouterr().out
 
 
-def test_a_reader_of_help_may_stop_reading():
+def test_a_reader_of_the_script_may_stop_reading():
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    line = f"{sys.executable} -m trl_ext.cli dpo --help | head -1"
+    line = f"{sys.executable} -m trl_ext.cli completion bash | head -1"
     run = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, check=False)
-    assert run.stdout.startswith("usage: trl-ext dpo")
+    assert run.stdout.startswith("# AUTOMATICALLY")
     assert "roken pipe" not in run.stderr
 
 
 def test_an_error_closes_the_progress_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     def run():
-        run.bar = tqdm(total=2)
+        run.bar = tqdm(total=2, disable=False)
         raise ValueError("no more room")
 
     monkeypatch.setattr("trl_ext.cli.doctor.run", run)
