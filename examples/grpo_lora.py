@@ -128,4 +128,6 @@ def main(
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        raise SystemExit(__doc__)
     main(*TrlParser((GRPOScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig)).parse_args_and_config())

@@ -93,11 +93,15 @@ def test_explaining_asks_nothing_of_the_hub(arguments):  # which is offline here
 
 
 @pytest.mark.slow
-def test_launch_arguments_start_processes(arguments, tmp_path: Path):
+@pytest.mark.parametrize("how", ["-c", "-m"])
+def test_launch_arguments_start_processes(how: str, arguments, tmp_path: Path):
     launch = ["--config_file", str(ROOT / "examples/accelerate_configs/ddp.yaml"), "--num_processes", "2"]
-    command = ["explain", "dpo", *launch, *arguments["dpo"]]
+    # The batch of one process does not divide into groups
+    grpo = _changed("--num_generations", "8")(arguments["grpo"])
+    command = ["explain", "grpo", *launch, *grpo] if how == "-c" else ["explain", "dpo", *launch, *arguments["dpo"]]
+    code = "from trl_ext.cli.__main__ import main; raise SystemExit(main())"
     run = subprocess.run(
-        [sys.executable, "-c", "from trl_ext.cli.__main__ import main; raise SystemExit(main())", *command],
+        [sys.executable, how, code if how == "-c" else "trl_ext.cli", *command],
         env=os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
@@ -128,7 +132,7 @@ def test_variables_in_a_file_are_set_before_libraries_read_them(arguments, tmp_p
     )
     assert run.returncode == 0, run.stderr[-4000:]
     assert "timeout 77" in run.stdout
-    assert run.stdout.count("engine ") == 1
+    assert run.stdout.count("packing ") == 1
 
 
 def _changed(option: str, *values: str) -> Callable[[list[str]], list[str]]:
@@ -208,7 +212,7 @@ def test_estimate_says_every_part_and_what_fits(arguments, capsys: pytest.Captur
     for part in ("weights", "reference", "optimizer", "gradients", "activations", "head", "peak"):
         assert re.search(rf"^{part} +[\d.]+ MiB", out, re.MULTILINE), out
     assert re.search(r"^longest +rows of [1-9]\d* tokens fit in 0.02 GiB", out, re.MULTILINE), out
-    assert "float32 weights, one process on cuda" in out
+    assert "float32 weights, one process on cuda" in " ".join(out.split())
     assert "It leaves out" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "buckets" not in out
@@ -223,8 +227,8 @@ def test_estimate_says_every_part_and_what_fits(arguments, capsys: pytest.Captur
 def test_estimate_takes_no_longer_rows_than_the_model_has_positions(arguments, capsys: pytest.CaptureFixture):
     assert main(["estimate", "dpo", *arguments["dpo"], "--device_memory", "1"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("4 rows of 512 tokens per micro-batch")
-    assert "rows of 512 tokens fit in 1 GiB, all positions of the model" in out
+    assert out.startswith("4 rows (2 pairs) of 512 tokens per micro-batch")
+    assert "rows of 512 tokens fit in 1 GiB, the longest that the model takes" in out
     assert "The arguments allow rows of 1,024 tokens, but the model has 512 positions" in out
 
 
@@ -313,7 +317,9 @@ def test_the_added_fields_have_a_group_of_their_own_in_help(
 ):
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--help"])
-    _, group = capsys.readouterr().out.split("\ntrl_ext options:\n")
+    before, group = capsys.readouterr().out.split("\noptions:\n")[0].split("\ntrl_ext options:\n")
+    assert "--num_processes" in before
+    assert "--traceback" in before
     shown = set(re.findall(r"^  --(\w+)", group, re.MULTILINE))
     names = {x.name for x in fields(added[0])}
     assert shown - {f"no_{name}" for name in names} == names

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import transformers
+from tqdm.auto import tqdm
 
 from command_lines import fill, words_of
 from stock_command import stock_says
@@ -121,3 +122,21 @@ def test_a_reward_is_a_function_of_a_file_or_of_a_module(function: str, workshop
 def test_a_yaml_file_is_read_and_the_line_overrides_it(workshop, capsys: pytest.CaptureFixture):
     assert main(["explain", *words_of("dpo --config beta.yaml --beta 0.1 --bf16 false", workshop)]) == 0
     assert "packing" in capsys.readouterr().out
+
+
+def test_a_reader_of_the_script_may_stop_reading():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    line = f"{sys.executable} -m trl_ext.cli completion bash | head -1"
+    run = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, check=False)
+    assert run.stdout.startswith("# AUTOMATICALLY")
+    assert "roken pipe" not in run.stderr
+
+
+def test_an_error_closes_the_progress_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    def run():
+        run.bar = tqdm(total=2, disable=False)
+        raise ValueError("no more room")
+
+    monkeypatch.setattr("trl_ext.cli.doctor.run", run)
+    assert main(["doctor"]) == 2
+    assert "\ntrl-ext doctor: error: no more room" in capsys.readouterr().err

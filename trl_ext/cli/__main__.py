@@ -3,13 +3,15 @@
 Each command imports torch and TRL when it needs them: after `--version`, `--help` and the checks of `line.py`.
 """
 
-import argparse
+import os
+import re
+import signal
 import sys
 import warnings
 
 from ..version import __version__
-from . import CommandError, TrainingStoppedError, did_you_mean, one_line
-from .line import Line, read
+from . import CommandError, TrainingStoppedError, did_you_mean, one_line, wrapped
+from .line import read
 
 COMMANDS = {
     "dpo": "train with DPO",
@@ -20,27 +22,27 @@ COMMANDS = {
     "completion": "print a script with which a shell completes commands and arguments",
 }
 # What follows a command that is not a method
-_FOLLOWED_BY = {
-    "explain": " {dpo,grpo} [ARGUMENTS]",
-    "estimate": " {dpo,grpo} [ARGUMENTS]",
-    "doctor": "",
-    "completion": " {bash,zsh,tcsh}",
-}
+_METHOD = " {dpo,grpo} [ARGUMENTS]"
+_FOLLOWED_BY = {"explain": _METHOD, "estimate": _METHOD, "doctor": "", "completion": " {bash,zsh,tcsh}"}
 _HELP = ("-h", "--help")
+_OVERVIEW = """usage: trl-ext [--version] COMMAND [ARGUMENTS]
+
+TRL's DPO and GRPO trainers with exact log-probs and less work.
+
+commands:"""
 _SHELLS = ("bash", "zsh", "tcsh")
 
 
-def main(argv: list[str] | None = None, *, may_launch: bool = True) -> int:
-    """Run one command, and return the exit status.
-
-    Args:
-        argv (`list[str]`, *optional*): the arguments; `None`: those of the process.
-        may_launch (`bool`): whether `accelerate launch` may start processes, which may not start others.
-    """
+def main(argv: list[str] | None = None) -> int:
+    """Run one command with the arguments in `argv`, by default those of the process, and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     shows_traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]
     name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    if argv is None and hasattr(signal, "SIGPIPE") and (name == "completion" or not {*_HELP}.isdisjoint(arguments)):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe
+    # Processes that torchrun or `accelerate launch` has started start no others
+    may_launch = {"LOCAL_RANK", "ACCELERATE_DYNAMO_BACKEND"}.isdisjoint(os.environ)
     try:
         with warnings.catch_warnings():
             # TRL's configs call gradient checkpointing by the name that transformers 5.23 has replaced
@@ -54,6 +56,11 @@ def main(argv: list[str] | None = None, *, may_launch: bool = True) -> int:
         if shows_traceback:
             raise
         said = "".join([one_line(error), *getattr(error, "__notes__", ())])
+        if unknown := re.search(r"'(\w+)'\. Choose from: (.*)", said):
+            said += did_you_mean(unknown[1], re.findall(r"'(\w+)'", unknown[2]))
+        # An open progress bar has no line break
+        for bar in [*getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())]:
+            bar.close()
         hint = "" if isinstance(error, CommandError) else " (`--traceback` shows where)"
         print(f"{' '.join(filter(None, ['trl-ext', name]))}: error: {said}{hint}", file=sys.stderr)
         return 2
@@ -62,7 +69,8 @@ def main(argv: list[str] | None = None, *, may_launch: bool = True) -> int:
 def _run(arguments: list[str], may_launch: bool, shows_traceback: bool) -> int:
     command, *rest = arguments or ["--help"]
     if command in _HELP:
-        overview().print_help()
+        print(_OVERVIEW, *(wrapped(text, f"    {name:<14}") for name, text in COMMANDS.items()), sep="\n")
+        print("\n`COMMAND --help` lists its arguments. `--traceback` shows where an error arose.")
     elif command == "--version":
         print(__version__)
     elif command not in COMMANDS:
@@ -86,38 +94,20 @@ def _run(arguments: list[str], may_launch: bool, shows_traceback: bool) -> int:
 
         completion.run(rest[0], COMMANDS)
     else:
-        return _run_method(command, read(command, rest), may_launch, shows_traceback)
+        line = read(command, rest)
+        try:
+            if command == "estimate":
+                from . import estimate
+
+                return estimate.run(line)
+            from . import training
+
+            return training.run(command, line, may_launch=may_launch, shows_traceback=shows_traceback)
+        except Exception as error:
+            error.add_note(line.where(str(error)))
+            raise
     return 0
 
 
-def _run_method(command: str, line: Line, may_launch: bool, shows_traceback: bool) -> int:
-    try:
-        if command == "estimate":
-            from . import estimate
-
-            return estimate.run(line)
-        from . import training
-
-        return training.run(command, line, may_launch=may_launch, shows_traceback=shows_traceback)
-    except Exception as error:
-        error.add_note(line.where(str(error)))
-        raise
-
-
-def overview() -> argparse.ArgumentParser:
-    """The parser of `trl-ext --help`: the commands, without their arguments."""
-    parser = argparse.ArgumentParser(
-        prog="trl-ext",
-        description="TRL's DPO and GRPO trainers with exact log-probs, less work and the same training.",
-        epilog="`trl-ext COMMAND --help` lists the arguments of a command. `--traceback` anywhere on the command line "
-        "shows the traceback of an error.",
-    )
-    parser.add_argument("--version", action="store_true", help="print the version")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        commands.add_parser(name, help=text, add_help=False)
-    return parser
-
-
-if __name__ == "__main__":  # as `accelerate launch -m trl_ext.cli` starts it
-    raise SystemExit(main(may_launch=False))
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, NoReturn
 
+import torch
+from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command_parser
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
@@ -12,7 +14,7 @@ from ..compat.arguments import former_name
 from ..compat.choices import resolve_accelerate_config_argument
 from ..config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig, with_help
 from . import CommandError, did_you_mean
-from .line import Line, names_in, refuse_word
+from .line import Line, refuse_word
 
 # The functions of `trl.rewards` that `--reward_funcs` takes, as TRL's command does
 REWARDS = ("accuracy_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward")
@@ -56,13 +58,13 @@ class Parsed(NamedTuple):
 class OneLineParser(TrlParser):
     """TRL's parser with errors of one line, and a group in `--help` for the arguments that trl_ext adds."""
 
-    set_environment = False  # whether `env` in the file of `--config` has changed the environment
-
     def __init__(self, dataclass_types: Any = None, **keywords: Any) -> None:
         added = [x for x in (AddedDPOFields, AddedGRPOFields) for of in dataclass_types or () if issubclass(of, x)]
         self._added = {x.name for fields_of in added for x in fields(fields_of)}
         self._group: Any = None
-        super().__init__(dataclass_types, usage="%(prog)s [--config FILE.yaml] [ARGUMENTS]", **keywords)
+        usage = "%(prog)s [--config FILE.yaml] [--traceback] [ARGUMENTS]"
+        launch = "Arguments of `accelerate launch`, such as `--num_processes 4`, start several processes."
+        super().__init__(dataclass_types, usage=usage, description=launch, **keywords)
 
     def add_argument(self, *flags: Any, **keywords: Any) -> Any:
         """Add it in its one spelling, and to the group if trl_ext adds it."""
@@ -77,17 +79,8 @@ class OneLineParser(TrlParser):
             return super().add_argument(*once, **keywords)
         if self._group is None:
             self._group = self.add_argument_group("trl_ext options")
+            self._action_groups.insert(0, self._action_groups.pop())  # before TRL's hundreds
         return self._group.add_argument(*once, **keywords)
-
-    def parse_args_and_config(self, *positional: Any, **keywords: Any) -> Any:
-        """TRL's."""
-        self._environment = dict(os.environ)
-        return super().parse_args_and_config(*positional, **keywords)
-
-    def set_defaults_with_config(self, **config: Any) -> Any:
-        """TRL's, called after it has set the variables."""
-        self.set_environment = dict(os.environ) != self._environment
-        return super().set_defaults_with_config(**config)
 
     def error(self, message: str) -> NoReturn:
         """Raise `CommandError` with argparse's message in one line, in place of pages of usage."""
@@ -110,15 +103,13 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
     known = {x.lstrip("-") for x in parser._option_string_actions} | (of_launch if may_launch else set())
     # Before the dataclasses are made, which complain about the machine
     left = parser.parse_known_args(line.words)[1]
-    for name in names_in(left):
-        if name not in known:
-            remedy = _instead(name, known, "--") or f" `{line.prog} --help` lists the arguments."
-            raise CommandError(f"`--{name}` is not an argument of `{line.prog}`.{remedy}")
+    launched = of_launch - {action.dest for action in parser._actions}
     settable = {action.dest for action in parser._actions} | of_launch | {"env"}
-    for name in line.in_file:
-        if name not in settable:
-            remedy = _instead(name, settable) or f" `{line.prog} --help` lists the arguments."
-            raise CommandError(f"`{name}` in {line.file} is not an argument of `{line.prog}`.{remedy}")
+    for name, shown, mark in line._replace(words=left).given():
+        names = known if mark else settable
+        if name not in names:
+            remedy = _instead(name, line, names, mark) or f" `{line.prog} --help` lists the arguments."
+            raise CommandError(f"{shown} is not an argument of `{line.prog}`.{remedy}")
     # The first word that is no value of an argument is what `accelerate launch` would run
     stray = launcher.parse_args([*resolve_accelerate_config_argument(left), "-m", line.prog]).training_script
     if stray != line.prog:
@@ -126,6 +117,13 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
     try:
         return parser.parse_args_and_config(line.whole, return_remaining_strings=True, separate_remaining_strings=True)
     except ValueError as error:
+        if "divisible" in str(error):
+            # This process starts others, which check the batch of all
+            of_file = [x for name in line.in_file if name in launched for x in (f"--{name}", str(line.in_file[name]))]
+            if may_launch and "estimate" not in line.prog and needs_launch([*of_file, *left]):
+                return None, None, None, None, of_file, left
+            one, of = ("", "train") if "num_generations" in str(error) else ("_eval", "eval")
+            raise CommandError(f"{error} Change `--num_generations{one}` or `--per_device_{of}_batch_size`.") from error
         if "use_cpu" not in str(error):
             raise
         raise CommandError(
@@ -134,7 +132,23 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
         ) from error
 
 
-def _instead(name: str, known: set[str], mark: str = "") -> str:
+def needs_launch(launch_arguments: list[str]) -> bool:
+    """Whether `accelerate launch` has arguments, a default file, or several GPUs."""
+    return bool(launch_arguments) or os.path.isfile(default_config_file) or torch.cuda.device_count() > 1
+
+
+def _instead(name: str, line: Line, known: set[str], mark: str) -> str:
     """What replaces an argument of an older TRL, or the name that a slip was meant to be."""
-    former = former_name(name, known)
-    return did_you_mean(name, known, mark) if former is None else f" {former}"
+    former = former_name(name, known, str(line.value(name) or "VALUE"))
+    if former is None:
+        return did_you_mean(name, known, mark)
+
+    def as_given(code: re.Match[str]) -> str:
+        argument, value = code.groups()
+        if argument not in known:
+            return code[0]
+        # From Python's `a=["b", 1.0]` to `--a b 1.0` or `a: [b, 1.0]`
+        value = re.sub(r'[]["=,]' if mark else '["=]', "", value or "")
+        return f"`{mark}{argument}{' ' if mark and value else ': ' if value else ''}{value}`"
+
+    return f" {re.sub('`(.+?)(=.+?)?`', as_given, former)}"

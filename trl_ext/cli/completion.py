@@ -9,9 +9,7 @@ import shtab
 
 from .line import METHODS
 
-_FILES_AND_FOLDERS = (
-    *("accelerate_config", "config", "dataset_name", "model_name_or_path", "output_dir", "reward_model_name_or_path"),
-)
+FILES = ("accelerate_config", "config", "dataset_name", "model_name_or_path", "output_dir", "reward_model_name_or_path")
 
 
 def run(shell: str, commands: dict[str, str]) -> None:
@@ -39,7 +37,7 @@ def _parser_of_all(texts: dict[str, str]) -> argparse.ArgumentParser:
         for argument in ("--config", "--accelerate_config"):
             added.add_argument(argument, help="a YAML file")
         for action in added._actions:
-            if action.dest in _FILES_AND_FOLDERS:
+            if action.dest in FILES:
                 action.complete = shtab.FILE
             action.choices = action.choices or choices[method].get(action.dest)
 

@@ -16,9 +16,6 @@ from .arguments import OneLineParser, Parsed, dataclasses_of, parse
 from .line import Line
 from .training import is_adapter, model_init_arguments
 
-# Lengths at which memory is taken for a straight line before the rest is halved
-_STRAIGHT = 8
-
 
 def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, most: int, step: int = 64) -> int:
     """The largest multiple of `step`, up to `most`, of which `bytes_of` is at most `limit`; 0 if none is.
@@ -34,7 +31,7 @@ def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, mo
         fits, exceeds = (count, exceeds) if known[count] <= limit else (fits, count)
         if len(known) < 2:
             count = fits * 2 if fits else exceeds // 2
-        elif len(known) > _STRAIGHT:
+        elif len(known) > 8:
             count = (fits + exceeds) // 2
         else:
             (x0, y0), (x1, y1) = sorted(sorted(known.items(), key=lambda item: abs(item[1] - limit))[:2])
@@ -50,6 +47,11 @@ _STATES = {"adamw_torch_fused": 2, "sgd": 0}
 _GIB = 2**30
 # The `model_init_kwargs` that are read, or change no memory
 _OF_MODEL = {"dtype", "attn_implementation", "trust_remote_code", "use_cache"}
+# Arguments that `estimate` refuses, if not always
+_WATCHED = (
+    *("optim", "model_init_kwargs", "load_in_4bit", "load_in_8bit", "deepspeed", "fsdp", "torch_compile"),
+    *("activation_offloading", "reference_device", "use_liger_kernel", "cast_lm_head_to_fp32"),
+)
 _NOT_COVERED = (
     "The estimate is for the longest rows without shared prompts, so no batch takes more. It leaves out workspaces of "
     "operators, the device's context, fragmentation, and in GRPO the generation (its key-value cache, vLLM)."
@@ -70,7 +72,7 @@ class EstimateArguments:
     prompt_length: int = 0
     """Tokens of a prompt. DPO's `max_length` includes them; GRPO's `max_completion_length` does not."""
 
-    engine: str = "one_process"
+    engine: str = field(default="one_process", metadata={"choices": [*_ENGINES]})
     """How training will run: `"one_process"`, `"ddp"`, or `"fsdp2"` as in
     `examples/accelerate_configs/fsdp2.yaml`."""
 
@@ -93,12 +95,12 @@ def run(line: Line) -> int:
     _check_devices(line.method, asked)
     parsed = Parsed(script, training, model_args, mixture, [], [])
     step, policy = step_of(line.method, parsed, asked), _policy(parsed)
-    print(_table(step, policy, memory_of_step(step)))
+    print(_table(line.method, step, policy, memory_of_step(step)))
     limit = None if asked.device_memory is None else int(asked.device_memory * _GIB)
     if limit is None and asked.device == "cuda" and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory
-    if limit is not None:
-        print(wrapped(_longest(step, policy, limit), f"{'longest':<13}"))
+    unknown = "Give `--device_memory` in GiB: there is no GPU to read it from."
+    print(wrapped(unknown if limit is None else _longest(step, policy, limit), f"{'longest':<13}"))
     notes = [_NOT_COVERED]
     asked_for, most = _longest_row(line.method, training, asked), policy.positions
     if asked_for > most:
@@ -187,33 +189,17 @@ def _policy(parsed: Parsed) -> _Policy:
 
 
 def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
-    asked = {
-        "optim": training.optim not in _STATES,
-        "load_in_4bit": model_args.load_in_4bit,
-        "load_in_8bit": model_args.load_in_8bit,
-        "deepspeed": training.deepspeed,
-        "fsdp": training.fsdp,
-        "torch_compile": training.torch_compile,
-        "activation_offloading": training.activation_offloading,
-        "reference_device": training.reference_device,
-        "use_liger_kernel": training.use_liger_kernel,
-        "cast_lm_head_to_fp32": getattr(training, "cast_lm_head_to_fp32", False),
-        "model_init_kwargs": set(training.model_init_kwargs or ()) - _OF_MODEL,
-    }
-    for name, given in asked.items():
-        if given:
-            value = getattr(training, name, None) or getattr(model_args, name, None)
+    given = {x: getattr(training, x, None) or getattr(model_args, x, None) for x in _WATCHED}
+    of_model = set(given["model_init_kwargs"] or ())
+    covered = {"optim": given["optim"] in _STATES, "model_init_kwargs": of_model <= _OF_MODEL}
+    for name, value in given.items():
+        if value and not covered.get(name):
             value = getattr(value, "value", value)  # of an enumeration
             allowed = f"one of {', '.join(_STATES)}" if name == "optim" else "its default"
             raise CommandError(f"`--{name} {value}` is not covered by `estimate`. Set it to {allowed} to see the rest.")
 
 
 def _check_devices(method: str, asked: EstimateArguments) -> None:
-    if asked.engine not in _ENGINES:
-        raise CommandError(
-            f"`--engine {asked.engine}` is not covered by `estimate`, because its memory has not been measured. Choose "
-            f"from: {', '.join(_ENGINES)}."
-        )
     if (method, asked.engine) == ("grpo", "fsdp2"):
         raise CommandError(
             "`--engine fsdp2` is covered by `estimate dpo` only, because for GRPO the estimate is a fifth too high. "
@@ -235,30 +221,30 @@ def _longest(step: Step, policy: _Policy, limit: int) -> str:
         return memory_of_step(replace(step, tokens=tokens, scored=max(1, tokens - prompt))).peak
 
     longest = longest_that_fits(bytes_of, limit, step.tokens + 1, policy.positions)
-    whole = ", all positions of the model" if longest + 64 > policy.positions else ""
+    whole = ", the longest that the model takes" if longest + 64 > policy.positions else ""
     return f"rows of {longest:,} tokens fit in {limit / _GIB:.4g} GiB{whole}"
 
 
-def _table(step: Step, policy: _Policy, memory: StepMemory) -> str:
+def _table(method: str, step: Step, policy: _Policy, memory: StepMemory) -> str:
+    rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method == "dpo")
     gathered = ", and gathered weights" if step.engine == "fsdp2" else ""
     where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {_ENGINES[step.engine]}"
     autocast = "" if step.autocast is None else f" with {_name(step.autocast)} autocast"
     lines = [
-        ("weights", memory.weights, "with adapters"),
+        ("weights", memory.weights, "of the policy, with its adapters if any"),
         ("reference", memory.reference, "a separate model" if step.reference_model else "no separate model"),
         ("optimizer", memory.optimizer, "AdamW's two states per trained parameter" if step.states else "no states"),
         ("gradients", memory.gradients, "after the backward pass"),
-        ("buckets", memory.buckets, "of DDP, which sum gradients over the processes"),
+        *[("buckets", memory.buckets, "of DDP, which sum gradients over the processes")] * (step.engine == "ddp"),
         ("activations", memory.activations, "after the forward pass of the backbone" + gathered),
         ("head", memory.head, "the LM head's forward pass, beside the activations"),
         ("peak", memory.peak, "less than the sum: activations go as gradients come"),
     ]
-    shown = [line for line in lines if line[0] != "buckets" or step.engine == "ddp"]
     title = wrapped(
-        f"{step.rows} rows of {step.tokens + 1:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "
+        f"{rows} of {step.tokens + 1:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "
         f"{where} on {step.device.type}"
     )
-    return "\n".join([title, "", *(wrapped(text, f"{name:<13}{_readable(size):>12}   ") for name, size, text in shown)])
+    return "\n".join([title, "", *(wrapped(text, f"{name:<13}{_readable(size):>12}   ") for name, size, text in lines)])
 
 
 def _name(dtype: torch.dtype) -> str:

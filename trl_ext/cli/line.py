@@ -20,15 +20,11 @@ OTHER_NAMES = {
     **dict.fromkeys(("epochs", "num_epochs"), "num_train_epochs"),
     **dict.fromkeys(("lora", "use_lora"), "use_peft"),
     **dict.fromkeys(("target_modules", "lora_targets"), "lora_target_modules"),
-    "eval_batch_size": "per_device_eval_batch_size",
-    "kl_coef": "beta",
-    "lora_rank": "lora_r",
-    "lr": "learning_rate",
-    "lr_scheduler": "lr_scheduler_type",
-    "torch_dtype": "dtype",
+    **{"eval_batch_size": "per_device_eval_batch_size", "kl_coef": "beta", "lora_rank": "lora_r"},
+    **{"lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "torch_dtype": "dtype"},
 }
 OTHER_NAMES_OF = {
-    "dpo": dict.fromkeys(("max_seq_length", "max_seq_len"), "max_length"),
+    "dpo": {**dict.fromkeys(("max_seq_length", "max_seq_len"), "max_length"), "num_proc": "dataset_num_proc"},
     "grpo": {"group_size": "num_generations"},
 }
 
@@ -57,7 +53,24 @@ class Line(NamedTuple):
         """Which of the arguments that `message` names the file sets."""
         named = dict.fromkeys(re.findall(r"(?:`|argument )(?:--)?(\w+)", message))
         of_file = [f"`{name}`" for name in named if name in self.in_file and name not in names_in(self.words)]
-        return f" ({', '.join(of_file)} in {self.file})" if of_file and str(self.file) not in message else ""
+        place = f" ({', '.join(of_file)} in {self.file})" if of_file and str(self.file) not in message else ""
+        model = str(self.value("model_name_or_path"))
+        if not Path(model).exists() and (f"={model!r}" in message or "huggingface.co" in message):
+            place += f" (`--model_name_or_path`; current folder: {Path.cwd()})"
+        return place
+
+    def value(self, name: str) -> Any:
+        """What is given for an argument; `None` if nothing is, or in part of its name."""
+        values = [self.in_file.get(name)]
+        for word, after in zip(self.words, [*self.words[1:], ""], strict=False):
+            if word.split("=")[0] == f"--{name}":
+                values.append(word.partition("=")[2] or after)
+        return values[-1]
+
+    def given(self) -> list[tuple[str, str, str]]:
+        """Each argument, as an error shows it, and what is before a name where it is given."""
+        in_words = [(name, f"`--{name}`", "--") for name in names_in(self.words)]
+        return in_words + [(name, f"`{name}` in {self.file}", "") for name in self.in_file]
 
 
 def read(command: str, words: list[str]) -> Line:
@@ -69,7 +82,8 @@ def read(command: str, words: list[str]) -> Line:
             given = f"`{method}`" if method else "nothing"
             raise CommandError(f"`{command}` must be followed by `dpo` or `grpo`, got {given}.")
         prog = f"{prog} {method}"
-    words = [_with_underscores(part) for word in words for part in _apart(word)]
+    apart = [word.split("=", 1) if word.startswith("--config=") else [word] for word in words]
+    words = [_with_underscores(part) for parts in apart for part in parts]
     file, in_file = None, {}
     if "--config" in words:
         at = words.index("--config")
@@ -82,6 +96,8 @@ def read(command: str, words: list[str]) -> Line:
     if {"-h", "--help"}.isdisjoint(words):
         _check_names(line, OTHER_NAMES | OTHER_NAMES_OF[method])
         _check_needs(line, METHODS[method][: 1 if command == "estimate" else None])
+        _check_model(line)
+        _check_adapter(line)
     return line
 
 
@@ -90,10 +106,6 @@ def refuse_word(word: str, line: Line) -> NoReturn:
     is_yaml = word.endswith((".yaml", ".yml")) and line.file is None
     remedy = f"Write `--config {word}` to read a YAML file" if is_yaml else "Write the name of its argument before it"
     raise CommandError(f"`{word}` is not an argument of `{line.prog}`. {remedy}.")
-
-
-def _apart(word: str) -> list[str]:
-    return word.split("=", 1) if word.startswith("--config=") else [word]
 
 
 def _with_underscores(word: str) -> str:
@@ -123,12 +135,28 @@ def _set_in(file: str) -> dict[str, Any]:
 
 
 def _check_names(line: Line, others: dict[str, str]) -> None:
-    for name in names_in(line.words):
+    for name, shown, mark in line.given():
         if name in others:
-            raise CommandError(f"`--{name}` is not an argument of `{line.prog}`. Write `--{others[name]}`.")
-    for name in line.in_file:
-        if name in others:
-            raise CommandError(f"`{name}` in {line.file} is not an argument of `{line.prog}`. Write `{others[name]}`.")
+            raise CommandError(f"{shown} is not an argument of `{line.prog}`. Write `{mark}{others[name]}`.")
+
+
+def _check_model(line: Line) -> None:
+    """Refuse a path without a model. Whether the Hub has a model shows when it is loaded."""
+    name = str(line.value("model_name_or_path") or "None")
+    is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    is_folder = Path(name).is_dir()
+    if (is_path or is_folder) and not any(Path(name, f"{x}config.json").is_file() for x in ("", "adapter_")):
+        what = "it has no `config.json` or `adapter_config.json`" if is_folder else "there is no such folder"
+        raise CommandError(f"`--model_name_or_path` is `{name}`, but {what}. Current folder: {Path.cwd()}.")
+
+
+def _check_adapter(line: Line) -> None:
+    """Refuse arguments of an adapter which TRL ignores, so that it trains all weights."""
+    names = tuple(name for name, _, _ in line.given() if name)
+    for name, shown, mark in line.given():
+        if name.startswith(("lora_", "use_dora", "use_rslora")) and not "use_peft".startswith(names):
+            peft = f"`{mark}use_peft{'' if mark else ': true'}`"
+            raise CommandError(f"{shown} has no effect without {peft}. Add it, or leave `{mark}{name}` out.")
 
 
 def _check_needs(line: Line, needs: tuple[tuple[str, str, tuple[str, ...]], ...]) -> None:

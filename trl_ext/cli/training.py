@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 from datasets import load_dataset
 from datasets.exceptions import DatasetGenerationError
@@ -21,7 +20,7 @@ from ..compat.choices import resolve_accelerate_config_argument
 from ..trainers.dpo import DPOTrainer
 from ..trainers.grpo import GRPOTrainer
 from . import CommandError, TrainingStoppedError, did_you_mean, one_line, wrapped
-from .arguments import REWARDS, OneLineParser, Parsed, dataclasses_of, parse
+from .arguments import REWARDS, OneLineParser, Parsed, dataclasses_of, needs_launch, parse
 from .line import Line
 
 # The loaders of `datasets` for files
@@ -159,12 +158,14 @@ def _data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) 
 def _loaded(script: Any) -> Any:
     """The splits of `--dataset_name`: a file, a folder, or a data set on the Hub."""
     name, options = script.dataset_name, {"name": script.dataset_config, "streaming": script.dataset_streaming}
-    file, is_there = _FORMATS.get(Path(name).suffix), Path(name).exists()
+    file, is_there, why = _FORMATS.get(Path(name).suffix), Path(name).exists(), ""
     try:
         if file is None or Path(name).is_dir():
             return load_dataset(name, **options)
         if is_there:
             return load_dataset(file, data_files=name, **options)
+    except StopIteration:
+        raise CommandError(f"`--dataset_name` is `{name}`, which has no rows.") from None
     except (FileNotFoundError, ConnectionError) as error:
         if is_there:
             raise
@@ -172,25 +173,17 @@ def _loaded(script: Any) -> Any:
     except DatasetGenerationError as error:
         why = one_line(error.__cause__ or error)
         raise CommandError(f"`--dataset_name {name}` cannot be read: {why}.") from error
-    else:
-        why = ""
     what = "file" if file else f"folder, and the Hub does not give a data set of this name{why}"
     raise CommandError(f"`--dataset_name` is `{name}`, but there is no such {what}. Current folder: {os.getcwd()}.")
 
 
-def needs_launch(launch_arguments: list[str]) -> bool:
-    """Whether `accelerate launch` has arguments, a default file, or several GPUs."""
-    return bool(launch_arguments) or os.path.isfile(default_config_file) or torch.cuda.device_count() > 1
-
-
 def launch(launch_arguments: list[str], arguments: list[str]) -> int:
-    """Run the command line with `arguments` in the processes that accelerate starts; the status of the first to fail.
-
-    If a single process fails, it raises `subprocess.CalledProcessError`.
-    """
+    """Run the command with `arguments` in the processes that accelerate starts; the status of the first to fail."""
     options = [*resolve_accelerate_config_argument(launch_arguments), "-m", "trl_ext.cli", *arguments]
     try:
         launch_command(launch_command_parser().parse_args(options))
+    except subprocess.CalledProcessError as error:  # the process has printed its error
+        return error.returncode
     except ChildFailedError as error:
         return int(error.get_first_failure()[1].exitcode)
     return 0
@@ -202,17 +195,19 @@ _ROWS_TO_EXPLAIN = 64
 
 def run(command: str, line: Line, *, may_launch: bool, shows_traceback: bool) -> int:
     """Run `dpo`, `grpo` or `explain`, in this process or in those that `accelerate launch` starts."""
-    parser = OneLineParser(dataclasses_of(line.method), prog=line.prog)
-    parsed = Parsed(*parse(parser, line, may_launch=may_launch))
-    launch_arguments = [*parsed.launch_of_file, *parsed.launch]
     # Libraries read the environment when they are imported, so variables that a file sets need a new process
-    if may_launch and (needs_launch(launch_arguments) or parser.set_environment):
-        commands = line.prog.split()[1:]
-        flags = ["--traceback"] if shows_traceback else []
-        try:
-            return launch(launch_arguments, [*commands, *_without(line.whole, parsed.launch), *flags])
-        except subprocess.CalledProcessError as error:
-            return error.returncode  # the process has printed its error
+    variables = line.in_file.get("env")
+    new = isinstance(variables, dict) and any(os.environ.get(x) != str(value) for x, value in variables.items())
+    parsed = Parsed(*parse(OneLineParser(dataclasses_of(line.method), prog=line.prog), line, may_launch=may_launch))
+    launch_arguments = [*parsed.launch_of_file, *parsed.launch]
+    if may_launch and (needs_launch(launch_arguments) or new):
+        left = list(parsed.launch)  # among the words, in the same order
+        words = [x for x in line.whole if x not in left[:1] or not left.pop(0)]
+        return launch(launch_arguments, [*line.prog.split()[1:], *words, *["--traceback"] * shows_traceback])
+    resumed = parsed.training.resume_from_checkpoint
+    if resumed not in (None, True, False, "auto", "true", "false", "True", "False") and not os.path.isdir(resumed):
+        known = f"Give a checkpoint, or `auto` for the last in `--output_dir`. Current folder: {os.getcwd()}."
+        raise CommandError(f"`--resume_from_checkpoint` is `{resumed}`, but there is no such folder. {known}")
     trainer = _explain(line.method, parsed) if command == "explain" else _train(line.method, parsed)
     if hasattr(trainer, "end"):  # transformers 5.18 and later: closes the trackers and the process group
         trainer.end()
@@ -250,14 +245,3 @@ def _train(method: str, parsed: Parsed) -> Any:
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=parsed.script.dataset_name)
     return trainer
-
-
-def _without(arguments: list[str], launch_arguments: list[str]) -> list[str]:
-    """`arguments` without those of the launch, which stand among them in the same order."""
-    left, kept = list(launch_arguments), []
-    for argument in arguments:
-        if left and argument == left[0]:
-            left.pop(0)
-        else:
-            kept.append(argument)
-    return kept
