@@ -1,5 +1,6 @@
 """The trainers' own callbacks."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ from ..distributed.ranks import Ranks
 from .checkpointing import Checkpoints
 from .non_finite import NonFiniteLoss
 from .reference_weights import ReferenceOfPolicy
+
+logger = logging.getLogger("trl_ext")
 
 
 class Trainer(Protocol):
@@ -66,6 +69,14 @@ class Lifecycle(TrainerCallback):
         self.trainer._flush_store()
 
     on_predict = on_train_end = on_evaluate
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        equal = (logs or {}).get("frac_reward_zero_std") == 1.0 and len(state.log_history) == 1
+        if equal and state.is_world_process_zero:
+            logger.warning(
+                "No group has had completions with different rewards so far, so every advantage is zero and the rewards "
+                "train nothing. Check that the reward functions tell the completions of a prompt apart."
+            )
 
 
 class MovesReference(trl.SyncRefModelCallback):
