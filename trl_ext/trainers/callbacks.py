@@ -17,7 +17,7 @@ logger = logging.getLogger("trl_ext")
 
 
 class Trainer(Protocol):
-    """What the events use of a trainer."""
+    """The trainer members that the events use."""
 
     model_wrapped: Any
     _ranks: Ranks
@@ -74,8 +74,8 @@ class Lifecycle(TrainerCallback):
         equal = (logs or {}).get("frac_reward_zero_std") == 1.0 and len(state.log_history) == 1
         if equal and state.is_world_process_zero:
             logger.warning(
-                "No group has had completions with different rewards so far, so every advantage is zero and the rewards "
-                "train nothing. Check that the reward functions tell the completions of a prompt apart."
+                "So far all completions of a prompt had equal rewards, so every advantage is zero and no reward trains "
+                "the policy. Check that the reward functions return different values for different completions."
             )
 
 

@@ -113,7 +113,7 @@ def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_en
 
 
 def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
-    """TRL takes the shared start of chosen and rejected for the prompt, which may be empty, or a part of a word."""
+    """Check the start that chosen and rejected share: TRL uses it as the prompt, even if empty or cut in a word."""
     chosen, rejected = row["chosen"], row["rejected"]
     is_text = isinstance(chosen, str) and isinstance(rejected, str)
     shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))]
