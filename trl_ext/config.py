@@ -323,8 +323,8 @@ def check_loss_types(config: Any) -> None:
         for name, value in AddedDPOFields.changed(added).items():
             if name in ("reward_scale", "rpo_average_log_probs"):
                 raise ValueError(
-                    f"`{name}={value!r}` is read by RPO alone, which is not in `loss_type={loss_types}`. Add one of "
-                    f"{sorted(READ_REWARDS)}, or leave the field out."
+                    f"Only RPO uses `{name}={value!r}`, and `loss_type={loss_types}` has no RPO. Add one "
+                    f"of {sorted(READ_REWARDS)}, or leave the field out."
                 )
     own = [name for name in loss_types if name in PREFERENCE_LOSSES]
     if not own:
@@ -343,7 +343,7 @@ def check_loss_types(config: Any) -> None:
     refusing = next((name for name in loss_types if name in _REFUSE_SMOOTHING), None)
     if smoothing and refusing:
         raise ValueError(
-            f"`label_smoothing={smoothing!r}` has no meaning for {refusing!r}, whose loss is no log-likelihood of a "
+            f"`label_smoothing={smoothing!r}` does not apply to {refusing!r}: its loss is not the log-likelihood of a "
             f"label. Remove {refusing!r} from `loss_type={loss_types}`, or set `label_smoothing=0.0`."
         )
     if smoothing and _READ_SMOOTHING.isdisjoint(loss_types):

@@ -65,6 +65,11 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
 }
 
 
+def test_an_unknown_row_of_the_plan_is_a_key_error(workshop: Workshop) -> None:
+    with pytest.raises(KeyError, match="old_policy"):
+        explained(workshop)["old_policy"]
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
     fields, decisions = PLANS[name]

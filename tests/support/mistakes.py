@@ -391,13 +391,13 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a checkpoint of GRPO in DPO": Mistake(
         lambda b: resumed(b, lambda: b.grpo(**SAVES), lambda x: b.dpo(resume=x, max_steps=2)),
-        "`resume_from_checkpoint`: …/checkpoint-1 was written with a `GRPOConfig`, by another trainer. "
+        "`resume_from_checkpoint`: …/checkpoint-1 is a checkpoint of another trainer (`GRPOConfig`). "
         "Pass it as `model` to start from its weights.",
         None,
     ),
     "a checkpoint of DPO in GRPO": Mistake(
         lambda b: resumed(b, lambda: b.dpo(**SAVES), lambda x: b.grpo(resume=x, max_steps=2)),
-        "`resume_from_checkpoint`: …/checkpoint-1 was written with a `DPOConfig`, by another trainer. "
+        "`resume_from_checkpoint`: …/checkpoint-1 is a checkpoint of another trainer (`DPOConfig`). "
         "Pass it as `model` to start from its weights.",
         None,
     ),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import trl_ext
 from drop_in_cases import Case
 from run_losses import Record, Trainers, build, train
-from short_training import Bench
+from short_training import PAIRS, Bench
 from tiny import Workshop, preferences, prompts
 
 
@@ -300,3 +300,15 @@ def test_a_policy_with_experts_can_have_a_reference_without(workshop: Workshop, 
         assert bench.trainer.aux_loss_enabled
         weights.append(torch.cat([x.detach().flatten() for x in bench.trainer.model.parameters()]))
     assert (weights[1] - weights[0]).norm() <= 1e-6 * weights[0].norm()
+
+
+def test_the_plan_of_a_dpo_loss_that_is_not_ours_claims_no_reference_columns(workshop: Workshop, tmp_path: Path):
+    class Own(trl_ext.DPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(inputs["input_ids"], inputs["attention_mask"]).logits.square().mean()
+
+    rows = PAIRS.map(lambda row: {"ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0})
+    bench = Bench(workshop, tmp_path)
+    bench.dpo(subclass=lambda base: Own, train_dataset=rows, loss_type=["sigmoid"])
+    assert "`Own.compute_loss`" in bench.trainer.explain()["reference"].reason
+    assert "ref_chosen_logps" not in bench.trainer.explain()["reference"].reason

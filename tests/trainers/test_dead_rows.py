@@ -11,6 +11,7 @@ import trl
 import trl_ext
 from drop_in_cases import Case
 from run_losses import Record, Trainers, train
+from short_training import Bench, reward
 from tiny import Workshop
 from training_comparison import assert_same, live_rows, metrics_differ
 
@@ -267,3 +268,11 @@ def test_equal_rewards_have_no_advantage_however_rewards_are_scaled(scale: str, 
     stock, ours = train(case, replace(STOCK, grpo_trainer=_WithoutNoise), workshop), train(case, OURS, workshop)
     assert_same(case, ours, stock)
     assert ours.fed("rows", **POLICY) == rows_to_feed(case, stock) == 16
+
+
+@pytest.mark.parametrize(("rewards", "warnings"), [("constant", 1), ("id", 0)])
+def test_rewards_that_never_differ_are_said_once(rewards: str, warnings: int, workshop: Workshop, tmp_path, caplog):
+    bench = Bench(workshop, tmp_path)
+    funcs = reward if rewards == "id" else lambda completions, **kwargs: [1.0] * len(completions)
+    bench.grpo(reward_funcs=funcs, max_steps=3, logging_steps=1)
+    assert sum("every advantage is zero" in x for x in caplog.messages) == warnings

@@ -312,9 +312,9 @@ def test_rewards_are_not_checked_if_no_loss_reads_them(workshop: Workshop, tmp_p
 
 REFUSED = [
     ({"loss_type": ["cdpo"], "label_smoothing": 0.5}, r"for 'cdpo' it must be in \[0, 0.5\), got 0.5"),
-    ({"loss_type": ["cdpo", "hinge"], "label_smoothing": 0.1}, "has no meaning for 'hinge'"),
-    ({"loss_type": ["cdpo", "ipo"], "label_smoothing": 0.1}, "has no meaning for 'ipo'"),
-    ({"loss_type": ["ipo_sum"], "label_smoothing": 0.1}, "has no meaning for 'ipo_sum'"),
+    ({"loss_type": ["cdpo", "hinge"], "label_smoothing": 0.1}, "does not apply to 'hinge'"),
+    ({"loss_type": ["cdpo", "ipo"], "label_smoothing": 0.1}, "does not apply to 'ipo'"),
+    ({"loss_type": ["ipo_sum"], "label_smoothing": 0.1}, "does not apply to 'ipo_sum'"),
     ({"loss_type": ["rpo_squared"], "label_smoothing": 0.1}, "is not read by 'rpo_squared'"),
     ({"loss_type": ["rpo_squared"], "ld_alpha": 0.5}, "`ld_alpha=0.5` is not defined for 'rpo_squared'"),
     ({"loss_type": ["ipo_sum"], "use_weighting": True}, "`use_weighting=True` is not defined for 'ipo_sum'"),
@@ -341,8 +341,8 @@ def test_unsupported_options_are_refused(config: dict[str, Any], message: str, w
         ({"sft_label_smoothing_convention": "keras"}, "must be one of .*got 'keras'"),
         ({"reward_scale": math.nan}, "`reward_scale` must be a finite number, got nan"),
         ({"reward_scale": -1.0}, "`reward_scale` must be above 0, got -1.0"),
-        ({"reward_scale": 2.0}, "`reward_scale=2.0` is read by RPO alone, which is not in"),
-        ({"rpo_average_log_probs": True, "loss_type": ["cdpo"]}, "`rpo_average_log_probs=True` is read by RPO alone"),
+        ({"reward_scale": 2.0}, "Only RPO uses `reward_scale=2.0`, and `loss_type"),
+        ({"rpo_average_log_probs": True, "loss_type": ["cdpo"]}, "Only RPO uses `rpo_average_log_probs=True`"),
         ({"loss_type": []}, "`loss_type` is empty"),
     ],
 )

@@ -102,7 +102,7 @@ class Shard(NamedTuple):
         return x_A.chunk(self.size)[self.rank]
 
     def owner(self, at_N: Tensor) -> Tensor:
-        """Return the rank `(N,)` that holds the token at each of the indices `at_N` into the row."""
+        """Return the rank `(N,)` that holds the token at each index of `at_N` in the row."""
         return at_N // self.width
 
     def whole(self, x: Tensor) -> Tensor:

@@ -136,9 +136,9 @@ class Head:
     def add_targets_(
         self, sums_NH: Tensor, coefficient_N: Tensor, rows: Rows, targets_N: Tensor, replacing: Tensor | None
     ) -> None:
-        """Add each target's row of the weight times its coefficient; rows of `replaced` come from `replacing`.
+        """Add each target's coefficient times its weight row; rows of `replaced` come from `replacing`.
 
-        This runs in fp32: a half-precision product would leave a rounding error that is large beside a small 1 - p.
+        This runs in fp32: the rounding error of a half-precision product would be large next to a small 1 - p.
         """
         n = rows_per_tile(sums_NH.shape[0], sums_NH.device, self.chunk_size)
         for first in range(0, sums_NH.shape[0], n):

@@ -143,7 +143,7 @@ def packed_attention(
     if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
         raise LayoutNotReadError("its attention is not causal")
     if sliding_window is None and _has_sliding_window(module):
-        raise LayoutNotReadError("its attention does not pass on its sliding window")
+        raise LayoutNotReadError("its attention does not forward `sliding_window`")
     layout.reads[0] += 1
     special = {name: options[name] for name in ("softcap", "s_aux") if options.get(name) is not None}
     options = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, **special}

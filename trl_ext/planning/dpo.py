@@ -60,11 +60,11 @@ def plan_dpo(facts: DPOFacts) -> DPOPlan:
     source, reference, durable = _reference(facts)
     policy = Decision("policy", "run", "Scores every pair, as in TRL.", routine=True)
     others = f"For other data: {reference.reason[0].lower()}{reference.reason[1:]}"
-    if only_columns:
-        reference = Decision("reference", "reuse", f"{columns}{others}")
-    elif facts.own_loss is not None:
+    if facts.own_loss is not None:
         left = f"Left to {facts.own_loss}, which does not call `super().compute_loss(...)`."
         policy, reference = Decision("policy", "run", left), Decision("reference", "run", left)
+    elif only_columns:
+        reference = Decision("reference", "reuse", f"{columns}{others}")
     elif columns:
         reference = replace(reference, reason=f"{columns}{others}")
     return DPOPlan(decisions=(policy, reference), facts=facts, source=source, durable=durable)

@@ -97,11 +97,10 @@ def kept_together(
 
 
 def grouped_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_step: int) -> list[int]:
-    """The rows in an order in which each unit, the slices of one optimizer step, keeps its rows, and each slice has
-    few prompts.
+    """The rows, reordered within each unit (the slices of one optimizer step) so that each slice has few prompts.
 
-    A unit keeps its order unless the new one has fewer tokens, or as many in a smaller largest slice. It also keeps its
-    order if the largest slice would grow, because memory would too.
+    A unit is reordered only if that leaves fewer tokens, or as many in a smaller largest slice, and never if the
+    largest slice, and so memory, would grow.
     """
     rows = len(tokens.prompt_B)
     size = rows_of_a_slice * micro_batches_per_step

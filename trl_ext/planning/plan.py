@@ -35,8 +35,8 @@ class Plan:
     verbose: bool = False  # whether the table has every decision
 
     def __getitem__(self, name: str) -> Decision:
-        """The decision called `name`."""
-        return next(decision for decision in self.decisions if decision.name == name)
+        """The decision called `name`; `KeyError` if there is none."""
+        return {decision.name: decision for decision in self.decisions}[name]
 
     def __str__(self) -> str:
         """The table, as wide as the terminal."""

@@ -33,7 +33,7 @@ class ScoredTokens:
         return torch.where(self.tokens_BC, values_BC, unscored_BC)
 
     def tokens_left_out(self, batch: dict[str, Any]) -> int:
-        """How many tokens of `batch`, padding included, do not run."""
+        """The number of skipped tokens of `batch`, padding included."""
         left_out: int = tokens_of(batch) // len(self.tokens_BC) * (len(self.tokens_BC) - len(self.rows_R))
         return left_out
 

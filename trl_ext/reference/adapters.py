@@ -78,7 +78,7 @@ class AdapterChoice:
             self.trl_may_copy = _trl_copies_whole(policy)
 
     def reference(self, policy: Any, moves: bool) -> "OwnReference":
-        """Return the reference of `policy`, once TRL has built it. `moves`: whether training moves the reference."""
+        """Return the reference for `policy`, which TRL has built. `moves`: whether training updates the reference."""
         if moves:
             own = OwnReference(policy, "initial", moves=True)
             if self.fresh is not None:
@@ -359,7 +359,7 @@ def _trl_copies_whole(policy: Any) -> bool:
 
 
 def _begins_with_base_weights(config: Any) -> bool:
-    """Whether a fresh adapter moves weights from the base model to the adapter, so the base without it changes."""
+    """Whether a fresh adapter takes weights out of the base model, which changes the base model."""
     start = getattr(config, "init_lora_weights", None)
     return isinstance(start, str) and start.lower().startswith(("pissa", "olora", "corda", "loftq", "lora_ga"))
 

@@ -56,7 +56,7 @@ class Canary:
 
     @classmethod
     def of(cls, identity: str, sequences: Sequences, entries: dict[int, NDArray[np.float32]]) -> "Canary | None":
-        """Make a canary of the 4 longest rows up to 512 tokens, or of the shortest; None without finite `entries`."""
+        """Choose the 4 longest rows of at most 512 tokens, else the shortest row; `None` without finite `entries`."""
         rows = [row for row, values in entries.items() if len(values) and np.isfinite(values).all()]
         rows.sort(key=lambda row: sequences.lengths[row])
         chosen = [row for row in rows if sequences.lengths[row] <= _TOKENS][-_ROWS:] or rows[:1]

@@ -21,9 +21,9 @@ _NOT_IN_LOGITS = {"training", "gradient_checkpointing", "name_or_path", "compute
 
 
 def code_of(model: nn.Module) -> list[str]:
-    """Return the class of `model`, then the classes of its modules and their bases that no version identifies.
+    """Return the name of `model`'s class, then the classes of its modules, and bases, outside of versioned packages.
 
-    Each of the latter has a hash of its source file, or `"unknown"` if the file cannot be read.
+    Each of these comes with a hash of its source file, or `"unknown"` if the file cannot be read.
     """
     parts: set[Any] = {type(module) for module in model.modules()}
     names = {name for part in parts for name in _unversioned(part)}

@@ -60,7 +60,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """The bytes of the file without its header."""
+        """Size of the file in bytes, without its header."""
         return len(self._keys) + len(self._checks) + self._bounds.nbytes + 4 * self._bounds[-1]
 
     @property

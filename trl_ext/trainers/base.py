@@ -365,7 +365,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             super().save_model(*positional, **keywords)
 
     def _world_accelerator(self) -> Any:
-        """Count each rank as a process in the `with` block, because the accelerator decides which one writes a file."""
+        """Count each rank as a process in the `with` block: the accelerator picks the rank that writes a file."""
         return replaced(self, accelerator=self._ranks.every)
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:

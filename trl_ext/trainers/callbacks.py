@@ -1,5 +1,6 @@
 """The trainers' own callbacks."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -12,9 +13,11 @@ from .checkpointing import Checkpoints
 from .non_finite import NonFiniteLoss
 from .reference_weights import ReferenceOfPolicy
 
+logger = logging.getLogger("trl_ext")
+
 
 class Trainer(Protocol):
-    """What the events use of a trainer."""
+    """The trainer members that the events use."""
 
     model_wrapped: Any
     _ranks: Ranks
@@ -66,6 +69,14 @@ class Lifecycle(TrainerCallback):
         self.trainer._flush_store()
 
     on_predict = on_train_end = on_evaluate
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        equal = (logs or {}).get("frac_reward_zero_std") == 1.0 and len(state.log_history) == 1
+        if equal and state.is_world_process_zero:
+            logger.warning(
+                "So far all completions of a prompt had equal rewards, so every advantage is zero and no reward trains "
+                "the policy. Check that the reward functions return different values for different completions."
+            )
 
 
 class MovesReference(trl.SyncRefModelCallback):

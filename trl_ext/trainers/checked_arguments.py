@@ -78,8 +78,8 @@ def check_offloading_device(device: Any) -> None:
     """Raise `ValueError` if activations would be offloaded from the CPU."""
     if device.type == "cpu":
         raise ValueError(
-            "`activation_offloading=True` keeps activations in host memory, and there is no accelerator: the model is "
-            "in host memory too. Leave it off."
+            "`activation_offloading=True` keeps activations in host memory, where they already are without an "
+            "accelerator. Leave it off."
         )
 
 

@@ -88,12 +88,12 @@ class _FirstRow:
 
 
 def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_end: bool) -> None:
-    for column in ("chosen", "rejected"):
-        if column not in row:
-            raise ValueError(
-                f"`{name}` has the columns {sorted(row)}, and DPO reads `prompt`, `chosen` and `rejected`: "
-                f'`{column}` is missing. Rename the column that holds it: `dataset.rename_column("...", "{column}")`.'
-            )
+    if missing := [column for column in ("chosen", "rejected") if column not in row]:
+        renaming = ", ".join(f'"...": "{column}"' for column in missing)
+        raise ValueError(
+            f"`{name}` has the columns {sorted(row)}, and DPO reads `prompt`, `chosen` and `rejected`. Rename what you "
+            f"have: `dataset.rename_columns({{{renaming}}})`."
+        )
     kinds = {x: _kind(row[x], x, name) for x in _PAIR if x in row}
     if "prompt" not in row:
         _check_shared_prompt(row, name)
@@ -113,7 +113,7 @@ def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_en
 
 
 def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
-    """TRL takes the shared start of chosen and rejected for the prompt, which may be empty, or a part of a word."""
+    """Check the start that chosen and rejected share: TRL uses it as the prompt, even if empty or cut in a word."""
     chosen, rejected = row["chosen"], row["rejected"]
     is_text = isinstance(chosen, str) and isinstance(rejected, str)
     shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))]

@@ -39,7 +39,7 @@ _SPELLED: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
 
 
 class Trainer(Protocol):
-    """The members of a trainer that `Checkpoints` reads."""
+    """The trainer members that `Checkpoints` reads."""
 
     accelerator: Any
     args: Any
@@ -120,7 +120,7 @@ class Checkpoints:
         written_by = _config_class(folder / TRAINING_ARGS_NAME)
         if written_by is not None and written_by not in [cls.__name__ for cls in type(args).__mro__]:
             raise ValueError(
-                f"`resume_from_checkpoint`: {folder} was written with a `{written_by}`, by another trainer. Pass it as "
+                f"`resume_from_checkpoint`: {folder} is a checkpoint of another trainer (`{written_by}`). Pass it as "
                 "`model` to start from its weights."
             )
         trains_adapter = isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False)

@@ -15,7 +15,7 @@ from ..scoring.scorer import Scorer
 
 
 class Trainer(internals.DPOInternals, Protocol):
-    """The members of a trainer that the loss reads."""
+    """The trainer members that the loss reads."""
 
     beta: float
     label_smoothing: float

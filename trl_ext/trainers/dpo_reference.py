@@ -32,7 +32,7 @@ _ROWS_CHECKED_TOGETHER = 64
 
 
 class Host(internals.DPOInternals, Protocol):
-    """The members of a trainer that the reference reads. It sets only `ref_model`, to release or load one."""
+    """The trainer members that the reference reads. It sets only `ref_model`, to release or load one."""
 
     train_dataset: Any
     eval_dataset: Any

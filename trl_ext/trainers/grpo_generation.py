@@ -30,7 +30,7 @@ logger = logging.getLogger("trl_ext")
 
 
 class Trainer(internals.GRPOInternals, Protocol):
-    """The members of a trainer that the generation reads."""
+    """The trainer members that generation reads."""
 
     beta: float
     multi_objective_aggregation: str
@@ -103,8 +103,8 @@ class GRPOGeneration:
         if group.processes is not None and not group.alike(*tensors):
             raise RuntimeError(
                 f"The {group.size} ranks that split the tokens of a batch (`{group.kind}_size`) generated different "
-                "completions. Make a rollout function that samples at random, or calls a service, return the same "
-                "completions on all ranks of a group."
+                "completions. A rollout function that samples or calls a service must return the same ones on all "
+                "ranks of a group."
             )
         return batch
 

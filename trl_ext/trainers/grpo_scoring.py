@@ -38,7 +38,7 @@ _LOSS_CHANGED = (
 
 
 class Trainer(internals.GRPOInternals, Protocol):
-    """The members of a trainer that the scoring reads."""
+    """The trainer members that scoring reads."""
 
     ref_model: Any
     aux_loss_enabled: bool

@@ -18,7 +18,7 @@ Rows = Callable[[], dict[int, list[str]]]  # returns row -> names of its values 
 
 
 class Trainer(Protocol):
-    """The members of a trainer that `NonFiniteLoss` reads."""
+    """The trainer members that `NonFiniteLoss` reads."""
 
     accelerator: Any
     args: Any

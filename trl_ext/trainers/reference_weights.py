@@ -18,7 +18,7 @@ logger = logging.getLogger("trl_ext")
 
 
 class Trainer(Protocol):
-    """The members of a trainer that the reference reads. It sets only `args.sync_ref_model`."""
+    """The trainer members that the reference reads. It sets only `args.sync_ref_model`."""
 
     accelerator: Any
     args: Any

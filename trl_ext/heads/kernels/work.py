@@ -1,4 +1,4 @@
-"""The operations on a tile between the matrix products in torch, and the choice between torch and Triton."""
+"""What runs on a tile between the matrix products: the torch version, and the choice of torch or Triton."""
 
 import os
 import warnings
