@@ -68,7 +68,7 @@ def test_an_example_trains_an_adapter(name: str, workshop: Workshop, tmp_path: P
     else:
         assert_trained(out)
     if name == "several_adapters":
-        assert 'it is the frozen adapter "sums"' in said
+        assert '(the frozen adapter "sums")' in said
         assert {x.name for x in out.iterdir()} >= {"sums", "both"}
     if name == "grpo_rollout":
         assert re.search(r"old policy +skip|old policy +reuse", said)

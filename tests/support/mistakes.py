@@ -15,7 +15,10 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]
 
 
 class Mistake(NamedTuple):
-    """`ours` is the whole message, and `stock` a part of TRL's; None where TRL trains. `…` is a temporary folder."""
+    """`ours` is the whole message, and `stock` a part of TRL's; None where TRL trains. `…` is a temporary folder.
+
+    TRL picks a column from a set to find out whether rows are conversations, so it gives one of two messages: "A OR B".
+    """
 
     make: Callable[[Bench], None]
     ours: str
@@ -241,7 +244,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda b: b.dpo(train_dataset=pairs(**messages([])), processing_class=chatting()),
         "`prompt` of `train_dataset` must be text or a list of messages, got [] in its first row. Give "
         "at least one message, or remove the row.",
-        "Cannot apply chat template to an empty conversation. Provide at least one message.",
+        "Cannot apply chat template to an empty conversation. Provide at least one message. OR list index out of range",
     ),
     "GRPO, a prompt without messages": Mistake(
         lambda b: b.grpo(train_dataset=asked([]), processing_class=chatting()),
@@ -290,7 +293,8 @@ MISTAKES: dict[str, Mistake] = {
         ),
         "`prompt` of `train_dataset` must be text or a list of messages, got {'content': 'w1', 'role': "
         "'user'} in its first row. Put the message into a list.",
-        "text input must be of type `str` (single example), `list[str]` (batch or single pretokeniz",
+        "text input must be of type `str` (single example), `list[str]` (batch or single pretokeniz"
+        " OR 'list' object has no attribute 'endswith'",
     ),
     "DPO, parts and a template of text": Mistake(
         lambda b: b.dpo(train_dataset=pairs(**messages(PARTS)), processing_class=chatting()),
