@@ -12,7 +12,7 @@ _NAMES = {
     "transformers.trainer_callback:TrainerCallback": "on_evaluate on_pre_optimizer_step on_predict on_step_begin",
     "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
     "transformers.training_args": "OptimizerNames",
-    "trl.scripts.utils:TrlParser": "add_argument add_argument_group parse_args_and_config prog",
+    "trl.scripts.utils:TrlParser": "_action_groups add_argument add_argument_group prog",
     "trl.trainer.dpo_config:DPOConfig": "padding_free",
     "trl.trainer.dpo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.dpo_trainer:DPOTrainer": (
@@ -61,6 +61,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "transformers.trainer_callback:TrainerCallback": {
         "on_epoch_end": ("(self, args, state, control, **kwargs)",),
+        "on_log": ("(self, args, state, control, **kwargs)",),
         "on_optimizer_step": ("(self, args, state, control, **kwargs)",),
         "on_save": ("(self, args, state, control, **kwargs)",),
         "on_train_begin": ("(self, args, state, control, **kwargs)",),
@@ -81,7 +82,6 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "trl.scripts.utils:TrlParser": {
         "__init__": ("(self, dataclass_types=..., **kwargs)",),
         "error": ("(self, message)",),
-        "set_defaults_with_config": ("(self, **kwargs)",),
     },
     "trl.trainer.callbacks:SyncRefModelCallback": {
         "__init__": ("(self, ref_model, accelerator)",),
