@@ -281,11 +281,11 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     # Devices and folders
     "an accelerator's option on the CPU, DPO": (
         lambda b: b.dpo(activation_offloading=True),
-        ("`activation_offloading=True`", "no accelerator", "Leave it off"),
+        ("`activation_offloading=True`", "without an accelerator", "Leave it off"),
     ),
     "an accelerator's option on the CPU, GRPO": (
         lambda b: b.grpo(activation_offloading=True),
-        ("`activation_offloading=True`", "no accelerator", "Leave it off"),
+        ("`activation_offloading=True`", "without an accelerator", "Leave it off"),
     ),
     "no checkpoint to resume from": (
         lambda b: b.dpo(resume="true"),
