@@ -61,7 +61,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     # Data
     "a column by another name": (
         lambda b: b.dpo(train_dataset=PAIRS.rename_column("chosen", "accepted")),
-        ("`train_dataset`", "'accepted'", 'rename_columns({"...": "chosen"})'),
+        ("`train_dataset`", "'accepted'", 'rename_columns({"old_chosen": "chosen"})'),
     ),
     "prompts by another name, DPO": (
         lambda b: b.dpo(train_dataset=Dataset.from_list([{"question": "w1", "chosen": "w2 w3", "rejected": "w4"}] * 4)),
@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     "a stream's column by another name": (
         lambda b: b.dpo(train_dataset=PAIRS.rename_column("chosen", "accepted").to_iterable_dataset()),
-        ("`train_dataset`", "'accepted'", 'rename_columns({"...": "chosen"})'),
+        ("`train_dataset`", "'accepted'", 'rename_columns({"old_chosen": "chosen"})'),
     ),
     "prompts by another name, GRPO": (
         lambda b: b.grpo(train_dataset=PROMPTS.rename_column("prompt", "question")),
@@ -77,15 +77,15 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     "evaluation data by another name": (
         lambda b: b.dpo(eval_dataset=PAIRS.rename_column("rejected", "worse")),
-        ("`eval_dataset`", "'worse'", 'rename_columns({"...": "rejected"})'),
+        ("`eval_dataset`", "'worse'", 'rename_columns({"old_rejected": "rejected"})'),
     ),
     "one of several evaluation sets by another name": (
         lambda b: b.dpo(eval_dataset={"first": PAIRS, "second": PAIRS.rename_column("rejected", "worse")}),
-        ("`eval_dataset['second']`", "'worse'", 'rename_columns({"...": "rejected"})'),
+        ("`eval_dataset['second']`", "'worse'", 'rename_columns({"old_rejected": "rejected"})'),
     ),
     "data with labels": (
         lambda b: b.dpo(train_dataset=Dataset.from_list([{"prompt": "w1", "completion": "w2", "label": True}] * 4)),
-        ("`train_dataset`", "'label'", 'rename_columns({"...": "chosen", "...": "rejected"})'),
+        ("`train_dataset`", "'label'", 'rename_columns({"old_chosen": "chosen", "old_rejected": "rejected"})'),
     ),
     "an empty data set, DPO": (
         lambda b: b.dpo(train_dataset=PAIRS.select([])),

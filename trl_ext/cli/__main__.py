@@ -30,6 +30,7 @@ _OVERVIEW = """usage: trl-ext [--version] COMMAND [ARGUMENTS]
 TRL's DPO and GRPO trainers with exact log-probs and less work.
 
 commands:"""
+_OF_LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE"}, {"ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_MIXED_PRECISION"}
 _SHELLS = ("bash", "zsh", "tcsh")
 
 
@@ -39,10 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     shows_traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]
     name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
-    if argv is None and hasattr(signal, "SIGPIPE") and (name == "completion" or not {*_HELP}.isdisjoint(arguments)):
+    if argv is None and hasattr(signal, "SIGPIPE") and (name not in ("dpo", "grpo") or not {*_HELP}.isdisjoint(arguments)):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe
-    # Processes that torchrun or `accelerate launch` has started start no others
-    may_launch = {"LOCAL_RANK", "ACCELERATE_DYNAMO_BACKEND"}.isdisjoint(os.environ)
+    # Processes that torchrun or `accelerate launch` has started start no others. One variable may be the user's
+    may_launch = not any(os.environ.keys() >= names for names in _OF_LAUNCHED)
     try:
         with warnings.catch_warnings():
             # TRL's configs call gradient checkpointing by the name that transformers 5.23 has replaced

@@ -55,7 +55,8 @@ class Line(NamedTuple):
         of_file = [f"`{name}`" for name in named if name in self.in_file and name not in names_in(self.words)]
         place = f" ({', '.join(of_file)} in {self.file})" if of_file and str(self.file) not in message else ""
         model = str(self.value("model_name_or_path"))
-        if not Path(model).exists() and (f"={model!r}" in message or "huggingface.co" in message):
+        of_hub = "huggingface.co" in message and model in message and "Current folder" not in message
+        if not Path(model).exists() and (f"={model!r}" in message or of_hub):
             place += f" (`--model_name_or_path`; current folder: {Path.cwd()})"
         return place
 
@@ -142,7 +143,9 @@ def _check_names(line: Line, others: dict[str, str]) -> None:
 
 def _check_model(line: Line) -> None:
     """Refuse a path without a model. Whether the Hub has a model shows when it is loaded."""
-    name = str(line.value("model_name_or_path") or "None")
+    name, full = str(line.value("model_name_or_path") or "None"), "model_name_or_path"
+    if any(full.startswith(given) and given != full for given in names_in(line.words)):
+        return  # a part of the argument's name, which the parser takes
     is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
     is_folder = Path(name).is_dir()
     if (is_path or is_folder) and not any(Path(name, f"{x}config.json").is_file() for x in ("", "adapter_")):
@@ -154,7 +157,8 @@ def _check_adapter(line: Line) -> None:
     """Refuse arguments of an adapter which TRL ignores, so that it trains all weights."""
     names = tuple(name for name, _, _ in line.given() if name)
     for name, shown, mark in line.given():
-        if name.startswith(("lora_", "use_dora", "use_rslora")) and not "use_peft".startswith(names):
+        asked = line.value(name) not in (None, False, "false", "False")
+        if asked and name.startswith(("lora_", "use_dora", "use_rslora")) and not "use_peft".startswith(names):
             peft = f"`{mark}use_peft{'' if mark else ': true'}`"
             raise CommandError(f"{shown} has no effect without {peft}. Add it, or leave `{mark}{name}` out.")
 

@@ -39,6 +39,7 @@ class Lifecycle(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self._equal_steps: int | None = 0  # steps in which no rewards differed; `None` once some did, or it was said
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -71,8 +72,11 @@ class Lifecycle(TrainerCallback):
     on_predict = on_train_end = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        equal = (logs or {}).get("frac_reward_zero_std") == 1.0 and len(state.log_history) == 1
-        if equal and state.is_world_process_zero:
+        equal = (logs or {}).get("frac_reward_zero_std")  # also absent: evaluation, DPO
+        if equal is not None and self._equal_steps is not None:
+            self._equal_steps = self._equal_steps + max(1, state.logging_steps) if equal == 1.0 else None
+        if self._equal_steps is not None and self._equal_steps > 1 and state.is_world_process_zero:
+            self._equal_steps = None
             logger.warning(
                 "So far all completions of a prompt had equal rewards, so every advantage is zero and no reward trains "
                 "the policy. Check that the reward functions return different values for different completions."

@@ -89,7 +89,7 @@ class _FirstRow:
 
 def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_end: bool) -> None:
     if missing := [column for column in ("chosen", "rejected") if column not in row]:
-        renaming = ", ".join(f'"...": "{column}"' for column in missing)
+        renaming = ", ".join(f'"old_{column}": "{column}"' for column in missing)
         raise ValueError(
             f"`{name}` has the columns {sorted(row)}, and DPO reads `prompt`, `chosen` and `rejected`. Rename what you "
             f"have: `dataset.rename_columns({{{renaming}}})`."
