@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     shows_traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]
     name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
-    if argv is None and hasattr(signal, "SIGPIPE") and (name not in ("dpo", "grpo") or not {*_HELP}.isdisjoint(arguments)):
+    prints = name not in ("dpo", "grpo") or not {*_HELP}.isdisjoint(arguments)
+    if argv is None and prints and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe
     # Processes that torchrun or `accelerate launch` has started start no others. One variable may be the user's
     may_launch = not any(os.environ.keys() >= names for names in _OF_LAUNCHED)
