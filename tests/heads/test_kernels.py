@@ -15,7 +15,15 @@ from trl_ext import DPOConfig, DPOTrainer, linear_log_probs
 from trl_ext.heads import products
 from trl_ext.heads.gradients import Coefficients
 from trl_ext.heads.kernels import work as kernels_work
-from trl_ext.heads.kernels.work import Tile, TorchWork, check_kernels, triton_unavailable_reason, work_of
+from trl_ext.heads.kernels.work import (
+    Tile,
+    TorchWork,
+    as_tile,
+    check_kernels,
+    row_stride,
+    triton_unavailable_reason,
+    work_of,
+)
 from trl_ext.heads.logits import OUTPUTS, LinearLogProbs, LogitTransform
 from trl_ext.heads.statistics import RunningStatistics
 
@@ -77,7 +85,10 @@ class Problem:
         start = 0
         for product, bias in zip(self.products, self.biases, strict=True):
             classes = slice(start, start + product.shape[1])
-            yield Tile(slice(0, self.tokens), classes, product.clone(), bias, self.sums, self.sums, None, None)
+            # What lies between the rows, where the kernels read too, reaches no result
+            buffer = product.new_full((self.tokens * row_stride(product.shape[1]),), torch.nan)
+            padded = as_tile(buffer, *product.shape).copy_(product)
+            yield Tile(slice(0, self.tokens), classes, padded, bias, self.sums, self.sums, None, None)
             start = classes.stop
 
     def run(self, work):
