@@ -202,7 +202,7 @@ def problems(draw):
 @SMALL
 @given(problem=problems())
 def test_values_and_gradients_equal_the_definition_for_every_shape_option_and_tile(monkeypatch, problem):
-    monkeypatch.setattr(tiled, "_FEWEST_COLUMNS", problem["columns"])
+    monkeypatch.setattr(tiled, "_COLUMNS", problem["columns"])
     monkeypatch.setitem(tiled._ELEMENTS, "cpu", 1)
     dtype, shape = problem["dtype"], problem["shape"]
     generator = torch.Generator().manual_seed(problem["seed"])
@@ -264,7 +264,7 @@ def test_values_and_gradients_equal_the_definition_for_every_shape_option_and_ti
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("mean", [False, True])
 def test_gradcheck_in_float64(trained, entropy, mean, options, monkeypatch):
-    monkeypatch.setattr(tiled, "_FEWEST_COLUMNS", 4)
+    monkeypatch.setattr(tiled, "_COLUMNS", 4)
     monkeypatch.setitem(tiled._ELEMENTS, "cpu", 1)
     torch.manual_seed(0)
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)

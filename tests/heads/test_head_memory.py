@@ -6,6 +6,7 @@ from allocations import peak_bytes
 
 from trl_ext import linear_log_probs
 from trl_ext.heads import tiled
+from trl_ext.heads.kernels import work
 
 TOKENS, VOCABULARY, WIDTH = 4096, 32768, 1024
 
@@ -70,3 +71,17 @@ def test_few_tokens_do_not_cast_the_whole_weight(trained):
     gradients = weight.nbytes if trained else 0
     # Slices of 8192 rows: two in bf16, one in fp32, and the gradient of a trained weight
     assert peak_bytes(run) < gradients + 8192 * width * (2 * 2 + 4 + 4 * trained) * 1.2
+
+
+@pytest.mark.parametrize("vocabulary", [50257, 128256, 151936])
+@pytest.mark.parametrize("elements", [2**21, 2**24, 2**25])  # of a small GPU to an H200
+def test_every_row_of_a_tile_is_aligned_on_a_gpu(monkeypatch, elements: int, vocabulary: int):
+    monkeypatch.setitem(tiled._ELEMENTS, "cuda", elements)
+    device, widths = torch.device("cuda", 7), set()
+    for tokens in range(1, 2**15 + 1):
+        rows = tiled.rows_per_tile(tokens, device, None)
+        widths.add(tiled.columns_per_tile(rows, vocabulary, device))
+        assert rows == tokens or rows % 128 == 0
+    assert all(width % 256 == 0 for width in widths)
+    last = work.as_tile(torch.empty(4 * work.row_stride(vocabulary % 8192)), 4, vocabulary % 8192)
+    assert last.stride(0) * 2 % 128 == 0  # bytes of a row in half precision

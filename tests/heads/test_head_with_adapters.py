@@ -49,7 +49,7 @@ def problems(draw):
 @SMALL
 @given(problem=problems())
 def test_values_and_gradients_equal_the_definition_with_every_adapter(monkeypatch, problem):
-    monkeypatch.setattr(tiled, "_FEWEST_COLUMNS", problem["columns"])
+    monkeypatch.setattr(tiled, "_COLUMNS", problem["columns"])
     monkeypatch.setitem(tiled._ELEMENTS, "cpu", 1)
     generator = torch.Generator().manual_seed(problem["seed"])
     N, H, V, dtype = problem["tokens"], problem["width"], problem["vocabulary"], problem["dtype"]

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(autouse=True)
 def _several_tiles(monkeypatch):
     monkeypatch.setitem(tiled._ELEMENTS, "cpu", 1)
-    monkeypatch.setattr(tiled, "_FEWEST_COLUMNS", 40)
+    monkeypatch.setattr(tiled, "_COLUMNS", 40)
     monkeypatch.setitem(module_head._ELEMENTS, "cpu", 5 * 97)
 
 

@@ -175,7 +175,7 @@ def scored_on(group: dist.ProcessGroup, problem: Problem, way: str) -> Scored:
     """Score as a rank of the group: `"public"` function, rows in several `"blocks"`, or broadcast rows `"in turn"`."""
     with pytest.MonkeyPatch.context() as sizes:  # undone at the end, because the ranks run other cases later
         sizes.setitem(tiled._ELEMENTS, "cpu", 1)
-        sizes.setattr(tiled, "_FEWEST_COLUMNS", problem.columns)
+        sizes.setattr(tiled, "_COLUMNS", problem.columns)
         sizes.setitem(exchange._GATHERED_TOKENS, "cpu", problem.gathered_tokens)
         sizes.setitem(exchange._SLICE, "cpu", problem.slice_bytes)
         return _scored(group, problem, way)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .adapters import Operands, ReplacedRows
 from .gradients import Coefficients
-from .kernels.work import Tile, TileWork, work_of
+from .kernels.work import Tile, TileWork, as_tile, row_stride, work_of
 from .logits import LinearLogProbs, LogitTransform, without_gradient
 from .parallel import Block, LocalShards, Part, Rows, VocabularyShard
 from .products import (
@@ -32,10 +32,11 @@ from .statistics import RunningStatistics
 # Elements of one fp32 tile. On the CPU two such buffers of 4 MiB exist at a time, three with a softcap
 _ELEMENTS = {"cpu": 2**20}
 _TOKENS = {"cpu": 1024, "accelerator": 4096}
-# A matrix product assigns blocks of this size to the multiprocessors; a few blocks each keep all of them busy
+# A matrix product assigns blocks of this size to the multiprocessors; some blocks each keep all of them busy
 _BLOCK = 128 * 256
-_BLOCKS_EACH = 4
-_FEWEST_COLUMNS = 256
+_BLOCKS_EACH = 8
+# A tile is a multiple of this wide, so that each of its rows is aligned for vector loads and for TMA
+_COLUMNS = 256
 # Limits the tile also for few tokens, because a cast copy of the tile's slice of the weight has as many rows
 MOST_COLUMNS = 8192
 
@@ -54,18 +55,18 @@ def rows_per_tile(tokens: int, device: torch.device, chunk_size: int | None) -> 
 def columns_per_tile(rows: int, vocabulary: int, device: torch.device, columns: int | None = None) -> int:
     """Return the columns of a tile of `rows` tokens: `columns`, or as many as fit, at most `MOST_COLUMNS`."""
     elements = _ELEMENTS.get(device.type) or _elements_of(device)
-    return min(vocabulary, MOST_COLUMNS, columns or max(_FEWEST_COLUMNS, elements // rows))
+    return min(vocabulary, MOST_COLUMNS, columns or max(1, elements // rows // _COLUMNS) * _COLUMNS)
 
 
 @cache
 def _elements_of(device: torch.device) -> int:
-    """Return how many elements keep an accelerator busy: 2^24 on an H200.
+    """Return how many elements keep an accelerator busy: 2^25 on an H200, a tile of 4096 x 8192.
 
-    That is a buffer of 64 MiB and 32 MiB of bf16 coefficients, less than the 256 MiB of TRL 1.16's one bf16 tile. The
+    That is a buffer of 128 MiB and 64 MiB of bf16 coefficients, less than the 256 MiB of TRL 1.16's one bf16 tile. The
     number is estimated; `benchmarks/head.py --sweep` measures it.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
-        return 2**24
+        return 2**25
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return 2 ** min(25, max(21, round(math.log2(_BLOCKS_EACH * multiprocessors * _BLOCK))))
 
@@ -111,7 +112,7 @@ class Head:
         N = x.hidden.shape[0]
         n = rows_per_tile(N, x.hidden.device, self.chunk_size)
         v = columns_per_tile(n, rows.vocabulary, x.hidden.device, self.columns)
-        buffer = x.hidden.new_empty(n * v, dtype=self.accumulate)
+        buffer = x.hidden.new_empty(n * row_stride(v), dtype=self.accumulate)
         for block in rows.blocks():
             for start in range(0, len(block.weight), v):
                 columns = slice(start, min(start + v, len(block.weight)))
@@ -125,7 +126,7 @@ class Head:
                 for first in range(0, N, n):
                     tokens = slice(first, min(first + n, N))
                     shape = tokens.stop - tokens.start, columns.stop - columns.start
-                    product = buffer[: shape[0] * shape[1]].view(shape)
+                    product = as_tile(buffer, *shape)
                     hidden_nH = x.hidden[tokens].to(self.dtype)
                     project_into(product, hidden_nH, weight_vH)
                     down_nR = None if x.down is None else x.down[tokens]

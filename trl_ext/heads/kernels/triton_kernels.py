@@ -2,7 +2,8 @@
 
 Triton compiles them for NVIDIA, AMD and Intel devices; with TRITON_INTERPRET=1 they run on the CPU.
 
-A program reads its row once and keeps it in registers, so a tile has at most `MOST_COLUMNS` columns.
+A program reads its row once and keeps it in registers, so a tile has at most `MOST_COLUMNS` columns. It reads and
+writes the row up to the `stride`, so that every access is a vector; what lies beyond the `width` reaches no result.
 `RunningStatistics` and `Coefficients` define in torch what the kernels compute, and explain each number. For a pointer
 that is None, the kernel is compiled without the code that uses it.
 """
@@ -22,11 +23,11 @@ def _tanh(x):
 
 
 @triton.jit
-def _logits(product_ptr, bias_ptr, columns, inside, scale, cap, CAPPED: tl.constexpr):
+def _logits(product_ptr, bias_ptr, columns, width, stride, scale, cap, CAPPED: tl.constexpr):
     """Return z and 1 - tanh^2: z = cap * tanh(scale * x). Without a cap, return scale * x and 1."""
-    x = tl.load(product_ptr + columns, mask=inside, other=0.0)
+    x = tl.load(product_ptr + columns, mask=columns < stride, other=0.0)
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     if CAPPED:
         t = _tanh(x * scale)
         return t * cap, 1 - t * t
@@ -36,7 +37,7 @@ def _logits(product_ptr, bias_ptr, columns, inside, scale, cap, CAPPED: tl.const
 
 @triton.jit(do_not_specialize=["start"])
 def fold(
-    product_ptr,  # (n, width) fp32
+    product_ptr,  # (n, width) fp32, rows `stride` apart
     bias_ptr,  # (width,)
     targets_ptr,  # (n,) int64
     max_ptr,  # from here on (n,) fp32, in and out
@@ -51,6 +52,7 @@ def fold(
     sums_ptr,  # (n, UNITS) fp32, sums of earlier tiles
     start,
     width,
+    stride,  # from one row of a tile to the next, at least `width`
     scale,
     cap,
     absent,
@@ -63,7 +65,7 @@ def fold(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
-    z, softcap_derivative = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, CAPPED)
+    z, softcap_derivative = _logits(product_ptr + row * stride, bias_ptr, columns, width, stride, scale, cap, CAPPED)
     local = tl.load(targets_ptr + row) - start
     is_target = columns == local
     if sum_logits_ptr is not None:
@@ -96,7 +98,7 @@ def fold(
     tl.store(shift_ptr + row, shift)
     if coefficients_ptr is not None:
         coefficients = (exponentials * softcap_derivative).to(coefficients_ptr.dtype.element_ty)
-        tl.store(coefficients_ptr + row * width + columns, coefficients, mask=inside)
+        tl.store(coefficients_ptr + row * stride + columns, coefficients, mask=columns < stride)
     if sums_ptr is not None:  # noqa: SIM102 (the outer condition is decided at compile time)
         if rescale != 1.0:
             for first in range(0, UNITS, 1024):
@@ -107,7 +109,7 @@ def fold(
 
 @triton.jit(do_not_specialize=["start"])
 def gradient(
-    product_ptr,  # (n, width) fp32
+    product_ptr,  # (n, width) fp32, rows `stride` apart
     bias_ptr,  # (width,)
     targets_ptr,  # (n,) int64
     maximum_ptr,  # from here on (n,) fp32
@@ -121,6 +123,7 @@ def gradient(
     grad_logits_ptr,  # (n, width), out
     start,
     width,
+    stride,  # from one row of a tile to the next, at least `width`
     scale,
     cap,
     CAPPED: tl.constexpr,
@@ -130,7 +133,7 @@ def gradient(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
-    z, softcap_derivative = _logits(product_ptr + row * width, bias_ptr, columns, inside, scale, cap, CAPPED)
+    z, softcap_derivative = _logits(product_ptr + row * stride, bias_ptr, columns, width, stride, scale, cap, CAPPED)
     is_target = columns == tl.load(targets_ptr + row) - start
     # The target's logit may be far larger than the others
     shifted = tl.where(is_target, 0.0, tl.where(inside, z - tl.load(maximum_ptr + row), 0.0))
@@ -142,8 +145,9 @@ def gradient(
     nontarget_grad *= softcap_derivative
     if nontarget_grad_ptr is not None:
         others = tl.where(is_target, 0.0, nontarget_grad).to(nontarget_grad_ptr.dtype.element_ty)
-        tl.store(nontarget_grad_ptr + row * width + columns, others, mask=inside)
+        tl.store(nontarget_grad_ptr + row * stride + columns, others, mask=columns < stride)
     if grad_logits_ptr is not None:
         others = nontarget_grad * tl.load(scaled_row_factor_ptr + row)
         grad_logits = tl.where(is_target, tl.load(scaled_target_ptr + row), others)
-        tl.store(grad_logits_ptr + row * width + columns, grad_logits.to(grad_logits_ptr.dtype.element_ty), mask=inside)
+        grad_logits = grad_logits.to(grad_logits_ptr.dtype.element_ty)
+        tl.store(grad_logits_ptr + row * stride + columns, grad_logits, mask=columns < stride)

@@ -37,7 +37,7 @@ class TritonWork:
             triton_kernels.fold[(n,)](
                 *(tile.product, _packed(tile.bias), _packed(statistics.targets[tile.tokens])),
                 *(None if x is None else x[tile.tokens] for x in numbers),
-                *(written, sums_nH, tile.classes.start, v, self.scale, self.cap, ABSENT),
+                *(written, sums_nH, tile.classes.start, v, tile.product.stride(0), self.scale, self.cap, ABSENT),
                 FAR=FAR,
                 CAPPED=self.capped,
                 UNITS=0 if sums_nH is None else sums_nH.shape[1],
@@ -67,21 +67,21 @@ class TritonWork:
             triton_kernels.gradient[(n,)](
                 *(tile.product, _packed(tile.bias), _packed(targets)),
                 *(None if x is None else _packed(x[tile.tokens]) for x in numbers),
-                *(*written, tile.classes.start, v, self.scale, self.cap),
+                *(*written, tile.classes.start, v, tile.product.stride(0), self.scale, self.cap),
                 CAPPED=self.capped,
                 **_of_width(v),
             )
         return written
 
     def _buffer(self, name: str, product: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-        """Return a buffer of the product's shape, which the next tile overwrites; None without a dtype."""
+        """Return a buffer of the product's shape and stride, which the next tile overwrites; None without a dtype."""
         if dtype is None:
             return None
-        held = self._buffers.get(name)
-        if held is None or held.numel() < product.numel() or held.dtype != dtype:
+        held, (rows, columns), stride = self._buffers.get(name), product.shape, product.stride(0)
+        if held is None or len(held) < rows * stride or held.dtype != dtype:
             self._buffers.pop(name, None)  # freed before the new one is allocated
-            held = self._buffers[name] = torch.empty(product.numel(), dtype=dtype, device=product.device)
-        return held[: product.numel()].view(product.shape)
+            held = self._buffers[name] = product.new_empty(rows * stride, dtype=dtype)
+        return held[: rows * stride].view(rows, stride)[:, :columns]
 
 
 def _packed(numbers: Tensor | None) -> Tensor | None:

@@ -19,11 +19,22 @@ if TYPE_CHECKING:
 KERNELS = ("torch", "triton")
 
 
+def row_stride(columns: int) -> int:
+    """Return the elements from one row of a tile to the next: an odd number of columns gets padding at the end."""
+    return -(-columns // 64) * 64
+
+
+def as_tile(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    """Return a (rows, columns) view of a flat buffer, each row aligned like the first one."""
+    stride = row_stride(columns)
+    return buffer[: rows * stride].view(rows, stride)[:, :columns]
+
+
 class Tile(NamedTuple):
     """The product x = h W^T of some tokens and consecutive classes, and its operands.
 
-    `product` (n, v) includes the low-rank term of `down` (n, R) and `up` (v, R), but not yet `bias` (v,), which may
-    have any dtype. The next tile overwrites `product`.
+    `product` (n, v), a view by `as_tile`, includes the low-rank term of `down` (n, R) and `up` (v, R), but not yet
+    `bias` (v,), which may have any dtype. The next tile overwrites `product`.
     """
 
     tokens: slice
@@ -94,12 +105,13 @@ class TorchWork:
 
     def _logits(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """Overwrite the product with the logits; return them and a buffer of their shape."""
-        if self._scratch is None or self._scratch.numel() < tile.product.numel():
-            self._scratch = torch.empty_like(tile.product).view(-1)
+        rows, columns = tile.product.shape
+        if self._scratch is None or len(self._scratch) < rows * row_stride(columns):
+            self._scratch = tile.product.new_empty(rows * row_stride(columns))
         if tile.bias is not None:
             tile.product.add_(tile.bias)
         self.transform.apply_(tile.product)
-        return tile.product, self._scratch[: tile.product.numel()].view(tile.product.shape)
+        return tile.product, as_tile(self._scratch, rows, columns)
 
 
 TileWork = Union[TorchWork, "TritonWork"]
