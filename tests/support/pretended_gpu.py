@@ -4,17 +4,15 @@ Every operation on them runs on the CPU. `RECORD` counts the kernels that CUDA w
 would wait for the device, by the file that asked for it. Real trainers run on it, with their kernels interpreted.
 FakeTensorMode does not serve: its tensors have no values, which trainers read.
 
-It changes torch for the whole process, so a process of its own calls `start()` before it imports torch's users, and
-`DeviceMode` makes "cuda" the pretended device in its block. Not covered: faults of the kernels themselves.
+It changes torch for the whole process: `python` runs one, which calls `start()` before it imports trl_ext. In the block
+of a `DeviceMode`, "cuda" is the pretended device. Not covered: faults of the kernels themselves.
 """
 
+import collections
 import contextlib
-import ctypes
 import functools
 import hashlib
 import importlib
-import importlib.metadata
-import importlib.util
 import os
 import subprocess
 import sys
@@ -24,37 +22,39 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-
-
-def library() -> Path:
-    """Compile the C++ part with g++, once for each torch, and return its path."""
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    torch_folder = Path(found.origin).parent
-    key = hashlib.sha256(SOURCE.read_bytes() + str(torch_folder).encode() + importlib.metadata.version("torch").encode())
-    path = SOURCE.parent / "__pycache__" / f"pretended_gpu-{key.hexdigest()[:16]}.so"
-    if not path.exists():
-        path.parent.mkdir(exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        libraries = torch_folder / "lib"
-        options = ["-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}", f"-L{libraries}", "-lc10"]
-        command = ["g++", str(SOURCE), *options, f"-Wl,-rpath,{libraries}", "-o", str(unfinished)]
-        subprocess.run(command, check=True)
-        unfinished.rename(path)  # another process may compile it too
-    return path
-
-
-if "torch" not in sys.modules:  # its symbols must come before those of torch's libraries
-    ctypes.CDLL(str(library()), ctypes.RTLD_GLOBAL)
-
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+_SOURCE = Path(__file__).with_suffix(".cpp")
 CUDA = torch.device("cuda", 0)
 _PACKAGES = ("/trl_ext/", "/trl/", "/accelerate/", "/transformers/", "/peft/")
+
+
+def python(*words: str) -> str:
+    """Run Python in a process where `start()` works, and return the last line of its output."""
+    env = os.environ | {"LD_PRELOAD": str(_library()), "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *words]
+    run = subprocess.run(command, env=env, cwd=_SOURCE.parent, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-5000:]
+    return run.stdout.splitlines()[-1]
+
+
+def _library() -> Path:
+    """Compile the C++ part with g++, once for each torch, and return its path."""
+    torch_folder = Path(torch.__file__).parent
+    key = hashlib.sha256(f"{_SOURCE.read_text()} {torch_folder} {torch.__version__}".encode()).hexdigest()
+    path = _SOURCE.parent / "__pycache__" / f"pretended_gpu-{key[:16]}.so"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        libraries = torch_folder / "lib"
+        options = ["-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}", f"-L{libraries}", "-lc10"]
+        command = ["g++", str(_SOURCE), *options, f"-Wl,-rpath,{libraries}", "-o", str(unfinished)]
+        subprocess.run(command, check=True)
+        unfinished.rename(path)  # another process may compile it too
+    return path
 
 
 class Record:
@@ -174,16 +174,29 @@ def held(x: Any) -> Any:
 
 
 # Operations that launch nothing
-_VIEWS = set(
-    "view _unsafe_view t transpose permute expand slice select unsqueeze squeeze detach alias as_strided split diagonal "
-    "split_with_sizes unbind chunk unfold _reshape_alias lift_fresh empty empty_like new_empty empty_strided "
-    "new_empty_strided set_ resize_ view_as_real _local_scalar_dense equal is_same_size".split()
-)
+_VIEWS = {
+    *(
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+    ),
+    *("alias", "as_strided", "split", "split_with_sizes", "unbind", "chunk", "diagonal", "unfold", "_reshape_alias"),
+    *("lift_fresh", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_", "resize_"),
+    *("detach", "view_as_real", "_local_scalar_dense", "equal", "is_same_size"),
+}
 # Operations that return a value, or a shape that depends on values
-_WAITS = set(
-    "nonzero masked_select _unique2 unique_dim unique_consecutive unique_dim_consecutive equal _local_scalar_dense "
-    "bincount masked_scatter_backward is_nonzero allclose".split()
-)
+_WAITS = {
+    *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "equal"),
+    *("_local_scalar_dense", "bincount", "masked_scatter_backward", "is_nonzero", "allclose"),
+}
 _INDEXED = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 
 
@@ -316,9 +329,9 @@ def _varlen(
     """torch's varlen attention, whose rows are aligned at their last token, with the demands of its CUDA kernel."""
     query, key, value = _as_autocast(query, key, value)
     assert query.dtype in (torch.bfloat16, torch.float16)
-    assert query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    assert query.shape[-1] in range(8, 257, 8)
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert isinstance(cu_seq_q, Pretended) and isinstance(cu_seq_k, Pretended)
+    assert all(isinstance(x, Pretended) for x in (cu_seq_q, cu_seq_k))
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     starts = cu_seq_q.held, cu_seq_k.held
     assert [int(x.diff().max()) for x in starts] == [max_q, max_k]
@@ -336,6 +349,17 @@ def _varlen(
         return torch.cat(outputs)
 
     return _OneKernel.apply("varlen", rows, query, key, value)
+
+
+def one_kernel(function: Callable[..., None]) -> Any:
+    """Return something to launch like a Triton kernel, that runs `function`."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        RECORD.launch(f"triton {function.__name__}")
+        with RECORD.counting(False):
+            function(*args, **kwargs)
+
+    return collections.defaultdict(lambda: launch)  # by grid
 
 
 def _on_device(pretended: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
