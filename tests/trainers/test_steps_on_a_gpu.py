@@ -80,6 +80,23 @@ with pretended_gpu.DeviceMode(), pretended_gpu.RECORD.counting(True):
     assert pretended_gpu.python("-c", script) == "_local_scalar_dense boolean index copy to the host"
 
 
+def test_a_reference_that_is_kept_on_the_host_may_move_to_its_gpu_by_any_of_its_names():
+    script = """
+import transformers, pretended_gpu, torch
+sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 8}
+config = transformers.LlamaConfig(**sizes)
+model = transformers.LlamaForCausalLM(config)
+pretended_gpu.start()
+from trl_ext.reference.hosted import HostedReference
+with pretended_gpu.DeviceMode():
+    HostedReference(model, torch.device("cuda"))
+    for name in ("cuda", "cuda:0", torch.device("cuda", 0)):
+        assert model.to(name) is model
+print("moved")
+"""
+    assert pretended_gpu.python("-c", script) == "moved"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_devices_do_not_mix_and_numbers_are_those_of_the_cpu(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
