@@ -41,7 +41,6 @@ STEPS = {
     "grpo-head-adapter-tf32": Steps("grpo", {"target_modules": ["q_proj", "lm_head"]}, tf32=True, model="untied"),
     "grpo-full": Steps("grpo", None, {"beta": 0.0}),
     "dpo-full": Steps("dpo"),
-    "dpo-lora-parts": Steps("dpo", {}, {}, _PARTS),
     "grpo-lora-checkpointing": Steps("grpo", {}, _CHECKPOINTS),
     "dpo-head-adapter-tf32": Steps("dpo", {"target_modules": ["q_proj", "lm_head"]}, tf32=True, model="untied"),
     "grpo-lora-iterations": Steps("grpo", {}, {"num_iterations": 2}),

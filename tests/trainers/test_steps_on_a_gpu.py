@@ -50,8 +50,8 @@ LAUNCHES = {"grpo-lora": 1.28, "dpo-lora": 1.08}
 
 
 def on_gpu(name: str, factory: pytest.TempPathFactory) -> Outcome:
-    """Return the outcome of `name` on the pretended GPU. One process runs all of a tier for all test processes."""
-    tier = FAST if name in FAST else SLOW
+    """Return the outcome of `name` on the pretended GPU. One process runs the fast ones for all test processes."""
+    tier = FAST if name in FAST else [name]
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     path = root / f"pretended-{tier[0]}.json"
