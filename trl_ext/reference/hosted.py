@@ -56,8 +56,11 @@ class HostedReference:
             layer.register_forward_pre_hook(lambda *_, index=index: self._bring(index), prepend=True)
             layer.register_forward_hook(lambda *_, index=index: self._drop(index))
 
+        place = torch.empty(0, device=device).device  # has an index: "cuda" is the current device
+
         def to(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or len(args) != 1 or args[0] != device:
+            is_device = not kwargs and len(args) == 1 and not isinstance(args[0], torch.dtype)
+            if not is_device or torch.empty(0, device=args[0]).device != place:
                 raise RuntimeError(
                     f"`reference_device='cpu'` keeps the reference model on the host for {device}. It cannot be moved "
                     f"or cast, but `to` was called with {[*args, *kwargs.values()]}. Cast it before you build the "

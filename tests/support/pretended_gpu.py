@@ -1,0 +1,488 @@
+"""A GPU that is not there: tensors that say they lie on cuda:0, hold numbers in host memory, and refuse to mix.
+
+Every operation on them runs on the CPU. `RECORD` counts the kernels that CUDA would launch and the times that the host
+would wait for the device, by the file that asked for it. Real trainers run on it, with their kernels interpreted.
+FakeTensorMode does not serve: its tensors have no values, which trainers read.
+
+It changes torch for the whole process: `python` runs one, which calls `start()` before it imports trl_ext. In the block
+of a `DeviceMode`, "cuda" is the pretended device. Not covered: faults of the kernels themselves.
+"""
+
+import collections
+import contextlib
+import functools
+import hashlib
+import importlib
+import os
+import subprocess
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+CUDA = torch.device("cuda", 0)
+_PACKAGES = ("/trl_ext/", "/trl/", "/accelerate/", "/transformers/", "/peft/")
+
+
+def python(*words: str) -> str:
+    """Run Python in a process where `start()` works, and return the last line of its output."""
+    env = os.environ | {"LD_PRELOAD": str(_library()), "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *words]
+    run = subprocess.run(command, env=env, cwd=_SOURCE.parent, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-5000:]
+    return run.stdout.splitlines()[-1]
+
+
+def _library() -> Path:
+    """Compile the C++ part with g++, once for each torch, and return its path."""
+    torch_folder = Path(torch.__file__).parent
+    key = hashlib.sha256(f"{_SOURCE.read_text()} {torch_folder} {torch.__version__}".encode()).hexdigest()
+    path = _SOURCE.parent / "__pycache__" / f"pretended_gpu-{key[:16]}.so"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        libraries = torch_folder / "lib"
+        options = ["-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}", f"-L{libraries}", "-lc10"]
+        command = ["g++", str(_SOURCE), *options, f"-Wl,-rpath,{libraries}", "-o", str(unfinished)]
+        subprocess.run(command, check=True)
+        unfinished.rename(path)  # another process may compile it too
+    return path
+
+
+class Record:
+    """Counts while `on`.
+
+    Attributes:
+        waits (`Counter`): (file from its package on, line, reason) -> how often the host would wait. The file is the
+            innermost one of `_PACKAGES`.
+        launches (`Counter`): operation -> kernels that it would launch.
+        mixed (`list[str]`): operations on tensors of two devices. Each raised an error too, which code may catch.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self.clear()
+
+    def clear(self) -> None:
+        self.waits: Counter[tuple[str, int, str]] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.mixed: list[str] = []
+
+    def wait(self, reason: str) -> None:
+        if self.on:
+            self.waits[(*_place(), reason)] += 1
+
+    def launch(self, name: str) -> None:
+        if self.on:
+            self.launches[name] += 1
+
+    def refuse(self, what: str) -> None:
+        message = f"Expected all tensors to be on the same device: {what}, from %s:%d" % _place()
+        self.mixed.append(message)
+        raise RuntimeError(message)
+
+    @contextlib.contextmanager
+    def counting(self, on: bool) -> Iterator[None]:
+        before, self.on = self.on, on
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+RECORD = Record()
+
+
+def _place() -> tuple[str, int]:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        for package in _PACKAGES:
+            if package in file:
+                return file[file.rindex(package) + 1 :], frame.f_lineno
+        frame = frame.f_back
+    return "elsewhere", 0
+
+
+class Pretended(Tensor):
+    """A tensor on the pretended device; `held` has its numbers, in host memory."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor, requires_grad: bool = False) -> "Pretended":
+        made: Any = torch.Tensor._make_subclass(
+            cls, held, requires_grad, dispatch_device=True, device_for_backend_keys=CUDA
+        )
+        made.held = held
+        return made
+
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    def get_device(self) -> int:
+        return 0
+
+    def is_pinned(self, *_: Any) -> bool:
+        return False
+
+    def tolist(self) -> Any:
+        RECORD.wait("tolist")
+        return self.held.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Pretended({tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            copy = Pretended(self.held.detach().clone(), self.requires_grad)
+            memo[id(self)] = nn.Parameter(copy, self.requires_grad) if hasattr(self, "_is_param") else copy
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.held.detach().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class DeviceMode(TorchDispatchMode):
+    """Within, what is made on "cuda" is pretended."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def held(x: Any) -> Any:
+    """Return the numbers of a pretended tensor, and anything else as it is."""
+    return x.held if isinstance(x, Pretended) else x
+
+
+# Operations that launch nothing
+_VIEWS = {
+    *(
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "expand",
+        "slice",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+    ),
+    *("alias", "as_strided", "split", "split_with_sizes", "unbind", "chunk", "diagonal", "unfold", "_reshape_alias"),
+    *("lift_fresh", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_", "resize_"),
+    *("detach", "view_as_real", "_local_scalar_dense", "equal", "is_same_size"),
+}
+# Operations that return a value, or a shape that depends on values
+_WAITS = {
+    *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "equal"),
+    *("_local_scalar_dense", "bincount", "masked_scatter_backward", "is_nonzero", "allclose"),
+}
+_INDEXED = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the host, after the checks of CUDA, and count what it would cost."""
+    if func is torch.ops.prim.device.default:
+        return CUDA
+    name = func._schema.name.split("::")[1]
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    here = [x for x in tensors if isinstance(x, Pretended)]
+    asked = kwargs.get("device")
+    to_device = asked is not None and torch.device(asked).type == "cuda"
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    if not here and not to_device:
+        return func(*args, **kwargs)
+    if asked is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    run = _INSTEAD.get(str(func), func)
+    out = functools.partial(run, *tree_map(held, args), **tree_map(held, kwargs))
+    if name == "_to_copy":
+        leaves = isinstance(args[0], Pretended)
+        arrives = to_device or (leaves and asked is None)
+        if leaves != arrives and not kwargs.get("non_blocking"):
+            RECORD.wait("copy to the host" if leaves else "copy from the host")
+        RECORD.launch(name)
+        copy = out()
+        return _wrapped(copy.clone() if copy is held(args[0]) else copy) if arrives else copy
+    if name == "copy_":
+        crosses = isinstance(args[0], Pretended) != isinstance(args[1], Pretended)
+        if crosses and not kwargs.get("non_blocking", args[2] if len(args) > 2 else False):
+            RECORD.wait("copy between host and device")
+        RECORD.launch(name)
+        out()
+        return args[0]
+    for x in tensors:
+        if isinstance(x, Pretended) or x.dim() == 0 or (name == "cat" and x.numel() == 0):
+            continue
+        if name not in _INDEXED or x.dtype not in (torch.long, torch.int, torch.bool):
+            RECORD.refuse(f"{func} of cuda:0 and cpu {tuple(x.shape)} {x.dtype}")
+        RECORD.wait("index on the host")
+    if name in _WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+        RECORD.wait(name)
+    if name in _INDEXED and _reads_mask(name, args):
+        RECORD.wait("boolean index")
+    if name not in _VIEWS:
+        RECORD.launch(name)
+    # Operations in place return the tensors that they were given
+    given = {id(x.held): x for x in here}
+    return tree_map(lambda x: _wrapped(given.get(id(x), x)) if isinstance(x, Tensor) else x, out())
+
+
+def _wrapped(x: Tensor) -> Tensor:
+    return Pretended(x) if type(x) is Tensor else x
+
+
+def _reads_mask(name: str, args: Any) -> bool:
+    """Whether an index counts the true elements of a mask. Filling one mask's elements with a number does not."""
+    masks = [x for x in args[1] if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
+    accumulates = len(args) > 3 and args[3]
+    one = "put" in name and args[2].numel() == 1 and sum(x is not None for x in args[1]) == 1
+    return bool(masks) and not (one and not accumulates)
+
+
+def _addmm_into_fp32(x: Tensor, a: Tensor, b: Tensor, dtype: Any, *, beta: Any = 1, alpha: Any = 1, out: Tensor) -> Any:
+    """`addmm` with `out_dtype`, which the CPU lacks, and the checks of torch's CUDA version."""
+    assert a.dim() == b.dim() == 2
+    assert a.dtype == b.dtype
+    assert dtype == out.dtype
+    assert dtype == a.dtype or (dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16))
+    assert x.dtype in (dtype, a.dtype)
+    assert out.shape == (a.shape[0], b.shape[1])
+    product = a.float() @ b.float() * alpha
+    return out.copy_(product + beta * x if beta else product)
+
+
+_INSTEAD = {"aten.addmm.dtype_out": _addmm_into_fp32}
+
+
+class _OneKernel(torch.autograd.Function):
+    """A function of tensors that counts as one launch in forward and one in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.name, ctx.function = name, function
+        ctx.save_for_backward(*tensors)
+        RECORD.launch(name)
+        with RECORD.counting(False):
+            return function(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Any) -> Any:
+        RECORD.launch(ctx.name + " backward")
+        tensors = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with RECORD.counting(False), torch.enable_grad():
+            return None, None, *torch.autograd.grad(ctx.function(*tensors), tensors, gradient)
+
+
+def _as_autocast(*tensors: Tensor) -> list[Tensor]:
+    if not torch.is_autocast_enabled("cuda"):
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype("cuda")) for x in tensors]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: Any, causal: bool = False) -> Tensor:
+    """Attention `(..., heads, tokens, size)` by its definition, in fp32; a bool mask is true for what is seen."""
+    groups = query.shape[-3] // key.shape[-3]
+    key, value = (x.float().repeat_interleave(groups, -3, output_size=query.shape[-3]) for x in (key, value))
+    scores = query.float() @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1).nan_to_num() @ value).to(query.dtype)
+
+
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: Any = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    assert enable_gqa or query.shape[-3] == key.shape[-3]
+    function = functools.partial(_attend, mask=attn_mask, scale=scale, causal=is_causal)
+    return _OneKernel.apply("sdpa", function, *_as_autocast(query, key, value))
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    scale: Any = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False, **_: Any,
+) -> Any:  # fmt: skip
+    """torch's varlen attention, whose rows are aligned at their last token, with the demands of its CUDA kernel."""
+    query, key, value = _as_autocast(query, key, value)
+    assert query.dtype in (torch.bfloat16, torch.float16)
+    assert query.shape[-1] in range(8, 257, 8)
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    assert all(isinstance(x, Pretended) for x in (cu_seq_q, cu_seq_k))
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    starts = cu_seq_q.held, cu_seq_k.held
+    assert [int(x.diff().max()) for x in starts] == [max_q, max_k]
+    sizes = [x.diff().tolist() for x in starts]
+    assert window_size[1] == 0  # causal
+
+    def rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        outputs = []
+        parts = (query.split(sizes[0]), key.split(sizes[1]), value.split(sizes[1]))
+        for q, k, v in zip(*parts, strict=True):
+            ends = torch.arange(len(k) - len(q), len(k), device=q.device)
+            distance = ends.unsqueeze(1) - torch.arange(len(k), device=q.device)
+            seen = (distance >= 0) & (distance <= (window_size[0] if window_size[0] >= 0 else len(k)))
+            outputs.append(_attend(*(x.transpose(0, 1) for x in (q, k, v)), seen, scale).transpose(0, 1))
+        return torch.cat(outputs)
+
+    return _OneKernel.apply("varlen", rows, query, key, value)
+
+
+def one_kernel(function: Callable[..., None]) -> Any:
+    """Return something to launch like a Triton kernel, that runs `function`."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        RECORD.launch(f"triton {function.__name__}")
+        with RECORD.counting(False):
+            function(*args, **kwargs)
+
+    return collections.defaultdict(lambda: launch)  # by grid
+
+
+def _on_device(pretended: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `pretended` for pretended tensors; inspection shows the real signature."""
+
+    @functools.wraps(real)
+    def chosen(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (pretended if isinstance(query, Pretended) else real)(query, *args, **kwargs)
+
+    return chosen
+
+
+def moved(module: nn.Module) -> nn.Module:
+    """Move parameters and buffers to the pretended device; tied ones stay tied."""
+    made: dict[int, Any] = {}
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is not None and not isinstance(param, Pretended):
+                owner._parameters[name] = made.setdefault(
+                    id(param), nn.Parameter(Pretended(param.detach()), param.requires_grad)
+                )
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = _wrapped(buffer)
+    return module
+
+
+class Event:
+    """An event of a stream."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+    def synchronize(self) -> None:
+        RECORD.wait("synchronize")
+
+
+class Stream:
+    """A stream, whose work ends at once."""
+
+    device = CUDA
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_event(self, _: Any) -> None: ...
+    def wait_stream(self, _: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        RECORD.wait("synchronize")
+
+
+# What torch.cuda says of the device
+_CUDA_SAYS: dict[str, Any] = {
+    **{"is_available": True, "is_initialized": True, "_is_in_bad_fork": False, "is_bf16_supported": True},
+    **{"device_count": 1, "current_device": 0, "get_device_capability": (9, 0), "get_device_name": "Pretended H100"},
+    **{"mem_get_info": (70 << 30, 80 << 30), "memory_stats": {}, "is_current_stream_capturing": False},
+    "get_device_properties": types.SimpleNamespace(
+        multi_processor_count=132, total_memory=80 << 30, major=9, minor=0, name="Pretended H100"
+    ),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
+    **dict.fromkeys(("_lazy_init", "init", "set_device", "empty_cache", "reset_peak_memory_stats"), None),
+    **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"), None),
+}
+
+
+def _says(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
+def start() -> None:
+    """Make this process believe in one H100. What is not on "cuda" runs as before."""
+    torch._C._set_only_lift_cpu_tensors(True)
+    cuda: Any = torch.cuda
+    accelerator: Any = torch.accelerator
+    for name, answer in _CUDA_SAYS.items():
+        setattr(cuda, name, _says(answer))
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_: torch.get_rng_state()
+    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
+    cuda.synchronize = accelerator.synchronize = lambda *_: RECORD.wait("synchronize")
+    cuda.Event, cuda.Stream = Event, Stream
+    cuda.current_stream = cuda.default_stream = accelerator.current_stream = lambda *_: Stream()
+    cuda.stream = cuda.device = accelerator.device_index = _says(contextlib.nullcontext())
+    accelerator.is_available, accelerator.device_count = _says(True), _says(1)
+    accelerator.current_accelerator, accelerator.current_device_index = _says(torch.device("cuda")), _says(0)
+    torch.optim.Optimizer._accelerator_graph_capture_health_check = _says(None)
+
+    to = nn.Module.to
+
+    def to_device(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or device.type != "cuda":
+            return to(self, *args, **kwargs)
+        return moved(self if dtype is None else to(self, dtype))
+
+    nn.Module.to = to_device  # type: ignore[method-assign]
+    nn.Module.cuda = lambda self, *_: moved(self)  # type: ignore[method-assign]
+
+    functional, kernels, varlen = nn.functional, torch._C._nn, importlib.import_module("torch.nn.attention.varlen")
+    functional.scaled_dot_product_attention = kernels.scaled_dot_product_attention = _on_device(
+        _sdpa, functional.scaled_dot_product_attention
+    )
+    varlen.varlen_attn = _on_device(_varlen, varlen.varlen_attn)
+
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def interpreted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        here = [isinstance(x, Pretended) for x in tensors]
+        if any(here):
+            RECORD.launch(f"triton {self.fn.__name__}")
+            if not all(here):
+                RECORD.refuse(f"the kernel {self.fn.__name__} of cuda:0 and cpu")
+        return launch(self, *map(held, args), **{name: held(x) for name, x in kwargs.items()})
+
+    GridExecutor.__call__ = interpreted
