@@ -466,7 +466,9 @@ print("compiled")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)], ids=str)
+@pytest.mark.parametrize(
+    "target", [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)], ids=str
+)
 def test_the_kernels_compile_without_spilling_registers_for(target, tmp_path: Path):
     env = {"PYTHONPATH": str(Path(__file__).parents[2]), "TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
     assert "compiled" in run(COMPILE.replace("= TARGET", f"= {target!r}"), **env)
