@@ -117,8 +117,8 @@ def test_shapes_past_the_budget_are_said_in_one_line(capsys, tmp_path, few_round
 def test_the_judged_shape_comes_first_and_every_shape_once():
     shapes = [tuple(shape.values()) for shape in head.shapes_in_order()]
     assert shapes[0] == (8192, 4096, 131072)
-    assert len(shapes) == len(set(shapes)) == 48
-    assert [N for N, _, _ in shapes] == [8192] * 16 + [2048] * 16 + [32768] * 16
+    assert len(shapes) == len(set(shapes)) == 80
+    assert [N for N, _, _ in shapes] == [8192] * 20 + [5000] * 20 + [2048] * 20 + [32768] * 20
 
 
 def test_the_limit_of_the_judged_shape():
