@@ -7,10 +7,12 @@ Dimensions: B rows, S columns, T packed tokens, K keys (all tokens seen by rows 
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -20,6 +22,14 @@ class Segment(NamedTuple):
     rows: int
     queries: int
     keys: int
+
+
+class Scored(NamedTuple):
+    """The tokens of a batch whose next token is predicted: row, column, and index in the packed row, each `(N,)`."""
+
+    row_N: Tensor
+    column_N: Tensor
+    at_N: Tensor
 
 
 class Shard(Protocol):
@@ -37,9 +47,10 @@ class Layout:
     Attributes:
         input_ids (`Tensor` of shape `(1, T)`): the packed tokens.
         position_ids (`Tensor` of shape `(1, T)`): their positions.
-        at_BS (`Tensor` of shape `(B, S)`): the index in the packed row of each token of the batch, or -1.
+        at_BS (`Tensor` of shape `(B, S)`, on the CPU): the index in the packed row of each token of the batch, or -1.
         keys_K (`Tensor` of shape `(K,)`): the index in the packed row of each key.
         query_starts, key_starts (`Tensor`, int32): where each row with its own tokens begins, and the end.
+        scored (`Scored`): the tokens whose next token is predicted.
         segments (`list[Segment]`): the parts of the packed row; each is a batch without padding.
         shared (`bool`): whether rows share a token. If not, the keys are the packed tokens in order.
         longest_query, longest_key (`int`): the most queries and keys of a row.
@@ -52,52 +63,61 @@ class Layout:
     shard: Shard | None = None
 
     def __init__(
-        self, input_ids: Tensor, lengths_B: Tensor, first_B: Tensor, *, share: bool, rebase: bool, implementation: str
+        self,
+        ids_BS: NDArray[Any],
+        lengths_B: NDArray[Any],
+        first_B: NDArray[Any],
+        *,
+        scored_BS: NDArray[np.bool_] | None = None,
+        share: bool,
+        rebase: bool,
+        implementation: str,
+        device: torch.device | str = "cpu",
     ) -> None:
         """
         Args:
-            input_ids (`Tensor` of shape `(B, S)`): the batch.
-            lengths_B, first_B (`Tensor`): how many tokens each row needs, and the column of the first.
+            ids_BS (`ndarray` of shape `(B, S)`): the batch, in host memory.
+            lengths_B, first_B (`ndarray`): how many tokens each row needs, and the column of the first.
+            scored_BS (`ndarray` of shape `(B, S)`, bool, *optional*): the tokens whose next token is predicted.
             share (`bool`): whether equal leading tokens of rows are packed once.
             rebase (`bool`): whether positions begin at 0 in each row. If so, rows share any equal start, otherwise only
                 one in the same columns.
+            device: where the model's inputs lie.
         """
-        B, S = input_ids.shape
-        device = input_ids.device
-        columns_S = torch.arange(S, device=device)
-        needed_BS = columns_S < lengths_B.unsqueeze(1)
-        source_BS = (first_B.unsqueeze(1) + columns_S).clamp(max=S - 1)  # rows aligned at their first token
-        ids_BS = input_ids.gather(1, source_BS).masked_fill(~needed_BS, -1)
-        order_B, equal_BS = torch.arange(B, device=device), torch.zeros_like(needed_BS)
-        if share and B > 1:
-            order_B, equal_BS = _neighbours(ids_BS, torch.zeros_like(first_B) if rebase else first_B)
-        needed_BS, first_B = needed_BS[order_B], first_B[order_B]
-        own_BS = needed_BS & ~equal_BS
-        own_T = own_BS.flatten().nonzero().squeeze(1)
-        number_BS = own_BS.flatten().cumsum(0).view(B, S) - 1
-        # A shared token belongs to the last earlier row, in sorted order, that has its own token in this column
-        owner_BS = torch.where(own_BS, torch.arange(B, device=device).unsqueeze(1), 0).cummax(dim=0).values
-        at_BS = number_BS.gather(0, owner_BS)
-        self._device = device
-        self.input_ids = ids_BS[order_B].flatten()[own_T].unsqueeze(0)
-        position_BS = columns_S if rebase else first_B.unsqueeze(1) + columns_S
-        self.tokens = self.input_ids.numel()
-        self.position_ids = position_BS.expand(B, S).flatten()[own_T].unsqueeze(0)
-        self.at_BS = torch.full_like(input_ids, -1, dtype=torch.long)
-        rows, columns = needed_BS.nonzero(as_tuple=True)
-        places = at_BS[rows, columns]
-        self.at_BS[order_B[rows], first_B[rows] + columns] = places
-        queries_B, keys_B = own_BS.sum(dim=1), needed_BS.sum(dim=1)
-        has_own_B = queries_B > 0
-        self.keys_K = places[has_own_B[rows]]
-        lengths = torch.stack([queries_B[has_own_B], keys_B[has_own_B]])
-        starts = F.pad(lengths.cumsum(dim=1), (1, 0)).int()
-        self.query_starts, self.key_starts = starts
-        segments = itertools.groupby(lengths.T.tolist())
-        self.segments = [Segment(len(list(rows)), queries, keys) for (queries, keys), rows in segments]
-        self.shared = any(segment.queries != segment.keys for segment in self.segments)
-        self.longest_query = max(segment.queries for segment in self.segments)
-        self.longest_key = max(segment.keys for segment in self.segments)
+        rows = [ids[first : first + n] for ids, first, n in zip(ids_BS, first_B, lengths_B, strict=True)]
+        order = _sorted(rows, None if rebase else first_B) if share else range(len(rows))
+        at_BS = np.full(ids_BS.shape, -1)
+        path_S = np.empty(ids_BS.shape[1], np.int64)  # the index of each token of the current row
+        before: tuple[int, NDArray[Any]] = (0, path_S[:0])  # of the previous row
+        of_queries: list[tuple[NDArray[Any], NDArray[Any]]] = []  # token ids and positions
+        of_keys: list[NDArray[Any]] = []
+        lengths: list[tuple[int, int]] = []
+        tokens = 0
+        for i in order:
+            row, start, first = rows[i], 0 if rebase else int(first_B[i]), int(first_B[i])
+            common = _common(row, before[1]) if share and start == before[0] else 0
+            queries, before = len(row) - common, (start, row)
+            path_S[common : len(row)] = np.arange(tokens, tokens + queries)
+            at_BS[i, first : first + len(row)] = path_S[: len(row)]
+            if queries:
+                of_queries.append((row[common:], np.arange(start + common, start + len(row))))
+                of_keys.append(path_S[: len(row)].copy())
+                lengths.append((queries, len(row)))
+            tokens += queries
+        self.tokens = tokens
+        self.segments = [Segment(len(list(same)), *of_row) for of_row, same in itertools.groupby(lengths)]
+        self.shared = any(queries != keys for queries, keys in lengths)
+        self.longest_query, self.longest_key = (max(x) for x in zip(*lengths, strict=True))
+        self.at_BS = torch.from_numpy(at_BS)
+        scored_N = np.nonzero(np.zeros_like(ids_BS) if scored_BS is None else scored_BS)
+        starts = np.zeros((2, len(lengths) + 1), np.int32)
+        starts[:, 1:] = np.cumsum(lengths, axis=0).T
+        ids_T, position_T = (np.concatenate(x) for x in zip(*of_queries, strict=True))
+        self._device = torch.device(device)
+        parts = (ids_T, position_T, np.concatenate(of_keys), *scored_N, at_BS[scored_N], starts.ravel().view(np.int64))
+        ids_T, position_T, self.keys_K, *scored, starts = _copied(parts, self._device)
+        self.input_ids, self.position_ids, self.scored = ids_T.unsqueeze(0), position_T.unsqueeze(0), Scored(*scored)
+        self.query_starts, self.key_starts = starts.view(torch.int32).view(2, -1)
         self.implementation = implementation
         self.reads = [0]
         self.masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
@@ -112,22 +132,33 @@ class Layout:
             copy = object.__new__(Layout)
             copy.__dict__.update(self.__dict__, _device=device, _copies={})
             for name, value in vars(self).items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and name != "at_BS":
                     setattr(copy, name, value.to(device))
             self._copies[device] = copy
         return self._copies[device]
 
 
-def _neighbours(ids_BS: Tensor, start_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order of rows by content and, in this order, which leading columns equal those of the previous row.
+def _sorted(rows: list[NDArray[Any]], start_B: NDArray[Any] | None) -> list[int]:
+    """Return the order of `rows` by first column, if they have one, and content. Token ids are not negative."""
+    # The order of big-endian bytes is that of the numbers
+    content = [row.astype(">i8").tobytes() for row in rows]
+    starts = np.zeros(len(rows)) if start_B is None else start_B
+    return sorted(range(len(rows)), key=lambda i: (starts[i], content[i]))
 
-    Args:
-        ids_BS (`Tensor` of shape `(B, S)`): rows aligned at their first token, -1 after their last.
-        start_B (`Tensor` of shape `(B,)`): rows share nothing if these differ.
-    """
-    content = torch.cat([start_B.unsqueeze(1), ids_BS], dim=1)
-    order_B = torch.unique(content, dim=0, return_inverse=True)[1].argsort(stable=True)
-    content = content[order_B]
-    equal_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
-    equal_BS[1:] = (content[1:] == content[:-1]).cumprod(dim=1)[:, 1:].bool()
-    return order_B, equal_BS
+
+def _common(a: NDArray[Any], b: NDArray[Any]) -> int:
+    """Return how many leading tokens are equal."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n
+
+
+def _copied(parts: Sequence[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
+    """Return int64 `parts` on `device`, by one copy for which the host does not wait."""
+    if device.type == "cpu":
+        return tuple(map(torch.from_numpy, parts))
+    sizes = [len(x) for x in parts]
+    whole = torch.empty(sum(sizes), dtype=torch.long, pin_memory=device.type == "cuda")
+    np.concatenate(parts, out=whole.numpy())
+    return whole.to(device, non_blocking=True).split(sizes)

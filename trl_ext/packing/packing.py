@@ -2,9 +2,12 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .attention import accept_layouts
@@ -13,6 +16,8 @@ from .layout import Layout
 from .support import longest_equal, padded_reason, rebases
 
 logger = logging.getLogger("trl_ext")
+
+Mask = NDArray[np.bool_]
 
 # Inputs that may accompany ids and mask. All others have a row for each row of the batch
 _NOT_BY_ROW = {"use_cache", "output_router_logits", "return_dict", "output_attentions", "output_hidden_states"}
@@ -50,14 +55,14 @@ class Packing:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def layout(
-        self, model: Any, positional: tuple[Any, ...], inputs: dict[str, Any], predicts_BS: Tensor, *, share: bool
+        self, model: Any, positional: tuple[Any, ...], inputs: dict[str, Any], labels_BS: Tensor, *, share: bool
     ) -> Layout | None:
         """Return the layout of the packed row for a batch; None if the batch stays padded.
 
         Args:
             positional (`tuple`): positional arguments of the backbone. With any, the batch stays padded.
             inputs (`dict`): keyword arguments of the backbone.
-            predicts_BS (`Tensor` of shape `(B, S)`, bool): the tokens whose hidden states are needed.
+            labels_BS (`Tensor` of shape `(B, S)`): not shifted yet; -100 where nothing is predicted.
             share (`bool`): whether rows may share leading tokens.
         """
         if self.padded_reason is not None:
@@ -66,42 +71,46 @@ class Packing:
         if reason is not None:
             self._warn_once(f"A batch is not packed: {reason}.")
             return None
-        ids_BS, mask_BS = inputs["input_ids"], inputs.get("attention_mask")
-        real_BS = torch.ones_like(ids_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
-        first_B = real_BS.int().argmax(dim=1)
+        ids_BS, real_BS, scored_BS = _on_host(inputs["input_ids"], inputs.get("attention_mask"), labels_BS)
+        first_B = real_BS.argmax(axis=1)
         lengths_B = _ends(real_BS) - first_B  # 0 for a row of padding
+        device = inputs["input_ids"].device
+        make = functools.partial(self._make_layout, model, device)
         if not self.checked:
             self.checked = True
-            self._check(model, Rows(ids_BS, first_B, lengths_B))
+            self._check(model, Rows(*map(torch.from_numpy, (ids_BS, first_B, lengths_B))), device, make)
             if self.padded_reason is not None:
                 return None
-        needed_BS = predicts_BS.to(real_BS.device)
-        reason = _rows_padded_reason(real_BS, needed_BS, lengths_B, self._longest)
+        reason = _rows_padded_reason(real_BS, scored_BS, lengths_B, self._longest)
         if reason is not None:
             self._warn_once(f"A batch is not packed: {reason}.")
             return None
         if not inputs.get("output_router_logits"):  # the router loss counts every token
-            lengths_B = (_ends(needed_BS) - first_B).clamp(min=0)
-        layout = self._make_layout(model, ids_BS, lengths_B, first_B, share=share and self.unshared_reason is None)
-        self.left_out += ids_BS.numel() - layout.tokens
+            lengths_B = (_ends(scored_BS) - first_B).clip(min=0)
+        share = share and self.unshared_reason is None
+        layout = make(ids_BS, lengths_B, first_B, scored_BS=scored_BS, share=share)
+        self.left_out += ids_BS.size - layout.tokens
         return layout
 
-    def _make_layout(self, model: Any, ids_BS: Tensor, lengths_B: Tensor, first_B: Tensor, *, share: bool) -> Layout:
+    def _make_layout(
+        self, model: Any, device: torch.device, ids_BS: Any, lengths_B: Any, first_B: Any, **options: Any
+    ) -> Layout:
         if not lengths_B.any():
             # Other ranks wait for this pass, so it runs on one token although its result is not used
-            lengths_B = torch.zeros_like(lengths_B)
+            lengths_B = lengths_B.copy()
             lengths_B[0] = 1
         return Layout(
             *(ids_BS, lengths_B, first_B),
-            share=share,
-            rebase=share and self._rebase,
+            **options,
+            rebase=options["share"] and self._rebase,
             implementation=model.config.get_text_config()._attn_implementation,
+            device=device,
         )
 
-    def _check(self, model: Any, batch: Rows) -> None:
+    def _check(self, model: Any, batch: Rows, device: torch.device, make_layout: Callable[..., Layout]) -> None:
         """Compare a few rows of the first batch with their padded forward, and turn off what gives other results."""
         shares = (True, False) if self.unshared_reason is None else (False,)
-        off = packing_differences(model, batch, functools.partial(self._make_layout, model), shares)
+        off = packing_differences(model, batch, device, make_layout, shares)
         if off[False] is not None:
             self.padded_reason = off[False]
             self._warn_once(f"Batches of {type(model).__name__} stay padded: {off[False]}.")
@@ -134,17 +143,28 @@ def _inputs_padded_reason(model: Any, positional: tuple[Any, ...], inputs: dict[
     return None
 
 
-def _rows_padded_reason(real_BS: Tensor, needed_BS: Tensor, lengths_B: Tensor, longest: int | None) -> str | None:
+def _rows_padded_reason(real_BS: Mask, scored_BS: Mask, lengths_B: NDArray[Any], longest: int | None) -> str | None:
     if longest is not None and real_BS.shape[1] >= longest:
         return f"the model's rotary embeddings depend on the length of a batch from {longest} tokens on"
-    if (lengths_B != real_BS.sum(dim=1)).any():
+    if (lengths_B != np.count_nonzero(real_BS, axis=1)).any():
         return "its attention mask has padding between tokens of a row"
-    if (needed_BS & ~real_BS).any():
+    if (scored_BS & ~real_BS).any():
         return "it has labels that are predicted from padding"
     return None
 
 
-def _ends(marked_BS: Tensor) -> Tensor:
+def _on_host(ids_BS: Tensor, mask_BS: Tensor | None, labels_BS: Tensor) -> tuple[NDArray[Any], Mask, Mask]:
+    """Return the token ids, which are real, and which predict a label. The host waits for the device once."""
+    given = [x for x in (ids_BS, mask_BS, labels_BS.to(ids_BS.device)) if x is not None]
+    if ids_BS.device.type != "cpu":
+        given = list(torch.stack([x.to(ids_BS.dtype) for x in given]).cpu())
+    ids, *masks, labels = (x.numpy() for x in given)
+    scored_BS = np.zeros(ids.shape, bool)
+    np.not_equal(labels[:, 1:], -100, out=scored_BS[:, :-1])
+    return ids, masks[0] != 0 if masks else np.ones(ids.shape, bool), scored_BS
+
+
+def _ends(marked_BS: Mask) -> NDArray[Any]:
     """Return `(B,)`, the column after each row's last marked token; 0 if there is none."""
-    S = marked_BS.shape[1]
-    return torch.where(marked_BS.any(dim=1), S - marked_BS.flip(1).int().argmax(dim=1), 0)
+    ends_B: NDArray[Any] = marked_BS.shape[1] - marked_BS[:, ::-1].argmax(axis=1)
+    return np.where(marked_BS.any(axis=1), ends_B, 0)
