@@ -7,7 +7,7 @@ Dimensions: B rows, S columns, T packed tokens, K keys (all tokens seen by rows 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -47,7 +47,6 @@ class Layout:
     Attributes:
         input_ids (`Tensor` of shape `(1, T)`): the packed tokens.
         position_ids (`Tensor` of shape `(1, T)`): their positions.
-        at_BS (`Tensor` of shape `(B, S)`, on the CPU): the index in the packed row of each token of the batch, or -1.
         keys_K (`Tensor` of shape `(K,)`): the index in the packed row of each key.
         query_starts, key_starts (`Tensor`, int32): where each row with its own tokens begins, and the end.
         scored (`Scored`): the tokens whose next token is predicted.
@@ -86,42 +85,61 @@ class Layout:
         """
         rows = [ids[first : first + n] for ids, first, n in zip(ids_BS, first_B, lengths_B, strict=True)]
         order = _sorted(rows, None if rebase else first_B) if share else range(len(rows))
-        at_BS = np.full(ids_BS.shape, -1)
-        path_S = np.empty(ids_BS.shape[1], np.int64)  # the index of each token of the current row
-        before: tuple[int, NDArray[Any]] = (0, path_S[:0])  # of the previous row
-        of_queries: list[tuple[NDArray[Any], NDArray[Any]]] = []  # token ids and positions
-        of_keys: list[NDArray[Any]] = []
-        lengths: list[tuple[int, int]] = []
-        tokens = 0
-        for i in order:
-            row, start, first = rows[i], 0 if rebase else int(first_B[i]), int(first_B[i])
-            common = _common(row, before[1]) if share and start == before[0] else 0
-            queries, before = len(row) - common, (start, row)
-            path_S[common : len(row)] = np.arange(tokens, tokens + queries)
-            at_BS[i, first : first + len(row)] = path_S[: len(row)]
-            if queries:
-                of_queries.append((row[common:], np.arange(start + common, start + len(row))))
-                of_keys.append(path_S[: len(row)].copy())
-                lengths.append((queries, len(row)))
-            tokens += queries
-        self.tokens = tokens
+        start_B = np.zeros_like(first_B) if rebase else first_B
+        common_B = np.zeros_like(lengths_B)
+        for before, i in itertools.pairwise(order):
+            if share and start_B[before] == start_B[i]:
+                common_B[i] = _common(rows[before], rows[i])
+        self._rows = [(i, int(first_B[i]), int(common_B[i]), len(rows[i])) for i in order]
+        self._shape = ids_BS.shape
+        lengths = [(keys - common, keys) for _, _, common, keys in self._rows if keys > common]
         self.segments = [Segment(len(list(same)), *of_row) for of_row, same in itertools.groupby(lengths)]
         self.shared = any(queries != keys for queries, keys in lengths)
         self.longest_query, self.longest_key = (max(x) for x in zip(*lengths, strict=True))
-        self.at_BS = torch.from_numpy(at_BS)
-        scored_N = np.nonzero(np.zeros_like(ids_BS) if scored_BS is None else scored_BS)
-        starts = np.zeros((2, len(lengths) + 1), np.int32)
-        starts[:, 1:] = np.cumsum(lengths, axis=0).T
-        ids_T, position_T = (np.concatenate(x) for x in zip(*of_queries, strict=True))
+        self.tokens, keys = (sum(x) for x in zip(*lengths, strict=True))
+        scored_BS = np.zeros(ids_BS.shape, bool) if scored_BS is None else scored_BS
+        ends_B = np.count_nonzero(scored_BS, axis=1).cumsum()
+        sizes = [self.tokens, self.tokens, keys, *3 * [ends_B[-1]], len(lengths) + 1]
+        whole, at = _staging(sum(sizes), torch.device(device)), np.cumsum(sizes)[:-1]
+        ids_T, position_T, keys_K, row_N, column_N, at_N, starts = np.split(whole.numpy(), at)
+        t = k = 0
+        for (i, first, common, length), path in zip(self._rows, self._paths(), strict=True):
+            own = slice(t, t + length - common)
+            ids_T[own], position_T[own] = rows[i][common:], np.arange(start_B[i] + common, start_B[i] + length)
+            if length > common:
+                keys_K[k : k + length] = path
+                k += length
+            columns = np.flatnonzero(scored_BS[i])
+            of_row = slice(ends_B[i] - len(columns), ends_B[i])
+            row_N[of_row], column_N[of_row], at_N[of_row] = i, columns, path[columns - first]
+            t = own.stop
+        starts = starts.view(np.int32).reshape(2, -1)
+        starts[:, 0], starts[:, 1:] = 0, np.cumsum(lengths, axis=0).T
         self._device = torch.device(device)
-        parts = (ids_T, position_T, np.concatenate(of_keys), *scored_N, at_BS[scored_N], starts.ravel().view(np.int64))
-        ids_T, position_T, self.keys_K, *scored, starts = _copied(parts, self._device)
-        self.input_ids, self.position_ids, self.scored = ids_T.unsqueeze(0), position_T.unsqueeze(0), Scored(*scored)
-        self.query_starts, self.key_starts = starts.view(torch.int32).view(2, -1)
+        parts = whole.to(device, non_blocking=True).split([int(size) for size in sizes])
+        self.input_ids, self.position_ids = (x.unsqueeze(0) for x in parts[:2])
+        self.keys_K, self.scored = parts[2], Scored(*parts[3:6])
+        self.query_starts, self.key_starts = parts[6].view(torch.int32).view(2, -1)
         self.implementation = implementation
         self.reads = [0]
         self.masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
         self._copies: dict[torch.device, Layout] = {}
+
+    def _paths(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the index in the packed row of each token of each row, in the order of the packed row."""
+        path_S, tokens = np.empty(self._shape[1], np.int64), 0
+        for _, _, common, length in self._rows:
+            path_S[common:length] = np.arange(tokens, tokens + length - common)
+            tokens += length - common
+            yield path_S[:length]
+
+    @property
+    def at_BS(self) -> Tensor:
+        """The index in the packed row of each token of the batch, or -1: `(B, S)`, on the CPU."""
+        at_BS = torch.full(self._shape, -1)
+        for (i, first, _, length), path in zip(self._rows, self._paths(), strict=True):
+            at_BS[i, first : first + length] = torch.from_numpy(path)
+        return at_BS
 
     def to(self, device: Any, **_: Any) -> "Layout":
         """Return the layout for a layer on another device. With a `device_map`, accelerate calls this method."""
@@ -132,7 +150,7 @@ class Layout:
             copy = object.__new__(Layout)
             copy.__dict__.update(self.__dict__, _device=device, _copies={})
             for name, value in vars(self).items():
-                if isinstance(value, Tensor) and name != "at_BS":
+                if isinstance(value, Tensor):
                     setattr(copy, name, value.to(device))
             self._copies[device] = copy
         return self._copies[device]
@@ -141,7 +159,7 @@ class Layout:
 def _sorted(rows: list[NDArray[Any]], start_B: NDArray[Any] | None) -> list[int]:
     """Return the order of `rows` by first column, if they have one, and content. Token ids are not negative."""
     # The order of big-endian bytes is that of the numbers
-    content = [row.astype(">i8").tobytes() for row in rows]
+    content = [row.astype(">i4").tobytes() for row in rows]
     starts = np.zeros(len(rows)) if start_B is None else start_B
     return sorted(range(len(rows)), key=lambda i: (starts[i], content[i]))
 
@@ -154,11 +172,8 @@ def _common(a: NDArray[Any], b: NDArray[Any]) -> int:
     return first if n and differ[first] else n
 
 
-def _copied(parts: Sequence[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
-    """Return int64 `parts` on `device`, by one copy for which the host does not wait."""
-    if device.type == "cpu":
-        return tuple(map(torch.from_numpy, parts))
-    sizes = [len(x) for x in parts]
-    whole = torch.empty(sum(sizes), dtype=torch.long, pin_memory=device.type == "cuda")
-    np.concatenate(parts, out=whole.numpy())
-    return whole.to(device, non_blocking=True).split(sizes)
+def _staging(size: int, device: torch.device) -> Tensor:
+    """Return an int64 tensor in host memory, from which a GPU can copy while the host goes on."""
+    if device.type == "cuda":
+        return torch.empty(size, dtype=torch.long, pin_memory=True)
+    return torch.from_numpy(np.empty(size, np.int64))  # numpy asks for huge pages
