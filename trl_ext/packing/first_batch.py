@@ -36,7 +36,7 @@ def packing_differences(
 ) -> dict[bool, str | None]:
     """Return how packed and padded results differ, or None, for each of `shares` (whether rows share leading tokens).
 
-    `make_layout` makes a layout from ids, lengths, first columns and `share`; the padded batch runs on `device`.
+    `make_layout` makes a layout from rows, lengths and `share`. The padded batch runs on `device`.
     """
     rows = _rows_to_check(model, batch)
     # As in training, only the padded batch has a row's last token, which no earlier token may see
@@ -48,7 +48,7 @@ def packing_differences(
         ids_BS, mask_BS = (x.to(device) for x in (rows.ids_BS, real_BS.to(rows.ids_BS.dtype)))
         padded_BSH = model.base_model(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False).last_hidden_state
         for share in shares:
-            layout = make_layout(*(x.numpy() for x in (rows.ids_BS, lengths_B, rows.first_B)), share=share)
+            layout = make_layout(rows, lengths_B, share=share)
             try:
                 hidden_TH = run_packed(model, layout, {"use_cache": False}).last_hidden_state[0]
             except LayoutNotReadError as error:

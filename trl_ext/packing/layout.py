@@ -6,6 +6,7 @@ In sorted order, a row shares its longest common prefix with the previous row, s
 Dimensions: B rows, S columns, T packed tokens, K keys (all tokens seen by rows that have tokens of their own).
 """
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -70,7 +71,7 @@ class Layout:
         scored_BS: NDArray[np.bool_] | None = None,
         share: bool,
         rebase: bool,
-        implementation: str,
+        implementation: str = "sdpa",
         device: torch.device | str = "cpu",
     ) -> None:
         """
@@ -125,6 +126,12 @@ class Layout:
         self.masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
         self._copies: dict[torch.device, Layout] = {}
 
+    def for_pass(self, implementation: str) -> "Layout":
+        """Return the layout of another pass over the same batch, by the attention `implementation`."""
+        layout = copy.copy(self)
+        layout.implementation, layout.reads, layout._copies = implementation, [0], {}
+        return layout
+
     def _paths(self) -> Iterator[NDArray[np.int64]]:
         """Yield the index in the packed row of each token of each row, in the order of the packed row."""
         path_S, tokens = np.empty(self._shape[1], np.int64), 0
@@ -147,12 +154,12 @@ class Layout:
         if device == self._device:
             return self
         if device not in self._copies:
-            copy = object.__new__(Layout)
-            copy.__dict__.update(self.__dict__, _device=device, _copies={})
+            other = copy.copy(self)
+            other._device, other._copies = device, {}
             for name, value in vars(self).items():
                 if isinstance(value, Tensor):
-                    setattr(copy, name, value.to(device))
-            self._copies[device] = copy
+                    setattr(other, name, value.to(device))
+            self._copies[device] = other
         return self._copies[device]
 
 

@@ -114,11 +114,12 @@ class ScoringForward:
             scored = self._score(hidden_NH, head, targets_N, outputs)
         else:
             # By index, because the host would wait for the number of a mask's tokens
-            row_N, column_N, at_N = (x.to(held.device) for x in layout.scored)
+            row_N, column_N = (x.to(held.device) for x in layout.scored[:2])
+            at_N = layout.scored.at_N.to(hidden.device)
             targets_N = shift_labels[row_N, column_N]
-            scored = self._score_row(hidden.squeeze(0), layout.scored.at_N.to(hidden.device), shard, head, targets_N, outputs)
+            scored = self._score_row(hidden.squeeze(0), at_N, shard, head, targets_N, outputs)
             if layout.shared and scored.entropy is not None:
-                scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N, tokens))
+                scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N.to(held.device), tokens))
         self.token_counts[2] += len(targets_N)
         if factor != 1.0:
             scored = LinearLogProbs(*(None if x is None else scale_grad(x, factor) for x in scored))
