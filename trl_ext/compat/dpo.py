@@ -189,9 +189,7 @@ def labels_of(batch: dict[str, Any]) -> torch.Tensor:
     return batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)  # type: ignore[no-any-return]
 
 
-def score_as_reference(
-    trainer: DPOInternals, model: Any, batch: dict[str, Any], labels: torch.Tensor
-) -> torch.Tensor:
+def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
     inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
     text_config = trainer.accelerator.unwrap_model(model).config.get_text_config()
     if trainer.aux_loss_enabled and hasattr(text_config, "output_router_logits"):
