@@ -47,7 +47,8 @@ def processed_share(prompt: int, completion: int, group: int, *, share: bool) ->
         ids_BS[:, :prompt] = ids_BS[:1, :prompt]
         # The last token of a row is not processed, because nothing is predicted from it
         needed_B, first_B = prompt + lengths - 1, torch.zeros_like(lengths)
-        layout = Layout(ids_BS, needed_B, first_B, share=share, rebase=True, implementation="sdpa")
+        on_host = (x.numpy() for x in (ids_BS, needed_B, first_B))
+        layout = Layout(*on_host, share=share, rebase=True, implementation="sdpa")
         shares.append(layout.tokens / ids_BS.numel())
     return sum(shares) / DRAWS
 

@@ -69,14 +69,15 @@ def backbone(shape: Shape, name: str, prompts: list[int], deadline: float) -> li
     packing = attach_scoring_forward(model, ScoringOptions()).packing
     packing.checked = True
     batch = grpo_batch(shape, prompts, seed=1)
-    predicts_BS = torch.nn.functional.pad(batch.pop("labels")[:, 1:] != -100, (0, 1))
+    labels = batch.pop("labels")
+    predicts_BS = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))
     batch = {**batch, "use_cache": False}  # type: ignore[dict-item]
 
     def padded() -> Tensor:
         return model.base_model(**batch).last_hidden_state[predicts_BS]
 
     def packed() -> Tensor:
-        layout = packing.layout(model, (), batch, predicts_BS, share=True)
+        layout = packing.layout(model, (), batch, labels, share=True)
         assert layout is not None
         return run_packed(model, layout, batch).last_hidden_state[0, layout.at_BS[predicts_BS]]
 

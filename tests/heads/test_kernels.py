@@ -132,7 +132,9 @@ def compare(problem):
             logits = max(1.0, (5 * problem.spread + 2 * problem.climb + biases) / problem.transform.temperature)
             largest = float(want.double().nan_to_num(posinf=0, neginf=0).abs().max())
             if problem.transform.softcap is not None:
-                largest = max(largest, 1.0)  # torch computes 1 - tanh^2 from the logits, to fp32 rounding of 1
+                # torch computes 1 - tanh^2 from the logits, to fp32 rounding of 1, and multiplies it by exp(z - shift)
+                sum_exp = right.get("sum_exp", want.new_ones(1)).double().nan_to_num(posinf=0, neginf=0)
+                largest = max(largest, 1.0, float(sum_exp.max()))
             if name == "sum_shifted_exp":
                 largest = max(largest, float(right["sum_exp"].max()))  # its terms may cancel
             if name == "sum_logits":
@@ -174,9 +176,17 @@ LOGITS_CANCEL = CANCELS | {
 }
 
 
+# Exponentials of 120 times a slope of the softcap of 4e-4
+EXPONENTIALS = CANCELS | {
+    **{"seed": 365, "tokens": 4, "widths": [1, 26, 33], "climb": 12.0, "bias": torch.float16},
+    **{"transform": LogitTransform(softcap=5.0), "outputs": ("log_sum_sq_probs",), "upstream": {"mean_log_probs"}},
+}
+
+
 @FEW
 @given(problems())
 @example(CANCELS)
+@example(EXPONENTIALS)
 @example(LOGITS_CANCEL)
 @example(LARGE_BIASES)
 def test_every_kernel_equals_torch_tile_for_tile(problem):

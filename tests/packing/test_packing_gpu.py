@@ -90,9 +90,8 @@ def batch(device, seed=0):
 def layout_of(inputs, share=True):
     mask = inputs["attention_mask"]
     lengths = mask.sum(dim=1)
-    return Layout(
-        inputs["input_ids"], lengths, mask.argmax(dim=1), share=share, rebase=share, implementation="sdpa"
-    ), lengths
+    on_host = (x.cpu().numpy() for x in (inputs["input_ids"], lengths, mask.argmax(dim=1)))
+    return Layout(*on_host, share=share, rebase=share, implementation="sdpa", device=mask.device), lengths
 
 
 def plain_attention(query, key, value, layout, lengths, scaling, window):
@@ -106,7 +105,7 @@ def plain_attention(query, key, value, layout, lengths, scaling, window):
     written = set()
     for row in range(len(layout.at_BS)):
         at = layout.at_BS[row]
-        at = at[at >= 0]
+        at = at[at >= 0].to(query.device)
         assert len(at) == lengths[row]
         own = [i for i, t in enumerate(at.tolist()) if t not in written]
         written.update(at.tolist())

@@ -22,7 +22,8 @@ def rows(*lengths, start=1):
 
 def canary_of(data, without=()):
     sequences, values = Sequences(data, ""), score(data)
-    entries = {row: sequences.values_of(row, values[row]) for row in range(len(values)) if row not in without}
+    kept = [row for row in range(len(values)) if row not in without]
+    entries = sequences.values_of(kept, values[kept])
     return Canary.of("reference", sequences, entries)
 
 
@@ -56,7 +57,7 @@ def test_rows_without_values_or_labels_are_not_chosen():
     overflowed = score(rows(3, 4))
     overflowed[1, -1] = -torch.inf
     sequences = Sequences(rows(3, 4), "")
-    found = Canary.of("", sequences, {row: sequences.values_of(row, overflowed[row]) for row in range(2)})
+    found = Canary.of("", sequences, sequences.values_of([0, 1], overflowed))
     assert first_tokens(found) == [0]
 
 

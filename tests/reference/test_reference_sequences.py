@@ -137,9 +137,9 @@ def test_either_every_rank_runs_one_pass_or_none_does(missing):
 
 def test_a_row_without_values_is_an_error():
     sequences = Sequences(batch([([5, 6, 7], 1), ([8, 9], 1)]), "reference")
-    entry = sequences.values_of(0, torch.tensor([-1.0, -2.0]))
+    entries = sequences.values_of([0], torch.tensor([[-1.0, -2.0]]))
     with pytest.raises(RuntimeError, match=r"Rows \[1\] of a batch have no reference log-probs"):
-        sequences.filled({0: entry}, torch.device("cpu"))
+        sequences.filled(entries, torch.device("cpu"))
 
 
 def test_rows_that_are_not_wanted_are_not_looked_up_or_scored():

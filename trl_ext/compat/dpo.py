@@ -39,6 +39,19 @@ class Recorded(_Wrapper):
         return outputs
 
 
+class Labelled(_Wrapper):
+    """A model whose scoring forward gets `labels`, equal to those that TRL makes, so that the batch is known again."""
+
+    def __init__(self, wrapped: Any, labels: torch.Tensor) -> None:
+        super().__init__(wrapped)
+        self._labels = labels
+
+    def __call__(self, *positional: Any, **keywords: Any) -> Any:
+        if keywords.get("fused_lm_head"):
+            keywords["labels"] = self._labels
+        return self._wrapped(*positional, **keywords)
+
+
 class _AsIfAlone(_Wrapper):
     """An accelerator whose gathers return only this rank's values."""
 
@@ -172,8 +185,11 @@ def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> It
         yield
 
 
-def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+def labels_of(batch: dict[str, Any]) -> torch.Tensor:
+    return batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)  # type: ignore[no-any-return]
+
+
+def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
     inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
     text_config = trainer.accelerator.unwrap_model(model).config.get_text_config()
     if trainer.aux_loss_enabled and hasattr(text_config, "output_router_logits"):

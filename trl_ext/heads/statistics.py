@@ -131,9 +131,9 @@ class RunningStatistics:
         """log(p / (1 - p)) of the target."""
         return log_odds(self.target_logit, self.shift, self.sum_exp)
 
-    def results(self, outputs: tuple[str, ...]) -> LinearLogProbs:
-        """Return the results, after every tile is folded in."""
-        log_odds = self.log_odds
+    def results(self, outputs: tuple[str, ...], log_odds: Tensor | None = None) -> LinearLogProbs:
+        """Return the results, after every tile is folded in. `log_odds`: the property, if it was already read."""
+        log_odds = self.log_odds if log_odds is None else log_odds
         log_p, log_q = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
         results: dict[str, Tensor] = {}
         if "log_probs" in outputs:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -82,8 +83,8 @@ def memory_of_step(step: Step) -> StepMemory:
     with torch.device("meta"):
         model = step.model()
     # The worst case: rows without padding or shared tokens
-    ids_BS = torch.zeros(step.rows, step.tokens, dtype=torch.long)
-    lengths_B, first_B = torch.full((step.rows,), step.tokens), torch.zeros(step.rows, dtype=torch.long)
+    ids_BS = np.zeros((step.rows, step.tokens), np.int64)
+    lengths_B, first_B = np.full(step.rows, step.tokens), np.zeros(step.rows, np.int64)
     attention = model.config.get_text_config()._attn_implementation
     layout = Layout(ids_BS, lengths_B, first_B, share=False, rebase=False, implementation=attention)
     ranks: AbstractContextManager[Any] = _one_rank_of(step.devices) if step.engine == "fsdp2" else nullcontext()

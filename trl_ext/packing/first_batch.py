@@ -24,7 +24,7 @@ _OFF, _OFF_COARSE, _MAY_BE_OFF = 1e-3, 0.2, 0.1
 
 
 class Rows(NamedTuple):
-    """Rows without padding inside: `ids_BS` `(B, S)`, each row's first column and its length, `(B,)`."""
+    """Rows without padding inside, on the CPU: `ids_BS` `(B, S)`, each row's first column and its length, `(B,)`."""
 
     ids_BS: Tensor
     first_B: Tensor
@@ -32,23 +32,23 @@ class Rows(NamedTuple):
 
 
 def packing_differences(
-    model: Any, batch: Rows, make_layout: Callable[..., Layout], shares: tuple[bool, ...]
+    model: Any, batch: Rows, device: torch.device, make_layout: Callable[..., Layout], shares: tuple[bool, ...]
 ) -> dict[bool, str | None]:
     """Return how packed and padded results differ, or None, for each of `shares` (whether rows share leading tokens).
 
-    `make_layout` makes a layout from ids, lengths, first columns and `share`.
+    `make_layout` makes a layout from rows, lengths and `share`. The padded batch runs on `device`.
     """
     rows = _rows_to_check(model, batch)
     # As in training, only the padded batch has a row's last token, which no earlier token may see
     lengths_B = (rows.lengths_B - 1).clamp(min=1)
     found: dict[bool, str | None] = {}
     with _evaluating(model):
-        places_BS = torch.arange(rows.ids_BS.shape[1], device=rows.ids_BS.device) - rows.first_B.unsqueeze(1)
+        places_BS = torch.arange(rows.ids_BS.shape[1]) - rows.first_B.unsqueeze(1)
         real_BS = (places_BS >= 0) & (places_BS < rows.lengths_B.unsqueeze(1))
-        padded = model.base_model(input_ids=rows.ids_BS, attention_mask=real_BS.to(rows.ids_BS.dtype), use_cache=False)
-        padded_BSH = padded.last_hidden_state
+        ids_BS, mask_BS = (x.to(device) for x in (rows.ids_BS, real_BS.to(rows.ids_BS.dtype)))
+        padded_BSH = model.base_model(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False).last_hidden_state
         for share in shares:
-            layout = make_layout(rows.ids_BS, lengths_B, rows.first_B, share=share)
+            layout = make_layout(rows, lengths_B, share=share)
             try:
                 hidden_TH = run_packed(model, layout, {"use_cache": False}).last_hidden_state[0]
             except LayoutNotReadError as error:
@@ -71,7 +71,7 @@ def _rows_to_check(model: Any, batch: Rows) -> Rows:
     most = min([_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0)])
     first_B, lengths_B = batch.first_B[:_ROWS], batch.lengths_B[:_ROWS].clamp(min=1, max=max(most, 1))
     width = int(lengths_B.max())
-    columns_S = torch.arange(width, device=first_B.device)
+    columns_S = torch.arange(width)
     source_BS = (first_B.unsqueeze(1) + columns_S).clamp(max=batch.ids_BS.shape[1] - 1)
     ids_BS = batch.ids_BS[:_ROWS].gather(1, source_BS)
     longest = lengths_B.argmax()

@@ -6,11 +6,14 @@ In sorted order, a row shares its longest common prefix with the previous row, s
 Dimensions: B rows, S columns, T packed tokens, K keys (all tokens seen by rows that have tokens of their own).
 """
 
+import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -20,6 +23,14 @@ class Segment(NamedTuple):
     rows: int
     queries: int
     keys: int
+
+
+class Scored(NamedTuple):
+    """The tokens of a batch whose next token is predicted: row, column, and index in the packed row, each `(N,)`."""
+
+    row_N: Tensor
+    column_N: Tensor
+    at_N: Tensor
 
 
 class Shard(Protocol):
@@ -37,9 +48,9 @@ class Layout:
     Attributes:
         input_ids (`Tensor` of shape `(1, T)`): the packed tokens.
         position_ids (`Tensor` of shape `(1, T)`): their positions.
-        at_BS (`Tensor` of shape `(B, S)`): the index in the packed row of each token of the batch, or -1.
         keys_K (`Tensor` of shape `(K,)`): the index in the packed row of each key.
         query_starts, key_starts (`Tensor`, int32): where each row with its own tokens begins, and the end.
+        scored (`Scored`): the tokens whose next token is predicted.
         segments (`list[Segment]`): the parts of the packed row; each is a batch without padding.
         shared (`bool`): whether rows share a token. If not, the keys are the packed tokens in order.
         longest_query, longest_key (`int`): the most queries and keys of a row.
@@ -52,56 +63,90 @@ class Layout:
     shard: Shard | None = None
 
     def __init__(
-        self, input_ids: Tensor, lengths_B: Tensor, first_B: Tensor, *, share: bool, rebase: bool, implementation: str
+        self,
+        ids_BS: NDArray[Any],
+        lengths_B: NDArray[Any],
+        first_B: NDArray[Any],
+        *,
+        scored_BS: NDArray[np.bool_] | None = None,
+        share: bool,
+        rebase: bool,
+        implementation: str = "sdpa",
+        device: torch.device | str = "cpu",
     ) -> None:
         """
         Args:
-            input_ids (`Tensor` of shape `(B, S)`): the batch.
-            lengths_B, first_B (`Tensor`): how many tokens each row needs, and the column of the first.
+            ids_BS (`ndarray` of shape `(B, S)`): the batch, in host memory.
+            lengths_B, first_B (`ndarray`): how many tokens each row needs, and the column of the first.
+            scored_BS (`ndarray` of shape `(B, S)`, bool, *optional*): the tokens whose next token is predicted.
             share (`bool`): whether equal leading tokens of rows are packed once.
             rebase (`bool`): whether positions begin at 0 in each row. If so, rows share any equal start, otherwise only
                 one in the same columns.
+            device: where the model's inputs lie.
         """
-        B, S = input_ids.shape
-        device = input_ids.device
-        columns_S = torch.arange(S, device=device)
-        needed_BS = columns_S < lengths_B.unsqueeze(1)
-        source_BS = (first_B.unsqueeze(1) + columns_S).clamp(max=S - 1)  # rows aligned at their first token
-        ids_BS = input_ids.gather(1, source_BS).masked_fill(~needed_BS, -1)
-        order_B, equal_BS = torch.arange(B, device=device), torch.zeros_like(needed_BS)
-        if share and B > 1:
-            order_B, equal_BS = _neighbours(ids_BS, torch.zeros_like(first_B) if rebase else first_B)
-        needed_BS, first_B = needed_BS[order_B], first_B[order_B]
-        own_BS = needed_BS & ~equal_BS
-        own_T = own_BS.flatten().nonzero().squeeze(1)
-        number_BS = own_BS.flatten().cumsum(0).view(B, S) - 1
-        # A shared token belongs to the last earlier row, in sorted order, that has its own token in this column
-        owner_BS = torch.where(own_BS, torch.arange(B, device=device).unsqueeze(1), 0).cummax(dim=0).values
-        at_BS = number_BS.gather(0, owner_BS)
-        self._device = device
-        self.input_ids = ids_BS[order_B].flatten()[own_T].unsqueeze(0)
-        position_BS = columns_S if rebase else first_B.unsqueeze(1) + columns_S
-        self.tokens = self.input_ids.numel()
-        self.position_ids = position_BS.expand(B, S).flatten()[own_T].unsqueeze(0)
-        self.at_BS = torch.full_like(input_ids, -1, dtype=torch.long)
-        rows, columns = needed_BS.nonzero(as_tuple=True)
-        places = at_BS[rows, columns]
-        self.at_BS[order_B[rows], first_B[rows] + columns] = places
-        queries_B, keys_B = own_BS.sum(dim=1), needed_BS.sum(dim=1)
-        has_own_B = queries_B > 0
-        self.keys_K = places[has_own_B[rows]]
-        lengths = torch.stack([queries_B[has_own_B], keys_B[has_own_B]])
-        starts = F.pad(lengths.cumsum(dim=1), (1, 0)).int()
-        self.query_starts, self.key_starts = starts
-        segments = itertools.groupby(lengths.T.tolist())
-        self.segments = [Segment(len(list(rows)), queries, keys) for (queries, keys), rows in segments]
-        self.shared = any(segment.queries != segment.keys for segment in self.segments)
-        self.longest_query = max(segment.queries for segment in self.segments)
-        self.longest_key = max(segment.keys for segment in self.segments)
+        rows = [ids[first : first + n] for ids, first, n in zip(ids_BS, first_B, lengths_B, strict=True)]
+        order = _sorted(rows, None if rebase else first_B) if share else range(len(rows))
+        start_B = np.zeros_like(first_B) if rebase else first_B
+        common_B = np.zeros_like(lengths_B)
+        for before, i in itertools.pairwise(order):
+            if share and start_B[before] == start_B[i]:
+                common_B[i] = _common(rows[before], rows[i])
+        self._rows = [(i, int(first_B[i]), int(common_B[i]), len(rows[i])) for i in order]
+        self._shape = ids_BS.shape
+        lengths = [(keys - common, keys) for _, _, common, keys in self._rows if keys > common]
+        self.segments = [Segment(len(list(same)), *of_row) for of_row, same in itertools.groupby(lengths)]
+        self.shared = any(queries != keys for queries, keys in lengths)
+        self.longest_query, self.longest_key = (max(x) for x in zip(*lengths, strict=True))
+        self.tokens, keys = (sum(x) for x in zip(*lengths, strict=True))
+        scored_BS = np.zeros(ids_BS.shape, bool) if scored_BS is None else scored_BS
+        ends_B = np.count_nonzero(scored_BS, axis=1).cumsum()
+        sizes = [self.tokens, self.tokens, keys, *3 * [ends_B[-1]], len(lengths) + 1]
+        whole, at = _staging(sum(sizes), torch.device(device)), np.cumsum(sizes)[:-1]
+        ids_T, position_T, keys_K, row_N, column_N, at_N, starts = np.split(whole.numpy(), at)
+        t = k = 0
+        for (i, first, common, length), path in zip(self._rows, self._paths(), strict=True):
+            own = slice(t, t + length - common)
+            ids_T[own], position_T[own] = rows[i][common:], np.arange(start_B[i] + common, start_B[i] + length)
+            if length > common:
+                keys_K[k : k + length] = path
+                k += length
+            columns = np.flatnonzero(scored_BS[i])
+            of_row = slice(ends_B[i] - len(columns), ends_B[i])
+            row_N[of_row], column_N[of_row], at_N[of_row] = i, columns, path[columns - first]
+            t = own.stop
+        starts = starts.view(np.int32).reshape(2, -1)
+        starts[:, 0], starts[:, 1:] = 0, np.cumsum(lengths, axis=0).T
+        self._device = torch.device(device)
+        parts = whole.to(device, non_blocking=True).split([int(size) for size in sizes])
+        self.input_ids, self.position_ids = (x.unsqueeze(0) for x in parts[:2])
+        self.keys_K, self.scored = parts[2], Scored(*parts[3:6])
+        self.query_starts, self.key_starts = parts[6].view(torch.int32).view(2, -1)
         self.implementation = implementation
         self.reads = [0]
         self.masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
         self._copies: dict[torch.device, Layout] = {}
+
+    def for_pass(self, implementation: str) -> "Layout":
+        """Return the layout of another pass over the same batch, by the attention `implementation`."""
+        layout = copy.copy(self)
+        layout.implementation, layout.reads, layout._copies = implementation, [0], {}
+        return layout
+
+    def _paths(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the index in the packed row of each token of each row, in the order of the packed row."""
+        path_S, tokens = np.empty(self._shape[1], np.int64), 0
+        for _, _, common, length in self._rows:
+            path_S[common:length] = np.arange(tokens, tokens + length - common)
+            tokens += length - common
+            yield path_S[:length]
+
+    @property
+    def at_BS(self) -> Tensor:
+        """The index in the packed row of each token of the batch, or -1: `(B, S)`, on the CPU."""
+        at_BS = torch.full(self._shape, -1)
+        for (i, first, _, length), path in zip(self._rows, self._paths(), strict=True):
+            at_BS[i, first : first + length] = torch.from_numpy(path)
+        return at_BS
 
     def to(self, device: Any, **_: Any) -> "Layout":
         """Return the layout for a layer on another device. With a `device_map`, accelerate calls this method."""
@@ -109,25 +154,33 @@ class Layout:
         if device == self._device:
             return self
         if device not in self._copies:
-            copy = object.__new__(Layout)
-            copy.__dict__.update(self.__dict__, _device=device, _copies={})
+            other = copy.copy(self)
+            other._device, other._copies = device, {}
             for name, value in vars(self).items():
                 if isinstance(value, Tensor):
-                    setattr(copy, name, value.to(device))
-            self._copies[device] = copy
+                    setattr(other, name, value.to(device))
+            self._copies[device] = other
         return self._copies[device]
 
 
-def _neighbours(ids_BS: Tensor, start_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order of rows by content and, in this order, which leading columns equal those of the previous row.
+def _sorted(rows: list[NDArray[Any]], start_B: NDArray[Any] | None) -> list[int]:
+    """Return the order of `rows` by first column, if they have one, and content. Token ids are not negative."""
+    # The order of big-endian bytes is that of the numbers
+    content = [row.astype(">i4").tobytes() for row in rows]
+    starts = np.zeros(len(rows)) if start_B is None else start_B
+    return sorted(range(len(rows)), key=lambda i: (starts[i], content[i]))
 
-    Args:
-        ids_BS (`Tensor` of shape `(B, S)`): rows aligned at their first token, -1 after their last.
-        start_B (`Tensor` of shape `(B,)`): rows share nothing if these differ.
-    """
-    content = torch.cat([start_B.unsqueeze(1), ids_BS], dim=1)
-    order_B = torch.unique(content, dim=0, return_inverse=True)[1].argsort(stable=True)
-    content = content[order_B]
-    equal_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
-    equal_BS[1:] = (content[1:] == content[:-1]).cumprod(dim=1)[:, 1:].bool()
-    return order_B, equal_BS
+
+def _common(a: NDArray[Any], b: NDArray[Any]) -> int:
+    """Return how many leading tokens are equal."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n
+
+
+def _staging(size: int, device: torch.device) -> Tensor:
+    """Return an int64 tensor in host memory, from which a GPU can copy while the host goes on."""
+    if device.type == "cuda":
+        return torch.empty(size, dtype=torch.long, pin_memory=True)
+    return torch.from_numpy(np.empty(size, np.int64))  # numpy asks for huge pages

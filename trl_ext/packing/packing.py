@@ -1,10 +1,16 @@
 """Decide whether a padded batch of a model can be packed, and make its layout."""
 
-import functools
 import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .attention import accept_layouts
@@ -13,6 +19,8 @@ from .layout import Layout
 from .support import longest_equal, padded_reason, rebases
 
 logger = logging.getLogger("trl_ext")
+
+Mask = NDArray[np.bool_]
 
 # Inputs that may accompany ids and mask. All others have a row for each row of the batch
 _NOT_BY_ROW = {"use_cache", "output_router_logits", "return_dict", "output_attentions", "output_hidden_states"}
@@ -50,14 +58,14 @@ class Packing:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def layout(
-        self, model: Any, positional: tuple[Any, ...], inputs: dict[str, Any], predicts_BS: Tensor, *, share: bool
+        self, model: Any, positional: tuple[Any, ...], inputs: dict[str, Any], labels_BS: Tensor, *, share: bool
     ) -> Layout | None:
         """Return the layout of the packed row for a batch; None if the batch stays padded.
 
         Args:
             positional (`tuple`): positional arguments of the backbone. With any, the batch stays padded.
             inputs (`dict`): keyword arguments of the backbone.
-            predicts_BS (`Tensor` of shape `(B, S)`, bool): the tokens whose hidden states are needed.
+            labels_BS (`Tensor` of shape `(B, S)`): not shifted yet; -100 where nothing is predicted.
             share (`bool`): whether rows may share leading tokens.
         """
         if self.padded_reason is not None:
@@ -67,41 +75,42 @@ class Packing:
             self._warn_once(f"A batch is not packed: {reason}.")
             return None
         ids_BS, mask_BS = inputs["input_ids"], inputs.get("attention_mask")
-        real_BS = torch.ones_like(ids_BS, dtype=torch.bool) if mask_BS is None else mask_BS.bool()
-        first_B = real_BS.int().argmax(dim=1)
-        lengths_B = _ends(real_BS) - first_B  # 0 for a row of padding
+        if self._longest is not None and ids_BS.shape[1] >= self._longest:
+            by_length = "the model's rotary embeddings depend on the length of a batch"
+            self._warn_once(f"A batch is not packed: {by_length} from {self._longest} tokens on.")
+            return None
         if not self.checked:
             self.checked = True
-            self._check(model, Rows(ids_BS, first_B, lengths_B))
+            self._check(model, HostBatch.of(ids_BS, mask_BS, labels_BS), ids_BS.device)
             if self.padded_reason is not None:
                 return None
-        needed_BS = predicts_BS.to(real_BS.device)
-        reason = _rows_padded_reason(real_BS, needed_BS, lengths_B, self._longest)
-        if reason is not None:
-            self._warn_once(f"A batch is not packed: {reason}.")
+        share = share and self.unshared_reason is None
+        options = share, share and self._rebase, not inputs.get("output_router_logits")  # its loss counts every token
+
+        def make() -> Layout | str:
+            batch = HostBatch.of(ids_BS, mask_BS, labels_BS)
+            lengths_B = batch.scored_lengths_B if options[2] else batch.lengths_B
+            return batch.padded_reason or _layout(batch, lengths_B, *options[:2], ids_BS.device)
+
+        # DPO's reference and policy run on the same tensors
+        found = _LAST[options].of(ids_BS, mask_BS, labels_BS, make=make)
+        if isinstance(found, str):
+            self._warn_once(f"A batch is not packed: {found}.")
             return None
-        if not inputs.get("output_router_logits"):  # the router loss counts every token
-            lengths_B = (_ends(needed_BS) - first_B).clamp(min=0)
-        layout = self._make_layout(model, ids_BS, lengths_B, first_B, share=share and self.unshared_reason is None)
-        self.left_out += ids_BS.numel() - layout.tokens
-        return layout
+        self.left_out += ids_BS.numel() - found.tokens
+        return found.for_pass(_attention_of(model))
 
-    def _make_layout(self, model: Any, ids_BS: Tensor, lengths_B: Tensor, first_B: Tensor, *, share: bool) -> Layout:
-        if not lengths_B.any():
-            # Other ranks wait for this pass, so it runs on one token although its result is not used
-            lengths_B = torch.zeros_like(lengths_B)
-            lengths_B[0] = 1
-        return Layout(
-            *(ids_BS, lengths_B, first_B),
-            share=share,
-            rebase=share and self._rebase,
-            implementation=model.config.get_text_config()._attn_implementation,
-        )
-
-    def _check(self, model: Any, batch: Rows) -> None:
+    def _check(self, model: Any, batch: "HostBatch", device: torch.device) -> None:
         """Compare a few rows of the first batch with their padded forward, and turn off what gives other results."""
         shares = (True, False) if self.unshared_reason is None else (False,)
-        off = packing_differences(model, batch, functools.partial(self._make_layout, model), shares)
+        rows = Rows(*map(torch.from_numpy, (batch.ids_BS, batch.first_B, batch.lengths_B)))
+
+        def make_layout(rows: Rows, lengths_B: Tensor, *, share: bool) -> Layout:
+            on_host = (x.numpy() for x in (rows.ids_BS, lengths_B, rows.first_B))
+            layout = Layout(*on_host, share=share, rebase=share and self._rebase, device=device)
+            return layout.for_pass(_attention_of(model))
+
+        off = packing_differences(model, rows, device, make_layout, shares)
         if off[False] is not None:
             self.padded_reason = off[False]
             self._warn_once(f"Batches of {type(model).__name__} stay padded: {off[False]}.")
@@ -134,17 +143,89 @@ def _inputs_padded_reason(model: Any, positional: tuple[Any, ...], inputs: dict[
     return None
 
 
-def _rows_padded_reason(real_BS: Tensor, needed_BS: Tensor, lengths_B: Tensor, longest: int | None) -> str | None:
-    if longest is not None and real_BS.shape[1] >= longest:
-        return f"the model's rotary embeddings depend on the length of a batch from {longest} tokens on"
-    if (lengths_B != real_BS.sum(dim=1)).any():
-        return "its attention mask has padding between tokens of a row"
-    if (needed_BS & ~real_BS).any():
-        return "it has labels that are predicted from padding"
-    return None
+@dataclass(frozen=True)
+class HostBatch:
+    """A padded batch in host memory: token ids, which of them are real, and which predict a label, `(B, S)`."""
+
+    ids_BS: NDArray[Any]
+    real_BS: Mask
+    scored_BS: Mask
+
+    @classmethod
+    def of(cls, ids_BS: Tensor, mask_BS: Tensor | None, labels_BS: Tensor) -> "HostBatch":
+        """Copy a batch. The host waits for the device once."""
+        given = [x for x in (ids_BS, mask_BS, labels_BS.to(ids_BS.device)) if x is not None]
+        if ids_BS.device.type != "cpu":
+            given = list(torch.stack([x.to(ids_BS.dtype) for x in given]).cpu())
+        ids, *masks, labels = (x.numpy() for x in given)
+        scored_BS = np.zeros(ids.shape, bool)
+        np.not_equal(labels[:, 1:], -100, out=scored_BS[:, :-1])
+        return cls(ids, masks[0] != 0 if masks else np.ones(ids.shape, bool), scored_BS)
+
+    @cached_property
+    def first_B(self) -> NDArray[Any]:
+        return self.real_BS.argmax(axis=1)
+
+    @cached_property
+    def lengths_B(self) -> NDArray[Any]:
+        """Tokens from the first to the last real one; 0 for a row of padding."""
+        return _ends(self.real_BS) - self.first_B
+
+    @property
+    def scored_lengths_B(self) -> NDArray[Any]:
+        """Tokens from the first to the last that predicts a label."""
+        return (_ends(self.scored_BS) - self.first_B).clip(min=0)
+
+    @property
+    def padded_reason(self) -> str | None:
+        if (self.lengths_B != np.count_nonzero(self.real_BS, axis=1)).any():
+            return "its attention mask has padding between tokens of a row"
+        if (self.scored_BS & ~self.real_BS).any():
+            return "it has labels that are predicted from padding"
+        return None
 
 
-def _ends(marked_BS: Tensor) -> Tensor:
+def _layout(batch: HostBatch, lengths_B: NDArray[Any], share: bool, rebase: bool, device: torch.device) -> Layout:
+    if not lengths_B.any():
+        # Other ranks wait for this pass, so it runs on one token although its result is not used
+        lengths_B = lengths_B.copy()
+        lengths_B[0] = 1
+    return Layout(
+        *(batch.ids_BS, lengths_B, batch.first_B), scored_BS=batch.scored_BS, share=share, rebase=rebase, device=device
+    )
+
+
+def _attention_of(model: Any) -> str:
+    name: str = model.config.get_text_config()._attn_implementation
+    return name
+
+
+class LastResult:
+    """The last result of a function of tensors. It is returned again while they live and nothing writes to them."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
+        self._mode, self._result = False, None  # a result of inference mode serves no pass with a gradient
+
+    def of(self, *tensors: Tensor | None, make: Callable[[], Any]) -> Any:
+        mode = torch.is_inference_mode_enabled()
+        given = [x for x in tensors if x is not None]
+        if any(x.is_inference() for x in given):  # torch does not count writes to them
+            return make()
+        now = [(x, x._version) for x in given]
+        if (mode, len(now)) != (self._mode, len(self._tensors)) or any(
+            known() is not x or version != at for (x, version), (known, at) in zip(now, self._tensors, strict=True)
+        ):
+            self._mode, self._result = mode, make()
+            self._tensors = [(weakref.ref(x), version) for x, version in now]
+        return self._result
+
+
+# By the options of a layout
+_LAST: defaultdict[tuple[bool, ...], LastResult] = defaultdict(LastResult)
+
+
+def _ends(marked_BS: Mask) -> NDArray[Any]:
     """Return `(B,)`, the column after each row's last marked token; 0 if there is none."""
-    S = marked_BS.shape[1]
-    return torch.where(marked_BS.any(dim=1), S - marked_BS.flip(1).int().argmax(dim=1), 0)
+    ends_B: NDArray[Any] = marked_BS.shape[1] - marked_BS[:, ::-1].argmax(axis=1)
+    return np.where(marked_BS.any(axis=1), ends_B, 0)

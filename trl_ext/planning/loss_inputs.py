@@ -182,7 +182,8 @@ def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int])
     counts = [rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *ran]
     entropy = torch.where(tokens_BC, entropies_BC, 0.0).sum()
     sums = torch.stack([x.float() for x in (entropy, tokens_BC.sum(), tokens_BC.any(dim=1).sum())])
-    return torch.cat([sums, sums.new_tensor(counts)])
+    on_host = torch.empty(len(counts), pin_memory=sums.is_cuda).copy_(torch.tensor(counts))
+    return torch.cat([sums, on_host.to(sums.device, non_blocking=True)])
 
 
 def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:

@@ -44,7 +44,7 @@ class Sequences:
         self.shape: tuple[int, int] = tuple(batch["input_ids"].shape)
         if not {*NEEDED} <= batch.keys() <= {*NEEDED, *_OF_PAIRS} or batch["attention_mask"].shape != self.shape:
             return
-        ids, attended, labelled = (batch[name].cpu().numpy() for name in NEEDED)
+        ids, attended, labelled = torch.stack([batch[name] for name in NEEDED]).cpu().numpy()
         self._labelled = labelled[:, 1:] != 0
         columns = np.arange(1, self.shape[1] + 1)
         # Padding on the left counts, because it shifts the positions
@@ -62,10 +62,10 @@ class Sequences:
         index = torch.as_tensor(rows, device=self.batch["input_ids"].device)
         return {name: self.batch[name][index, :width] for name in NEEDED}
 
-    def values_of(self, row: int, log_probs: Tensor) -> NDArray[np.float32]:
-        """Return the entry of a row: its `log_probs`, of at most `S - 1` positions, at the labelled positions."""
-        values: NDArray[np.float32] = log_probs.float().cpu().numpy()[self._labelled[row, : len(log_probs)]]
-        return values
+    def values_of(self, rows: list[int], log_probs: Tensor) -> dict[int, NDArray[np.float32]]:
+        """Return the entries of `rows`: their `log_probs`, of at most `S - 1` positions, at the labelled positions."""
+        on_host = log_probs.float().cpu().numpy()
+        return {row: of_row[self._labelled[row, : len(of_row)]] for row, of_row in zip(rows, on_host, strict=False)}
 
     def filled(self, values: dict[int, NDArray[np.float32]], device: torch.device) -> Tensor:
         """Return fp32 `(2B, S - 1)`: the values at labelled positions, 0 elsewhere. Every row needs values."""

@@ -117,7 +117,7 @@ class StoredReference:
             if sequences.keys is None:
                 log_probs = scored.float()
             else:
-                fresh = {row: sequences.values_of(row, scored[i]) for i, row in enumerate(missing)}
+                fresh = sequences.values_of(missing, scored)
             self._add(sequences, fresh)
         if wanted and sequences.keys is not None:
             log_probs = sequences.filled(found | fresh, log_probs.device)

@@ -94,8 +94,7 @@ class ScoringForward:
             if labels is None:
                 raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`, got neither. Pass one.")
             shift_labels = labels[:, 1:]
-            predicts_BS = torch.nn.functional.pad(shift_labels != -100, (0, 1))
-            layout = self.packing.layout(model, args, kwargs, predicts_BS, share=self._may_share(model))
+            layout = self.packing.layout(model, args, kwargs, labels, share=self._may_share(model))
         shard, factor = self._split(layout, kwargs.get("input_ids"), kwargs.get("attention_mask"), shift_labels)
         # Looked up on each call, because FSDP and PEFT may replace backbone and head after the forward is attached
         backbone_outputs = _backbone(model)(*args, **kwargs) if layout is None else run_packed(model, layout, kwargs)
@@ -106,25 +105,31 @@ class ScoringForward:
         held = next(lm_head.parameters()) if isinstance(head, OpaqueHead) else parameter_of(head.linear, "weight")
         shift_labels = shift_labels.to(held.device)
         mask_BS = shift_labels != -100
-        targets_N, outputs = shift_labels[mask_BS], self.options.outputs if head_outputs is None else head_outputs
+        outputs = self.options.outputs if head_outputs is None else head_outputs
         tokens = hidden.shape[:2].numel() if layout is None else layout.tokens
         self.token_counts[0 if torch.is_grad_enabled() else 1] += tokens
-        self.token_counts[2] += len(targets_N)
         if layout is None:
+            targets_N = shift_labels[mask_BS]
             hidden_NH = hidden[:, width].to(mask_BS.device)[mask_BS]
             scored = self._score(hidden_NH, head, targets_N, outputs)
         else:
-            at_N = layout.at_BS[:, :-1][mask_BS.to(layout.at_BS.device)].to(hidden.device)
+            # By index, because the host would wait for the number of a mask's tokens
+            row_N, column_N = (x.to(held.device) for x in layout.scored[:2])
+            at_N = layout.scored.at_N.to(hidden.device)
+            targets_N = shift_labels[row_N, column_N]
             scored = self._score_row(hidden.squeeze(0), at_N, shard, head, targets_N, outputs)
             if layout.shared and scored.entropy is not None:
-                scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N.to(mask_BS.device), tokens))
+                scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N.to(held.device), tokens))
+        self.token_counts[2] += len(targets_N)
         if factor != 1.0:
             scored = LinearLogProbs(*(None if x is None else scale_grad(x, factor) for x in scored))
+
+        def spread(x: Tensor) -> Tensor:
+            zeros = x.new_zeros(mask_BS.shape)
+            return zeros.masked_scatter(mask_BS, x) if layout is None else zeros.index_put_((row_N, column_N), x)
+
         # Without labels the loss is a zero in the graph, so its backward runs
-        fields = {
-            name: None if x is None else x.new_zeros(mask_BS.shape).masked_scatter(mask_BS, x)
-            for name, x in scored._asdict().items()
-        }
+        fields = {name: None if x is None else spread(x) for name, x in scored._asdict().items()}
         log_probs = fields["log_probs"]
         assert log_probs is not None
         loss = -log_probs.sum() / (mask_BS.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
@@ -292,7 +297,7 @@ def _router_loss(
 
     if layout is not None:
         # A shared token counts once per row, as in the padded batch
-        real_N = layout.at_BS[layout.at_BS >= 0]
+        real_N = layout.at_BS[layout.at_BS >= 0].to(router_logits[0].device)
         router_logits = tuple(index_select_fp32_grad(x.flatten(0, -2), real_N.to(x.device)) for x in router_logits)
         attention_mask = None
     return load_balancing_loss_func(

@@ -56,8 +56,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 f"`ref_model={ref_model!r}` is a name, but must be a model. Load it with "
                 "`AutoModelForCausalLM.from_pretrained(...)`, or omit it if it is the model before training."
             )
-        self._dpo_loss = DPOLoss(self, self._ranks, self._scorer)
         self._dpo_reference = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
+        self._dpo_loss = DPOLoss(self, self._ranks, self._scorer, self._dpo_reference.labels_of)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)

@@ -1,5 +1,6 @@
 """The DPO loss of a batch: TRL's terms without overflow, the terms that TRL lacks, and metrics of all ranks."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +25,10 @@ class Trainer(internals.DPOInternals, Protocol):
 
 
 class DPOLoss:
-    def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer) -> None:
-        self.trainer, self.ranks, self.scorer = trainer, ranks, scorer
+    def __init__(
+        self, trainer: Trainer, ranks: Ranks, scorer: Scorer, labels_of: Callable[[dict[str, Any]], torch.Tensor]
+    ) -> None:
+        self.trainer, self.ranks, self.scorer, self._labels_of = trainer, ranks, scorer, labels_of
         self.classes = 0
         self.columns: tuple[str, ...] = ()
         self.counted: list[int] | None = None  # token counts of a batch's passes, if gathered with its metrics
@@ -37,7 +40,7 @@ class DPOLoss:
 
     def of_batch(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
         """Compute the loss in place of TRL's `_compute_loss`. One gather makes the metrics those of all ranks."""
-        trainer = self.trainer
+        trainer, model = self.trainer, internals.Labelled(model, self._labels_of(batch))
         if trainer.accelerator.state.num_processes == 1:
             return self._of_rank(model, batch, return_outputs)
         every = len(batch["completion_mask"]) // 2

@@ -18,6 +18,7 @@ from ..compat.choices import maybe_gather_lm_head_ctx
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields
 from ..distributed.ranks import Ranks
+from ..packing.packing import LastResult
 from ..planning.dpo import DPOFacts, DPOPlan, plan_dpo
 from ..planning.plan import SkipCounts
 from ..reference.canary import Canary, tolerance_of
@@ -59,6 +60,7 @@ class DPOReference:
         self.host, self.ranks, self.scorer, self.weights = host, ranks, scorer, weights
         self.loaded: list[tuple[Any, Callable[[], Any]]] = []  # models that TRL loaded, with their loaders
         self.registered = self.training_began = False
+        self._labels = LastResult()
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
         self._shared: str | None = None  # a tensor of the reference model that training changes
         self._origin = "model"  # a key of `REFERENCES`, for a reference model
@@ -260,7 +262,14 @@ class DPOReference:
         """Score `batch` with the reference: its own model, or the policy, `prepared` by Accelerate or not yet."""
         model = self._model(prepared)
         with unrecorded_pass(self.host), self.weights.entered():
-            return internals.score_as_reference(self.host, model, batch)
+            return internals.score_as_reference(self.host, model, batch, self.labels_of(batch))
+
+    def labels_of(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return the labels of a batch, for the reference's and the policy's pass."""
+        found: torch.Tensor = self._labels.of(
+            batch["input_ids"], batch["completion_mask"], make=lambda: internals.labels_of(batch)
+        )
+        return found
 
     @property
     def stored(self) -> StoredReference:
