@@ -112,6 +112,27 @@ def test_launch_arguments_start_processes(how: str, arguments, tmp_path: Path):
     assert "DDP, 2 processes (gloo)" in run.stdout
 
 
+@pytest.mark.parametrize(
+    ("in_file", "launched"),
+    [
+        ("cpu: true\nquiet: false", {"cpu": True, "quiet": None}),
+        ("multi_gpu: true\nnum_processes: 2\nmixed_precision: no", {"multi_gpu": True, "mixed_precision": "no"}),
+        ("gpu_ids: [0, 1]\nfsdp_offload_params: true", {"gpu_ids": "0,1", "fsdp_offload_params": "true"}),
+    ],
+)
+def test_launch_arguments_of_a_file_are_as_accelerate_reads_them(
+    in_file: str, launched: dict[str, object], arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, given = tmp_path / "options.yaml", []
+    config.write_text(in_file)
+    monkeypatch.setattr("trl_ext.cli.training.launch_command", given.append)
+    words = ["dpo", "--config", str(config), *arguments["dpo"]]
+    assert main(words) == 0
+    (options,) = given
+    assert {name: getattr(options, name) for name in launched} == launched
+    assert (options.training_script, options.training_script_args) == ("trl_ext.cli", words)
+
+
 @pytest.mark.slow
 def test_variables_in_a_file_are_set_before_libraries_read_them(arguments, tmp_path: Path):
     (tmp_path / "options.yaml").write_text("env:\n  HF_HUB_DOWNLOAD_TIMEOUT: 77\n")
@@ -222,6 +243,12 @@ def test_estimate_says_every_part_and_what_fits(arguments, capsys: pytest.Captur
         of_four = " ".join(capsys.readouterr().out.split())
         assert f"one of 4 devices under {words}" in of_four
         assert ("buckets" in of_four) == (engine == "ddp")
+
+
+def test_estimate_checks_the_batch_of_all_devices(arguments, capsys: pytest.CaptureFixture):
+    grpo = _changed("--num_generations", "8")(arguments["grpo"])
+    assert main(["estimate", "grpo", *grpo, "--engine", "ddp", "--num_devices", "2"]) == 0
+    assert capsys.readouterr().out.startswith("4 rows of ")
 
 
 def test_estimate_takes_no_longer_rows_than_the_model_has_positions(arguments, capsys: pytest.CaptureFixture):

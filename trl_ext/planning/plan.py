@@ -35,8 +35,11 @@ class Plan:
     verbose: bool = False  # whether the table has every decision
 
     def __getitem__(self, name: str) -> Decision:
-        """The decision called `name`; `KeyError` if there is none."""
-        return {decision.name: decision for decision in self.decisions}[name]
+        """The decision called `name`; `KeyError` with the known names if there is none."""
+        known = {decision.name: decision for decision in self.decisions}
+        if name not in known:
+            raise KeyError(f"The plan has no row `{name}`. Choose from: {', '.join(known)}.")
+        return known[name]
 
     def __str__(self) -> str:
         """The table, as wide as the terminal."""
