@@ -20,7 +20,9 @@ from memory_estimates_on_ranks import ON_RANKS
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli import TrainingStoppedError
 from trl_ext.cli.__main__ import COMMANDS, main
+from trl_ext.cli.arguments import OneLineParser, dataclasses_of, parse
 from trl_ext.cli.estimate import longest_that_fits
+from trl_ext.cli.line import read
 from trl_ext.config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig
 from trl_ext.scoring import checks as head_check
 
@@ -361,3 +363,14 @@ def test_what_is_documented_runs_and_prints_that(
     assert main(words[1:]) == 0
     printed = capsys.readouterr().out
     assert not output or printed.startswith(output), printed
+
+
+def test_launch_arguments_of_a_file_are_those_of_its_command_line(workshop: Workshop, tmp_path: Path):
+    file = tmp_path / "flags.yaml"
+    lines = ["model_name_or_path: " + str(workshop.model("tied")), "dataset_name: pairs", "use_cpu: true"]
+    lines += ["cpu: true", "quiet: false", "mixed_precision: no", "num_processes: 2"]
+    file.write_text("\n".join(lines))
+    line = read("dpo", ["--config", str(file)])
+    *_, of_file, of_line = parse(OneLineParser(dataclasses_of("dpo"), prog=line.prog), line, may_launch=True)
+    assert of_file == ["--cpu", "--mixed_precision", "no", "--num_processes", "2"]
+    assert of_line == []

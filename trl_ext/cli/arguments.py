@@ -114,12 +114,14 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
     stray = launcher.parse_args([*resolve_accelerate_config_argument(left), "-m", line.prog]).training_script
     if stray != line.prog:
         refuse_word(stray, line)
+    flags = launcher._option_string_actions
+    of_file = [x for name in line.in_file if name in launched for x in _launch_words(name, line.in_file[name], flags)]
     try:
-        return parser.parse_args_and_config(line.whole, return_remaining_strings=True, separate_remaining_strings=True)
+        found = parser.parse_args_and_config(line.whole, return_remaining_strings=True, separate_remaining_strings=True)
+        return (*found[:-2], of_file, found[-1])
     except ValueError as error:
         if "divisible" in str(error):
             # This process starts others, which check the batch of all
-            of_file = [x for name in line.in_file if name in launched for x in (f"--{name}", str(line.in_file[name]))]
             if may_launch and "estimate" not in line.prog and needs_launch([*of_file, *left]):
                 return None, None, None, None, of_file, left
             one, of = ("", "train") if "num_generations" in str(error) else ("_eval", "eval")
@@ -132,6 +134,14 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
         ) from error
 
 
+def _launch_words(name: str, value: Any, flags: dict[str, Any]) -> list[str]:
+    """An argument of `accelerate launch` as on its command line. YAML reads `no` as false."""
+    action = flags.get(f"--{name}")
+    if action is not None and action.nargs == 0:
+        return [f"--{name}"] if value in (True, "true", "True") else []
+    return [f"--{name}", "no" if value is False else str(value)]
+
+
 def needs_launch(launch_arguments: list[str]) -> bool:
     """Whether `accelerate launch` has arguments, a default file, or several GPUs."""
     return bool(launch_arguments) or os.path.isfile(default_config_file) or torch.cuda.device_count() > 1
@@ -139,7 +149,8 @@ def needs_launch(launch_arguments: list[str]) -> bool:
 
 def _instead(name: str, line: Line, known: set[str], mark: str) -> str:
     """What replaces an argument of an older TRL, or the name that a slip was meant to be."""
-    former = former_name(name, known, str(line.value(name) or "VALUE"))
+    value = line.value(name)
+    former = former_name(name, known, "VALUE" if value in (None, "") else str(value))
     if former is None:
         return did_you_mean(name, known, mark)
 

@@ -65,7 +65,7 @@ class Line(NamedTuple):
         values = [self.in_file.get(name)]
         for word, after in zip(self.words, [*self.words[1:], ""], strict=False):
             if word.split("=")[0] == f"--{name}":
-                values.append(word.partition("=")[2] or after)
+                values.append(word.partition("=")[2] or ("" if after.startswith("--") else after))
         return values[-1]
 
     def given(self) -> list[tuple[str, str, str]]:
@@ -91,6 +91,8 @@ def read(command: str, words: list[str]) -> Line:
         file = words[at + 1] if at + 1 < len(words) else ""
         in_file = _set_in(file)
         words = words[:at] + words[at + 2 :]
+        if "--config" in words:
+            raise CommandError("`--config` is given twice. Give one file.")
     line = Line(method, prog, words, file, in_file)
     if words and not words[0].startswith("-"):
         refuse_word(words[0], line)
@@ -132,6 +134,11 @@ def _set_in(file: str) -> dict[str, Any]:
         raise CommandError(f"`--config {file}` is not valid YAML.{where}") from error
     if not isinstance(found, dict):
         raise CommandError(f"`--config {file}` must have lines such as `learning_rate: 1.0e-5`, got {found!r:.40}.")
+    env = found.get("env", {})
+    if not isinstance(env, dict) or not all(isinstance(name, str) for name in env):
+        raise CommandError(
+            f"`env` in {file} must name variables, such as `env: {{NCCL_DEBUG: INFO}}`, got {env!r:.40}."
+        )
     return {str(name): value for name, value in found.items()}
 
 
@@ -147,7 +154,11 @@ def _check_model(line: Line) -> None:
     if any(full.startswith(given) and given != full for given in names_in(line.words)):
         return  # a part of the argument's name, which the parser takes
     is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-    is_folder = Path(name).is_dir()
+    try:
+        is_folder = Path(name).is_dir()
+    except OSError as error:  # too long
+        short = f"`{name[:40]}...`, {len(name)} characters"
+        raise CommandError(f"`--model_name_or_path` is {short}: neither a folder nor a name on the Hub.") from error
     if (is_path or is_folder) and not any(Path(name, f"{x}config.json").is_file() for x in ("", "adapter_")):
         what = "it has no `config.json` or `adapter_config.json`" if is_folder else "there is no such folder"
         raise CommandError(f"`--model_name_or_path` is `{name}`, but {what}. Current folder: {Path.cwd()}.")
@@ -155,10 +166,13 @@ def _check_model(line: Line) -> None:
 
 def _check_adapter(line: Line) -> None:
     """Refuse arguments of an adapter which TRL ignores, so that it trains all weights."""
-    names = tuple(name for name, _, _ in line.given() if name)
+    begun = tuple(name for name, _, _ in line.given() if name and name != "use_peft")
+    off = None, False, "false", "False"
+    if "use_peft".startswith(begun) or line.value("use_peft") not in off:
+        return
     for name, shown, mark in line.given():
-        asked = line.value(name) not in (None, False, "false", "False")
-        if asked and name.startswith(("lora_", "use_dora", "use_rslora")) and not "use_peft".startswith(names):
+        switches = (x for x in ("use_dora", "use_rslora") if len(name) > len("use_") and x.startswith(name))
+        if (name.startswith("lora_") or any(switches)) and line.value(name) not in off:
             peft = f"`{mark}use_peft{'' if mark else ': true'}`"
             raise CommandError(f"{shown} has no effect without {peft}. Add it, or leave `{mark}{name}` out.")
 

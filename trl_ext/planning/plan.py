@@ -36,7 +36,10 @@ class Plan:
 
     def __getitem__(self, name: str) -> Decision:
         """The decision called `name`; `KeyError` if there is none."""
-        return {decision.name: decision for decision in self.decisions}[name]
+        named = {decision.name: decision for decision in self.decisions}
+        if name not in named:
+            raise KeyError(f"The plan has no row {name!r}. Choose from: {', '.join(map(repr, named))}.")
+        return named[name]
 
     def __str__(self) -> str:
         """The table, as wide as the terminal."""
