@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 CUDA = torch.device("cuda", 0)
+HELD_ON = torch.device("cpu")  # "meta" for tensors without numbers
 _PACKAGES = ("/trl_ext/", "/trl/", "/accelerate/", "/transformers/", "/peft/")
 
 
@@ -218,7 +219,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             ORDER.run(func, [x for x in tensors if ORDER.knows(x)], [], on_host=True)
         return func(*args, **kwargs)
     if asked is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
+        kwargs = {**kwargs, "device": HELD_ON}
     run = _INSTEAD.get(str(func), func)
     out = functools.partial(run, *tree_map(held, args), **tree_map(held, kwargs))
     if name == "_to_copy":
