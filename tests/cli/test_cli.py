@@ -20,9 +20,7 @@ from memory_estimates_on_ranks import ON_RANKS
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli import TrainingStoppedError
 from trl_ext.cli.__main__ import COMMANDS, main
-from trl_ext.cli.arguments import OneLineParser, dataclasses_of, parse
 from trl_ext.cli.estimate import longest_that_fits
-from trl_ext.cli.line import read
 from trl_ext.config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig
 from trl_ext.scoring import checks as head_check
 
@@ -112,6 +110,27 @@ def test_launch_arguments_start_processes(how: str, arguments, tmp_path: Path):
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout.count("engine ") == 1
     assert "DDP, 2 processes (gloo)" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("in_file", "launched"),
+    [
+        ("cpu: true\nquiet: false", {"cpu": True, "quiet": None}),
+        ("multi_gpu: true\nnum_processes: 2\nmixed_precision: no", {"multi_gpu": True, "mixed_precision": "no"}),
+        ("gpu_ids: [0, 1]\nfsdp_offload_params: true", {"gpu_ids": "0,1", "fsdp_offload_params": "true"}),
+    ],
+)
+def test_launch_arguments_of_a_file_are_as_accelerate_reads_them(
+    in_file: str, launched: dict[str, object], arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config, given = tmp_path / "options.yaml", []
+    config.write_text(in_file)
+    monkeypatch.setattr("trl_ext.cli.training.launch_command", given.append)
+    words = ["dpo", "--config", str(config), *arguments["dpo"]]
+    assert main(words) == 0
+    (options,) = given
+    assert {name: getattr(options, name) for name in launched} == launched
+    assert (options.training_script, options.training_script_args) == ("trl_ext.cli", words)
 
 
 @pytest.mark.slow
@@ -224,6 +243,12 @@ def test_estimate_says_every_part_and_what_fits(arguments, capsys: pytest.Captur
         of_four = " ".join(capsys.readouterr().out.split())
         assert f"one of 4 devices under {words}" in of_four
         assert ("buckets" in of_four) == (engine == "ddp")
+
+
+def test_estimate_checks_the_batch_of_all_devices(arguments, capsys: pytest.CaptureFixture):
+    grpo = _changed("--num_generations", "8")(arguments["grpo"])
+    assert main(["estimate", "grpo", *grpo, "--engine", "ddp", "--num_devices", "2"]) == 0
+    assert capsys.readouterr().out.startswith("4 rows of ")
 
 
 def test_estimate_takes_no_longer_rows_than_the_model_has_positions(arguments, capsys: pytest.CaptureFixture):
@@ -363,14 +388,3 @@ def test_what_is_documented_runs_and_prints_that(
     assert main(words[1:]) == 0
     printed = capsys.readouterr().out
     assert not output or printed.startswith(output), printed
-
-
-def test_launch_arguments_of_a_file_are_those_of_its_command_line(workshop: Workshop, tmp_path: Path):
-    file = tmp_path / "flags.yaml"
-    lines = ["model_name_or_path: " + str(workshop.model("tied")), "dataset_name: pairs", "use_cpu: true"]
-    lines += ["cpu: true", "quiet: false", "mixed_precision: no", "num_processes: 2"]
-    file.write_text("\n".join(lines))
-    line = read("dpo", ["--config", str(file)])
-    *_, of_file, of_line = parse(OneLineParser(dataclasses_of("dpo"), prog=line.prog), line, may_launch=True)
-    assert of_file == ["--cpu", "--mixed_precision", "no", "--num_processes", "2"]
-    assert of_line == []

@@ -11,7 +11,7 @@ import pytest
 import transformers
 from tqdm.auto import tqdm
 
-from command_lines import fill, words_of
+from command_lines import LONG, fill, words_of
 from stock_command import stock_says
 from tiny import Workshop
 from trl_ext.cli.__main__ import COMMANDS, main
@@ -66,7 +66,7 @@ def test_a_mistake_is_the_line_that_stands_in_the_table(name: str, workshop, fol
     status = main(words_of(MISTAKES[name].line, workshop))
     printed = capsys.readouterr()
     lines = [line for line in printed.err.splitlines() if line.strip() and not line.startswith(PROGRESS)]
-    assert lines == [MISTAKES[name].ours.replace("FOLDER", str(folder))]
+    assert lines == [MISTAKES[name].ours.replace("FOLDER", str(folder)).replace("LONG", LONG)]
     assert (status, printed.out) == (2, "")
 
 

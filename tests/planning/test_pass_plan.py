@@ -66,7 +66,7 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
 
 
 def test_an_unknown_row_of_the_plan_is_a_key_error(workshop: Workshop) -> None:
-    with pytest.raises(KeyError, match="old_policy"):
+    with pytest.raises(KeyError, match=r"no row `old_policy`\. Choose from: .*, policy, "):
         explained(workshop)["old_policy"]
 
 

@@ -30,17 +30,29 @@ _FILES = {
     "beta.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nbeta: high\n",
     "older.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nmax_prompt_length: 8\n",
     "chunk.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nhead_chunk_size: 0\n",
-    "env.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nenv: {{1: 2}}\n",
     "launch.yaml": "num_processes: 4\n",
     "adapter.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nlora_alpha: 8\n",
     "rpo.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nrpo_alpha: 0.5\n",
     "empty.jsonl": "",
+    "env.yaml": "env: {1: 2}\n",
+    "env_word.yaml": "env: HF_HUB_OFFLINE=1\n",
+    "processes.yaml": "num_processes: two\n",
+    "flag.yaml": "cpu: maybe\n",
+    "precision.yaml": "mixed_precision: fp17\n",
+    "rpo_zero.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nrpo_alpha: 0\n",
+    "adapter/adapter_config.json": '{"base_model_name_or_path": "$MODEL"}',
+    "moved/adapter_config.json": '{"base_model_name_or_path": "/old/base"}',
+    "moved_on_hub/adapter_config.json": '{"base_model_name_or_path": "nobody/nothing", "peft_type": "LORA", '
+    '"task_type": "CAUSAL_LM"}',
 }
+
+
+LONG = "x" * 300  # more than a file system takes
 
 
 def fill(folder: Path, workshop: Workshop) -> None:
     """Write the files into `folder`, the current one of the command lines."""
-    for name in ("pairs", "prompts"):
+    for name in ("pairs", "prompts", "adapter", "moved", "moved_on_hub"):
         (folder / name).mkdir()
     for path in ("pairs.jsonl", "pairs/train.jsonl"):
         preferences(8, seed=3).to_json(folder / path)
@@ -56,4 +68,5 @@ def fill(folder: Path, workshop: Workshop) -> None:
 
 def words_of(line: str, workshop: Workshop) -> list[str]:
     """The words of a line, in which `$DPO` and `$GRPO` are the arguments of a short run."""
-    return shlex.split(Template(Template(line).safe_substitute(_RUNS)).substitute(MODEL=workshop.model("tied")))
+    names = {"MODEL": workshop.model("tied"), "LONG": LONG}
+    return shlex.split(Template(Template(line).safe_substitute(_RUNS)).substitute(names))

@@ -69,6 +69,14 @@ def resumed(bench: Bench, first: Callable[[], None], second: Callable[[str], Non
     second(str(bench.folder / "checkpoint-1"))
 
 
+def in_quotes(trainer: str, name: str, value: str, stock: str, kind: str = "a number") -> Mistake:
+    return Mistake(
+        lambda b: getattr(b, trainer)(**{name: value}),
+        f"`{name}` must be {kind}, got the string '{value}'. Write {value} without quotes.",
+        stock,
+    )
+
+
 class OfUser(TrainerCallback):
     pass
 
@@ -77,25 +85,18 @@ SAVES = {"save_strategy": "steps", "save_steps": 1}
 
 MISTAKES: dict[str, Mistake] = {
     # Types of values
-    "DPO, beta in quotes": Mistake(
-        lambda b: b.dpo(beta="0.1"),
-        "`beta` must be a number, got the string '0.1'. Write 0.1 without quotes.",
-        "only integer tensors of a single element can be converted to an index",
+    "DPO, beta in quotes": in_quotes("dpo", "beta", "0.1", "only integer tensors of a single element can be converted"),
+    "GRPO, beta in quotes": in_quotes(
+        "grpo", "beta", "0.1", "only integer tensors of a single element can be converted"
     ),
-    "GRPO, beta in quotes": Mistake(
-        lambda b: b.grpo(beta="0.1"),
-        "`beta` must be a number, got the string '0.1'. Write 0.1 without quotes.",
-        "only integer tensors of a single element can be converted to an index",
+    "GRPO, temperature in quotes": in_quotes(
+        "grpo", "temperature", "0.7", "`temperature` (=0.7) has to be a strictly positive float"
     ),
-    "GRPO, temperature in quotes": Mistake(
-        lambda b: b.grpo(temperature="0.7"),
-        "`temperature` must be a number, got the string '0.7'. Write 0.7 without quotes.",
-        "`temperature` (=0.7) has to be a strictly positive float, otherwise your next token scores",
+    "learning rate in quotes": in_quotes(
+        "dpo", "learning_rate", "5e-5", "'<=' not supported between instances of 'float'"
     ),
-    "learning rate in quotes": Mistake(
-        lambda b: b.dpo(learning_rate="5e-5"),
-        "`learning_rate` must be a number, got the string '5e-5'. Write 5e-5 without quotes.",
-        "'<=' not supported between instances of 'float' and 'str'",
+    "generations in quotes": in_quotes(
+        "grpo", "num_generations", "4", "unsupported operand type(s) for %", "an integer"
     ),
     "learning rate in a list": Mistake(
         lambda b: b.dpo(learning_rate=[5e-5]),
@@ -106,11 +107,6 @@ MISTAKES: dict[str, Mistake] = {
         lambda b: b.dpo(args=trl.DPOConfig(**b.shortest(), learning_rate="5e-5")),
         "`learning_rate` must be a number, got the string '5e-5'. Write 5e-5 without quotes.",
         "'<=' not supported between instances of 'float' and 'str'",
-    ),
-    "generations in quotes": Mistake(
-        lambda b: b.grpo(num_generations="4"),
-        "`num_generations` must be an integer, got the string '4'. Write 4 without quotes.",
-        "unsupported operand type(s) for %: 'int' and 'str'",
     ),
     "no generation": Mistake(
         lambda b: b.grpo(num_generations=0), "`num_generations` must be 2 or more, got 0.", "integer modulo by zero"

@@ -58,8 +58,9 @@ def main(argv: list[str] | None = None) -> int:
         if shows_traceback:
             raise
         said = "".join([one_line(error), *getattr(error, "__notes__", ())])
-        if unknown := re.search(r"'(\w+)'\. Choose from: (.*)", said):
-            said += did_you_mean(unknown[1], re.findall(r"'(\w+)'", unknown[2]))
+        if unknown := re.search(r"'(\w+)'\.( Choose from: .*)", said):
+            hint = did_you_mean(unknown[1], re.findall(r"'(\w+)'", unknown[2]))
+            said = said.replace(unknown[2], hint + unknown[2])
         # An open progress bar has no line break
         for bar in [*getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())]:
             bar.close()
@@ -77,7 +78,7 @@ def _run(arguments: list[str], may_launch: bool, shows_traceback: bool) -> int:
         print(__version__)
     elif command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
-        raise CommandError(f"`{command}` is not a command. Choose from: {', '.join(COMMANDS)}.{hint}")
+        raise CommandError(f"`{command}` is not a command.{hint} Choose from: {', '.join(COMMANDS)}.")
     elif command in _FOLLOWED_BY and rest and rest[0] in _HELP:
         print(f"usage: trl-ext {command}{_FOLLOWED_BY[command]}\n\n{COMMANDS[command].capitalize()}.")
         if "ARGUMENTS" in _FOLLOWED_BY[command]:

@@ -110,15 +110,14 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
         if name not in names:
             remedy = _instead(name, line, names, mark) or f" `{line.prog} --help` lists the arguments."
             raise CommandError(f"{shown} is not an argument of `{line.prog}`.{remedy}")
+    of_file = _launch_words({x: line.in_file[x] for x in line.in_file if x in launched}, launcher)
     # The first word that is no value of an argument is what `accelerate launch` would run
-    stray = launcher.parse_args([*resolve_accelerate_config_argument(left), "-m", line.prog]).training_script
+    options = resolve_accelerate_config_argument([*of_file, *left])
+    stray = launcher.parse_args([*options, "-m", line.prog]).training_script
     if stray != line.prog:
         refuse_word(stray, line)
-    flags = launcher._option_string_actions
-    of_file = [x for name in line.in_file if name in launched for x in _launch_words(name, line.in_file[name], flags)]
     try:
-        found = parser.parse_args_and_config(line.whole, return_remaining_strings=True, separate_remaining_strings=True)
-        return (*found[:-2], of_file, found[-1])
+        return (*parser.parse_args_and_config(line.whole, return_remaining_strings=True)[:-1], of_file, left)
     except ValueError as error:
         if "divisible" in str(error):
             # This process starts others, which check the batch of all
@@ -134,12 +133,21 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
         ) from error
 
 
-def _launch_words(name: str, value: Any, flags: dict[str, Any]) -> list[str]:
-    """An argument of `accelerate launch` as on its command line. YAML reads `no` as false."""
-    action = flags.get(f"--{name}")
-    if action is not None and action.nargs == 0:
-        return [f"--{name}"] if value in (True, "true", "True") else []
-    return [f"--{name}", "no" if value is False else str(value)]
+def _launch_words(in_file: dict[str, Any], launcher: Any) -> list[str]:
+    """Arguments of a YAML file as `accelerate launch` reads them: a flag has no value, and lists have commas."""
+    words: list[str] = []
+    for name, value in in_file.items():
+        action = launcher._option_string_actions.get(f"--{name}")
+        if action is not None and action.nargs == 0:
+            if not isinstance(value, bool):
+                raise CommandError(f"`{name}` must be true or false, got {value!r}.")
+            words += [f"--{name}"] * value
+        elif value is not None:
+            if value is False and action.choices:
+                value = "no"  # YAML reads `no` as false
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            words += [f"--{name}", text.lower() if isinstance(value, bool) else text]
+    return words
 
 
 def needs_launch(launch_arguments: list[str]) -> bool:

@@ -82,7 +82,12 @@ class EstimateArguments:
 
 def run(line: Line) -> int:
     """Print the parts of the memory, the peak and the longest sequence that fits."""
-    parser = OneLineParser((*dataclasses_of(line.method), EstimateArguments), prog=line.prog)
+    script_class, config_class, *others = dataclasses_of(line.method)
+    # GRPO's config checks the batch of all processes
+    devices = str(line.value("num_devices"))
+    world_size = max(1, int(devices)) if devices.isdigit() else 1
+    on_devices = type(config_class.__name__, (config_class,), {"world_size": world_size})
+    parser = OneLineParser((script_class, on_devices, *others, EstimateArguments), prog=line.prog)
     parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
     script, training, model_args, mixture, asked, launch_of_file, launch = parse(parser, line, may_launch=True)
     for_launch = [*launch_of_file, *launch]

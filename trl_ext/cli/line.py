@@ -1,5 +1,7 @@
 """The words after a command, read and checked before torch and TRL are imported."""
 
+import json
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -54,19 +56,36 @@ class Line(NamedTuple):
         named = dict.fromkeys(re.findall(r"(?:`|argument )(?:--)?(\w+)", message))
         of_file = [f"`{name}`" for name in named if name in self.in_file and name not in names_in(self.words)]
         place = f" ({', '.join(of_file)} in {self.file})" if of_file and str(self.file) not in message else ""
-        model = str(self.value("model_name_or_path"))
-        of_hub = "huggingface.co" in message and model in message and "Current folder" not in message
-        if not Path(model).exists() and (f"={model!r}" in message or of_hub):
+        model, of_hub = str(self.value("model_name_or_path")), "huggingface.co" in message
+        of_model = f"={model!r}" in message or (of_hub and model in message and "Current folder" not in message)
+        if of_model and not os.path.exists(model):
             place += f" (`--model_name_or_path`; current folder: {Path.cwd()})"
+        if of_hub and self.base is not None and not os.path.exists(self.base):
+            place += f" (`{model}` is an adapter of `{self.base}`)"
         return place
 
+    @property
+    def base(self) -> str | None:
+        """The base model, if the model is the folder of an adapter."""
+        try:
+            text = Path(str(self.value("model_name_or_path")), "adapter_config.json").read_text()
+            return str(json.loads(text).get("base_model_name_or_path"))
+        except (OSError, ValueError):
+            return None
+
     def value(self, name: str) -> Any:
-        """What is given for an argument; `None` if nothing is, or in part of its name."""
+        """What is given for an argument, also by the beginning of its name: `None` for nothing, "" for no value."""
         values = [self.in_file.get(name)]
-        for word, after in zip(self.words, [*self.words[1:], ""], strict=False):
-            if word.split("=")[0] == f"--{name}":
-                values.append(word.partition("=")[2] or ("" if after.startswith("--") else after))
+        for word, after in zip(self.words, [*self.words[1:], "--"], strict=False):
+            begun, mark, value = word.partition("=")
+            if len(begun) > 2 and f"--{name}".startswith(begun):
+                values.append(value if mark else "" if after.startswith("--") else after)
         return values[-1]
+
+    def has_on(self, name: str) -> bool:
+        """Whether an argument is given, and not as false."""
+        value = self.value(name)
+        return value is not None and str(value).lower() not in ("false", "f", "no", "n", "0")
 
     def given(self) -> list[tuple[str, str, str]]:
         """Each argument, as an error shows it, and what is before a name where it is given."""
@@ -91,8 +110,8 @@ def read(command: str, words: list[str]) -> Line:
         file = words[at + 1] if at + 1 < len(words) else ""
         in_file = _set_in(file)
         words = words[:at] + words[at + 2 :]
-        if "--config" in words:
-            raise CommandError("`--config` is given twice. Give one file.")
+    if "--config" in words:
+        raise CommandError("`--config` is given more than once. Put all arguments into one file.")
     line = Line(method, prog, words, file, in_file)
     if words and not words[0].startswith("-"):
         refuse_word(words[0], line)
@@ -134,11 +153,9 @@ def _set_in(file: str) -> dict[str, Any]:
         raise CommandError(f"`--config {file}` is not valid YAML.{where}") from error
     if not isinstance(found, dict):
         raise CommandError(f"`--config {file}` must have lines such as `learning_rate: 1.0e-5`, got {found!r:.40}.")
-    env = found.get("env", {})
-    if not isinstance(env, dict) or not all(isinstance(name, str) for name in env):
-        raise CommandError(
-            f"`env` in {file} must name variables, such as `env: {{NCCL_DEBUG: INFO}}`, got {env!r:.40}."
-        )
+    variables = found.get("env", {})
+    if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
+        raise CommandError(f"`env` in {file} must have lines such as `HF_HUB_OFFLINE: 1`, got {variables!r:.40}.")
     return {str(name): value for name, value in found.items()}
 
 
@@ -150,47 +167,49 @@ def _check_names(line: Line, others: dict[str, str]) -> None:
 
 def _check_model(line: Line) -> None:
     """Refuse a path without a model. Whether the Hub has a model shows when it is loaded."""
-    name, full = str(line.value("model_name_or_path") or "None"), "model_name_or_path"
-    if any(full.startswith(given) and given != full for given in names_in(line.words)):
-        return  # a part of the argument's name, which the parser takes
-    is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-    try:
-        is_folder = Path(name).is_dir()
-    except OSError as error:  # too long
-        short = f"`{name[:40]}...`, {len(name)} characters"
-        raise CommandError(f"`--model_name_or_path` is {short}: neither a folder nor a name on the Hub.") from error
-    if (is_path or is_folder) and not any(Path(name, f"{x}config.json").is_file() for x in ("", "adapter_")):
+    name, base = str(line.value("model_name_or_path") or "None"), line.base
+    is_folder = os.path.isdir(name)
+    if (_is_path(name) or is_folder) and base is None and not os.path.isfile(os.path.join(name, "config.json")):
         what = "it has no `config.json` or `adapter_config.json`" if is_folder else "there is no such folder"
         raise CommandError(f"`--model_name_or_path` is `{name}`, but {what}. Current folder: {Path.cwd()}.")
+    if base is not None and _is_path(base) and not os.path.isdir(base):
+        raise CommandError(
+            f"`--model_name_or_path` is `{name}`, an adapter of `{base}`, but there is no such folder. Correct "
+            "`base_model_name_or_path` in its `adapter_config.json`."
+        )
+
+
+def _is_path(name: str) -> bool:
+    """Whether `name` cannot be one on the Hub."""
+    return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def _check_adapter(line: Line) -> None:
-    """Refuse arguments of an adapter which TRL ignores, so that it trains all weights."""
-    begun = tuple(name for name, _, _ in line.given() if name and name != "use_peft")
-    off = None, False, "false", "False"
-    if "use_peft".startswith(begun) or line.value("use_peft") not in off:
-        return
+    """Refuse arguments of a new adapter where there is none: TRL ignores them, and trains all weights."""
+    new, trained = line.has_on("use_peft"), line.base is not None
+    flags = ("use_rslora", "use_dora", *["use_peft"] * trained)
     for name, shown, mark in line.given():
-        switches = (x for x in ("use_dora", "use_rslora") if len(name) > len("use_") and x.startswith(name))
-        if (name.startswith("lora_") or any(switches)) and line.value(name) not in off:
-            peft = f"`{mark}use_peft{'' if mark else ': true'}`"
-            raise CommandError(f"{shown} has no effect without {peft}. Add it, or leave `{mark}{name}` out.")
+        of_adapter = name.startswith("lora_") or (len(name) > 4 and any(flag.startswith(name) for flag in flags))
+        if not of_adapter or not line.has_on(name) or (new and not trained):
+            continue
+        if trained:
+            model = line.value("model_name_or_path")
+            why = f"is for a new adapter, but `{model}` is already one. To train it further, leave `{mark}{name}` out"
+            raise CommandError(f"{shown} {why}.")
+        why = f"has no effect unless `{mark}use_peft` is true. Set it, or leave `{mark}{name}` out"
+        raise CommandError(f"{shown} {why}.")
 
 
 def _check_needs(line: Line, needs: tuple[tuple[str, str, tuple[str, ...]], ...]) -> None:
-    given = {name for name, value in line.in_file.items() if value is not None}
-    # As TRL's parser does, take the beginning of a name for the name
-    begun = tuple(name for name in names_in(line.words) if name)
-    missing = [
-        f"`--{name}` ({what})"
-        for name, what, others in needs
-        if given.isdisjoint((name, *others)) and not any(x.startswith(begun) for x in (name, *others))
-    ]
+    def lacks(*names: str) -> bool:
+        return all(line.value(name) is None for name in names)
+
+    missing = [f"`--{name}` ({what})" for name, what, others in needs if lacks(name, *others)]
     if not missing:
         return
-    stray = next((x for x in line.words if x.endswith((".yaml", ".yml"))), None)
-    if line.file is None and stray is not None and {"config_file", "accelerate_config"}.isdisjoint(begun):
-        refuse_word(stray, line)
+    stray = [x for x in line.words if x.endswith((".yaml", ".yml"))]
+    if line.file is None and stray and lacks("config_file", "accelerate_config"):
+        refuse_word(stray[0], line)
     *first, last = missing
     names = f"{', '.join(first)} and {last} are" if first else f"{last} is"
     raise CommandError(f"{names} not set. Set arguments on the command line, or in a YAML file with `--config FILE`.")

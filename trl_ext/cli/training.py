@@ -40,8 +40,8 @@ def _function(given: str) -> Any:
     if not mark:
         if name not in REWARDS:
             raise CommandError(
-                f"`--reward_funcs` has `{given}`, which is not in `trl.rewards`. Give the file of your function, such "
-                f"as `my_rewards.py:{given}`, or one of {', '.join(REWARDS)}.{did_you_mean(given, REWARDS)}"
+                f"`--reward_funcs` has `{given}`, which is not in `trl.rewards`.{did_you_mean(given, REWARDS)} Give "
+                f"the file of your function, such as `my_rewards.py:{given}`, or one of {', '.join(REWARDS)}."
             )
         function = getattr(importlib.import_module("trl.rewards"), name)
         # The values of TRL's command
@@ -158,15 +158,15 @@ def _data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) 
 def _loaded(script: Any) -> Any:
     """The splits of `--dataset_name`: a file, a folder, or a data set on the Hub."""
     name, options = script.dataset_name, {"name": script.dataset_config, "streaming": script.dataset_streaming}
-    file, is_there, why = _FORMATS.get(Path(name).suffix), Path(name).exists(), ""
+    file, is_there, why = _FORMATS.get(Path(name).suffix), os.path.exists(name), ""
     try:
-        if file is None or Path(name).is_dir():
+        if file is None or os.path.isdir(name):
             return load_dataset(name, **options)
         if is_there:
             return load_dataset(file, data_files=name, **options)
     except StopIteration:
         raise CommandError(f"`--dataset_name` is `{name}`, which has no rows.") from None
-    except (FileNotFoundError, ConnectionError) as error:
+    except OSError as error:
         if is_there:
             raise
         why = "" if file else f" ({one_line(error)})"

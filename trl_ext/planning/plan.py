@@ -35,11 +35,11 @@ class Plan:
     verbose: bool = False  # whether the table has every decision
 
     def __getitem__(self, name: str) -> Decision:
-        """The decision called `name`; `KeyError` if there is none."""
-        named = {decision.name: decision for decision in self.decisions}
-        if name not in named:
-            raise KeyError(f"The plan has no row {name!r}. Choose from: {', '.join(map(repr, named))}.")
-        return named[name]
+        """The decision called `name`; `KeyError` with the known names if there is none."""
+        known = {decision.name: decision for decision in self.decisions}
+        if name not in known:
+            raise KeyError(f"The plan has no row `{name}`. Choose from: {', '.join(known)}.")
+        return known[name]
 
     def __str__(self) -> str:
         """The table, as wide as the terminal."""
