@@ -32,8 +32,8 @@ from .statistics import RunningStatistics
 # Elements of one fp32 tile. On the CPU two such buffers of 4 MiB exist at a time, three with a softcap
 _ELEMENTS = {"cpu": 2**20}
 _TOKENS = {"cpu": 1024, "accelerator": 4096}
-# With a head of so many weights (1 GiB in bf16), an accelerator's tiles have twice as many tokens. Their 384 MiB are small
-# beside such a model, and the weight is read half as often
+# With a head of so many weights (1 GiB in bf16), an accelerator's tiles have twice as many tokens. Their 384 MiB are
+# small beside such a model, and the weight is read half as often
 _LARGE = 2**29
 # A matrix product assigns blocks of this size to the multiprocessors; some blocks each keep all of them busy
 _BLOCK = 128 * 256
