@@ -1,5 +1,6 @@
 """GRPO's activation offloading keeps activations on the host, and gradients stay bitwise equal."""
 
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ def test_a_tensor_that_is_saved_twice_is_copied_once() -> None:
     x.mul_(2)
     second = kept.pack(x)
     assert second is not first
+    held = weakref.ref(kept.pack(x.clone()))
+    assert held() is None  # the graph alone keeps a copy
     # A graph with `retain_graph=True` unpacks twice
     assert all(torch.equal(kept.unpack(first), before) for _ in range(2))
     assert torch.equal(kept.unpack(second), x)

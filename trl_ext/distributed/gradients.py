@@ -111,7 +111,7 @@ class _KeptOnHost:
         self._device = device
         self._weights = {param.data_ptr() for param in model.parameters() if not isinstance(param.data, DTensor)}
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._known: dict[Any, tuple[StorageWeakRef, _HostCopy]] = {}
+        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
         self._order: list[weakref.ref[_HostCopy]] = []  # of packing; the backward needs them in reverse
         self._leaving: deque[tuple[Any, Tensor]] = deque()  # events that end the copies of tensors
 
@@ -123,8 +123,10 @@ class _KeptOnHost:
         reference = StorageWeakRef(storage)
         view = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
         name = reference.cdata, tensor._version, *view
-        if name in self._known and not self._known[name][0].expired():
-            return self._known[name][1]
+        storage_then, known = self._known.get(name, (reference, None))
+        packed = None if known is None or storage_then.expired() else known()
+        if packed is not None:
+            return packed
         memory = torch.empty_strided(*view[1:3], dtype=tensor.dtype, pin_memory=self._copies is not None)
         packed = _HostCopy(memory, tensor.device, len(self._order))
         with _on(self._copies):
@@ -134,8 +136,8 @@ class _KeptOnHost:
             self._leaving.append((self._copies.record_event(), tensor))
             if len(self._leaving) > _IN_FLIGHT:
                 torch.cuda.current_stream(self._device).wait_event(self._leaving.popleft()[0])
-        self._known[name] = reference, packed
-        self._order.append(weakref.ref(packed))
+        self._known[name] = reference, weakref.ref(packed)
+        self._order.append(self._known[name][1])
         return packed
 
     def unpack(self, packed: "Tensor | _HostCopy") -> Tensor:
