@@ -9,6 +9,11 @@ On one device:
         --use_peft --lora_r 16 --lora_alpha 32 \
         --output_dir runs/qwen-dpo
 
+Without a GPU, with the demo's model and data:
+
+    python examples/dpo_lora.py --config examples/demo/dpo.yaml --model_name_or_path examples/demo/model \
+        --dataset_name examples/demo/data/dpo --use_cpu --output_dir runs/dpo
+
 On several GPUs of one machine, pass the same options to:
 
     accelerate launch --config_file examples/accelerate_configs/ddp.yaml --num_processes 4 examples/dpo_lora.py
@@ -20,6 +25,7 @@ omit `--use_peft` then.
 """
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -95,4 +101,6 @@ def main(
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        raise SystemExit(__doc__)
     main(*TrlParser((ScriptArguments, DPOConfig, ModelConfig, DatasetMixtureConfig)).parse_args_and_config())

@@ -10,6 +10,11 @@ On one device:
         --use_peft --lora_r 16 --lora_alpha 32 \
         --output_dir runs/qwen-grpo
 
+Without a GPU, with the demo's model and data:
+
+    python examples/grpo_lora.py --config examples/demo/grpo.yaml --model_name_or_path examples/demo/model \
+        --dataset_name examples/demo/data/grpo --use_cpu --output_dir runs/grpo
+
 On several GPUs of one machine, pass the same options to:
 
     accelerate launch --config_file examples/accelerate_configs/ddp.yaml --num_processes 4 examples/grpo_lora.py

@@ -378,6 +378,8 @@ def test_what_is_documented_runs_and_prints_that(
     replaced = {
         "options.yaml": tmp_path / "options.yaml",
         "runs/command-line": tmp_path / "out",
+        "runs/dpo": tmp_path / "dpo",
+        "runs/grpo": tmp_path / "grpo",
         "Qwen/Qwen2-0.5B-Instruct": model,
         "trl-lib/ultrafeedback_binarized": data,
         "Qwen2-0.5B-DPO": f"{tmp_path}/out --use_cpu --max_steps 1",
