@@ -123,8 +123,9 @@ def head_held(case: HeadCase, way: Way) -> int:
     tokens, rows = case.tokens, case.weight
     if way == "local":
         tokens = case.ranks * min(case.tokens, max(1, _GATHERED_TOKENS[kind] // case.ranks))
-    n = rows_per_tile(tokens, device, None)
-    v = columns_per_tile(n, case.vocabulary, device)
+    weights = case.vocabulary * case.hidden
+    n = rows_per_tile(tokens, device, None, weights)
+    v = columns_per_tile(n, case.vocabulary, device, weights=weights)
     held = 2 * n * v * FP32 + (tokens * case.hidden * FP32 if case.gradient else 0)
     if way == "local":
         held += tokens * case.hidden * case.item

@@ -1,5 +1,6 @@
 """GRPO's activation offloading keeps activations on the host, and gradients stay bitwise equal."""
 
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import trl_ext
 from device_memory import allocated_by
 from resumable_runs import build, weights
 from tiny import Workshop
-from trl_ext.distributed.gradients import activations_on_host
+from trl_ext.distributed.gradients import _HostCopy, _KeptOnHost, activations_on_host
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 CPU = torch.device("cpu")
@@ -46,6 +47,24 @@ def test_large_activations_are_copied_and_weights_are_not() -> None:
     assert held[0].data_ptr() != inputs.data_ptr()
     assert torch.equal(held[0], inputs)
     assert held[1].untyped_storage().data_ptr() == layer.weight.data_ptr()
+
+
+def test_a_tensor_that_is_saved_twice_is_copied_once() -> None:
+    kept = _KeptOnHost(torch.nn.Linear(2, 2), CPU)
+    x = torch.randn(32, 64)
+    first = kept.pack(x)
+    assert isinstance(first, _HostCopy)
+    assert kept.pack(x) is first
+    assert kept.pack(x.t()) is not first
+    before = x.clone()
+    x.mul_(2)
+    second = kept.pack(x)
+    assert second is not first
+    held = weakref.ref(kept.pack(x.clone()))
+    assert held() is None  # the graph alone keeps a copy
+    # A graph with `retain_graph=True` unpacks twice
+    assert all(torch.equal(kept.unpack(first), before) for _ in range(2))
+    assert torch.equal(kept.unpack(second), x)
 
 
 def test_without_an_accelerator_it_is_refused(workshop: Workshop, tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def test_values_equal_float64_on_the_same_operands(dtype, width, spread):
     ours = linear_log_probs(hidden, weight, targets, outputs=ALL)
     exact = defined(hidden, weight, targets)
     for name in ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "mean_log_probs"):
-        # fp32 operands use the full precision of the accumulator, so their bound is twice that of half precision
-        bound = allowed(exact.logits) * (1 if dtype in HALF else 2)
+        # Products of bf16 numbers have so few bits that most partial sums are exact
+        bound = allowed(exact.logits) * (1 if dtype == torch.bfloat16 else 2)
         assert floats_apart(getattr(ours, name), getattr(exact, name)) <= bound, name
     assert torch.equal(ours.is_top1, exact.is_top1)
 

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -24,11 +25,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 CUDA = torch.device("cuda", 0)
+HELD_ON = torch.device("cpu")  # "meta" for tensors without numbers
 _PACKAGES = ("/trl_ext/", "/trl/", "/accelerate/", "/transformers/", "/peft/")
 
 
@@ -212,25 +215,32 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}
     if not here and not to_device:
+        if name not in _VIEWS and ORDER.writes:
+            ORDER.run(func, [x for x in tensors if ORDER.knows(x)], [], on_host=True)
         return func(*args, **kwargs)
     if asked is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
+        kwargs = {**kwargs, "device": HELD_ON}
     run = _INSTEAD.get(str(func), func)
     out = functools.partial(run, *tree_map(held, args), **tree_map(held, kwargs))
     if name == "_to_copy":
         leaves = isinstance(args[0], Pretended)
         arrives = to_device or (leaves and asked is None)
-        if leaves != arrives and not kwargs.get("non_blocking"):
-            RECORD.wait("copy to the host" if leaves else "copy from the host")
         RECORD.launch(name)
         copy = out()
-        return _wrapped(copy.clone() if copy is held(args[0]) else copy) if arrives else copy
+        copy = _wrapped(copy.clone() if copy is held(args[0]) else copy) if arrives else copy
+        ORDER.run(func, [args[0]], [copy])
+        if leaves != arrives and not kwargs.get("non_blocking"):
+            RECORD.wait("copy to the host" if leaves else "copy from the host")
+            ORDER.waited()
+        return copy
     if name == "copy_":
         crosses = isinstance(args[0], Pretended) != isinstance(args[1], Pretended)
+        RECORD.launch(name)
+        ORDER.run(func, [args[1]], [args[0]])
+        out()
         if crosses and not kwargs.get("non_blocking", args[2] if len(args) > 2 else False):
             RECORD.wait("copy between host and device")
-        RECORD.launch(name)
-        out()
+            ORDER.waited()
         return args[0]
     for x in tensors:
         if isinstance(x, Pretended) or x.dim() == 0 or (name == "cat" and x.numel() == 0):
@@ -240,13 +250,29 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         RECORD.wait("index on the host")
     if name in _WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
         RECORD.wait(name)
+        ORDER.waited()
     if name in _INDEXED and _reads_mask(name, args):
         RECORD.wait("boolean index")
     if name not in _VIEWS:
         RECORD.launch(name)
     # Operations in place return the tensors that they were given
     given = {id(x.held): x for x in here}
-    return tree_map(lambda x: _wrapped(given.get(id(x), x)) if isinstance(x, Tensor) else x, out())
+    result = tree_map(lambda x: _wrapped(given.get(id(x), x)) if isinstance(x, Tensor) else x, out())
+    if name not in _VIEWS:
+        _check_order(func, here, args, kwargs, result)
+    return result
+
+
+def _check_order(func: Any, here: list[Any], args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    given = [*zip(func._schema.arguments, args, strict=False)]
+    given += [(x, kwargs[x.name]) for x in func._schema.arguments if x.name in kwargs]
+    written = {id(x) for argument, value in given if _is_written(argument) for x in tree_leaves(value)}
+    made = [x for x in tree_leaves(result) if isinstance(x, Pretended) and all(x is not y for y in here)]
+    ORDER.run(func, [x for x in here if id(x) not in written], [x for x in here if id(x) in written] + made)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _wrapped(x: Tensor) -> Tensor:
@@ -388,11 +414,16 @@ def moved(module: nn.Module) -> nn.Module:
 
 
 class Event:
-    """An event of a stream."""
+    """An event: what its stream had done when it was recorded."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def wait(self, *_: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.done: Counter[int] = Counter()
+
+    def record(self, stream: Any = None) -> None:
+        self.done = Counter((stream or ORDER.current).done)
+
+    def wait(self, stream: Any = None) -> None:
+        (stream or ORDER.current).wait_event(self)
 
     def query(self) -> bool:
         return True
@@ -402,22 +433,140 @@ class Event:
 
     def synchronize(self) -> None:
         RECORD.wait("synchronize")
+        ORDER.host |= self.done
 
 
 class Stream:
-    """A stream, whose work ends at once."""
+    """A stream. Its work ends at once, but what follows on another stream must wait for it as on a device.
+
+    Attributes:
+        done (`Counter`): stream's number -> how much of its work surely precedes the next work of this stream.
+    """
 
     device = CUDA
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def wait_event(self, _: Any) -> None: ...
-    def wait_stream(self, _: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.number = next(_NUMBERS)
+        self.done: Counter[int] = Counter()
+
+    def wait_event(self, event: Event) -> None:
+        self.done |= event.done
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.done |= other.done
 
     def record_event(self, event: Any = None) -> Event:
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event  # type: ignore[no-any-return]
 
     def synchronize(self) -> None:
         RECORD.wait("synchronize")
+        ORDER.host |= self.done
+
+
+class CudaRuntime:
+    """`torch.cuda.cudart()`.
+
+    Attributes:
+        locked (`dict[int, int]`): address of locked host memory -> bytes.
+        refuses (`bool`): whether the host cannot lock memory.
+    """
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.refuses = False
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        pages = {page for start, n in self.locked.items() for page in range(start >> 12, (start + n - 1 >> 12) + 1)}
+        assert not pages & {*range(address >> 12, (address + size - 1 >> 12) + 1)}, "a page is locked twice"
+        if not self.refuses:
+            self.locked[address] = size
+        return 2 * self.refuses  # cudaErrorMemoryAllocation
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+RUNTIME = CudaRuntime()
+_NUMBERS = itertools.count()
+
+
+class Order:
+    """Checks that work on memory that another stream wrote, or writes what another stream read, waits for it.
+
+    Memory that is freed while a stream works on it is not covered.
+    """
+
+    def __init__(self) -> None:
+        self.current = self.default = Stream()
+        self.host: Counter[int] = Counter()  # work that the host has waited for
+        self.all: Counter[int] = Counter()  # stream's number -> its work so far
+        # storage -> what wrote it last, and what has read it since: (stream's number, its work)
+        self.writes: dict[int, tuple[int, int]] = {}
+        self.reads: dict[int, dict[int, int]] = {}
+        self._alive: dict[int, StorageWeakRef] = {}  # its number is not given to another storage
+        self._in_host_memory: set[int] = set()
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        before, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def run(self, what: Any, read: list[Tensor], written: list[Tensor], *, on_host: bool = False) -> None:
+        """Check the next work of the current stream, or of the host, and remember it."""
+        stream = self.current
+        if not on_host:
+            stream.done |= self.host
+            stream.done[stream.number] += 1
+            self.all[stream.number] = stream.done[stream.number]
+        seen = self.host if on_host else stream.done
+        for x, writes in [*((x, False) for x in read), *((x, True) for x in written)]:
+            key = self._key(x)
+            if not isinstance(x, Pretended):
+                self._in_host_memory.add(key)
+            before = [self.writes[key]] if key in self.writes else []
+            before += self.reads.get(key, {}).items() if writes else []
+            for number, work in before:
+                if seen[number] < work:
+                    by = "the host" if on_host else f"stream {stream.number}"
+                    message = f"{what} on {by} does not wait for stream {number}, from %s:%d" % _place()
+                    RECORD.mixed.append(message)
+                    raise RuntimeError(message)
+            if on_host:
+                continue
+            if writes:
+                self.writes[key], self.reads[key] = (stream.number, stream.done[stream.number]), {}
+            else:
+                self.reads.setdefault(key, {})[stream.number] = stream.done[stream.number]
+
+    def waited(self, *, every: bool = False) -> None:
+        """The host waits for the current stream, or for `every` one."""
+        self.host |= self.all if every else self.current.done
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether a stream has worked on a tensor in host memory."""
+        plain = type(x) is Tensor and x.layout == torch.strided
+        return plain and StorageWeakRef(x.untyped_storage()).cdata in self._in_host_memory
+
+    def _key(self, x: Tensor) -> int:
+        reference = StorageWeakRef(held(x).untyped_storage())
+        key: int = reference.cdata
+        if key not in self._alive:
+            self._alive[key] = reference
+            if len(self._alive) % 5000 == 0:
+                for dead in [name for name, x in self._alive.items() if x.expired()]:
+                    self._in_host_memory.discard(dead)
+                    for found in (self._alive, self.writes, self.reads):
+                        found.pop(dead, None)  # type: ignore[attr-defined]
+        return key
+
+
+ORDER = Order()
 
 
 # What torch.cuda says of the device
@@ -447,10 +596,12 @@ def start() -> None:
         setattr(cuda, name, _says(answer))
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
-    cuda.synchronize = accelerator.synchronize = lambda *_: RECORD.wait("synchronize")
-    cuda.Event, cuda.Stream = Event, Stream
-    cuda.current_stream = cuda.default_stream = accelerator.current_stream = lambda *_: Stream()
-    cuda.stream = cuda.device = accelerator.device_index = _says(contextlib.nullcontext())
+    cuda.synchronize = accelerator.synchronize = lambda *_: (RECORD.wait("synchronize"), ORDER.waited(every=True))
+    cuda.Event, cuda.Stream, cuda.cudart = Event, Stream, lambda: RUNTIME
+    cuda.current_stream = accelerator.current_stream = lambda *_: ORDER.current
+    cuda.default_stream = lambda *_: ORDER.default
+    cuda.stream = ORDER.on
+    cuda.device = accelerator.device_index = _says(contextlib.nullcontext())
     accelerator.is_available, accelerator.device_count = _says(True), _says(1)
     accelerator.current_accelerator, accelerator.current_device_index = _says(torch.device("cuda")), _says(0)
     torch.optim.Optimizer._accelerator_graph_capture_health_check = _says(None)

@@ -47,6 +47,7 @@ STEPS = {
     "grpo-lora-iterations": Steps("grpo", {}, {"num_iterations": 2}, tf32=True),
     "grpo-lora-torch-kernels": Steps("grpo", {}, {}, {"head_kernels": "torch"}),
     "grpo-lora-padded": Steps("grpo", {}, {}, {"padding_free": False}),
+    "grpo-lora-offloading": Steps("grpo", {}, {}, {"activation_offloading": True}),
 }
 
 
@@ -89,7 +90,13 @@ def train(name: str, root: Path, record: Any = None) -> Outcome:
     steps = STEPS[name]
     workshop = Workshop(root / "tiny")
     folder = Path(tempfile.mkdtemp(dir=root))
-    own = {} if library else steps.ours | ({"reference_store_dir": str(folder)} if steps.kind == "dpo" else {})
+    ours = steps.ours | ({"activation_offloading": False} if record is None else {})  # the CPU has nothing to offload
+    own = (
+        {}
+        if library
+        else (ours if steps.kind == "grpo" else steps.ours)
+        | ({"reference_store_dir": str(folder)} if steps.kind == "dpo" else {})
+    )
     lora = None if steps.lora is None else lora_config(**steps.lora)
     policy = base(workshop, steps.model)
     bf16 = not steps.tf32  # TF32 concerns fp32 products

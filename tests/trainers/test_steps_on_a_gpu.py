@@ -40,7 +40,7 @@ WAITS = {
     },
 }
 # Launches, as a multiple of stock TRL's in the same run. The goal is 1
-LAUNCHES = {"grpo-lora": 1.13, "dpo-lora": 0.95}
+LAUNCHES = {"grpo-lora": 1.12, "dpo-lora": 0.94}
 
 
 def on_gpu(name: str, factory: pytest.TempPathFactory) -> Outcome:
@@ -91,6 +91,85 @@ print("moved")
     assert pretended_gpu.python("-c", script) == "moved"
 
 
+def test_streams_must_wait_for_each_other():
+    script = """
+import pretended_gpu, torch
+pretended_gpu.start()
+found = []
+
+def wrong(work):
+    try:
+        work()
+    except RuntimeError as error:
+        found.append(str(error).split(", from")[0])
+
+with pretended_gpu.DeviceMode():
+    x, side, pinned = torch.ones(4, device="cuda"), torch.cuda.Stream(), torch.empty(4, pin_memory=True)
+
+    def on_side():
+        with torch.cuda.stream(side):
+            return x + 1
+
+    wrong(on_side)
+    side.wait_stream(torch.cuda.current_stream())
+    y = on_side()
+    wrong(lambda: y * 2)
+    torch.cuda.current_stream().wait_event(side.record_event())
+    y * 2
+    on_side()
+    wrong(lambda: x.sub_(1))
+    pinned.copy_(y, non_blocking=True)
+    wrong(lambda: pinned / 3)
+    torch.cuda.synchronize()
+    x.sub_(1), pinned / 3
+print(*found, sep="; ")
+"""
+    on = ("aten.add.Tensor on stream 1", "aten.mul.Tensor on stream 0", "aten.sub_.Tensor on stream 0")
+    others = (0, 1, 1)
+    expected = [f"{what} does not wait for stream {other}" for what, other in zip(on, others, strict=True)]
+    expected.append("aten.div.Tensor on the host does not wait for stream 0")
+    assert pretended_gpu.python("-c", script) == "; ".join(expected)
+
+
+def test_the_hosted_reference_locks_its_own_bytes_and_orders_its_copies():
+    script = """
+import transformers, pretended_gpu, torch
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2}
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=700))
+pretended_gpu.start()
+from trl_ext.reference import hosted
+pretended_gpu.RUNTIME.refuses = True
+import logging
+lines = []
+logging.getLogger("trl_ext").addFilter(lambda line: lines.append(line.getMessage()))
+with pretended_gpu.DeviceMode():
+    hosted._Group(iter([torch.nn.Parameter(torch.ones(9))]), True)
+    assert "cudaHostRegister: error 2" in lines[0]
+    pretended_gpu.RUNTIME.refuses = False
+    reference = hosted.HostedReference(model, torch.device("cuda"))
+    locked = pretended_gpu.RUNTIME.locked
+    weights = sum(x.nbytes for x in model.parameters())
+    assert len(locked) == 5 and weights <= sum(locked.values()) <= weights + 5 * 4096
+    want = [group.host.clone() for group in reference._layers]
+    # A parameter of the host cannot point at the pretended device: the place of each layer is read in its stead
+    places = []
+    hosted._Group.point_at = lambda self, memory: places.append(memory)
+    for _ in range(2):
+        reference._enter()
+        for index, layer in enumerate(want):
+            reference._bring(index)
+            assert torch.equal((places[-1][: len(layer)] + 0).cpu(), layer)
+            reference._drop(index)
+        reference._leave()
+    wait, hosted._wait = hosted._wait, lambda stream, event: None
+    try:
+        reference._enter(), reference._bring(0), places[-1] + 0
+    except RuntimeError as error:
+        print(str(error).split(", from")[0])
+"""
+    assert "does not wait for stream" in pretended_gpu.python("-c", script)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_devices_do_not_mix_and_numbers_are_those_of_the_cpu(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -116,6 +195,12 @@ def test_no_file_makes_the_host_wait_more_often(name: str, tmp_path_factory: pyt
             assert count <= WAITS[name].get(file, 0), f"{file} makes the host wait {count} times: {places}"
     stock = on_gpu(name + "/stock", tmp_path_factory)
     assert sum(outcome.waits.values()) <= sum(stock.waits.values())
+
+
+@pytest.mark.slow
+def test_offloading_adds_no_wait(tmp_path_factory: pytest.TempPathFactory):
+    offloaded, kept = (on_gpu(name, tmp_path_factory) for name in ("grpo-lora-offloading", "grpo-lora"))
+    assert sum(offloaded.waits.values()) == sum(kept.waits.values())
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -39,19 +39,6 @@ class Recorded(_Wrapper):
         return outputs
 
 
-class Labelled(_Wrapper):
-    """A model whose scoring forward gets `labels`, equal to those that TRL makes, so that the batch is known again."""
-
-    def __init__(self, wrapped: Any, labels: torch.Tensor) -> None:
-        super().__init__(wrapped)
-        self._labels = labels
-
-    def __call__(self, *positional: Any, **keywords: Any) -> Any:
-        if keywords.get("fused_lm_head"):
-            keywords["labels"] = self._labels
-        return self._wrapped(*positional, **keywords)
-
-
 class _AsIfAlone(_Wrapper):
     """An accelerator whose gathers return only this rank's values."""
 
@@ -183,6 +170,17 @@ def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> It
     outputs = FusedCausalLMOutput(log_probs=log_probs)
     with replaced(trainer, ref_model=lambda **_: outputs, precompute_ref_logps=log_probs is None):
         yield
+
+
+def with_labels(model: Any, labels: torch.Tensor) -> Callable[..., Any]:
+    """Return `model`, whose scoring forward gets these labels. They equal TRL's, and packing knows the tensor again."""
+
+    def call(*positional: Any, **keywords: Any) -> Any:
+        if keywords.get("fused_lm_head"):
+            keywords["labels"] = labels
+        return model(*positional, **keywords)
+
+    return call
 
 
 def labels_of(batch: dict[str, Any]) -> torch.Tensor:

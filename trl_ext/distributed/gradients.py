@@ -1,7 +1,10 @@
 """Scaled gradients, sums over tensor-parallel ranks, a check of gradient checkpointing, and activation offloading."""
 
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -9,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -86,33 +90,95 @@ def _is_reentrant(module: nn.Module) -> bool:
 
 
 _SMALLEST = 1024  # bytes; copying less does not pay
+_IN_FLIGHT = 4  # tensors that stay on the device while they are copied to the host, or are brought back early
 
 
 @contextmanager
 def activations_on_host(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Make autograd keep the tensors that it saves in the `with` block on the host, pinned if `device` is not the CPU.
 
-    Only tensors on `device` move; weights of `model` and small, expanded or sharded tensors stay. Values are bitwise
-    equal. The copies live as long as the graph.
+    Only tensors on `device` move; weights of `model` and small, expanded or sharded tensors stay. A tensor that is
+    saved several times is copied once. The copies run on their own stream, so neither host nor device waits for each.
+    Values are bitwise equal. The copies live as long as the graph.
     """
-    weights = {param.data_ptr() for param in model.parameters() if not isinstance(param.data, DTensor)}
-    pinned = device.type != "cpu"
+    kept = _KeptOnHost(model, device)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+        yield
 
-    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        stays = isinstance(tensor, DTensor) or tensor.device.type != device.type or tensor.nbytes < _SMALLEST
-        if stays or 0 in tensor.stride() or tensor.untyped_storage().data_ptr() in weights:
+
+class _KeptOnHost:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._weights = {param.data_ptr() for param in model.parameters() if not isinstance(param.data, DTensor)}
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
+        self._order: list[weakref.ref[_HostCopy]] = []  # of packing; the backward needs them in reverse
+        self._leaving: deque[tuple[Any, Tensor]] = deque()  # events that end the copies of tensors
+
+    def pack(self, tensor: Tensor) -> "Tensor | _HostCopy":
+        stays = isinstance(tensor, DTensor) or tensor.device.type != self._device.type or tensor.nbytes < _SMALLEST
+        storage = tensor.untyped_storage()
+        if stays or 0 in tensor.stride() or storage.data_ptr() in self._weights:
             return tensor
-        copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=pinned)
-        copy.copy_(tensor)
-        return tensor.device, copy
+        reference = StorageWeakRef(storage)
+        view = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
+        name = reference.cdata, tensor._version, *view
+        storage_then, known = self._known.get(name, (reference, None))
+        packed = None if known is None or storage_then.expired() else known()
+        if packed is not None:
+            return packed
+        memory = torch.empty_strided(*view[1:3], dtype=tensor.dtype, pin_memory=self._copies is not None)
+        packed = _HostCopy(memory, tensor.device, len(self._order))
+        with _on(self._copies):
+            memory.copy_(tensor, non_blocking=True)
+        if self._copies is not None:
+            # The device reuses the memory only after the copy, which it may have to wait for
+            self._leaving.append((self._copies.record_event(), tensor))
+            if len(self._leaving) > _IN_FLIGHT:
+                torch.cuda.current_stream(self._device).wait_event(self._leaving.popleft()[0])
+        self._known[name] = reference, weakref.ref(packed)
+        self._order.append(self._known[name][1])
+        return packed
 
-    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    def unpack(self, packed: "Tensor | _HostCopy") -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        where, copy = packed
-        # With the original strides, which decide the kernel
-        back = torch.empty_strided(copy.size(), copy.stride(), dtype=copy.dtype, device=where)
-        return back.copy_(copy, non_blocking=True)
+        compute = None if self._copies is None else torch.cuda.current_stream(self._device)
+        while compute is not None and self._leaving:
+            compute.wait_event(self._leaving.popleft()[0])
+        for known in reversed(self._order[max(0, packed.place - _IN_FLIGHT) : packed.place + 1]):
+            earlier = known()
+            if earlier is not None and earlier.back is None and (compute is not None or earlier is packed):
+                # With the original strides, which decide the kernel
+                shape = earlier.memory.size(), earlier.memory.stride()
+                earlier.back = torch.empty_strided(*shape, dtype=earlier.memory.dtype, device=earlier.device)
+                with _on(self._copies):
+                    earlier.back.copy_(earlier.memory, non_blocking=True)
+                earlier.came = None if self._copies is None else self._copies.record_event()
+        back, packed.back = packed.back, None
+        assert back is not None
+        if compute is not None:
+            compute.wait_event(packed.came)
+        return back
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+
+@dataclass(eq=False)
+class _HostCopy:
+    """A saved tensor on the host; while it is brought back, also on its device, with the event that ends the copy."""
+
+    memory: Tensor
+    device: torch.device
+    place: int  # in the order of packing
+    back: Tensor | None = None
+    came: Any = None
+
+
+@contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    """Run the `with` block on `stream`, after the current stream's work; None for a device without streams."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
         yield

@@ -90,11 +90,10 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
 def project_into(out: Tensor, hidden_NH: Tensor, weight_VH: Tensor) -> None:
     """Compute `out_NV = hidden_NH @ weight_VH.T`, the head's product.
 
-    On the CPU, fp16 operands and sums over more than 1024 hidden units are multiplied in float64. With fp32 partial
-    sums, the worst of a million logits is off by 4e-7 of the largest, above the head's bound of 3e-7. (A product of
-    bf16 numbers has so few bits that most partial sums are exact.)
+    On the CPU, fp32 operands with more than 1024 hidden units are multiplied in float64. With fp32 partial sums, the
+    worst of a million logits is off by 4e-7 of the largest, above the head's bound of 3e-7.
     """
-    long = hidden_NH.dtype == torch.float16 or hidden_NH.shape[1] > 1024
+    long = hidden_NH.dtype == torch.float32 and hidden_NH.shape[1] > 1024
     if out.device.type == "cpu" and long and out.dtype == torch.float32:
         out.copy_(hidden_NH.double() @ weight_VH.double().t())
     else:

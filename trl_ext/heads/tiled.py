@@ -32,6 +32,9 @@ from .statistics import RunningStatistics
 # Elements of one fp32 tile. On the CPU two such buffers of 4 MiB exist at a time, three with a softcap
 _ELEMENTS = {"cpu": 2**20}
 _TOKENS = {"cpu": 1024, "accelerator": 4096}
+# With a head of so many weights (1 GiB in bf16), an accelerator's tiles have twice as many tokens. Their 384 MiB are
+# small beside such a model, and the weight is read half as often
+_LARGE = 2**29
 # A matrix product assigns blocks of this size to the multiprocessors; some blocks each keep all of them busy
 _BLOCK = 128 * 256
 _BLOCKS_EACH = 8
@@ -41,20 +44,26 @@ _COLUMNS = 256
 MOST_COLUMNS = 8192
 
 
-def rows_per_tile(tokens: int, device: torch.device, chunk_size: int | None) -> int:
-    """Return the tokens of a tile: the user's `chunk_size`, or an even share of all tokens."""
+def _more(device: torch.device, weights: int) -> int:
+    return 2 if device.type != "cpu" and weights >= _LARGE else 1
+
+
+def rows_per_tile(tokens: int, device: torch.device, chunk_size: int | None, weights: int = 0) -> int:
+    """Return the tokens of a tile: the user's `chunk_size`, or an even share of all tokens. `weights`: of the head."""
     if chunk_size is not None:
         return max(1, min(tokens, chunk_size))
-    most = _TOKENS["cpu" if device.type == "cpu" else "accelerator"]
+    most = _TOKENS["cpu" if device.type == "cpu" else "accelerator"] * _more(device, weights)
     if tokens <= most:
         return max(1, tokens)
     even = -(-tokens // -(-tokens // most))
     return -(-even // 128) * 128
 
 
-def columns_per_tile(rows: int, vocabulary: int, device: torch.device, columns: int | None = None) -> int:
+def columns_per_tile(
+    rows: int, vocabulary: int, device: torch.device, columns: int | None = None, weights: int = 0
+) -> int:
     """Return the columns of a tile of `rows` tokens: `columns`, or as many as fit, at most `MOST_COLUMNS`."""
-    elements = _ELEMENTS.get(device.type) or _elements_of(device)
+    elements = (_ELEMENTS.get(device.type) or _elements_of(device)) * _more(device, weights)
     return min(vocabulary, MOST_COLUMNS, columns or max(1, elements // rows // _COLUMNS) * _COLUMNS)
 
 
@@ -110,8 +119,9 @@ class Head:
     def tiles(self, x: Operands, rows: Rows) -> Iterator[Tile]:
         """Yield every tile. The outer loop is over classes, so each slice of the weight is cast once."""
         N = x.hidden.shape[0]
-        n = rows_per_tile(N, x.hidden.device, self.chunk_size)
-        v = columns_per_tile(n, rows.vocabulary, x.hidden.device, self.columns)
+        device, weights = x.hidden.device, rows.vocabulary * x.hidden.shape[1]
+        n = rows_per_tile(N, device, self.chunk_size, weights)
+        v = columns_per_tile(n, rows.vocabulary, device, self.columns, weights)
         buffer = x.hidden.new_empty(n * row_stride(v), dtype=self.accumulate)
         for block in rows.blocks():
             for start in range(0, len(block.weight), v):
@@ -247,7 +257,8 @@ class TiledLogProbsRecompute(torch.autograd.Function):
                 numbers = _gathered_numbers(part, head, statistics, upstream)
                 parts.append((part, rows, targets_M, Coefficients(*numbers, head.transform, rows.vocabulary)))
             # With one unit for all parts, a sum over tokens overflows only where the gradient does, and is never NaN
-            unit = torch.stack([coefficients.unit() for *_, coefficients in parts]).amax()
+            units = [coefficients.unit() for *_, coefficients in parts]
+            unit = units[0] if len(units) == 1 else torch.stack(units).amax()
             grads = _Gradients(ctx.needs_input_grad[3:], head, x, unit, several=len(parts) > 1)
             for part, rows, targets_M, coefficients in parts:
                 coefficients.use_unit(unit)

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heapreplace
 from itertools import chain
 from typing import Any
@@ -87,11 +88,11 @@ def kept_together(
     """`batch`, shuffled, with its rows in the order of `grouped_order`."""
     rows_of_a_slice = len(tokens.prompt_B) // slices
     order = grouped_order(tokens, rows_of_a_slice=rows_of_a_slice, micro_batches_per_step=micro_batches_per_step)
-    order_B = torch.tensor(order).to(batch["prompt_mask"].device)
+    order_on = cache(lambda device: torch.tensor(order, device=device))  # one copy from the host
 
     def ordered(value: Any) -> Any:
         if is_rowwise(value):
-            return value[order_B.to(value.device)]
+            return value[order_on(value.device)]
         return [value[row] for row in order] if isinstance(value, list) else value
 
     return {name: ordered(value) for name, value in batch.items()}

@@ -4,6 +4,8 @@ Accelerate's `cpu_offload` neither pins memory nor overlaps copies, and it loads
 forward, which a scoring forward never calls.
 """
 
+import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+logger = logging.getLogger("trl_ext")
+
+_PAGE = 4096  # bytes
 _ALIGNMENT = 256  # bytes, as for a CUDA allocation; the choice of kernels depends on it
 
 
@@ -128,10 +133,27 @@ class _Group:
             self._starts.append(self.size)
             self.size += -(-param.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._shapes = [(param.nbytes, param.dtype, param.shape) for param in self._params]
-        self.host = torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self.host = torch.empty(self.size + pinned * 2 * _PAGE, dtype=torch.uint8, device="cpu")
+        if pinned:
+            self.host = self._pinned(self.host)
         for param, part in zip(self._params, self._parts(self.host), strict=True):
             part.copy_(param.data)
         self.point_at(self.host)
+
+    def _pinned(self, memory: Tensor) -> Tensor:
+        """Return whole pages of `memory`, locked. torch's `pin_memory` takes the next power of two of bytes."""
+        pages = -(-self.size // _PAGE) * _PAGE
+        part = memory[-memory.data_ptr() % _PAGE :][:pages]
+        error = torch.cuda.cudart().cudaHostRegister(part.data_ptr(), pages, 0)
+        if int(error):
+            logger.warning(
+                "CUDA cannot lock %d MiB of host memory (cudaHostRegister: error %d), so the reference model is pinned "
+                "by torch, which takes up to twice as much host memory.",
+                *(pages >> 20, int(error)),
+            )
+            return torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
+        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, part.data_ptr()).atexit = False
+        return part[: self.size]
 
     def _parts(self, memory: Tensor) -> Iterator[Tensor]:
         for start, (nbytes, dtype, shape) in zip(self._starts, self._shapes, strict=True):

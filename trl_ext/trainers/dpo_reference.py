@@ -246,6 +246,7 @@ class DPOReference:
     def supplied(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
         """Give TRL's loss the batch's reference log-probs from the planned source, in the `with` block."""
         plan = self.host.plan
+        self._labels = LastResult()  # of this batch, although a collator may fill the same tensors again
         if from_columns:
             check_batch(inputs)
         if plan.source == "pass" and self.ranks.any(not from_columns):

@@ -1,0 +1,94 @@
+"""Launches and bytes of the head at a size for GPUs, counted on the pretended GPU with tensors that hold no numbers.
+
+python tests/support/head_counts.py   # on the pretended GPU; JSON to stdout
+
+Bytes are those that each kernel reads and writes, as if no cache held anything between kernels. Gathers read what they
+return. Triton's kernels are not run: each reads the product and writes the coefficients.
+"""
+
+import json
+import sys
+from typing import Any
+
+N, H, V = 8192, 4096, 131072
+USES = {"no-grad": (False, False), "frozen": (True, False), "trained": (True, True)}
+_GATHERS = {"index", "index_select", "gather", "embedding"}
+
+
+def main() -> None:
+    import torch
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
+
+    import pretended_gpu
+    from trl_ext.heads.kernels import triton_work
+    from trl_ext.heads.linear_log_probs import linear_log_probs
+
+    pretended_gpu.start()
+    counted = {"launches": 0, "bytes": 0, "bytes_of_products": 0}
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(product: Tensor, *args: Any, **kwargs: Any) -> None:
+                tiles = [x for x in (product, *args) if isinstance(x, Tensor) and x.shape == product.shape]
+                counted["launches"] += 1
+                counted["bytes"] += sum(x.nbytes for x in tiles)
+
+            return launch
+
+    run = pretended_gpu._run
+
+    def counting(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = run(func, args, kwargs)
+        name = func._schema.name.split("::")[1]
+        if name in pretended_gpu._VIEWS or func is torch.ops.prim.device.default:
+            return result
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if not any(isinstance(x, pretended_gpu.Pretended) for x in (*inputs, *outputs)):
+            return result
+        out = kwargs.get("out")
+        if name == "addmm":
+            inputs = list(args[:3]) if kwargs.get("beta", 1) else list(args[1:3])
+        elif out is not None or name in ("fill_", "zero_"):
+            inputs = [x for x in inputs if x is not out and name not in ("fill_", "zero_")]
+        elif name in ("zeros_like", "full_like", "new_zeros"):
+            inputs = []
+        elif name == "copy_":
+            inputs = [args[1]]
+        elif name in _GATHERS:
+            inputs = outputs
+        moved = sum(x.nbytes for x in (*inputs, *outputs))
+        counted["launches"] += 1
+        counted["bytes"] += moved
+        counted["bytes_of_products"] += moved if name == "addmm" else 0
+        return result
+
+    found = {}
+    with pretended_gpu.DeviceMode():
+        # With numbers once, because the first call checks kernels and products
+        few = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
+        linear_log_probs(few, few, torch.zeros(8, dtype=torch.long, device="cuda"), kernels="triton")
+        pretended_gpu.HELD_ON, pretended_gpu._run = torch.device("meta"), counting
+        triton_work.triton_kernels = type("Kernels", (), {"fold": Kernel(), "gradient": Kernel()})
+        for use, (of_hidden, of_weight) in USES.items():
+            shapes = {"dtype": torch.bfloat16, "device": "cuda"}
+            hidden, weight = torch.empty(N, H, **shapes), torch.empty(V, H, **shapes)  # type: ignore[call-overload]
+            targets = torch.empty(N, dtype=torch.long, device="cuda")
+            hidden.requires_grad_(of_hidden)
+            weight.requires_grad_(of_weight)
+            counted.update(dict.fromkeys(counted, 0))
+            with torch.set_grad_enabled(of_hidden):
+                log_probs = linear_log_probs(
+                    hidden, weight, targets, outputs=("log_probs",), kernels="triton"
+                ).log_probs
+            if of_hidden:
+                torch.autograd.grad(
+                    log_probs, [x for x in (hidden, weight) if x.requires_grad], torch.empty_like(log_probs)
+                )
+            found[use] = dict(counted)
+    print(json.dumps(found), file=sys.__stdout__)
+
+
+if __name__ == "__main__":
+    main()
