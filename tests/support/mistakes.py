@@ -182,6 +182,16 @@ MISTAKES: dict[str, Mistake] = {
         "DPOConfig.__init__() got an unexpected keyword argument 'zebra'.",
         "DPOConfig.__init__() got an unexpected keyword argument 'zebra'",
     ),
+    "a field that only looks similar": Mistake(
+        lambda b: b.config("DPO", lora_rank=8),
+        "DPOConfig.__init__() got an unexpected keyword argument 'lora_rank'.",
+        "DPOConfig.__init__() got an unexpected keyword argument 'lora_rank'",
+    ),
+    "a name for two fields": Mistake(
+        lambda b: b.config("GRPO", per_device_batch_size=8),
+        "GRPOConfig.__init__() got an unexpected keyword argument 'per_device_batch_size'.",
+        "GRPOConfig.__init__() got an unexpected keyword argument 'per_device_batch_size'",
+    ),
     "tokenizer": Mistake(
         lambda b: b.dpo(tokenizer=None),
         "`tokenizer` is not an argument of `DPOTrainer`. Use `processing_class`.",

@@ -75,7 +75,7 @@ def read_generation(folder: Path, rank: int, device: torch.device) -> SavedGener
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
             raise ValueError(
-                f"{path} has the format {metadata.get('format')!r}, but this version of trl_ext reads {_FORMAT!r}. "
+                f"{path} has the format {metadata.get('format')!r}, but the installed trl_ext reads {_FORMAT!r}. "
                 "Resume with the version that wrote it, or delete the file to sample new completions."
             )
         state = json.loads(metadata["state"])

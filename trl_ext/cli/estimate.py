@@ -124,7 +124,7 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     """The training step with these arguments, on one device, with the longest rows."""
     training, dpo = parsed.training, method == "dpo"
     if dpo and training.max_length is None:
-        raise CommandError("`--max_length` is None, so that rows have no longest length. Set it to a number.")
+        raise CommandError("`--max_length` is None, so the longest row is unknown. Set it to a number.")
     prompt_length, policy = asked.prompt_length, _policy(parsed)
     longest = min(_longest_row(method, training, asked), policy.positions)
     if not 0 <= prompt_length < longest:
@@ -168,8 +168,8 @@ def _policy(parsed: Parsed) -> _Policy:
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, **trust)
     if getattr(config, "quantization_config", None) is not None:
         raise CommandError(
-            f"`--model_name_or_path {name}` is not covered by `estimate`, because its weights are quantized. Name the "
-            "model from which they were made."
+            f"`estimate` does not cover `--model_name_or_path {name}`, whose weights are quantized. Give the model "
+            "before quantization."
         )
     dtype = config.dtype if given["dtype"] == "auto" else getattr(torch, given["dtype"])
 
@@ -201,14 +201,16 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
         if value and not covered.get(name):
             value = getattr(value, "value", value)  # of an enumeration
             allowed = f"one of {', '.join(_STATES)}" if name == "optim" else "its default"
-            raise CommandError(f"`--{name} {value}` is not covered by `estimate`. Set it to {allowed} to see the rest.")
+            raise CommandError(
+                f"`estimate` does not cover `--{name} {value}`. Set it to {allowed} to estimate the rest."
+            )
 
 
 def _check_devices(method: str, asked: EstimateArguments) -> None:
     if (method, asked.engine) == ("grpo", "fsdp2"):
         raise CommandError(
-            "`--engine fsdp2` is covered by `estimate dpo` only, because for GRPO the estimate is a fifth too high. "
-            "Give `--engine ddp` to see the rest."
+            "`estimate grpo` does not cover `--engine fsdp2`, for which it would be a fifth too high. "
+            "Give `--engine ddp` instead."
         )
     alone = asked.engine == "one_process"
     if asked.num_devices < 1 or alone != (asked.num_devices == 1):

@@ -129,7 +129,7 @@ def former_name(name: str, known: Collection[str], value: str = "...", *, of_tra
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.9)  # a slip: `lora_rank` is no `local_rank`
     return f" Did you mean `{close[0]}`?" if close else ""
 
 

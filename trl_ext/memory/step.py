@@ -1,6 +1,6 @@
 """Estimates the memory of one training step, by running the model's own code on tensors without data.
 
-Backbone, adapters, checkpointing, packing and head are the code that trains, so no formula of theirs is repeated here.
+Backbone, adapters, checkpointing, packing and head run as in training, so their formulas are not repeated here.
 Optimizer states are counted from the trained parameters. The operators are those of the CPU: sdpa saves the same
 tensors as flash attention, but the head upcasts tiles that a GPU multiplies without upcasting.
 

@@ -114,7 +114,7 @@ def _check_options(facts: GRPOFacts) -> None:
     training = devices * facts.gradient_accumulation_steps
     if facts.force_on_policy_ratio and (rollout != training or facts.num_iterations != 1):
         raise ValueError(
-            "`force_on_policy_ratio=True` trains each completion only on the weights that sampled it, but the "
+            "`force_on_policy_ratio=True` trains on completions of the current weights alone, but the "
             f"rollout batch has {rollout} completions (`steps_per_generation={facts.steps_per_generation}`), the "
             f"training batch has {training} (`gradient_accumulation_steps={facts.gradient_accumulation_steps}`), and "
             f"`num_iterations` is {facts.num_iterations}. Set `steps_per_generation` to "

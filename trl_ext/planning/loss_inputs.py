@@ -13,9 +13,9 @@ from .rows import ScoredTokens, loss_mask
 from .sampler_ratio import SamplerRatio
 
 _NOT_REMEMBERED = (
-    "A token is in the loss whose old-policy log-prob was not kept: its completion had a zero advantage when it was "
-    "first trained on, and was skipped. Something has changed the advantages since then. Change them in a reward "
-    "function or right after generation, not between iterations."
+    "The loss has a token without an old-policy log-prob: its completion was skipped in the first iteration, because "
+    "its advantage was zero. Something has changed the advantages since then. Change them in a reward function or "
+    "right after generation, not between iterations."
 )
 
 

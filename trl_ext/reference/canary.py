@@ -105,7 +105,7 @@ class Canary:
             metadata, arrays = read_file(path, _ARRAYS)
             canary = cls(identity, arrays)
             if metadata.get("digest") != canary.digest:
-                raise ValueError("its checksum does not match its content for this reference")
+                raise ValueError("its checksum is wrong: it is damaged, or belongs to another reference")
         except (SafetensorError, OSError, ValueError) as error:
             ignored(path, error)
             return None

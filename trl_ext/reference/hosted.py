@@ -108,7 +108,7 @@ class HostedReference:
 
     def _bring(self, index: int) -> None:
         if not self._places:
-            raise RuntimeError("The reference model is kept on the host. Call the model, not a part or its `forward`.")
+            raise RuntimeError("The reference model is in host memory. Call the model, not a submodule or `forward`.")
         self._fetch(index)
         place = self._places[index % 2]
         _wait(self._compute, place.copied)

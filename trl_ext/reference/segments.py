@@ -134,7 +134,7 @@ def read_segment(path: Path, identity: str) -> Segment | None:
         if metadata.get("format") != _FORMAT:
             raise ValueError("it is not a file of reference log-probs")
         if metadata.get("digest") != digest_of(identity, arrays):
-            raise ValueError("its checksum does not match its content for this reference")
+            raise ValueError("its checksum is wrong: it is damaged, or belongs to another reference")
         offset = _offset_of_values(path)
     except FileNotFoundError:
         raise

@@ -109,7 +109,7 @@ class ReferenceWeights:
         return None
 
     def dropout(self, in_training: bool = True) -> str | None:
-        """Return the name of a module with dropout (if not `in_training`: in its current mode), or None."""
+        """Return the name of a module with dropout in training, or else in its current mode; None if there is none."""
         on = ((name, x) for name, x in self.base.named_modules() if self._reads(name) and (in_training or x.training))
         return next((name for name, module in on if draws_at_random(module)), None)
 

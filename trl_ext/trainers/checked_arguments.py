@@ -156,7 +156,7 @@ def bound_arguments(
 
 
 def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> None:
-    """Raise `ValueError` or `TypeError` for a wrong argument of the trainer `name`, whose config is a `wanted`."""
+    """Raise `ValueError` or `TypeError` for a wrong argument of the trainer `name`; `wanted` is its config class."""
     if config is not None and not all(hasattr(config, field.name) for field in fields(wanted)):
         got = type(config).__name__
         raise TypeError(f"`args` of `{name}` is a `{got}`. Pass a `{wanted.__name__}` with these values.")

@@ -169,7 +169,7 @@ class DPOReference:
         return ReferenceWeights(model, self._on)
 
     def _identify(self) -> str:
-        """Return the identity of the reference. The facts that make it go into `self._facts`."""
+        """Return the identity of the reference, and keep the facts behind it in `self._facts`."""
         weights, accelerator, args = self._weights(), self.ranks.accelerator, self.host.args
         gathering = maybe_gather_lm_head_ctx, accelerator.is_main_process
         with nullcontext() if self.weights.own is None else self.weights.own.copies_in_place():

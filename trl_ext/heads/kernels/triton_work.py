@@ -74,7 +74,7 @@ class TritonWork:
         return written
 
     def _buffer(self, name: str, product: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-        """Return a buffer of the product's shape and stride, which the next tile overwrites; None without a dtype."""
+        """Return a buffer of the product's shape and stride, which the next tile overwrites; None if no dtype."""
         if dtype is None:
             return None
         held, (rows, columns), stride = self._buffers.get(name), product.shape, product.stride(0)

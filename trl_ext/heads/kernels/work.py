@@ -89,7 +89,7 @@ class TorchWork:
         nontarget_grad: torch.dtype | None,
         grad_logits: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return `nontarget_grad` and `grad_logits` of `Coefficients` for a tile: (n, v) each, None without a dtype.
+        """Return `nontarget_grad` and `grad_logits` of `Coefficients` for a tile: (n, v) each, None if no dtype.
 
         `targets` (n,) are class ids.
         """
