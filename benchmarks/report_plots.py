@@ -103,7 +103,8 @@ def _draw_shapes(
             if limit:
                 axes.axvline(limit, color="black", linewidth=1)
             axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            low, high = axes.get_xlim()
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 20 * low else (1, 3)))
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_locator(NullLocator())
             axes.set_yticks(range(len(shown)), [" x ".join(map(str, run.shape.values())) for run in shown], fontsize=8)

@@ -7,6 +7,7 @@ return. Triton's kernels are not run: each reads the product and writes the coef
 """
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -87,7 +88,8 @@ def main() -> None:
                     log_probs, [x for x in (hidden, weight) if x.requires_grad], torch.empty_like(log_probs)
                 )
             found[use] = dict(counted)
-    print(json.dumps(found), file=sys.__stdout__)
+    print(json.dumps(found), file=sys.__stdout__, flush=True)
+    os._exit(0)  # torch's threads may end the process with an error: they have no CUDA to release
 
 
 if __name__ == "__main__":

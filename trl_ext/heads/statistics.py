@@ -13,6 +13,8 @@ So sums in units of exp(m), such as the gradient of the hidden states, are seldo
 to the max.
 """
 
+from functools import cached_property
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -126,14 +128,14 @@ class RunningStatistics:
         dist.all_reduce(sums, group=group)
         vars(self).update(zip(held, sums, strict=True))
 
-    @property
+    @cached_property
     def log_odds(self) -> Tensor:
-        """log(p / (1 - p)) of the target."""
+        """log(p / (1 - p)) of the target, after `combine_`."""
         return log_odds(self.target_logit, self.shift, self.sum_exp)
 
-    def results(self, outputs: tuple[str, ...], log_odds: Tensor | None = None) -> LinearLogProbs:
-        """Return the results, after every tile is folded in. `log_odds`: the property, if it was already read."""
-        log_odds = self.log_odds if log_odds is None else log_odds
+    def results(self, outputs: tuple[str, ...]) -> LinearLogProbs:
+        """Return the results, after every tile is folded in."""
+        log_odds = self.log_odds
         log_p, log_q = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
         results: dict[str, Tensor] = {}
         if "log_probs" in outputs:

@@ -204,9 +204,8 @@ def _scored(
                 gradient_MH = x.hidden.new_empty(together.hidden.shape, dtype=head.accumulate)
             statistics = _scan(head, together, rows, targets_M, gradient_MH)
             rescale = statistics.combine_(head.shard.exchange.group)[:, None]
-            log_odds = statistics.log_odds
             if gradient_MH is not None:
-                others_share = torch.sigmoid(-log_odds)[:, None]
+                others_share = torch.sigmoid(-statistics.log_odds)[:, None]
                 factor = -others_share / statistics.sum_exp[:, None]
                 gradient_MH.mul_(factor * rescale)
                 slope = head.transform.derivative(statistics.target_logit)
@@ -214,7 +213,7 @@ def _scored(
                 saved.append([part.summed(gradient_MH)])
             else:
                 saved.append(part.own(statistics.shift, statistics.sum_exp, statistics.target_logit))
-            scored.append(part.own(*statistics.results(head.outputs, log_odds)))
+            scored.append(part.own(*statistics.results(head.outputs)))
     results = (None if x[0] is None else _concatenated(x) for x in zip(*scored, strict=True))
     return LinearLogProbs(*results), [_concatenated(x) for x in zip(*saved, strict=True)]
 
