@@ -115,7 +115,7 @@ def test_launch_arguments_start_processes(how: str, arguments, tmp_path: Path):
 @pytest.mark.parametrize(
     ("in_file", "launched"),
     [
-        ("cpu: true\nquiet: false", {"cpu": True, "quiet": None}),
+        ("cpu: true\nquiet: false\nenv:\n  LAUNCHED: 1", {"cpu": True, "quiet": None, "env": None}),
         ("multi_gpu: true\nnum_processes: 2\nmixed_precision: no", {"multi_gpu": True, "mixed_precision": "no"}),
         ("gpu_ids: [0, 1]\nfsdp_offload_params: true", {"gpu_ids": "0,1", "fsdp_offload_params": "true"}),
     ],
@@ -125,6 +125,7 @@ def test_launch_arguments_of_a_file_are_as_accelerate_reads_them(
 ):
     config, given = tmp_path / "options.yaml", []
     config.write_text(in_file)
+    monkeypatch.setenv("LAUNCHED", "1")  # restored afterwards: TRL's parser sets it
     monkeypatch.setattr("trl_ext.cli.training.launch_command", given.append)
     words = ["dpo", "--config", str(config), *arguments["dpo"]]
     assert main(words) == 0

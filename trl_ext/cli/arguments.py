@@ -103,8 +103,8 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
     known = {x.lstrip("-") for x in parser._option_string_actions} | (of_launch if may_launch else set())
     # Before the dataclasses are made, which complain about the machine
     left = parser.parse_known_args(line.words)[1]
-    launched = of_launch - {action.dest for action in parser._actions}
-    settable = {action.dest for action in parser._actions} | of_launch | {"env"}
+    settable = {action.dest for action in parser._actions} | of_launch
+    launched = of_launch - {"env", *(action.dest for action in parser._actions)}  # `env` of a file is TRL's
     for name, shown, mark in line._replace(words=left).given():
         names = known if mark else settable
         if name not in names:
