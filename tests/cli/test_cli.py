@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trl
@@ -22,6 +23,8 @@ from trl_ext.cli import TrainingStoppedError
 from trl_ext.cli.__main__ import COMMANDS, main
 from trl_ext.cli.estimate import longest_that_fits
 from trl_ext.config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig
+from trl_ext.heads.tiled import columns_per_tile
+from trl_ext.memory import step as memory_step
 from trl_ext.scoring import checks as head_check
 
 ROOT = Path(__file__).parents[2]
@@ -215,6 +218,18 @@ def test_what_is_estimated_of_each_device_is_within_a_tenth_of_what_it_allocated
         ratios = [estimated(case, tmp_path, engine, devices=2) / peak for peak in measured[case]]
         print(f"{engine}, {case}: estimated over measured on each rank {[round(x, 3) for x in ratios]}")
         assert all(0.9 <= ratio <= 1.1 for ratio in ratios), case
+
+
+def test_the_tiles_of_a_sharded_head_are_sized_for_the_whole_vocabulary(tmp_path: Path, monkeypatch):
+    asked = []
+
+    def columns(rows: int, vocabulary: int, *args: Any, weights: int) -> int:
+        asked.append((vocabulary, weights))
+        return columns_per_tile(rows, vocabulary, *args, weights=weights)
+
+    monkeypatch.setattr(memory_step, "columns_per_tile", columns)
+    estimated("dpo-lora", tmp_path, "fsdp2", devices=4)
+    assert {*asked} == {(2048, 2048 * 128)}
 
 
 @pytest.mark.parametrize("square", [0.0, 0.7])

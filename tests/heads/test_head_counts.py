@@ -29,4 +29,4 @@ def test_launches_and_bytes_are_those_that_the_page_gives():
         launches, gigabytes = MOST[use]
         assert counts["launches"] <= launches
         assert counts["bytes"] <= gigabytes * 1e9
-        assert f"| {use} | {counts['launches']} | {counts['bytes'] / 1e9:.1f} |" in page
+        assert f"| {use} | {counts['launches']} | {counts['bytes'] / 1e9:.1f} | {counts['milliseconds']:.1f} |" in page

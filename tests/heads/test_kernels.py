@@ -131,10 +131,6 @@ def compare(problem):
             biases = 4 if problem.bias is not None else 0
             logits = max(1.0, (5 * problem.spread + 2 * problem.climb + biases) / problem.transform.temperature)
             largest = float(want.double().nan_to_num(posinf=0, neginf=0).abs().max())
-            if problem.transform.softcap is not None:
-                # torch computes 1 - tanh^2 from the logits, to fp32 rounding of 1, and multiplies it by exp(z - shift)
-                sum_exp = right.get("sum_exp", want.new_ones(1)).double().nan_to_num(posinf=0, neginf=0)
-                largest = max(largest, 1.0, float(sum_exp.max()))
             if name == "sum_shifted_exp":
                 largest = max(largest, float(right["sum_exp"].max()))  # its terms may cancel
             if name == "sum_logits":
@@ -143,6 +139,9 @@ def compare(problem):
             # The interpreter rounds to subnormal bf16 numbers differently than torch
             subnormal = torch.finfo(want.dtype).tiny if want.dtype == torch.bfloat16 else 0
             bound = max(max(rounding, 1e-6 * logits) * largest, subnormal)
+            if problem.transform.softcap is not None and name in ("coefficients", "nontarget_grad", "grad_logits"):
+                # Both compute 1 - tanh^2 to fp32 rounding of 1, and multiply it by exp(z - shift), at most exp(8)
+                bound += 5e-7 * (float((right["max"] - right["shift"]).max().exp()) if "shift" in right else 1.0)
             same = (off <= bound) | (got == want) | (got.isnan() & want.isnan())
             assert same.all(), f"{name} of tile {place}: {got} is not {want}"
 
@@ -181,12 +180,15 @@ EXPONENTIALS = CANCELS | {
     **{"seed": 365, "tokens": 4, "widths": [1, 26, 33], "climb": 12.0, "bias": torch.float16},
     **{"transform": LogitTransform(softcap=5.0), "outputs": ("log_sum_sq_probs",), "upstream": {"mean_log_probs"}},
 }
+# Of 135 times 2.5e-4: torch and the kernel are both off by 2.0e-5 from float64, 1.3 times the fp32 rounding of 135
+WIDE_EXPONENTIALS = EXPONENTIALS | {"seed": 4194304, "tokens": 3, "widths": [24, 33, 15], "bias": None}
 
 
 @FEW
 @given(problems())
 @example(CANCELS)
 @example(EXPONENTIALS)
+@example(WIDE_EXPONENTIALS)
 @example(LOGITS_CANCEL)
 @example(LARGE_BIASES)
 def test_every_kernel_equals_torch_tile_for_tile(problem):

@@ -180,7 +180,8 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     N = len(hidden_NH)
     whole, counts = step.head == "dense", (N,) * step.devices
     rows = weight_layout_of(head, hidden_NH, outputs=step.outputs, whole=whole, entropy_grad=False, counts=counts)
-    weights = len(rows.weight) * hidden_NH.shape[1]
+    vocabulary = (rows.shard and rows.shard.vocabulary) or len(rows.weight)
+    weights = vocabulary * hidden_NH.shape[1]
     chunk = rows_per_tile(N, step.device, step.chunk_size, weights)
     with rows.readable():
         scored = run_head(
@@ -189,7 +190,7 @@ def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
             transform=logit_transform(inner.config, 1.0),
             outputs=step.outputs,
             chunk_size=chunk,
-            tile_columns=columns_per_tile(chunk, len(rows.weight), step.device, weights=weights),
+            tile_columns=columns_per_tile(chunk, vocabulary, step.device, weights=weights),
             readable=rows.readable,
             shard=rows.shard,
         )
