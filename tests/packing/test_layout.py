@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_ext.packing.layout import Layout
-from trl_ext.packing.packing import HostBatch, LastResult
+from trl_ext.packing.packing import HostBatch, LastResult, Packing
 
 
 @st.composite
@@ -86,6 +87,19 @@ def test_a_result_is_kept_while_its_tensors_live_and_are_not_written_to():
         assert [last.of(z, make=make) for _ in range(2)] == [5, 6]
         assert last.of(x, make=make) == 7
     assert last.of(x, make=make) == 8
+
+
+def test_a_batch_that_is_too_long_is_checked_too():
+    """Batches of ranks differ in length, and a check needs every rank."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32, max_position_embeddings=32, rope_parameters=rope))
+    ids = torch.arange(3, 23).repeat(2, 2)
+    packing = Packing(model, padding_free=True, share_prompts=True)
+    assert packing.layout(model, (), {"input_ids": ids}, ids, share=True) is None
+    assert packing.checked
+    assert packing.padded_reason is None
+    assert packing.layout(model, (), {"input_ids": ids[:, :20]}, ids[:, :20], share=True) is not None
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([[0, 1, 1], [1, 1, 0]])])

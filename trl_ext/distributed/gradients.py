@@ -5,12 +5,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -108,9 +109,13 @@ def activations_on_host(model: nn.Module, device: torch.device) -> Iterator[None
 
 class _KeptOnHost:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device
+        self._device = torch.empty(0, device=device).device  # with its index
         self._weights = {param.data_ptr() for param in model.parameters() if not isinstance(param.data, DTensor)}
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = _copy_stream(self._device) if device.type == "cuda" else None
+        # FSDP frees gathered weights, which are saved too, without regard to who holds them
+        sharded = any(isinstance(param.data, DTensor) for param in model.parameters())
+        sharded = sharded or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        self._in_flight = 0 if sharded else _IN_FLIGHT
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
         self._order: list[weakref.ref[_HostCopy]] = []  # of packing; the backward needs them in reverse
         self._leaving: deque[tuple[Any, Tensor]] = deque()  # events that end the copies of tensors
@@ -127,14 +132,15 @@ class _KeptOnHost:
         packed = None if known is None or storage_then.expired() else known()
         if packed is not None:
             return packed
-        memory = torch.empty_strided(*view[1:3], dtype=tensor.dtype, pin_memory=self._copies is not None)
+        memory = torch.empty_strided(*view[1:3], dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
         packed = _HostCopy(memory, tensor.device, len(self._order))
-        with _on(self._copies):
-            memory.copy_(tensor, non_blocking=True)
-        if self._copies is not None:
+        copies = self._copies if tensor.device == self._device else None
+        with _on(copies):
+            memory.copy_(tensor, non_blocking=copies is not None)
+        if copies is not None:
             # The device reuses the memory only after the copy, which it may have to wait for
-            self._leaving.append((self._copies.record_event(), tensor))
-            if len(self._leaving) > _IN_FLIGHT:
+            self._leaving.append((copies.record_event(), tensor))
+            if len(self._leaving) > self._in_flight:
                 torch.cuda.current_stream(self._device).wait_event(self._leaving.popleft()[0])
         self._known[name] = reference, weakref.ref(packed)
         self._order.append(self._known[name][1])
@@ -143,22 +149,22 @@ class _KeptOnHost:
     def unpack(self, packed: "Tensor | _HostCopy") -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        compute = None if self._copies is None else torch.cuda.current_stream(self._device)
-        while compute is not None and self._leaving:
+        if self._copies is None or packed.device != self._device:
+            return packed.empty().copy_(packed.memory, non_blocking=True)
+        compute = torch.cuda.current_stream(self._device)
+        while self._leaving:
             compute.wait_event(self._leaving.popleft()[0])
         for known in reversed(self._order[max(0, packed.place - _IN_FLIGHT) : packed.place + 1]):
             earlier = known()
-            if earlier is not None and earlier.back is None and (compute is not None or earlier is packed):
-                # With the original strides, which decide the kernel
-                shape = earlier.memory.size(), earlier.memory.stride()
-                earlier.back = torch.empty_strided(*shape, dtype=earlier.memory.dtype, device=earlier.device)
+            if earlier is not None and earlier.back is None and earlier.device == self._device:
+                earlier.back = earlier.empty()
                 with _on(self._copies):
                     earlier.back.copy_(earlier.memory, non_blocking=True)
-                earlier.came = None if self._copies is None else self._copies.record_event()
+                earlier.back.record_stream(self._copies)  # it may be freed without having been needed
+                earlier.came = self._copies.record_event()
         back, packed.back = packed.back, None
         assert back is not None
-        if compute is not None:
-            compute.wait_event(packed.came)
+        compute.wait_event(packed.came)
         return back
 
 
@@ -171,6 +177,16 @@ class _HostCopy:
     place: int  # in the order of packing
     back: Tensor | None = None
     came: Any = None
+
+    def empty(self) -> Tensor:
+        """Return memory on the device, with the original strides, which decide the kernel."""
+        shape = self.memory.size(), self.memory.stride()
+        return torch.empty_strided(*shape, dtype=self.memory.dtype, device=self.device)
+
+
+@cache
+def _copy_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def project_into(out: Tensor, hidden_NH: Tensor, weight_VH: Tensor) -> None:
     """Compute `out_NV = hidden_NH @ weight_VH.T`, the head's product.
 
     On the CPU, fp32 operands with more than 1024 hidden units are multiplied in float64. With fp32 partial sums, the
-    worst of a million logits is off by 4e-7 of the largest, above the head's bound of 3e-7.
+    worst of a million logits is off by 4e-7 of the largest, which the bound of half-precision operands allows.
     """
     long = hidden_NH.dtype == torch.float32 and hidden_NH.shape[1] > 1024
     if out.device.type == "cpu" and long and out.dtype == torch.float32:

@@ -129,7 +129,7 @@ class Layout:
     def for_pass(self, implementation: str) -> "Layout":
         """Return the layout of another pass over the same batch, by the attention `implementation`."""
         layout = copy.copy(self)
-        layout.implementation, layout.reads, layout._copies = implementation, [0], {}
+        layout.implementation, layout.reads, layout.masks, layout._copies = implementation, [0], {}, {}
         return layout
 
     def _paths(self) -> Iterator[NDArray[np.int64]]:
@@ -147,6 +147,12 @@ class Layout:
         for (i, first, _, length), path in zip(self._rows, self._paths(), strict=True):
             at_BS[i, first : first + length] = torch.from_numpy(path)
         return at_BS
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def real_places(self) -> Tensor:
+        """Return the index in the packed row of each token of the batch without padding: `(N,)`, on the CPU."""
+        at_BS = self.at_BS
+        return at_BS[at_BS >= 0]
 
     def to(self, device: Any, **_: Any) -> "Layout":
         """Return the layout for a layer on another device. With a `device_map`, accelerate calls this method."""

@@ -75,15 +75,16 @@ class Packing:
             self._warn_once(f"A batch is not packed: {reason}.")
             return None
         ids_BS, mask_BS = inputs["input_ids"], inputs.get("attention_mask")
-        if self._longest is not None and ids_BS.shape[1] >= self._longest:
-            by_length = "the model's rotary embeddings depend on the length of a batch"
-            self._warn_once(f"A batch is not packed: {by_length} from {self._longest} tokens on.")
-            return None
         if not self.checked:
             self.checked = True
             self._check(model, HostBatch.of(ids_BS, mask_BS, labels_BS), ids_BS.device)
             if self.padded_reason is not None:
                 return None
+        # After the check, which every rank runs, whatever the length of its batch
+        if self._longest is not None and ids_BS.shape[1] >= self._longest:
+            by_length = "the model's rotary embeddings depend on the length of a batch"
+            self._warn_once(f"A batch is not packed: {by_length} from {self._longest} tokens on.")
+            return None
         share = share and self.unshared_reason is None
         options = share, share and self._rebase, not inputs.get("output_router_logits")  # its loss counts every token
 

@@ -5,9 +5,10 @@ forward, which a scoring forward never calls.
 """
 
 import logging
+import mmap
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 logger = logging.getLogger("trl_ext")
 
-_PAGE = 4096  # bytes
+_PAGE = mmap.PAGESIZE
 _ALIGNMENT = 256  # bytes, as for a CUDA allocation; the choice of kernels depends on it
 
 
@@ -134,7 +135,7 @@ class _Group:
             self.size += -(-param.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._shapes = [(param.nbytes, param.dtype, param.shape) for param in self._params]
         self.host = torch.empty(self.size + pinned * 2 * _PAGE, dtype=torch.uint8, device="cpu")
-        if pinned:
+        if pinned and self.size:
             self.host = self._pinned(self.host)
         for param, part in zip(self._params, self._parts(self.host), strict=True):
             part.copy_(param.data)
@@ -146,6 +147,8 @@ class _Group:
         part = memory[-memory.data_ptr() % _PAGE :][:pages]
         error = torch.cuda.cudart().cudaHostRegister(part.data_ptr(), pages, 0)
         if int(error):
+            with suppress(RuntimeError):  # raises this error again, and clears it
+                torch.ones(1, device="cuda").add_(1)
             logger.warning(
                 "CUDA cannot lock %d MiB of host memory (cudaHostRegister: error %d), so the reference model is pinned "
                 "by torch, which takes up to twice as much host memory.",

@@ -297,7 +297,7 @@ def _router_loss(
 
     if layout is not None:
         # A shared token counts once per row, as in the padded batch
-        real_N = layout.at_BS[layout.at_BS >= 0].to(router_logits[0].device)
+        real_N = layout.real_places().to(router_logits[0].device)
         router_logits = tuple(index_select_fp32_grad(x.flatten(0, -2), real_N.to(x.device)) for x in router_logits)
         attention_mask = None
     return load_balancing_loss_func(

@@ -261,6 +261,8 @@ class DPOReference:
 
     def _pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
         """Score `batch` with the reference: its own model, or the policy, `prepared` by Accelerate or not yet."""
+        if not prepared:
+            self._labels = LastResult()
         model = self._model(prepared)
         with unrecorded_pass(self.host), self.weights.entered():
             return internals.score_as_reference(self.host, model, batch, self.labels_of(batch))
