@@ -4,12 +4,13 @@ It detects what the rules of `support.py` cannot see. Every rank runs the same f
 results, because each forward of a sharded model needs all ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .attention import LayoutNotReadError, run_packed
@@ -23,45 +24,49 @@ _PREPENDED = 3
 _OFF, _OFF_COARSE, _MAY_BE_OFF = 1e-3, 0.2, 0.1
 
 
-class Rows(NamedTuple):
-    """Rows without padding inside, on the CPU: `ids_BS` `(B, S)`, each row's first column and its length, `(B,)`."""
-
-    ids_BS: Tensor
-    first_B: Tensor
-    lengths_B: Tensor
-
-
 def packing_differences(
-    model: Any, batch: Rows, device: torch.device, make_layout: Callable[..., Layout], shares: tuple[bool, ...]
+    model: Any,
+    rows: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
+    device: torch.device,
+    shares: tuple[bool, ...],
+    *,
+    rebase: bool,
 ) -> dict[bool, str | None]:
     """Return how packed and padded results differ, or None, for each of `shares` (whether rows share leading tokens).
 
-    `make_layout` makes a layout from rows, lengths and `share`. The padded batch runs on `device`.
+    Args:
+        rows: token ids `(B, S)`, and the first column and the length of each row, `(B,)`.
+        device: where the model's inputs lie.
+        rebase (`bool`): whether positions of rows that share tokens begin at 0.
     """
-    rows = _rows_to_check(model, batch)
-    # As in training, only the padded batch has a row's last token, which no earlier token may see
-    lengths_B = (rows.lengths_B - 1).clamp(min=1)
+    ids_BS, lengths_B = _rows_to_check(model, *rows)
+    first_B = np.full_like(lengths_B, _PREPENDED)
+    attention = model.config.get_text_config()._attn_implementation
     found: dict[bool, str | None] = {}
     with _evaluating(model):
-        places_BS = torch.arange(rows.ids_BS.shape[1]) - rows.first_B.unsqueeze(1)
-        real_BS = (places_BS >= 0) & (places_BS < rows.lengths_B.unsqueeze(1))
-        ids_BS, mask_BS = (x.to(device) for x in (rows.ids_BS, real_BS.to(rows.ids_BS.dtype)))
-        padded_BSH = model.base_model(input_ids=ids_BS, attention_mask=mask_BS, use_cache=False).last_hidden_state
+        places_BS = np.arange(ids_BS.shape[1]) - first_B[:, None]
+        real_BS = (places_BS >= 0) & (places_BS < lengths_B[:, None])
+        ids, mask = (torch.from_numpy(x).to(device) for x in (ids_BS, real_BS.astype(ids_BS.dtype)))
+        padded_BSH = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        # As in training, only the padded batch has a row's last token, which no earlier token may see
+        packed = ids_BS, (lengths_B - 1).clip(min=1), first_B
         for share in shares:
-            layout = make_layout(rows, lengths_B, share=share)
+            layout = Layout(*packed, share=share, rebase=share and rebase, implementation=attention, device=device)
             try:
                 hidden_TH = run_packed(model, layout, {"use_cache": False}).last_hidden_state[0]
             except LayoutNotReadError as error:
                 found[share] = str(error)
                 continue
-            packed_BS = layout.at_BS >= 0
             # A model that is split over devices may begin and end on different devices
-            at_N, packed_BS = layout.at_BS[packed_BS].to(hidden_TH.device), packed_BS.to(padded_BSH.device)
-            found[share] = _difference_reason(model, hidden_TH[at_N], padded_BSH[packed_BS])
+            packed_BS = (layout.at_BS >= 0).to(padded_BSH.device)
+            hidden_NH = hidden_TH[layout.real_places().to(hidden_TH.device)]
+            found[share] = _difference_reason(model, hidden_NH, padded_BSH[packed_BS])
     return found
 
 
-def _rows_to_check(model: Any, batch: Rows) -> Rows:
+def _rows_to_check(
+    model: Any, ids_BS: NDArray[Any], first_B: NDArray[Any], lengths_B: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the first rows of the batch and a copy of the longest with another second half, all after padding.
 
     So two rows always have an equal start and a different end, each more than a tenth of the tokens. The padding
@@ -69,17 +74,13 @@ def _rows_to_check(model: Any, batch: Rows) -> Rows:
     """
     limits = (longest_equal(model), getattr(model.config.get_text_config(), "max_position_embeddings", None))
     most = min([_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0)])
-    first_B, lengths_B = batch.first_B[:_ROWS], batch.lengths_B[:_ROWS].clamp(min=1, max=max(most, 1))
-    width = int(lengths_B.max())
-    columns_S = torch.arange(width)
-    source_BS = (first_B.unsqueeze(1) + columns_S).clamp(max=batch.ids_BS.shape[1] - 1)
-    ids_BS = batch.ids_BS[:_ROWS].gather(1, source_BS)
+    lengths_B = lengths_B[:_ROWS].clip(1, max(most, 1))
+    width = lengths_B.max()
+    source_BS = (first_B[:_ROWS, None] + np.arange(width)).clip(max=ids_BS.shape[1] - 1)
+    ids_BS = np.take_along_axis(ids_BS[:_ROWS], source_BS, axis=1)
     longest = lengths_B.argmax()
-    half = width - width // 2
-    twin_S = torch.cat([ids_BS[longest, :half], ids_BS[longest, : width // 2]])
-    ids_BS = F.pad(torch.cat([ids_BS, twin_S.unsqueeze(0)]), (_PREPENDED, 0))
-    lengths_B = torch.cat([lengths_B, lengths_B[longest].unsqueeze(0)])
-    return Rows(ids_BS, torch.full_like(lengths_B, _PREPENDED), lengths_B)
+    twin_S = np.concatenate([ids_BS[longest, : width - width // 2], ids_BS[longest, : width // 2]])
+    return np.pad(np.vstack([ids_BS, twin_S]), ((0, 0), (_PREPENDED, 0))), np.append(lengths_B, lengths_B[longest])
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .attention import accept_layouts
-from .first_batch import Rows, packing_differences
+from .first_batch import packing_differences
 from .layout import Layout
 from .support import longest_equal, padded_reason, rebases
 
@@ -99,19 +99,13 @@ class Packing:
             self._warn_once(f"A batch is not packed: {found}.")
             return None
         self.left_out += ids_BS.numel() - found.tokens
-        return found.for_pass(_attention_of(model))
+        return found.for_pass(model.config.get_text_config()._attn_implementation)
 
     def _check(self, model: Any, batch: "HostBatch", device: torch.device) -> None:
         """Compare a few rows of the first batch with their padded forward, and turn off what gives other results."""
         shares = (True, False) if self.unshared_reason is None else (False,)
-        rows = Rows(*map(torch.from_numpy, (batch.ids_BS, batch.first_B, batch.lengths_B)))
-
-        def make_layout(rows: Rows, lengths_B: Tensor, *, share: bool) -> Layout:
-            on_host = (x.numpy() for x in (rows.ids_BS, lengths_B, rows.first_B))
-            layout = Layout(*on_host, share=share, rebase=share and self._rebase, device=device)
-            return layout.for_pass(_attention_of(model))
-
-        off = packing_differences(model, rows, device, make_layout, shares)
+        rows = batch.ids_BS, batch.first_B, batch.lengths_B
+        off = packing_differences(model, rows, device, shares, rebase=self._rebase)
         if off[False] is not None:
             self.padded_reason = off[False]
             self._warn_once(f"Batches of {type(model).__name__} stay padded: {off[False]}.")
@@ -194,11 +188,6 @@ def _layout(batch: HostBatch, lengths_B: NDArray[Any], share: bool, rebase: bool
     return Layout(
         *(batch.ids_BS, lengths_B, batch.first_B), scored_BS=batch.scored_BS, share=share, rebase=rebase, device=device
     )
-
-
-def _attention_of(model: Any) -> str:
-    name: str = model.config.get_text_config()._attn_implementation
-    return name
 
 
 class LastResult:
