@@ -65,8 +65,14 @@ def test_it_equals_its_definition(batch: tuple[Any, Any, Any, Any], how: tuple[b
     assert layout.shared == any(queries != keys for queries, keys in lengths)
     assert layout.tokens == len(tokens)
     row_N, column_N = np.nonzero(scored_BS)
-    found = [x.tolist() for x in layout.scored]
-    assert found == [row_N.tolist(), column_N.tolist(), at_BS[row_N, column_N].tolist()]
+    at_N = at_BS[row_N, column_N]
+    found, same_N = [x.tolist() for x in (layout.row_N, layout.column_N, layout.at_N)], layout.same_N.tolist()
+    assert found == [row_N.tolist(), column_N.tolist(), at_N.tolist()]
+    # One number for all tokens with an index, that of one of them
+    assert at_N[same_N].tolist() == at_N.tolist()
+    assert len({*same_N}) == len({*at_N})
+    assert layout.no_mask.shape == (1, 1, 1, 1)
+    assert layout.no_mask.isnan().all()
 
 
 def test_a_result_is_kept_while_its_tensors_live_and_are_not_written_to():

@@ -148,6 +148,19 @@ def test_values_are_moved_where_an_exponential_overflows_and_nowhere_else(
         kl_times_ratio=biased,
     )
     assert got_reference is not None
+    # The policy's own log-probs are the old ones in the first iteration: the ratio is 1
+    of_own, without = (
+        bounded_old_and_reference(
+            *(policy_BC, policy_BC, reference_BC, tokens_BC, scale),
+            of_sequences=sequences,
+            bounds_ratio=False,
+            kl_times_ratio=biased,
+        )
+        for scale in (torch.tensor(2.0), None)
+    )
+    assert torch.equal(of_own[0], policy_BC)
+    assert without[0] is policy_BC
+    assert torch.equal(without[1], of_own[1])
 
     def exponentials(old_BC: torch.Tensor, reference_BC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         log_ratio = policy_BC - old_BC

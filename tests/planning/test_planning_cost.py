@@ -114,4 +114,5 @@ def test_parts_need_the_memory_of_one_at_a_time() -> None:
         joined_RC = parts.joined(values)
     assert len(parts) > 4
     assert torch.equal(joined_RC, scored.tokens_BC.float())
-    assert largest.elements == scored.tokens_BC.numel()
+    # The copy for the host also holds ids and mask of the prompts
+    assert largest.elements == scored.tokens_BC.numel() + 2 * batch["prompt_ids"].numel()

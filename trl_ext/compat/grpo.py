@@ -102,11 +102,12 @@ def answered_by(
     trainer: GRPOInternals, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
 ) -> AbstractContextManager[None]:
     """Make TRL's pass of `model` over `batch`, and no other, return `answer`: log-probs, entropies, router loss."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    # TRL's own loss runs no other pass. To compare rows, the host waits for the device
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) if has_own_loss(trainer) else None
     unanswered = getattr(trainer, PASS)
 
     def answered(called: Any, input_ids: torch.Tensor, *positional: Any, **options: Any) -> Any:
-        if called is model and torch.equal(input_ids, ids):
+        if called is model and (ids is None or torch.equal(input_ids, ids)):
             return answer
         return unanswered(called, input_ids, *positional, **options)
 

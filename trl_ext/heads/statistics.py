@@ -102,20 +102,19 @@ class RunningStatistics:
 
     def combine_(self, group: dist.ProcessGroup | None = None) -> Tensor:
         """Move the shift to the max, add up the ranks of `group`, and return the factor of this rank's sums, (N,)."""
-        maxima = torch.stack([x for x in (self.max, self.max_before_target) if x is not None])
-        others = group is not None and maxima.numel() > 0
+        others = group is not None and self.max.numel() > 0
         if others:
+            maxima = torch.stack([x for x in (self.max, self.max_before_target) if x is not None])
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        moved = self.shift - maxima[0]
+            self.max, self.max_before_target = maxima[0], None if len(maxima) == 1 else maxima[1]
+        moved = self.shift - self.max
         rescale = torch.exp(moved)
         if self.sum_shifted_exp is not None:
             self.sum_shifted_exp = (self.sum_shifted_exp + moved * self.sum_exp) * rescale
         if self.sum_sq_exp is not None:
             self.sum_sq_exp = self.sum_sq_exp * rescale.square()
         self.sum_exp = self.sum_exp * rescale
-        self.max = self.shift = maxima[0]
-        if self.max_before_target is not None:
-            self.max_before_target = maxima[1]
+        self.shift = self.max
         if others:
             self.sum_over_(group)
         return rescale
@@ -136,7 +135,9 @@ class RunningStatistics:
     def results(self, outputs: tuple[str, ...]) -> LinearLogProbs:
         """Return the results, after every tile is folded in."""
         log_odds = self.log_odds
-        log_p, log_q = F.logsigmoid(log_odds), F.logsigmoid(-log_odds)
+        log_p = F.logsigmoid(log_odds)
+        read_q = self.sum_shifted_exp, self.sum_sq_exp
+        log_q = log_p if all(x is None for x in read_q) else F.logsigmoid(-log_odds)
         results: dict[str, Tensor] = {}
         if "log_probs" in outputs:
             results["log_probs"] = log_p

@@ -85,8 +85,7 @@ def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
     input_ids, position_ids = row if layout.shard is None else (layout.shard.columns(x) for x in row)
     # transformers does not change a mask of four dimensions. A layer that reads it instead of the layout gets NaN, and
     # the check of the first batch detects that.
-    mask = torch.full((1, 1, 1, 1), torch.nan, device=layout.input_ids.device)
-    packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": mask, _KEYWORD: layout}
+    packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": layout.no_mask, _KEYWORD: layout}
     outputs = model.base_model(**{**inputs, **packed})
     if layout.reads[0] == before:
         raise LayoutNotReadError(_NOT_PASSED)

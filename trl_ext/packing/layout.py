@@ -25,14 +25,6 @@ class Segment(NamedTuple):
     keys: int
 
 
-class Scored(NamedTuple):
-    """The tokens of a batch whose next token is predicted: row, column, and index in the packed row, each `(N,)`."""
-
-    row_N: Tensor
-    column_N: Tensor
-    at_N: Tensor
-
-
 class Shard(Protocol):
     """This rank's share of a row that n ranks split: c of T tokens. In attention: all tokens of some of the A heads."""
 
@@ -50,7 +42,9 @@ class Layout:
         position_ids (`Tensor` of shape `(1, T)`): their positions.
         keys_K (`Tensor` of shape `(K,)`): the index in the packed row of each key.
         query_starts, key_starts (`Tensor`, int32): where each row with its own tokens begins, and the end.
-        scored (`Scored`): the tokens whose next token is predicted.
+        row_N, column_N, at_N (`Tensor`): of the tokens whose next token is predicted, row, column, and packed index.
+        same_N (`Tensor`): for each of these, which one's results stand for all with the same packed index.
+        no_mask (`Tensor` of shape `(1, 1, 1, 1)`): NaN, fp32.
         segments (`list[Segment]`): the parts of the packed row; each is a batch without padding.
         shared (`bool`): whether rows share a token. If not, the keys are the packed tokens in order.
         longest_query, longest_key (`int`): the most queries and keys of a row.
@@ -100,9 +94,10 @@ class Layout:
         self.tokens, keys = (sum(x) for x in zip(*lengths, strict=True))
         scored_BS = np.zeros(ids_BS.shape, bool) if scored_BS is None else scored_BS
         ends_B = np.count_nonzero(scored_BS, axis=1).cumsum()
-        sizes = [self.tokens, self.tokens, keys, *3 * [ends_B[-1]], len(lengths) + 1]
+        sizes = [self.tokens, self.tokens, keys, *4 * [ends_B[-1]], len(lengths) + 1, 1]
         whole, at = _staging(sum(sizes), torch.device(device)), np.cumsum(sizes)[:-1]
-        ids_T, position_T, keys_K, row_N, column_N, at_N, starts = np.split(whole.numpy(), at)
+        ids_T, position_T, keys_K, row_N, column_N, at_N, same_N, starts, nan = np.split(whole.numpy(), at)
+        nan.view(np.float32)[:] = np.nan
         t = k = 0
         for (i, first, common, length), path in zip(self._rows, self._paths(), strict=True):
             own = slice(t, t + length - common)
@@ -114,13 +109,17 @@ class Layout:
             of_row = slice(ends_B[i] - len(columns), ends_B[i])
             row_N[of_row], column_N[of_row], at_N[of_row] = i, columns, path[columns - first]
             t = own.stop
+        same_T = np.empty(self.tokens, np.int64)
+        same_T[at_N] = np.arange(len(at_N))
+        same_N[:] = same_T[at_N]
         starts = starts.view(np.int32).reshape(2, -1)
         starts[:, 0], starts[:, 1:] = 0, np.cumsum(lengths, axis=0).T
         self._device = torch.device(device)
         parts = whole.to(device, non_blocking=True).split([int(size) for size in sizes])
         self.input_ids, self.position_ids = (x.unsqueeze(0) for x in parts[:2])
-        self.keys_K, self.scored = parts[2], Scored(*parts[3:6])
-        self.query_starts, self.key_starts = parts[6].view(torch.int32).view(2, -1)
+        self.keys_K, self.row_N, self.column_N, self.at_N, self.same_N = parts[2:7]
+        self.query_starts, self.key_starts = parts[7].view(torch.int32).view(2, -1)
+        self.no_mask = parts[8].view(torch.float32)[:1].view(1, 1, 1, 1)
         self.implementation = implementation
         self.reads = [0]
         self.masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}

@@ -43,7 +43,9 @@ class LossInputs:
         """
         facts = plan.facts
         remembered_BC = inputs.get("old_per_token_logps")
-        in_loss_BC = scored.tokens_BC & loss_mask(inputs)  # a subclass's loss also reads a tool's tokens
+        in_loss_BC = scored.tokens_BC
+        if "tool_mask" in inputs:  # a subclass's loss also reads a tool's tokens
+            in_loss_BC = in_loss_BC & loss_mask(inputs)
         if remembered_BC is None:
             policy_BC = scored.spread(policy_RC)
             old_BC = policy_BC.detach()
@@ -54,7 +56,7 @@ class LossInputs:
             old_BC = remembered_BC
             if not inputs.get(SCORED, scored.tokens_BC)[scored.tokens_BC].all():
                 raise RuntimeError(_NOT_REMEMBERED)
-            policy_BC = scored.spread(policy_RC, old_BC)
+            policy_BC = torch.where(scored.tokens_BC, scored.spread(policy_RC), old_BC)
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
             reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
@@ -62,13 +64,11 @@ class LossInputs:
         if facts.sampler_ratio is not None and ratio is None:
             formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), in_loss_BC, facts.sampler_ratio)
             ratio = formed.ratio
-        scale = inputs["advantages"].abs().max()
+        scale = None
+        if remembered_BC is not None or facts.trust_sampling_log_probs:  # otherwise the old policy is the policy
+            scale = inputs["advantages"].abs().max() * (1.0 if ratio is None else ratio.max())
         bounded_old_BC, reference_BC = bounded_old_and_reference(
-            policy_BC,
-            old_BC,
-            reference_BC,
-            in_loss_BC,
-            scale if ratio is None else scale * ratio.max(),
+            *(policy_BC, old_BC, reference_BC, in_loss_BC, scale),
             of_sequences=plan.of_sequences,
             bounds_ratio=plan.bounds_ratio,
             kl_times_ratio=facts.kl_times_ratio,
@@ -119,8 +119,8 @@ def with_padding(inputs: dict[str, Any], *scored_BC: Tensor) -> tuple[dict[str, 
 
 
 def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> dict[str, Tensor]:
-    """The old policy's log-probs as a micro-batch keeps them."""
-    return dict(zip(KEPT, (torch.where(tokens_BC, log_probs_BC, 0.0), tokens_BC), strict=True))
+    """The old policy's log-probs, 0 where nothing was scored, as a micro-batch keeps them."""
+    return dict(zip(KEPT, (log_probs_BC, tokens_BC), strict=True))
 
 
 def with_scored(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +128,8 @@ def with_scored(inputs: dict[str, Any]) -> dict[str, Any]:
     old_BC = inputs.get("old_per_token_logps")
     if old_BC is None or SCORED in inputs:
         return inputs
-    return {**inputs, **kept_log_probs(torch.where(old_BC == torch.inf, torch.nan, old_BC), ~old_BC.isnan())}
+    kept_BC = old_BC.nan_to_num(0.0, torch.nan, -torch.inf)
+    return {**inputs, **kept_log_probs(kept_BC, ~old_BC.isnan())}
 
 
 def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
@@ -180,10 +181,9 @@ def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int])
     tokens_BC, entropies_BC = loss_inputs.scored.tokens_BC, loss_inputs.entropies_BC.detach()
     rows = len(tokens_BC)
     counts = [rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *ran]
-    entropy = torch.where(tokens_BC, entropies_BC, 0.0).sum()
-    sums = torch.stack([x.float() for x in (entropy, tokens_BC.sum(), tokens_BC.any(dim=1).sum())])
-    on_host = torch.empty(len(counts), pin_memory=sums.is_cuda).copy_(torch.tensor(counts))
-    return torch.cat([sums, on_host.to(sums.device, non_blocking=True)])
+    sums = [x.sum(dtype=torch.float32).view(1) for x in (entropies_BC, tokens_BC, tokens_BC.any(dim=1))]
+    on_host = torch.empty(len(counts), pin_memory=entropies_BC.is_cuda).copy_(torch.tensor(counts))
+    return torch.cat([*sums, on_host.to(entropies_BC.device, non_blocking=True)])
 
 
 def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:

@@ -9,6 +9,7 @@ from heapq import heappop, heapreplace
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from .rows import ScoredTokens, is_rowwise
@@ -32,24 +33,22 @@ class RowTokens:
             packed (`bool`): whether padding, and what follows a row's last scored token, is left out.
             shared (`bool`): whether rows of a forward share their prompt.
         """
-        mask_BP = batch["prompt_mask"]
-        rows, completion_tokens = scored.tokens_BC.shape
-        prompt_tokens_B = mask_BP.sum(dim=1)
-        runs_B = torch.zeros_like(prompt_tokens_B).index_fill(0, scored.rows_R, 1)
-        after_last_B = scored.tokens_BC.flip(dims=[1]).view(torch.uint8).argmax(dim=1)
-        # The last scored token is predicted, and is no input
-        own_B = scored.tokens_BC.any(dim=1) * (completion_tokens - 1 - after_last_B)
-        if not packed:
-            prompt_tokens_B = torch.full_like(prompt_tokens_B, mask_BP.size(1))
-            own_B = torch.full_like(own_B, completion_tokens)
-        runs, prompt_tokens, own_tokens = torch.stack([runs_B, prompt_tokens_B, own_B]).tolist()
+        (rows, C), P = scored.tokens_BC.shape, batch["prompt_ids"].size(1)
+        runs = {*(range(rows) if scored.every_row else scored.rows_R.tolist())}
+        # In one copy, for which the host waits
+        on_host = torch.cat([batch["prompt_ids"], batch["prompt_mask"], scored.tokens_BC], dim=1).cpu().numpy()
+        ids_BP, mask_BP, tokens_BC = np.split(on_host, [P, 2 * P], axis=1)
+        prompt_tokens, own_tokens = [P] * rows, [C] * rows
         prompts: Iterable[Hashable] = range(rows)
+        if packed:
+            prompt_tokens = np.count_nonzero(mask_BP, axis=1).tolist()
+            # The last scored token is predicted, and is no input
+            own_tokens = (tokens_BC.any(axis=1) * (C - 1 - tokens_BC[:, ::-1].argmax(axis=1))).tolist()
         if packed and shared:
-            content_BP = batch["prompt_ids"].to(torch.int32, copy=True).masked_fill_(mask_BP == 0, -1).cpu().numpy()
-            prompts = (content_P.tobytes() for content_P in content_BP)
+            prompts = (prompt_P.tobytes() for prompt_P in np.where(mask_BP, ids_BP, -1))
         numbers: dict[Hashable, int] = {}
         prompt_B = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
-        return cls([x if run else -1 for x, run in zip(prompt_B, runs, strict=True)], prompt_tokens, own_tokens)
+        return cls([x if row in runs else -1 for row, x in enumerate(prompt_B)], prompt_tokens, own_tokens)
 
     def by_prompt(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """`rows` by their prompt in their order, those left out under -1."""

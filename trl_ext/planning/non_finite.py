@@ -90,7 +90,7 @@ def bounded_old_and_reference(
     old_BC: Tensor,
     reference_BC: Tensor | None,
     tokens_BC: Tensor,
-    scale: Tensor,
+    scale: Tensor | None,
     *,
     of_sequences: bool,
     bounds_ratio: bool,
@@ -103,24 +103,28 @@ def bounded_old_and_reference(
 
     Args:
         tokens_BC (`Tensor`, bool): the tokens of the loss.
-        scale (`Tensor`, scalar): the largest factor of the ratio in the loss.
+        scale (`Tensor`, scalar, *optional*): the largest factor of the ratio in the loss; None if the ratio is 1.
         of_sequences, bounds_ratio, kl_times_ratio (`bool`): as in `GRPOPlan` and `GRPOFacts`. Of a sequence all tokens
             move by the same amount. A ratio that the loss bounds stays, because the off-policy mask reads it too.
     """
-    policy_BC = policy_BC.detach()
-    log_ratio_BC = torch.where(tokens_BC, policy_BC - old_BC, 0.0)
-    seen = log_ratio_BC
-    if of_sequences:
-        seen = log_ratio_BC.sum(dim=1, keepdim=True) / tokens_BC.sum(dim=1, keepdim=True).clamp(min=1)
-    ratio_BC = torch.where(tokens_BC, seen.exp(), 0.0)
-    too_large = ~(ratio_BC.sum() * scale.clamp(min=1.0)).isfinite() & (not bounds_ratio)
+    policy_BC, others_BC = policy_BC.detach(), ~tokens_BC
+    if scale is not None:
+        log_ratio_BC = (policy_BC - old_BC).masked_fill(others_BC, 0.0)
+        seen = log_ratio_BC
+        if of_sequences:
+            seen = log_ratio_BC.sum(dim=1, keepdim=True) / tokens_BC.sum(dim=1, keepdim=True).clamp(min=1)
+        ratio_BC = seen.exp().masked_fill(others_BC, 0.0)
+        too_large = ~(ratio_BC.sum() * scale.clamp(min=1.0) < torch.inf) & (not bounds_ratio)
     if reference_BC is not None:
-        log_kl_BC = torch.where(tokens_BC, reference_BC - policy_BC, 0.0)
-        kl_BC = log_kl_BC.exp() * ratio_BC if kl_times_ratio else torch.where(tokens_BC, log_kl_BC.exp(), 0.0)
-        kl_too_large = ~kl_BC.sum().isfinite()
+        log_kl_BC = (reference_BC - policy_BC).masked_fill(others_BC, -torch.inf)
+        kl_times_ratio &= scale is not None
+        kl_BC = log_kl_BC.exp() * ratio_BC if kl_times_ratio else log_kl_BC.exp()
+        kl_too_large = ~(kl_BC.sum() < torch.inf)
         reference_BC = torch.where(kl_too_large & (log_kl_BC > BOUND), policy_BC + BOUND, reference_BC)
         if kl_times_ratio:
             too_large = too_large | kl_too_large
+    if scale is None:
+        return old_BC, reference_BC
     excess = (seen - BOUND).clamp(min=0.0)
     moved_BC = policy_BC - BOUND
     if of_sequences:  # by the same amount, unless it is infinite

@@ -5,6 +5,7 @@ Dimensions: B rows, R rows that run, C completion tokens, P prompt tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,35 +23,38 @@ class ScoredTokens:
     def every_row(self) -> bool:
         return len(self.rows_R) == len(self.tokens_BC)
 
-    def spread(self, values_RC: Tensor, unscored_BC: Tensor | float = 0.0) -> Tensor:
-        """`values_RC` as `(B, C)`, with `unscored_BC` where nothing was scored.
+    @cached_property
+    def unscored_BC(self) -> Tensor:
+        return ~self.tokens_BC
+
+    def spread(self, values_RC: Tensor) -> Tensor:
+        """`values_RC` as `(B, C)`, with 0 where nothing was scored.
 
         It stays in the graph of `values_RC`, even if no token is scored.
         """
         values_BC = values_RC
         if not self.every_row:
             values_BC = values_RC.new_zeros(self.tokens_BC.shape).index_copy(0, self.rows_R, values_RC)
-        return torch.where(self.tokens_BC, values_BC, unscored_BC)
+        return values_BC.masked_fill(self.unscored_BC, 0.0)
 
     def tokens_left_out(self, batch: dict[str, Any]) -> int:
         """The number of skipped tokens of `batch`, padding included."""
-        left_out: int = tokens_of(batch) // len(self.tokens_BC) * (len(self.tokens_BC) - len(self.rows_R))
-        return left_out
+        return tokens_of(batch) // len(self.tokens_BC) * (len(self.tokens_BC) - len(self.rows_R))
 
     def labelled(self, model: Callable[..., Any], outputs: tuple[str, ...]) -> Callable[..., Any]:
         """`model(..., labels=labels)`, which scores only these tokens, and computes `outputs` of them.
 
         Call it with the R rows, whole or in successive chunks.
         """
-        tokens_RC = self.tokens_BC[self.rows_R]
+        unscored_RC = self.unscored_BC if self.every_row else self.unscored_BC[self.rows_R]
         start = 0
 
         def call(*args: Any, labels: Tensor, **inputs: Any) -> Any:
             nonlocal start
-            chunk_rC = tokens_RC[start : start + len(labels)]
+            chunk_rC = unscored_RC[start : start + len(labels)]
             start += len(labels)
-            scored_rS = torch.nn.functional.pad(chunk_rC, (labels.size(1) - chunk_rC.size(1), 0))
-            return model(*args, **inputs, labels=labels.masked_fill(~scored_rS, -100), head_outputs=outputs)
+            unscored_rS = torch.nn.functional.pad(chunk_rC, (labels.size(1) - chunk_rC.size(1), 0), value=True)
+            return model(*args, **inputs, labels=labels.masked_fill(unscored_rS, -100), head_outputs=outputs)
 
         return call
 

@@ -114,12 +114,14 @@ class ScoringForward:
             scored = self._score(hidden_NH, head, targets_N, outputs)
         else:
             # By index, because the host would wait for the number of a mask's tokens
-            row_N, column_N = (x.to(held.device) for x in layout.scored[:2])
-            at_N = layout.scored.at_N.to(hidden.device)
+            row_N, column_N, same_N = (x.to(held.device) for x in (layout.row_N, layout.column_N, layout.same_N))
+            at_N = layout.at_N.to(hidden.device)
             targets_N = shift_labels[row_N, column_N]
             scored = self._score_row(hidden.squeeze(0), at_N, shard, head, targets_N, outputs)
             if layout.shared and scored.entropy is not None:
-                scored = scored._replace(entropy=_first_entropy(scored.entropy, at_N.to(held.device), tokens))
+                # Those of equal tokens differ by rounding, which depends on the target, and TRL compares them
+                # (`top_entropy_quantile`)
+                scored = scored._replace(entropy=scored.entropy[same_N])
         self.token_counts[2] += len(targets_N)
         if factor != 1.0:
             scored = LinearLogProbs(*(None if x is None else scale_grad(x, factor) for x in scored))
@@ -130,9 +132,9 @@ class ScoringForward:
 
         # Without labels the loss is a zero in the graph, so its backward runs
         fields = {name: None if x is None else spread(x) for name, x in scored._asdict().items()}
-        log_probs = fields["log_probs"]
-        assert log_probs is not None
-        loss = -log_probs.sum() / (mask_BS.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        assert scored.log_probs is not None
+        count = max(1, len(targets_N)) if num_items_in_batch is None else num_items_in_batch
+        loss = scored.log_probs.sum() / -count
         aux_loss = None
         if kwargs.get("output_router_logits"):
             router_logits = backbone_outputs.router_logits
@@ -272,16 +274,6 @@ def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForwar
 
     model.forward = types.MethodType(forward, model)
     return scoring
-
-
-def _first_entropy(entropy_N: Tensor, at_N: Tensor, tokens: int) -> Tensor:
-    """Return for each token the entropy of the first token that is predicted from the same place of the row.
-
-    The two differ by rounding, which depends on the target, and TRL compares them (`top_entropy_quantile`).
-    """
-    numbers_N = torch.arange(len(at_N), device=at_N.device)
-    first_T = at_N.new_full((tokens,), len(at_N)).scatter_reduce_(0, at_N, numbers_N, "amin")
-    return entropy_N[first_T[at_N]]
 
 
 def _backbone(model: Any) -> Any:

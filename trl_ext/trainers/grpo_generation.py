@@ -125,13 +125,14 @@ class GRPOGeneration:
     def _equal_rewards(self, batch: dict[str, Any]) -> Tensor:
         """Return which rows are in groups with identical rewards, `(B,)` bool; if planned, zero their advantages."""
         trainer, rewards = self.trainer, self._trl.rewards
-        equal = rows_of_equal_rewards(
-            rewards,
-            trainer.reward_weights.to(rewards.device),
+        equal = rows_of_equal_rewards(  # on the host: on a device these are a dozen tiny kernels
+            rewards.cpu(),
+            trainer.reward_weights.cpu(),
             trainer.num_generations,
             normalized_apart=trainer.multi_objective_aggregation == "normalize_then_sum",
         )
         equal_B = equal.view(trainer.accelerator.num_processes, -1)[trainer.accelerator.process_index]
+        equal_B = equal_B.to(rewards.device, non_blocking=True)
         if trainer.plan.zeroes_equal_rewards:
             batch["advantages"] = batch["advantages"].masked_fill(equal_B, 0.0)
         return equal_B

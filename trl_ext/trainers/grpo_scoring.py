@@ -9,10 +9,12 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat import grpo as internals
 from ..compat.replaced import replaced, unrecorded_pass
 from ..distributed.ranks import Ranks
+from ..packing.packing import LastResult
 from ..planning.grpo import GRPOPlan
 from ..planning.loss_inputs import (
     KEPT,
@@ -67,6 +69,7 @@ class GRPOScoring:
         self._gradients: list[Tensor] = []  # with respect to the loss of each part of a micro-batch
         self._last_parts_to_come = 0
         self._in_training_step = False
+        self._scored: Any = WeakTensorKeyDictionary()  # by the mask of completions
 
     @property
     def _mode(self) -> str:
@@ -143,7 +146,11 @@ class GRPOScoring:
         own_loss = plan.facts.has_own_loss  # it may read the tokens of tool calls
         if not self.trainer.model.training or internals.has_images(inputs) or own_loss:
             return every_token(inputs, of_tools=own_loss)
-        return scored_tokens(inputs, skip_masked=plan.skips_masked, skip_zero_advantages=plan.skips_zero_advantages)
+        # The passes of a micro-batch share them: the host waits for the device once
+        given = [inputs.get(name) for name in ("completion_mask", "tool_mask", "advantages", "prompt_mask")]
+        skips = {"skip_masked": plan.skips_masked, "skip_zero_advantages": plan.skips_zero_advantages}
+        found = self._scored.setdefault(given[0], LastResult())
+        return found.of(*given, make=partial(scored_tokens, inputs, **skips))  # type: ignore[no-any-return]
 
     # The passes
 
