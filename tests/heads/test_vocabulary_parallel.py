@@ -82,7 +82,9 @@ def assert_values(problem: Problem, found: dict[str, Tensor], expected: dict[str
     for name in VALUES + ("mean_log_probs",) * any(problem.mean_used):
         assert found[name].dtype == (torch.float64 if wide else torch.float32)
         assert found[name].shape == expected[name].shape
-        assert floats_apart(found[name], expected[name]) <= (1e-12 if wide else 2e-5) * bound, name
+        # Tiles of one class, as only tests have them, leave the shift far below the largest logit: its terms cancel
+        limit = 1e-12 if wide else 2e-5 if name == "entropy" else 1e-5
+        assert floats_apart(found[name], expected[name]) <= limit * bound, name
     # In fp32 a softcap can make unequal logits equal
     if wide or (problem.ties and problem.softcap is None):
         assert torch.equal(found["is_top1"], expected["is_top1"])

@@ -173,7 +173,7 @@ def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> It
 
 
 def with_labels(model: Any, labels: torch.Tensor) -> Callable[..., Any]:
-    """Return `model`, whose scoring forward gets these labels. They equal TRL's, and packing knows the tensor again."""
+    """Return `model` with these labels in place of TRL's equal ones: the same tensor lets packing reuse the layout."""
 
     def call(*positional: Any, **keywords: Any) -> Any:
         if keywords.get("fused_lm_head"):

@@ -138,7 +138,7 @@ class _KeptOnHost:
         with _on(copies):
             memory.copy_(tensor, non_blocking=copies is not None)
         if copies is not None:
-            # The device reuses the memory only after the copy, which it may have to wait for
+            # Held until the compute stream waits for the copy, so that nothing overwrites the memory before
             self._leaving.append((copies.record_event(), tensor))
             if len(self._leaving) > self._in_flight:
                 torch.cuda.current_stream(self._device).wait_event(self._leaving.popleft()[0])

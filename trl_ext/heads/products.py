@@ -90,8 +90,8 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
 def project_into(out: Tensor, hidden_NH: Tensor, weight_VH: Tensor) -> None:
     """Compute `out_NV = hidden_NH @ weight_VH.T`, the head's product.
 
-    On the CPU, fp32 operands with more than 1024 hidden units are multiplied in float64. With fp32 partial sums, the
-    worst of a million logits is off by 4e-7 of the largest, which the bound of half-precision operands allows.
+    On the CPU, fp32 operands with more than 1024 hidden units are multiplied in float64: with fp32 partial sums, the
+    worst of a million logits is off by 4e-7 of the largest. Half-precision operands have a wider bound.
     """
     long = hidden_NH.dtype == torch.float32 and hidden_NH.shape[1] > 1024
     if out.device.type == "cpu" and long and out.dtype == torch.float32:
