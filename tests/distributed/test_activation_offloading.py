@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 import trl_ext
 from device_memory import allocated_by
 from resumable_runs import build, weights
-from tiny import Workshop
+from tiny import Workshop, lora_config
 from trl_ext.distributed.gradients import _HostCopy, _KeptOnHost, activations_on_host
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
@@ -65,6 +66,26 @@ def test_a_tensor_that_is_saved_twice_is_copied_once() -> None:
     # A graph with `retain_graph=True` unpacks twice
     assert all(torch.equal(kept.unpack(first), before) for _ in range(2))
     assert torch.equal(kept.unpack(second), x)
+
+
+def test_tensors_that_lora_layers_save_several_times_are_copied_once(workshop: Workshop) -> None:
+    base = AutoModelForCausalLM.from_pretrained(workshop.model("untied"), dtype=torch.bfloat16)
+    attach_scoring_forward(base, ScoringOptions())
+    model = get_peft_model(base, lora_config(target_modules="all-linear"))
+    kept, saved = _KeptOnHost(model, CPU), []
+
+    def pack(tensor: torch.Tensor) -> Any:
+        packed = kept.pack(tensor)
+        if isinstance(packed, _HostCopy):
+            saved.append((tensor.detach(), packed))  # alive, so that no address is used again
+        return packed
+
+    tokens = torch.arange(3, 3 + 4 * 16).view(4, 16)
+    with torch.autograd.graph.saved_tensors_hooks(pack, kept.unpack):
+        model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+    distinct = {(x.data_ptr(), x.nbytes, x.dtype) for x, _ in saved}
+    assert len({packed for _, packed in saved}) == len(distinct)
+    assert len(distinct) < len(saved)
 
 
 def test_without_an_accelerator_it_is_refused(workshop: Workshop, tmp_path: Path) -> None:

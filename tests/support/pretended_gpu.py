@@ -124,9 +124,13 @@ def _place() -> tuple[str, int]:
 
 
 class Pretended(Tensor):
-    """A tensor on the pretended device; `held` has its numbers, in host memory."""
+    """A tensor on the pretended device; `held` has its numbers, in host memory.
+
+    A parameter whose `data` is set to a host tensor lies in host memory, until it is set to a pretended one again.
+    """
 
     held: Tensor
+    on_host = False
 
     @staticmethod
     def __new__(cls, held: Tensor, requires_grad: bool = False) -> "Pretended":
@@ -134,20 +138,34 @@ class Pretended(Tensor):
             cls, held, requires_grad, dispatch_device=True, device_for_backend_keys=CUDA
         )
         made.held = held
+        ORDER.allocated(made)
         return made
 
-    device = property(lambda self: CUDA)
-    is_cuda = property(lambda self: True)
-    is_cpu = property(lambda self: False)
+    device = property(lambda self: torch.device("cpu") if self.on_host else CUDA)
+    is_cuda = property(lambda self: not self.on_host)
+    is_cpu = property(lambda self: self.on_host)
+
+    @property
+    def data(self) -> Tensor:
+        return _placed(self).detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.on_host = not isinstance(_placed(value), Pretended)
+        if self.on_host:
+            assert (value.shape, value.dtype) == (self.shape, self.dtype)
+        else:
+            Tensor.data.__set__(self, value)
+        self.held = held(value)
 
     def get_device(self) -> int:
-        return 0
+        return -1 if self.on_host else 0
 
     def is_pinned(self, *_: Any) -> bool:
         return False
 
     def record_stream(self, stream: Any) -> None:
-        """Memory is not reused while a tensor lives, and what is freed is not checked."""
+        ORDER.lent.setdefault(ORDER.key(self), set()).add(stream.number)
 
     def tolist(self) -> Any:
         RECORD.wait("tolist")
@@ -187,6 +205,11 @@ def held(x: Any) -> Any:
     return x.held if isinstance(x, Pretended) else x
 
 
+def _placed(x: Any) -> Any:
+    """Return a pretended tensor that lies in host memory as a plain one, and anything else as it is."""
+    return x.held if isinstance(x, Pretended) and x.on_host else x
+
+
 # Operations that launch nothing
 _VIEWS = {
     *(
@@ -219,6 +242,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is torch.ops.prim.device.default:
         return CUDA
     name = func._schema.name.split("::")[1]
+    args, kwargs = tree_map(_placed, (args, kwargs))
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     here = [x for x in tensors if isinstance(x, Pretended)]
     asked = kwargs.get("device")
@@ -507,7 +531,8 @@ _NUMBERS = itertools.count()
 class Order:
     """Checks that work on memory that another stream wrote, or writes what another stream read, waits for it.
 
-    Memory that is freed while a stream works on it is not covered.
+    Memory that is freed goes back to the stream that allocated it. The next work of that stream must wait for those of
+    the other streams that worked on it, except where `record_stream` told the allocator of them.
     """
 
     def __init__(self) -> None:
@@ -517,6 +542,9 @@ class Order:
         # storage -> what wrote it last, and what has read it since: (stream's number, its work)
         self.writes: dict[int, tuple[int, int]] = {}
         self.reads: dict[int, dict[int, int]] = {}
+        self.lent: dict[int, set[int]] = {}  # storage -> numbers of streams, of `record_stream`
+        self._owners: dict[int, int] = {}  # storage on the device -> number of the stream that allocated it
+        self._others: dict[int, dict[int, int]] = {}  # the same -> what other streams have done with it last
         self._alive: dict[int, StorageWeakRef] = {}  # its number is not given to another storage
         self._in_host_memory: set[int] = set()
 
@@ -535,25 +563,45 @@ class Order:
             stream.done |= self.host
             stream.done[stream.number] += 1
             self.all[stream.number] = stream.done[stream.number]
+            self._check_freed(stream)
         seen = self.host if on_host else stream.done
         for x, writes in [*((x, False) for x in read), *((x, True) for x in written)]:
-            key = self._key(x)
+            key = self.key(x)
             if not isinstance(x, Pretended):
                 self._in_host_memory.add(key)
+            elif not on_host and stream.number != self._owners[key]:
+                self._others.setdefault(key, {})[stream.number] = stream.done[stream.number]
             before = [self.writes[key]] if key in self.writes else []
             before += self.reads.get(key, {}).items() if writes else []
             for number, work in before:
                 if seen[number] < work:
                     by = "the host" if on_host else f"stream {stream.number}"
-                    message = f"{what} on {by} does not wait for stream {number}, from %s:%d" % _place()
-                    RECORD.mixed.append(message)
-                    raise RuntimeError(message)
+                    self._refuse(f"{what} on {by} does not wait for stream {number}")
             if on_host:
                 continue
             if writes:
                 self.writes[key], self.reads[key] = (stream.number, stream.done[stream.number]), {}
             else:
                 self.reads.setdefault(key, {})[stream.number] = stream.done[stream.number]
+
+    def allocated(self, x: Pretended) -> None:
+        """Other streams must wait for what the current one did before it allocated memory: it may have used it."""
+        key, stream = self.key(x), self.current
+        if key not in self._owners:
+            self._owners[key] = stream.number
+            self.writes.setdefault(key, (stream.number, stream.done[stream.number]))
+
+    def _check_freed(self, stream: Stream) -> None:
+        for key in [x for x in self._others if self._alive[x].expired()]:
+            if self._owners[key] == stream.number:
+                for number, work in self._others.pop(key).items():
+                    if stream.done[number] < work and number not in self.lent.get(key, ()):
+                        self._refuse(f"memory of stream {stream.number} is freed before stream {number} is done")
+
+    def _refuse(self, what: str) -> None:
+        message = f"{what}, from %s:%d" % _place()
+        RECORD.mixed.append(message)
+        raise RuntimeError(message)
 
     def waited(self, *, every: bool = False) -> None:
         """The host waits for the current stream, or for `every` one."""
@@ -564,15 +612,15 @@ class Order:
         plain = type(x) is Tensor and x.layout == torch.strided
         return plain and StorageWeakRef(x.untyped_storage()).cdata in self._in_host_memory
 
-    def _key(self, x: Tensor) -> int:
+    def key(self, x: Tensor) -> int:
         reference = StorageWeakRef(held(x).untyped_storage())
         key: int = reference.cdata
         if key not in self._alive:
             self._alive[key] = reference
             if len(self._alive) % 5000 == 0:
-                for dead in [name for name, x in self._alive.items() if x.expired()]:
+                for dead in [name for name, x in self._alive.items() if x.expired() and name not in self._others]:
                     self._in_host_memory.discard(dead)
-                    for found in (self._alive, self.writes, self.reads):
+                    for found in (self._alive, self.writes, self.reads, self.lent, self._owners):
                         found.pop(dead, None)  # type: ignore[attr-defined]
         return key
 
@@ -645,6 +693,10 @@ def start() -> None:
             RECORD.launch(f"triton {self.fn.__name__}")
             if not all(here):
                 RECORD.refuse(f"the kernel {self.fn.__name__} of cuda:0 and cpu")
-        return launch(self, *map(held, args), **{name: held(x) for name, x in kwargs.items()})
+        before = [held(x).clone() for x in tensors]
+        launch(self, *map(held, args), **{name: held(x) for name, x in kwargs.items()})
+        if any(here):
+            written = [x for x, was in zip(tensors, before, strict=True) if bool((held(x) != was).any())]
+            ORDER.run(self.fn.__name__, [x for x in tensors if all(x is not y for y in written)], written)
 
     GridExecutor.__call__ = interpreted

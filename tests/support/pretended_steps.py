@@ -48,6 +48,8 @@ STEPS = {
     "grpo-lora-torch-kernels": Steps("grpo", {}, {}, {"head_kernels": "torch"}),
     "grpo-lora-padded": Steps("grpo", {}, {}, {"padding_free": False}),
     "grpo-lora-offloading": Steps("grpo", {}, {}, {"activation_offloading": True}),
+    "dpo-lora-offloading": Steps("dpo", {}, {"activation_offloading": True}),  # by TRL
+    "dpo-full-hosted": Steps("dpo", None, {}, {"reference_device": "cpu"}),
 }
 
 
@@ -90,19 +92,19 @@ def train(name: str, root: Path, record: Any = None) -> Outcome:
     steps = STEPS[name]
     workshop = Workshop(root / "tiny")
     folder = Path(tempfile.mkdtemp(dir=root))
-    ours = steps.ours | ({"activation_offloading": False} if record is None else {})  # the CPU has nothing to offload
-    own = (
-        {}
-        if library
-        else (ours if steps.kind == "grpo" else steps.ours)
-        | ({"reference_store_dir": str(folder)} if steps.kind == "dpo" else {})
-    )
+    config = steps.config | ({} if library else steps.ours)
+    if record is None:
+        config.pop("activation_offloading", None)  # the CPU has nothing to offload
+    if steps.kind == "dpo" and not library:
+        config["reference_store_dir"] = str(folder)
     lora = None if steps.lora is None else lora_config(**steps.lora)
     policy = base(workshop, steps.model)
     bf16 = not steps.tf32  # TF32 concerns fp32 products
     if bf16 and lora is not None:
         policy = policy.bfloat16()
     reference = base(workshop, steps.model) if steps.kind == "dpo" and lora is None else None
+    if record is not None and reference is not None:
+        reference = reference.to("cuda")  # the parameters of a hosted one go to the host and back
 
     class Counts(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
@@ -131,7 +133,7 @@ def train(name: str, root: Path, record: Any = None) -> Outcome:
         trainer = build(
             *(steps.kind, trl if library else trl_ext, workshop, folder, policy, reference),
             **{**_CONFIG, "bf16": bf16, "use_cpu": record is None, "model": steps.model, "peft_config": lora},
-            **{**steps.config, **own},
+            **config,
         )
         trainer.add_callback(counts)
         trainer.train()
@@ -160,6 +162,9 @@ def main(names: list[str]) -> None:
     # Triton's interpreter stops at an `if` of theirs. These are their functions for devices without Triton
     stock._forward_kernel = pretended_gpu.one_kernel(stock._forward_tile)
     stock._backward_kernel = pretended_gpu.one_kernel(stock._backward_tile)
+    from trl_ext.reference import hosted
+
+    hosted._check_supported = lambda _: None  # a pretended weight is no plain parameter
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder, pretended_gpu.DeviceMode():
         for name in names:

@@ -121,52 +121,118 @@ with pretended_gpu.DeviceMode():
     wrong(lambda: pinned / 3)
     torch.cuda.synchronize()
     x.sub_(1), pinned / 3
+    for lent in (True, False):
+        z = torch.ones(4, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            z + 1
+        if lent:
+            z.record_stream(side)
+        del z
+        wrong(lambda: x + 1)
 print(*found, sep="; ")
 """
     on = ("aten.add.Tensor on stream 1", "aten.mul.Tensor on stream 0", "aten.sub_.Tensor on stream 0")
     others = (0, 1, 1)
     expected = [f"{what} does not wait for stream {other}" for what, other in zip(on, others, strict=True)]
     expected.append("aten.div.Tensor on the host does not wait for stream 0")
+    expected.append("memory of stream 0 is freed before stream 1 is done")
+    assert pretended_gpu.python("-c", script) == "; ".join(expected)
+
+
+def test_kernels_and_streams_must_wait_for_each_other():
+    script = """
+import pretended_gpu, torch, triton, triton.language as tl
+pretended_gpu.start()
+found = []
+
+@triton.jit
+def double(x, y):
+    tl.store(y + tl.arange(0, 4), tl.load(x + tl.arange(0, 4)) * 2)
+
+def wrong(work):
+    try:
+        work()
+    except RuntimeError as error:
+        found.append(str(error).split(", from")[0])
+
+def on_side(work):
+    with torch.cuda.stream(side):
+        work()
+
+with pretended_gpu.DeviceMode():
+    x, y, side = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    double[(1,)](x, y)
+    on_side(lambda: x + 1)
+    wrong(lambda: on_side(lambda: x.sub_(1)))
+    wrong(lambda: on_side(lambda: y * 2))
+    side.wait_stream(torch.cuda.current_stream())
+    on_side(lambda: x.sub_(1))
+    wrong(lambda: double[(1,)](x, y))
+print(*found, sep="; ")
+"""
+    expected = ("aten.sub_.Tensor on stream 1", "aten.mul.Tensor on stream 1", "double on stream 0")
+    expected = [f"{what} does not wait for stream {other}" for what, other in zip(expected, (0, 0, 1), strict=True)]
     assert pretended_gpu.python("-c", script) == "; ".join(expected)
 
 
 def test_the_hosted_reference_locks_its_own_bytes_and_orders_its_copies():
     script = """
-import transformers, pretended_gpu, torch
+import logging, transformers, pretended_gpu, torch
+from unittest.mock import patch
 sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2}
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=700))
+tokens = torch.arange(48).view(2, 24)
+want = model(tokens).logits.detach()
 pretended_gpu.start()
 from trl_ext.reference import hosted
-pretended_gpu.RUNTIME.refuses = True
-import logging
 lines = []
 logging.getLogger("trl_ext").addFilter(lambda line: lines.append(line.getMessage()))
-with pretended_gpu.DeviceMode():
+with pretended_gpu.DeviceMode(), torch.no_grad():
+    pretended_gpu.RUNTIME.refuses = True
     hosted._Group(iter([torch.nn.Parameter(torch.ones(9))]), True)
     assert "cudaHostRegister: error 2" in lines[0]
     pretended_gpu.RUNTIME.refuses = False
-    reference = hosted.HostedReference(model, torch.device("cuda"))
+    with patch.object(hosted, "_check_supported"):  # a pretended weight is no plain parameter
+        reference = hosted.HostedReference(pretended_gpu.moved(model), torch.device("cuda"))
     locked = pretended_gpu.RUNTIME.locked
     weights = sum(x.nbytes for x in model.parameters())
     assert len(locked) == 5 and weights <= sum(locked.values()) <= weights + 5 * 4096
-    want = [group.host.clone() for group in reference._layers]
-    # A parameter of the host cannot point at the pretended device: the place of each layer is read in its stead
-    places = []
-    hosted._Group.point_at = lambda self, memory: places.append(memory)
+    ahead = []  # the copy of the next layer starts before a layer computes
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: ahead.append(max(x.layer or 0 for x in reference._places)))
     for _ in range(2):
-        reference._enter()
-        for index, layer in enumerate(want):
-            reference._bring(index)
-            assert torch.equal((places[-1][: len(layer)] + 0).cpu(), layer)
-            reference._drop(index)
-        reference._leave()
-    wait, hosted._wait = hosted._wait, lambda stream, event: None
-    try:
-        reference._enter(), reference._bring(0), places[-1] + 0
-    except RuntimeError as error:
-        print(str(error).split(", from")[0])
+        assert torch.allclose(model(tokens.to("cuda")).logits.cpu(), want, atol=1e-5)
+        assert all(x.device.type == "cpu" for x in model.parameters())
+    assert ahead == [1, 2, 3, 3] * 2
+    wait, wrong = hosted._wait, []
+
+    def call_without(number):
+        # Leave out one wait of the first three layers
+        numbers = iter(range(1000))
+        torch.cuda.synchronize()
+        x = tokens.to("cuda") + 0
+        try:
+            with patch.object(hosted, "_wait", lambda *given: next(numbers) == number or wait(*given)):
+                model(x)
+        except ZeroDivisionError:
+            x + 0
+        except RuntimeError:
+            wrong.append(number)
+
+    for number in range(8):
+        call_without(number)
+    broken = model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    for number in (1000, 5):
+        try:
+            call_without(number)
+        except RuntimeError as error:
+            wrong.append(str(error).split(", from")[0])
+print(*wrong, sep="; ")
 """
-    assert "does not wait for stream" in pretended_gpu.python("-c", script)
+    freed = "memory of stream 0 is freed before stream 1 is done"
+    assert pretended_gpu.python("-c", script) == f"1; 3; 5; 6; 7; {freed}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -197,9 +263,15 @@ def test_no_file_makes_the_host_wait_more_often(name: str, tmp_path_factory: pyt
 
 
 @pytest.mark.slow
-def test_offloading_adds_no_wait(tmp_path_factory: pytest.TempPathFactory):
-    offloaded, kept = (on_gpu(name, tmp_path_factory) for name in ("grpo-lora-offloading", "grpo-lora"))
-    assert sum(offloaded.waits.values()) == sum(kept.waits.values())
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("grpo-lora-offloading", "grpo-lora"), ("dpo-lora-offloading", "dpo-lora"), ("dpo-full-hosted", "dpo-full")],
+)
+def test_copies_to_and_from_the_host_add_no_wait(name: str, without: str, tmp_path_factory: pytest.TempPathFactory):
+    copied, kept = (on_gpu(x, tmp_path_factory) for x in (name, without))
+    waits = [{file: n for file, n in x.waits_of().items() if "trl/" not in file} for x in (copied, kept)]
+    assert waits[0] == waits[1]  # TRL's class, which DPO takes, adds some
+    assert copied.launches.get("copy_", 0) > kept.launches.get("copy_", 0)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

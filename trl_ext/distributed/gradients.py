@@ -100,7 +100,8 @@ def activations_on_host(model: nn.Module, device: torch.device) -> Iterator[None
 
     Only tensors on `device` move; weights of `model` and small, expanded or sharded tensors stay. A tensor that is
     saved several times is copied once. The copies run on their own stream, so neither host nor device waits for each.
-    Values are bitwise equal. The copies live as long as the graph.
+    Values are bitwise equal. The copies live as long as the graph. TRL's class, which DPO takes, does not serve: it
+    keeps a tensor that is saved twice on the device, and raises if a graph is dropped or unpacked twice.
     """
     kept = _KeptOnHost(model, device)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
