@@ -100,10 +100,12 @@ class Problem:
             written = work.fold(statistics, tile, self.operand, None if first else sums)
             numbers = {name: x.clone() for name, x in vars(statistics).items() if isinstance(x, torch.Tensor)}
             seen.append({**numbers, "coefficients": written.clone(), "sums": sums.clone()})
-        statistics.combine_()
+        rescale, log_odds, results = work.finish(statistics, self.outputs)
+        found = {name: x for name, x in results._asdict().items() if x is not None}
+        seen.append({"rescale": rescale, "log_odds": log_odds, "sum_exp": statistics.sum_exp.clone(), **found})
         asked = {name: x if name in self.upstream else None for name, x in self.given.items()}
         entropy = self.given["log_probs"].abs()
-        numbers = (column(statistics.max), statistics.sum_exp.clamp(min=1), statistics.target_logit, entropy)
+        numbers = (column(statistics.shift), statistics.sum_exp.clamp(min=1), statistics.target_logit, entropy)
         coefficients = Coefficients(*numbers, LinearLogProbs(**asked), self.transform, self.vocabulary)
         coefficients.use_unit(coefficients.unit())
         dtypes = {name: self.operand if name in self.asks else None for name in ("nontarget_grad", "grad_logits")}
@@ -133,6 +135,8 @@ def compare(problem):
             largest = float(want.double().nan_to_num(posinf=0, neginf=0).abs().max())
             if name == "sum_shifted_exp":
                 largest = max(largest, float(right["sum_exp"].max()))  # its terms may cancel
+            if name in ("log_odds", *OUTPUTS):
+                largest = max(largest, 1.0)  # differences of logits
             if name == "sum_logits":
                 largest = max(largest, problem.vocabulary**0.5)  # its terms may cancel
             off = (got.double() - want.double()).abs()
@@ -438,13 +442,13 @@ HALVES = {"bias_ptr", "coefficients_ptr", "nontarget_grad_ptr", "grad_logits_ptr
 NUMBERS = {"targets_ptr": "*i64", "start": "i32", "width": "i32", "stride": "i32"}
 # These pointers may be None
 OPTIONAL = {"bias_ptr", "sum_shifted_exp_ptr", "sum_sq_exp_ptr", "sum_logits_ptr", "max_before_target_ptr", "sums_ptr",
-    "offset_ptr", "entropy_slope_ptr", "scale_ptr", "uniform_grad_ptr", "grad_logits_ptr"}
+    "entropy_ptr", "offset_ptr", "entropy_slope_ptr", "scale_ptr", "uniform_grad_ptr", "grad_logits_ptr"}
 
 def type_of(name):
     return NUMBERS.get(name) or ("*" if name.endswith("_ptr") else "") + ("bf16" if name in HALVES else "fp32")
 
 def compiled(kernel, flags, width, target):
-    sizes = {"FAR": 8.0, "COLUMNS": width, "UNITS": 4096, "CAPPED": flags}
+    sizes = {"FAR": 8.0, "COLUMNS": width, "UNITS": 4096, "CAPPED": flags, "BLOCK": 1024}
     constants = {p.name: sizes[p.name] for p in kernel.params if p.is_constexpr}
     if not flags:
         constants |= {name: None for name in kernel.arg_names if name in OPTIONAL}
@@ -458,7 +462,7 @@ def compiled(kernel, flags, width, target):
     return triton.compile(source, target=target, options=options)
 
 backend, arch, lanes = TARGET
-for kernel in (kernels.fold, kernels.gradient):
+for kernel in (kernels.fold, kernels.finish, kernels.gradient):
     for flags, width in ((True, 8192), (False, 1024)):
         made = compiled(kernel, flags, width, GPUTarget(backend, arch, lanes))
         assert made.asm["cubin" if backend == "cuda" else "hsaco"]
@@ -469,6 +473,8 @@ for kernel in (kernels.fold, kernels.gradient):
             command = [get_ptxas(arch).path, "-v", "--gpu-name", name, ptx, "-o", "/dev/null"]
             said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             assert "0 bytes spill stores, 0 bytes spill loads" in said, said
+            if kernel is kernels.finish:  # one number of each token: too few to need vectors
+                continue
             each = width // 32 // _of_width(width)["num_warps"]  # columns of a thread
             vectors = {way: len(re.findall(way + r"[.]global\\S*[.]v4", made.asm["ptx"])) for way in ("ld", "st")}
             assert vectors["ld"] >= each // 4, vectors  # fp32, 16 bytes each

@@ -81,7 +81,7 @@ def main() -> None:
         few = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
         linear_log_probs(few, few, torch.zeros(8, dtype=torch.long, device="cuda"), kernels="triton")
         pretended_gpu.HELD_ON, pretended_gpu._run = torch.device("meta"), counting
-        triton_work.triton_kernels = type("Kernels", (), {"fold": Kernel(), "gradient": Kernel()})
+        triton_work.triton_kernels = type("Kernels", (), {x: Kernel() for x in ("fold", "finish", "gradient")})
         for use, (of_hidden, of_weight) in USES.items():
             shapes = {"dtype": torch.bfloat16, "device": "cuda"}
             hidden, weight = torch.empty(N, H, **shapes), torch.empty(V, H, **shapes)  # type: ignore[call-overload]

@@ -95,7 +95,7 @@ class _LogProbsFromLogits(torch.autograd.Function):
             scratch = torch.empty_like(logits)
             statistics = RunningStatistics(targets, product.shape[1], outputs, product.dtype)
             statistics.fold_(every, 0, logits, scratch)
-            results = statistics.results(outputs)
+            results = statistics.finish_(outputs).results
         numbers = statistics.shift, statistics.sum_exp, statistics.target_logit
         ctx.save_for_backward(product, targets, *numbers, results.entropy if entropy_grad else None)
         ctx.transform = transform

@@ -13,7 +13,7 @@ So sums in units of exp(m), such as the gradient of the hidden states, are seldo
 to the max.
 """
 
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,16 @@ def log_odds(target_logit: Tensor, shift: Tensor, sum_exp: Tensor) -> Tensor:
     return (target_logit - shift - sum_exp.log()).masked_fill((largest == torch.inf) | (largest <= ABSENT), torch.nan)
 
 
+class Finished(NamedTuple):
+    """What follows from the statistics after the last tile."""
+
+    rescale: Tensor
+    """The factor (N,) of this rank's sums in units of exp(shift), because the shift is the max now."""
+    log_odds: Tensor
+    """log(p / (1 - p)) of the target, (N,)."""
+    results: LinearLogProbs
+
+
 class RunningStatistics:
     """Statistics in `dtype` (fp32 or float64) of the tokens with `targets` (N,), updated with every tile of logits.
 
@@ -45,22 +55,24 @@ class RunningStatistics:
     def __init__(
         self, targets: Tensor, vocabulary: int, outputs: tuple[str, ...], dtype: torch.dtype, *, partial: bool = False
     ) -> None:
-        def full(value: float) -> Tensor:
-            return torch.full(targets.shape, value, dtype=dtype, device=targets.device)
+        def full(value: float, count: int = 1) -> tuple[Tensor, ...]:
+            return torch.full((count, *targets.shape), value, dtype=dtype, device=targets.device).unbind()
 
         self.targets = targets
         self.vocabulary = vocabulary
-        self.max = full(torch.finfo(dtype).min)
-        self.shift = full(torch.finfo(dtype).min)
-        self.sum_exp = full(0.0)
+        self.max, self.shift = full(torch.finfo(dtype).min, 2)
+        sums = (
+            "entropy" in outputs,
+            "log_sum_sq_probs" in outputs,
+            not {"mean_logits", "mean_log_probs"}.isdisjoint(outputs),
+        )
+        self.sum_exp, *zeros = full(0.0, 1 + sum(sums))
         # NaN until the tile of the target: a target out of range, which is not checked on CUDA, gives NaN
-        self.target_logit = full(torch.nan)
+        (self.target_logit,) = full(torch.nan)
         if partial:  # the target may be in the rows of another rank
             self.target_logit.masked_fill_((targets >= 0) & (targets < vocabulary), 0.0)
-        self.sum_shifted_exp = full(0.0) if "entropy" in outputs else None
-        self.sum_sq_exp = full(0.0) if "log_sum_sq_probs" in outputs else None
-        self.sum_logits = full(0.0) if {"mean_logits", "mean_log_probs"} & {*outputs} else None
-        self.max_before_target = full(-torch.inf) if "is_top1" in outputs else None
+        self.sum_shifted_exp, self.sum_sq_exp, self.sum_logits = (zeros.pop() if asked else None for asked in sums)
+        self.max_before_target = full(-torch.inf)[0] if "is_top1" in outputs else None
 
     def _take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
         """Replace each row's target logit by `ABSENT` in the tile (n, v) from column `start`. Overwrites `scratch`."""
@@ -127,25 +139,28 @@ class RunningStatistics:
         dist.all_reduce(sums, group=group)
         vars(self).update(zip(held, sums, strict=True))
 
-    @cached_property
-    def log_odds(self) -> Tensor:
-        """log(p / (1 - p)) of the target, after `combine_`."""
-        return log_odds(self.target_logit, self.shift, self.sum_exp)
+    def finish_(self, outputs: tuple[str, ...], group: dist.ProcessGroup | None = None) -> Finished:
+        """Combine the ranks of `group`, and return what follows, after every tile is folded in."""
+        rescale = self.combine_(group)
+        odds = log_odds(self.target_logit, self.shift, self.sum_exp)
+        log_p, entropy = F.logsigmoid(odds), None
+        if self.sum_shifted_exp is not None:
+            log_q = F.logsigmoid(-odds)
+            among_others = self.sum_exp.log() - self.sum_shifted_exp / self.sum_exp
+            entropy = log_q.exp() * (among_others - log_q) - log_p.exp() * log_p
+        return Finished(rescale, odds, self.results(outputs, odds, log_p, entropy))
 
-    def results(self, outputs: tuple[str, ...]) -> LinearLogProbs:
-        """Return the results, after every tile is folded in."""
-        log_odds = self.log_odds
-        log_p = F.logsigmoid(log_odds)
-        read_q = self.sum_shifted_exp, self.sum_sq_exp
-        log_q = log_p if all(x is None for x in read_q) else F.logsigmoid(-log_odds)
+    def results(
+        self, outputs: tuple[str, ...], log_odds: Tensor, log_p: Tensor, entropy: Tensor | None
+    ) -> LinearLogProbs:
+        """Return the results, after `combine_`."""
         results: dict[str, Tensor] = {}
         if "log_probs" in outputs:
             results["log_probs"] = log_p
-        if self.sum_shifted_exp is not None:
-            among_others = self.sum_exp.log() - self.sum_shifted_exp / self.sum_exp
-            results["entropy"] = log_q.exp() * (among_others - log_q) - log_p.exp() * log_p
+        if entropy is not None:
+            results["entropy"] = entropy
         if self.sum_sq_exp is not None:
-            others = 2 * log_q + self.sum_sq_exp.log() - 2 * self.sum_exp.log()
+            others = 2 * F.logsigmoid(-log_odds) + self.sum_sq_exp.log() - 2 * self.sum_exp.log()
             results["log_sum_sq_probs"] = torch.logaddexp(2 * log_p, others)
         if self.sum_logits is not None:
             mean = self.sum_logits / self.vocabulary

@@ -27,7 +27,7 @@ from .products import (
     refuse_second_derivative,
     statistics_dtype,
 )
-from .statistics import RunningStatistics
+from .statistics import Finished, RunningStatistics
 
 # Elements of one fp32 tile. On the CPU two such buffers of 4 MiB exist at a time, three with a softcap
 _ELEMENTS = {"cpu": 2**20}
@@ -160,8 +160,13 @@ class Head:
             sums_NH[some].addcmul_(target_nH.to(self.dtype).to(sums_NH.dtype), coefficient_N[some, None])
 
 
-def _scan(head: Head, x: Operands, rows: Rows, targets: Tensor, others_NH: Tensor | None = None) -> RunningStatistics:
-    """Fold every tile. Fill `others_NH`, if given, with sum_{v != t} exp(z_v - shift) dz_v/dx_v W_v in fp32."""
+def _scan(
+    head: Head, x: Operands, rows: Rows, targets: Tensor, others_NH: Tensor | None
+) -> tuple[RunningStatistics, Finished]:
+    """Fold every tile, and finish.
+
+    Fill `others_NH`, if given, with sum_{v != t} exp(z_v - shift) dz_v/dx_v W_v in fp32, in units before `rescale`.
+    """
     partial = head.shard.exchange.group is not None
     statistics = RunningStatistics(targets, rows.vocabulary, head.outputs, head.accumulate, partial=partial)
     work = head.work(x.hidden.device)
@@ -178,7 +183,7 @@ def _scan(head: Head, x: Operands, rows: Rows, targets: Tensor, others_NH: Tenso
         others_NH.zero_()  # this rank has no row of the weight
     elif others_NH is not None and head.transform.slope != 1:
         others_NH.mul_(head.transform.slope)
-    return statistics
+    return statistics, work.finish(statistics, head.outputs, head.shard.exchange.group)
 
 
 def _gathered(x: Operands, part: Part) -> Operands:
@@ -202,18 +207,16 @@ def _scored(
             gradient_MH = None
             if form_gradient:
                 gradient_MH = x.hidden.new_empty(together.hidden.shape, dtype=head.accumulate)
-            statistics = _scan(head, together, rows, targets_M, gradient_MH)
-            rescale = statistics.combine_(head.shard.exchange.group)[:, None]
+            statistics, finished = _scan(head, together, rows, targets_M, gradient_MH)
             if gradient_MH is not None:
-                others_share = torch.sigmoid(-statistics.log_odds)[:, None]
-                factor = -others_share / statistics.sum_exp[:, None]
-                gradient_MH.mul_(factor * rescale)
+                others_share = torch.sigmoid(-finished.log_odds)
+                gradient_MH.mul_((-others_share / statistics.sum_exp * finished.rescale)[:, None])
                 slope = head.transform.derivative(statistics.target_logit)
-                head.add_targets_(gradient_MH, others_share[:, 0] * slope, rows, targets_M, x.rows)
+                head.add_targets_(gradient_MH, others_share * slope, rows, targets_M, x.rows)
                 saved.append([part.summed(gradient_MH)])
             else:
                 saved.append(part.own(statistics.shift, statistics.sum_exp, statistics.target_logit))
-            scored.append(part.own(*statistics.results(head.outputs)))
+            scored.append(part.own(*finished.results))
     results = (None if x[0] is None else _concatenated(x) for x in zip(*scored, strict=True))
     return LinearLogProbs(*results), [_concatenated(x) for x in zip(*saved, strict=True)]
 

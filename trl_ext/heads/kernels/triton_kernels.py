@@ -1,4 +1,4 @@
-"""The Triton kernels. Each program turns one row of a tile's fp32 product into operands of the next product.
+"""The Triton kernels. A program of `fold` or `gradient` turns a row of a tile's product into operands of the next one.
 
 Triton compiles them for NVIDIA, AMD and Intel devices; with TRITON_INTERPRET=1 they run on the CPU.
 
@@ -105,6 +105,54 @@ def fold(
                 units = first + tl.arange(0, 1024)
                 sums = tl.load(sums_ptr + row * UNITS + units, mask=units < UNITS, other=0.0)
                 tl.store(sums_ptr + row * UNITS + units, sums * rescale, mask=units < UNITS)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def finish(
+    max_ptr,  # all (N,) fp32
+    log_sum_exp_ptr,  # of the exponentials in units of exp(shift)
+    target_logit_ptr,
+    shift_ptr,  # in and out
+    sum_exp_ptr,  # in and out
+    sum_shifted_exp_ptr,
+    rescale_ptr,  # from here on out
+    log_odds_ptr,
+    log_probs_ptr,
+    entropy_ptr,
+    tokens,
+    absent,
+    BLOCK: tl.constexpr,
+):
+    """Move the shift to the max, and write log-odds, log-probs and entropy."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < tokens
+    largest = tl.load(max_ptr + rows, mask=inside, other=0.0)
+    shift = tl.load(shift_ptr + rows, mask=inside, other=0.0)
+    sum_exp = tl.load(sum_exp_ptr + rows, mask=inside, other=1.0)
+    log_sum_exp = tl.load(log_sum_exp_ptr + rows, mask=inside, other=0.0)
+    target_logit = tl.load(target_logit_ptr + rows, mask=inside, other=0.0)
+    rescale = tl.exp(shift - largest)
+    tl.store(rescale_ptr + rows, rescale, mask=inside)
+    tl.store(sum_exp_ptr + rows, sum_exp * rescale, mask=inside)
+    tl.store(shift_ptr + rows, largest, mask=inside)
+    at_most = tl.where(target_logit > largest, target_logit, largest)
+    log_odds = target_logit - shift - log_sum_exp
+    log_odds = tl.where((at_most == float("inf")) | (at_most <= absent), float("nan"), log_odds)
+    tl.store(log_odds_ptr + rows, log_odds, mask=inside)
+    # log(1 + exp(-|d|)) = 2 artanh(exp(-|d|) / (2 + exp(-|d|))): the series has the precision that log lacks near 1
+    decay = tl.exp(-tl.abs(log_odds))
+    x = decay / (2 + decay)
+    square = x * x
+    series = 1 / 9 + square * (1 / 11 + square * (1 / 13 + square * (1 / 15 + square * (1 / 17))))
+    series = 1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * series)))
+    log1p = 2 * x * series
+    log_p = tl.where(log_odds < 0, log_odds, 0.0) - log1p
+    tl.store(log_probs_ptr + rows, log_p, mask=inside)
+    if entropy_ptr is not None:
+        log_q = tl.where(log_odds > 0, -log_odds, 0.0) - log1p
+        among_others = log_sum_exp - tl.load(sum_shifted_exp_ptr + rows, mask=inside, other=0.0) / sum_exp
+        entropy = tl.exp(log_q) * (among_others - log_q) - tl.exp(log_p) * log_p
+        tl.store(entropy_ptr + rows, entropy, mask=inside)
 
 
 @triton.jit(do_not_specialize=["start"])

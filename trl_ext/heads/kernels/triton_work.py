@@ -4,14 +4,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor
 
 from ..gradients import Coefficients
 from ..logits import LogitTransform
-from ..statistics import ABSENT, FAR, RunningStatistics
+from ..statistics import ABSENT, FAR, Finished, RunningStatistics
 from . import triton_kernels
 from .work import Tile
+
+_TOKENS = 1024  # of a program of `finish`
 
 
 class TritonWork:
@@ -44,6 +47,23 @@ class TritonWork:
                 **_of_width(v),
             )
         return written
+
+    def finish(
+        self, statistics: RunningStatistics, outputs: tuple[str, ...], group: dist.ProcessGroup | None = None
+    ) -> Finished:
+        combined = None if group is None else statistics.combine_(group)
+        held = (statistics.max, statistics.sum_exp.log(), statistics.target_logit, statistics.shift, statistics.sum_exp)
+        rescale, log_odds, log_p, entropy = statistics.max.new_empty(4, len(statistics.max)).unbind()
+        written = entropy if statistics.sum_shifted_exp is not None else None
+        with _current(statistics.max.device):
+            triton_kernels.finish[(triton.cdiv(len(rescale), _TOKENS),)](
+                *(*held, statistics.sum_shifted_exp, rescale, log_odds, log_p, written, len(rescale), ABSENT),
+                BLOCK=_TOKENS,
+            )
+        if statistics.sum_sq_exp is not None:
+            statistics.sum_sq_exp = statistics.sum_sq_exp * rescale.square()
+        results = statistics.results(outputs, log_odds, log_p, written)
+        return Finished(rescale if combined is None else combined, log_odds, results)
 
     def gradient(
         self,

@@ -7,11 +7,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple, Union
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..gradients import Coefficients
 from ..logits import LinearLogProbs, LogitTransform
-from ..statistics import RunningStatistics
+from ..statistics import Finished, RunningStatistics
 
 if TYPE_CHECKING:
     from .triton_work import TritonWork
@@ -79,6 +80,12 @@ class TorchWork:
         if coefficients is None:
             return None
         return (scratch if softcap_derivative is None else scratch.mul_(softcap_derivative)).to(coefficients)
+
+    def finish(
+        self, statistics: RunningStatistics, outputs: tuple[str, ...], group: dist.ProcessGroup | None = None
+    ) -> Finished:
+        """Combine the ranks of `group`, and return what follows, after every tile is folded in."""
+        return statistics.finish_(outputs, group)
 
     def gradient(
         self,
@@ -190,11 +197,10 @@ def _numbers(work: TileWork, transform: LogitTransform, device: torch.device) ->
     work.fold(statistics, first, None, None)
     written = work.fold(statistics, second, torch.float32, sums_nH)
     found = [None if written is None else written.clone(), sums_nH.clone()]
-    statistics.combine_()
-    results = statistics.results(outputs)
-    numbers = (statistics.max, statistics.sum_exp, statistics.target_logit, results.entropy)
+    rescale, log_odds, results = work.finish(statistics, outputs)
+    numbers = (statistics.shift, statistics.sum_exp, statistics.target_logit, results.entropy)
     coefficients = Coefficients(*numbers, LinearLogProbs(given[:, 0], given[:, 1]), transform, 2 * width)
     coefficients.use_unit(coefficients.unit())
     dtypes = {"nontarget_grad": torch.float32, "grad_logits": torch.float32}
-    found += [*results, *work.gradient(coefficients, again, targets, **dtypes)]
+    found += [rescale, log_odds, *results, *work.gradient(coefficients, again, targets, **dtypes)]
     return [x.double().cpu() for x in found if x is not None]
