@@ -43,8 +43,8 @@ def trainer(workshop: Workshop, folder: str, setup: str = "lora", **options) -> 
 def wrong_values(monkeypatch):
     results = tiled.RunningStatistics.results
 
-    def wrong(self, outputs):
-        right = results(self, outputs)
+    def wrong(self, *args):
+        right = results(self, *args)
         return right._replace(log_probs=right.log_probs + 0.01)
 
     monkeypatch.setattr(tiled.RunningStatistics, "results", wrong)

@@ -159,8 +159,8 @@ def test_the_watch_detects_a_gathered_weight(ranks, name):
     assert ranks.run(refused_split, 2, CASES[name]) == [True, True]
 
 
-def wrong_values(right: Any, self: Any, outputs: Any) -> Any:
-    results = right(self, outputs)
+def wrong_values(right: Any, self: Any, *args: Any) -> Any:
+    results = right(self, *args)
     return results._replace(log_probs=results.log_probs + 0.01)
 
 

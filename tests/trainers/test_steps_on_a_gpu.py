@@ -38,8 +38,7 @@ WAITS = {
         "trl_ext/reference/sequences.py": 12,
     },
 }
-# Launches, as a multiple of stock TRL's in the same run. The goal is 1
-LAUNCHES = {"grpo-lora": 1.042, "dpo-lora": 0.921}
+LAUNCHES = ("grpo-lora", "dpo-lora")
 
 
 def on_gpu(name: str, factory: pytest.TempPathFactory) -> Outcome:
@@ -275,10 +274,11 @@ def test_copies_to_and_from_the_host_add_no_wait(name: str, without: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_launches_are_few_beside_those_of_stock_trl(name: str, tmp_path_factory: pytest.TempPathFactory):
+def test_launches_are_at_most_those_of_stock_trl(name: str, tmp_path_factory: pytest.TempPathFactory):
     ours, stock = (on_gpu(name + library, tmp_path_factory) for library in ("", "/stock"))
     assert ours.launches["varlen"] > 0
     assert ours.launches["triton fold"] > 0
-    assert sum(ours.launches.values()) <= LAUNCHES[name] * sum(stock.launches.values())
+    assert ours.launches["triton finish"] > 0
+    assert sum(ours.launches.values()) <= sum(stock.launches.values())
     # Not ours: the same batches, losses and optimizer
     assert ours.loss == pytest.approx(stock.loss, rel=0.05)

@@ -41,27 +41,39 @@ class _IndexSelectFP32Grad(torch.autograd.Function):
     error is 8 times that of one rounding."""
 
     @staticmethod
-    def forward(x: Tensor, index: Tensor) -> Tensor:
-        return x.index_select(0, index)
+    def forward(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.index_select(0, index) for x in tensors)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        x, index = inputs
-        ctx.save_for_backward(index)
-        ctx.shape = x.shape
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.rows = len(inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
-        total = gradient.new_zeros(ctx.shape, dtype=torch.float32)
-        return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None
+
+        def summed(*gradients: Tensor) -> tuple[Tensor, ...]:
+            (count, *shape), dtype = (len(gradients), *gradients[0].shape), gradients[0].dtype
+            stacked = gradients[0].new_empty(count, *shape, dtype=torch.float32)
+            total = stacked.new_zeros(count, ctx.rows, *shape[1:])
+            return total.index_add_(1, index, torch.stack(gradients, out=stacked)).to(dtype).unbind()
+
+        # In one sum, except those of keys and values with different head sizes
+        equal = len({x.shape for x in gradients}) == 1
+        return None, *(summed(*gradients) if equal else (summed(x)[0] for x in gradients))
 
 
 def index_select_fp32_grad(x: Tensor, index: Tensor) -> Tensor:
     """Return `x[index]`, whose gradient sums repeated indices in fp32 or float64."""
-    if x.dtype not in _HALF:
-        return x.index_select(0, index)
-    return _IndexSelectFP32Grad.apply(x, index)  # type: ignore[no-any-return, no-untyped-call]
+    return _selected(index, x)[0]
+
+
+def _selected(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`index_select_fp32_grad` of several tensors of the same length, dtype and device."""
+    if tensors[0].dtype not in _HALF:
+        return tuple(x.index_select(0, index) for x in tensors)
+    return _IndexSelectFP32Grad.apply(index, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def accept_layouts(model: Any) -> None:
@@ -160,9 +172,7 @@ def _attended(
     module: nn.Module, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
     """Return `(1, T, heads, head_size)`, computed by the fastest kernel that supports all `options`."""
-    key_KHD, value_KHD = (
-        index_select_fp32_grad(x, layout.keys_K) if layout.shared else x for x in (key_THD, value_THD)
-    )
+    key_KHD, value_KHD = _selected(layout.keys_K, key_THD, value_THD) if layout.shared else (key_THD, value_THD)
     if "flash" in layout.implementation:
         return _flash(module, query_THD, key_KHD, value_KHD, layout, options)
     scaling, sliding_window = options["scaling"], options["sliding_window"]
