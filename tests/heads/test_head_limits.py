@@ -107,7 +107,9 @@ def test_logits_that_are_not_finite_give_the_results_of_log_softmax(way: str, ro
 @SMALL
 @hypothesis.given(st.data())
 def test_any_drawn_logits_give_the_results_of_log_softmax(data: Any) -> None:
-    number = st.sampled_from([INF, -INF, NAN]) | st.floats(-30, 30, width=32)
+    # The softcap rounds numbers below 1e-37, so unequal logits may become equal
+    finite = st.floats(-30, 30, width=32).map(lambda x: x if abs(x) > 1e-30 else 0.0)
+    number = st.sampled_from([INF, -INF, NAN]) | finite
     logits = data.draw(st.lists(number, min_size=2, max_size=9))
     assert_as_defined(
         data.draw(st.sampled_from(WAYS)),
