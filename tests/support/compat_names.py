@@ -206,7 +206,7 @@ def _written(found: Names) -> str:
             "Written by `python tests/support/compat_names.py`.",
             '"""',
             "",
-            "# Of a class also the attributes of `self`, and the quoted words in its source",
+            "# The names of a class include the attributes of `self`, and the quoted words in its source",
             *(*plain, "}", "# Functions, with the parameters of every supported release", *functions, "}"),
             "NAMES: dict[str, dict[str, tuple[str, ...]]] = {",
             "owner: dict.fromkeys(_NAMES.get(owner, '').split(), ()) | _FUNCTIONS.get(owner, {})",
