@@ -75,7 +75,7 @@ class Record:
         waits (`Counter`): (path of the file from its package on, line, reason) -> number of host waits. The file is
             the innermost one of `_PACKAGES`.
         launches (`Counter`): operation -> number of kernels that it would launch.
-        mixed (`list[str]`): operations on tensors of two devices. Each also raised an error, which may have been caught.
+        mixed (`list[str]`): operations on tensors of two devices. Each also raised an error, which code may catch.
     """
 
     def __init__(self) -> None:

@@ -340,7 +340,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load as transformers does, and also a split model, or an adapter "default" that is trained beside others."""
+        """Load as transformers does, and also a split model, or a trained adapter "default" if there are others."""
         with self._world_accelerator():
             if not self._checkpoints.load_weights(Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)

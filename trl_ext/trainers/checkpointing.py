@@ -240,7 +240,7 @@ class Checkpoints:
         return str(folder) if name != "default" and folder.is_dir() else checkpoint
 
     def load_default_adapter(self, checkpoint: str) -> None:
-        """Load the adapter "default" if it is trained beside others: transformers would load only the others."""
+        """Load the adapter "default" if it is trained and others exist: transformers would load only those."""
         model = self.trainer.model
         several = isinstance(model, PeftModel) and len(model.peft_config) > 1
         if several and model.active_adapter == "default" and (Path(checkpoint) / PEFT_CONFIG_NAME).exists():

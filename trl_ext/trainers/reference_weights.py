@@ -48,7 +48,7 @@ class ReferenceOfPolicy:
             return
         moves = bool(trainer.args.sync_ref_model)
         self.own = self.adapters.reference(trainer.model, moves)
-        if moves:  # TRL refuses it unless the reference is a separate model
+        if moves:  # TRL accepts `sync_ref_model` only for a separate reference model
             trainer.args.sync_ref_model = False
         self._check_copies(self.own)
 
