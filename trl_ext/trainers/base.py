@@ -118,7 +118,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Hook: called once the groups of ranks are known."""
 
     def check_engine(self, wrapped: Any = None) -> None:
-        """Raise `ValueError` if the engine that runs was not requested. Called again with the `wrapped` model."""
+        """Raise `ValueError` if the running engine is not the requested one. Called again with the `wrapped` model."""
         reason = engine_mismatch(self._requested, detect_engine(self.accelerator, self.model, wrapped))
         if reason is not None:
             raise ValueError(reason)
@@ -197,7 +197,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.plan = self._make_plan()
 
     def explain(self, verbose: bool = False) -> Plan:
-        """Return what runs and why. Printed, it shows the rows that differ from TRL or matter; with `verbose`, all."""
+        """Return what runs and why. Printed, it shows what differs from TRL or matters to users; if `verbose`, all."""
         plan, sources = vars(self).get("plan") or self._make_plan(), self._requested.sources
         by = f" Requested by {' and '.join(sources)}." if sources else ""
         running = detect_engine(self.accelerator, self.model)

@@ -39,7 +39,7 @@ class Lifecycle(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._equal_steps: int | None = 0  # steps so far, all with equal rewards; `None` after others or the warning
+        self._equal_steps: int | None = 0  # steps with equal rewards so far; `None` after others, or after the warning
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -84,7 +84,7 @@ class Lifecycle(TrainerCallback):
 
 
 class MovesReference(trl.SyncRefModelCallback):
-    """TRL's callback for `sync_ref_model`, here for the tensors of the policy that the reference has copies of."""
+    """TRL's callback for `sync_ref_model`, which here updates the reference's copies of the policy's tensors."""
 
     def __init__(self, own: Any) -> None:
         # TRL's callback reads only the parameters of a model

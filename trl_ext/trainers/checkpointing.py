@@ -221,7 +221,7 @@ class Checkpoints:
         return True
 
     def load_weights(self, folder: Path) -> bool:
-        """Load a split model, or weights under other names. Returns `False` if transformers must load them."""
+        """Load weights of a split model, or under other names than its own. Returns `False` if transformers must."""
         trainer, model = self.trainer, self.trainer.model
         if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False

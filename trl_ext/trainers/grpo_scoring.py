@@ -202,7 +202,7 @@ class GRPOScoring:
             accelerator.gradient_state._set_sync_gradients(True)
 
     def before_micro_batch(self) -> None:
-        """Score a new generation batch with the reference. Before an optimizer step, score the later slices."""
+        """Score new slices with the reference and, before an optimizer step, the slices after it with the policy."""
         trainer = self.trainer
         present, *others = self.buffer.to_come()
         self.score_reference([present, *others])
