@@ -1,4 +1,4 @@
-"""Draw the figures of the documentation that need no measurement: formulas, and token counts by the package's code.
+"""Draw the figures of the documentation that need no measurements: they show formulas, and counts of tokens.
 
 python benchmarks/figures.py   # writes docs/images/
 """
@@ -25,7 +25,7 @@ COLOURS = ("#0b6e4f", "#c1292e", "#235789", "#e08e0b", "#7b4fa3")
 
 
 def draw_losses(axes: Any) -> None:
-    """Draw each added loss over the margin of a pair, with a reward difference of 1."""
+    """Draw each added loss against the margin of a pair, for a reward difference of 1."""
     margins = torch.linspace(-3, 4, 281, dtype=torch.float64)
     ones, none = torch.ones_like(margins), torch.zeros_like(margins)
     pairs = Pairs(margins, none, ones, ones, chosen_reward=ones, rejected_reward=none)
@@ -39,7 +39,7 @@ def draw_losses(axes: Any) -> None:
 
 
 def processed_share(prompt: int, completion: int, group: int, *, share: bool) -> float:
-    """Return the share of a padded batch's tokens that a layout processes, the mean over random completion lengths."""
+    """Return the share of a padded batch's tokens that a layout processes: the mean over random completion lengths."""
     generator, shares = torch.Generator().manual_seed(0), []
     for _ in range(DRAWS):
         lengths = torch.randint(1, completion + 1, (group,), generator=generator)
@@ -54,7 +54,7 @@ def processed_share(prompt: int, completion: int, group: int, *, share: bool) ->
 
 
 def draw_packing(axes: Any) -> None:
-    """Draw the share of a padded batch's tokens that is processed over the prompt's length."""
+    """Draw the share of a padded batch's tokens that is processed against the prompt's length."""
     prompts = (16, 64, 128, 256, 512, 1024)
     for group, colour in zip((4, 8, 16), COLOURS, strict=False):
         for share, style in ((False, ":"), (True, "-")):
@@ -70,7 +70,7 @@ def draw_packing(axes: Any) -> None:
 
 
 def draw_bytes(axes: Any) -> None:
-    """Draw the bytes that a rank receives for the head over the number of ranks, for each way to exchange them."""
+    """Draw the bytes that a rank receives for the head against the number of ranks, for each way to exchange them."""
     ranks = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     for tokens, colour in zip((512, 4096), COLOURS, strict=False):
         cases = [HeadCase(ranks=R, tokens=tokens, hidden=4096, vocabulary=131072) for R in ranks]

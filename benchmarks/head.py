@@ -1,4 +1,4 @@
-"""Measure the LM head (hidden states to log-probs) beside its peers: time, peak memory and error against float64.
+"""Measure the LM head (hidden states to log-probs) and its peers: time, peak memory and error against float64.
 
     python benchmarks/head.py --device cuda          # as much of the grid as its budget allows on one GPU, no network
     python benchmarks/head.py --device cuda --sweep  # which tile sizes are fastest for ours
@@ -7,13 +7,13 @@
 
 First it measures the device's ceilings: the rate of a large matrix product and the bandwidth of a large copy. For every
 shape and use it then computes how long the matrix products take at that rate, and the bytes at that bandwidth. The
-longer of the two is the limit. It prints the share of the limit that ours reaches.
+longer of the two times is the limit. It prints how close our head gets to the limit.
 
 Each line that it adds to benchmarks/results/<date>-<device>.jsonl is one subject at one shape in one use: `head_nograd`
 (forward), `head_frozen_fwd_bwd` (forward, and backward to the hidden states, as with LoRA), `head_trained_fwd_bwd`
 (backward to the weight too), and at the first shape each of these with the entropy (`_entropy`), as in GRPO. In one run
 all subjects get the same fresh inputs and take turns, so that a slow moment of the machine affects all of them: compare
-subjects of one run only. `head_subjects.py` describes the subjects; a new one is a function there.
+only subjects of one run. `head_subjects.py` describes the subjects; a new one is a function there.
 
 - median_ms, min_ms, max_ms: time of `ROUNDS` calls, each started on an idle device, by CUDA events; on the CPU, process
   time on one thread.

@@ -16,7 +16,7 @@ Shape = dict[str, int]
 
 @dataclass(frozen=True)
 class Use:
-    """The outputs and gradients of a use, and the matrix products that it takes without whole logits."""
+    """The outputs and gradients of a use, and the matrix products that it needs if logits are not kept."""
 
     products: tuple[str, ...]
     grad_hidden: bool = False

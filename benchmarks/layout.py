@@ -1,9 +1,9 @@
-"""How long the host takes to lay out a micro-batch, from ids, mask and labels to all indices of the packed row.
+"""Measure how long the host takes to lay out a micro-batch: from ids, mask and labels to all indices of the packed row.
 
     python benchmarks/layout.py   # on one thread, 10 seconds
 
-Rows have groups of 8 with one prompt of a quarter of the row, and completions of random lengths. The goals are 6 ms for
-64 rows of 8192 tokens and 0.5 ms for 8 rows of 2048. Copies to a GPU and back are not in the times.
+Rows come in groups of 8 with the same prompt, a quarter of the row, and completions of random lengths. The goals are
+6 ms for 64 rows of 8192 tokens and 0.5 ms for 8 rows of 2048. Copies to a GPU and back are not in the times.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""Measure how much time packing (no padding, shared prompts computed once) saves in training steps, beside stock TRL.
+"""Measure how much time packing (no padding, shared prompts processed once) saves in training steps against stock TRL.
 
     python benchmarks/packing.py           # small models on the CPU, about 10 minutes; on a GPU only the last part
     python benchmarks/packing.py --smoke   # tiny models: a check that it runs; its times mean nothing
@@ -7,10 +7,10 @@
   the CPU, stock's head scores all positions and ours only those with a label, which favors ours if the head is large.
 - `packing_backbone_...`: forward and backward of the model without its head, on a micro-batch, padded and packed.
 - `packing_nothing_to_share_...`: ours with `padding_free=False` and True, on full rows that have nothing in common: the
-  cost of packing if it saves nothing. Forward and backward with the head, for 8 successive lengths.
+  cost of packing when it saves nothing. Forward and backward with the head, for 8 successive lengths.
 
 Goals for the ratio of the medians: GRPO with groups kept together 3, DPO 1.5, nothing to share 0.97. training.py
-measures steps of a size for GPUs.
+measures steps at GPU sizes.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Measure GRPO and DPO steps with passes or rows that do not change the gradient, beside stock TRL, which runs them.
+"""Measure GRPO and DPO steps in which we skip passes or rows that do not change the gradient; stock TRL runs them.
 
     python benchmarks/passes.py           # a small model on the CPU or on one GPU, a few minutes, no network
     python benchmarks/passes.py --smoke   # a tiny model: a check that it runs; its times mean nothing

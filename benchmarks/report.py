@@ -76,7 +76,7 @@ def shape_text(run: Run) -> str:
 
 
 def head_times(runs: list[Run]) -> str:
-    """Return a table of our times in milliseconds, and the others' times over ours: above 1 is slower than ours."""
+    """Return a table of our times in milliseconds, and the other subjects' over ours: above 1 is slower than ours."""
     others = [name for name in subjects_of(runs) if name not in ("trl_ext", "matmul")]
     others = [name for name in others if any(run.ours != name for run in runs)]
     header = ["use", "N x H x V", "ours, ms", "of the limit", *(f"{NAMES[x]} / ours" for x in others)]
@@ -91,7 +91,7 @@ def head_times(runs: list[Run]) -> str:
 
 
 def head_peaks(runs: list[Run]) -> str:
-    """Return a table of the most memory of a call, for the runs that measured it."""
+    """Return a table of each call's peak memory, for the runs that measured it."""
     runs = [run for run in runs if has_peaks([run])]
     subjects = [name for name in subjects_of(runs) if name != "matmul"]
     rows = [
@@ -133,7 +133,7 @@ def head_section(runs: list[Run], device: str) -> list[str]:
 
 
 def steps_section(runs: list[Run]) -> list[str]:
-    """Return the section on runs of two subjects, where the first is the baseline."""
+    """Return the section on runs of two subjects, of which the first is the baseline."""
     text = ["#### Whole steps"]
     for first, second in dict.fromkeys(tuple(run.lines) for run in runs):
         names = NAMES.get(first, first), NAMES.get(second, second)
@@ -202,7 +202,7 @@ def origins(runs: list[Run]) -> str:
 
 
 def sections(runs: list[Run]) -> str:
-    """Return the whole generated part."""
+    """Return the whole generated part of the page."""
     text: list[str] = []
     for device, of_device in groupby(runs, key=lambda run: run.device):
         here = list(of_device)

@@ -1,4 +1,4 @@
-"""The README's picture: errors, times beside the device's limit, memory and whole steps, measured on one device.
+"""The README's picture: errors, times relative to the device's limit, memory and whole steps, all on one device.
 
 A panel without measurements is left out.
 """
@@ -43,7 +43,7 @@ def largest_errors(runs: list[Run]) -> Bars:
 
 
 def over_limit(runs: list[Run]) -> dict[str, Bars]:
-    """Return the time of each head at the largest shape over the device's limit, by use."""
+    """Return each head's time at the largest shape, divided by the device's limit, by use."""
     found = {}
     for use, title in USES.items():
         run = _largest(runs, use)
@@ -65,12 +65,12 @@ def peaks(runs: list[Run]) -> dict[str, Bars]:
 
 
 def step_times(runs: list[Run]) -> Bars:
-    """Return the time of our whole steps over that of TRL's, by benchmark."""
+    """Return the time of our whole steps divided by that of TRL's, by benchmark."""
     return {STEPS[run.benchmark]: run.over("trl_ext", "trl") for run in runs if run.benchmark in STEPS}
 
 
 def step_peaks(runs: list[Run]) -> Bars:
-    """Return the peak memory of our whole steps over that of TRL's, by benchmark."""
+    """Return the peak memory of our whole steps divided by that of TRL's, by benchmark."""
     return {
         STEPS[run.benchmark]: run.lines["trl_ext"]["peak_mib"] / run.lines["trl"]["peak_mib"]
         for run in runs
@@ -79,7 +79,7 @@ def step_peaks(runs: list[Run]) -> Bars:
 
 
 def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
-    """Draw all panels of one device that have figures: marks for the LM head by subject, then bars for whole steps."""
+    """Draw all panels for which one device has measurements: marks for the LM head, then bars for whole steps."""
     device = shown_device(runs)
     here = [run for run in runs if run.device == device]
     heads: list[tuple[str, str, dict[str, Bars], bool]] = [

@@ -33,7 +33,7 @@ def slug(text: str) -> str:
 
 
 def draw_times(runs: list[Run], titles: dict[str, str], names: dict[str, str], path: Path) -> None:
-    """Draw each subject's time over that of the bare products, with a row for each shape and a line at 1."""
+    """Draw each subject's time divided by that of the bare products, with a row for each shape and a line at 1."""
     label = "time over the matrix products' alone"
     _draw_shapes(runs, titles, names, lambda run, name: run.over(name, "matmul"), label, path, limit=1)
 
@@ -63,7 +63,7 @@ def draw_errors(worst: dict[str, dict[str, float | None]], names: dict[str, str]
 
 
 def draw_curves(run: Run, names: dict[str, str], path: Path) -> None:
-    """Draw the loss and the gradient norm of every subject of a run over its steps."""
+    """Draw the loss and the gradient norm of every subject of a run against its steps."""
     with plt.rc_context(STYLE):
         figure, grid = plt.subplots(2, 1, figsize=(WIDTH, 4.6), sharex=True, layout="constrained")
         for axes, what in zip(grid, ("loss", "grad_norm"), strict=True):

@@ -18,7 +18,7 @@ class Run:
     lines: dict[str, dict[str, Any]]
 
     def over(self, subject: str, other: str) -> float | None:
-        """Return the median of one subject over that of another; None if one of them has none."""
+        """Return the median of `subject` divided by that of `other`; None if either has none."""
         medians = [self.lines.get(name, {}).get("median_ms") for name in (subject, other)]
         return None if None in medians else medians[0] / medians[1]
 

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def new_run() -> str:
-    """Return a new name of a run. Only subjects of one run may be compared."""
+    """Return a name for a new run. Compare only subjects of one run."""
     return uuid.uuid4().hex[:12]
 
 
@@ -31,7 +31,7 @@ def device_name(device: str) -> str:
 
 
 def origin(device: str) -> dict[str, Any]:
-    """Return the device, versions and date, which every line of a run ends with."""
+    """Return the device, versions and date that end every line of a run."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"device": device_name(device), "versions": versions(), "date": date}
 

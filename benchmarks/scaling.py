@@ -10,8 +10,8 @@ Lines that it writes to benchmarks/results/:
   the resulting `received` bytes over a ring, and the peak of bytes `held`, by formula and counted.
 - `scaling_step`: the same for forward and backward of one micro-batch of a tiny Llama in fp32, head included.
 - `scaling_time`: median milliseconds of one pass of the head, forward and backward, for a frozen weight. The ways take
-  turns. `rule` is the way that moves fewer bytes; `ratio` is the time of the fastest other way over its time: higher is
-  better.
+  turns. `rule` is the way that moves fewer bytes. `ratio` is the time of the fastest other way divided by the time of
+  `rule`: higher is better.
 
 The formulas are in scaling_formulas.py, the runs in scaling_counts.py.
 """

@@ -72,7 +72,7 @@ def _rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tu
 
 @contextmanager
 def the_rule_says(way: Way) -> Iterator[list[tuple[int, int]]]:
-    """Make the rule choose `way`, "local" or another; yields a list of the bytes that the rule itself computes."""
+    """Make the rule choose `way`, "local" or another. Yields the list of byte counts that the rule itself computes."""
     rule, found = head_rows.bytes_moved, []
 
     def says(*args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def count_head(case: HeadCase, way: Way, tokens: list[int] | None = None) -> Cou
     """Count one pass of the head on this rank, without the exchange of token counts.
 
     Args:
-        tokens (`list[int]`, *optional*): number of tokens of each rank; default: that of the case.
+        tokens (`list[int]`, *optional*): number of tokens of each rank; by default that of the case.
     """
     head = HeadOfRank(case, way, None if tokens is None else tokens[dist.get_rank()])
     head.run()  # the first collective of a group opens its connections

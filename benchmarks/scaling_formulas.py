@@ -79,7 +79,7 @@ def head_payloads(case: HeadCase, way: Way) -> dict[str, int]:
       and two sums per token; the backward the fp32 gradient of the hidden states. A backward that reads the tiles again
       also moves hidden states and targets again, and four numbers per token (six with the entropy's gradient).
     - `"tensor parallel"`: every rank has the tokens. A max and two sums move, and the fp32 gradient is summed.
-    - `"in turn"`: every rank broadcasts its rows, and again in a backward that reads them.
+    - `"in turn"`: every rank broadcasts its rows, and does so again in a backward that reads them.
     - `"whole"`: each rank gathers and holds the weight; its gradient is reduced and scattered.
     """
     every = case.ranks * case.tokens

@@ -82,7 +82,7 @@ def whole_step(model: Model, engine: Engine, ranks: int, lora: int) -> tuple[flo
 
 
 def _gradient(case: HeadCase, ranks: int) -> float:
-    """Return the bytes of the rows' gradient, which the step's gradients also count."""
+    """Return the bytes of the gradient of a rank's rows, which the step's gradients count too."""
     return case.weight / ranks if case.trained else 0
 
 
@@ -95,7 +95,7 @@ def _of_step(model: Model, engine: Engine, ranks: int, lora: int) -> str:
 
 
 def crossings() -> str:
-    """Return a table of the number of tokens of all ranks, as a share of V, up to which "local" moves fewer bytes."""
+    """Return a table of how many tokens all ranks may have, as a share of V, for "local" to move fewer bytes."""
     rows = []
     for name, options in {
         "no gradient (reference, old policy, evaluation)": {"gradient": False},

@@ -104,7 +104,7 @@ def completion(seed: int, place: int, shape: Shape) -> list[int]:
 
 
 def number_of(key: str) -> int:
-    """Return a hash that is the same in every process, unlike Python's `hash`."""
+    """Return a hash of `key` that is the same in every process, unlike Python's `hash`."""
     return zlib.crc32(key.encode())
 
 

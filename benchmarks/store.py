@@ -3,16 +3,16 @@
     python benchmarks/store.py           # 100,000 and 1,000,000 sequences of 100 tokens, 2 GB of disk, 2 minutes
     python benchmarks/store.py --smoke   # a few sequences: a check that it runs; its times mean nothing
 
-`--folder` says where the files go; a folder in memory (/dev/shm) excludes the time of the disk. Files that were just
-written are read from the system's cache.
+`--folder` says where the files go; with a folder in memory (/dev/shm), times do not include the disk. Files that were
+just written are read from the system's cache.
 
 Each line that it writes to benchmarks/results/ has the `seconds` of one process:
 
 - `store_write`: adds `sequences`, 1,000 at a time, and flushes them as in training.
-- `store_open`: opens them in a process that does not write.
+- `store_open`: opens the store in a process that does not write.
 - `store_read`: reads 100,000 of them in random order; the fastest of three times, and how many `per_second`.
 - `store_merge`: opens them from 128 files in the process that writes, which merges the files.
-- `store_flush`: flushes so many one by one; `files` are left.
+- `store_flush`: adds and flushes so many one by one; `files` says how many files that leaves.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Time and memory of single calls, and a device's two ceilings: its matmul rate and its memory bandwidth."""
+"""Measure time and memory of single calls, and a device's two ceilings: matmul rate and memory bandwidth."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Measure whole training steps of GRPO and DPO, stock TRL's and ours: the same script with another class.
+"""Measure whole training steps of GRPO and DPO with stock TRL and ours: the same script with another trainer class.
 
     python benchmarks/training.py           # a 0.6 B model on one GPU, 150 s; a small one on the CPU, 5 minutes
     python benchmarks/training.py --smoke   # a tiny one, seconds: a check that it runs; its times mean nothing

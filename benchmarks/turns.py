@@ -1,10 +1,10 @@
-"""Measure time, memory and tokens of each optimizer step, with stock TRL and ours in turns at the same training.
+"""Measure time, memory and tokens of each optimizer step; stock TRL and ours take turns at the same training.
 
-A line's milliseconds are of whole optimizer steps, with the device synchronized at both ends; on the CPU they are
+A line's milliseconds are those of whole optimizer steps, with the device synchronized at both ends; on the CPU they are
 process time on one thread, so that other load on the machine matters less. `tokens` counts the tokens, padding
 included, at the input embeddings; `no_grad_forwards` counts passes of the old policy and the reference. Both are means
 over the measured `steps`. `peak_mib` is the peak memory of a step, model and optimizer included; on the CPU it is that
-of a whole training, from the allocator's records, in a separate round.
+of a whole training, measured from the allocator's records in a separate round.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""`DPOConfig` and `GRPOConfig`: TRL's, and the fields that trl_ext adds.
+"""`DPOConfig` and `GRPOConfig`: TRL's configs with the fields that trl_ext adds.
 
-This file states each added field once: name, type, default, help (the string below it) and checks. `--help` and the
+This file declares each added field once: name, type, default, help (the string below it) and checks. `--help` and the
 docstrings of the two configs are made from it. A test compares docs/arguments.md with it.
 """
 
@@ -28,7 +28,7 @@ from .planning.non_finite import ON_NON_FINITE_LOSS
 
 logger = logging.getLogger("trl_ext")
 
-# The loss types, TRL's and ours, that read `label_smoothing`, and those that it makes no sense for
+# The loss types, TRL's and ours, that read `label_smoothing`, and those for which it makes no sense
 _READ_SMOOTHING = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "cdpo"})
 _REFUSE_SMOOTHING = frozenset({"hinge", "ipo", "ipo_sum"})
 
@@ -63,32 +63,32 @@ class AddedFields:
     """Tokens in a tile of the head. It changes memory and speed, not results. `None`: chosen automatically."""
 
     head_kernels: str | None = field(default=None, metadata={"choices": list(KERNELS)})
-    """What computes a tile of the head between the matrix products. `"triton"` and `"torch"` differ by fp32 rounding.
+    """The kernels that the head runs between its matrix products. `"triton"` and `"torch"` differ by fp32 rounding.
     `None`: Triton on devices that it compiles for, torch elsewhere."""
 
     padding_free: bool | None = None
-    """Whether to process a batch as one row without padding. `None`: where the model can. `True`: an error before
-    training where it cannot. `False`: the padded batch, as in TRL."""
+    """Whether to process a batch as one row without padding. `None`: if possible. `True`: raise an error before
+    training if it is not. `False`: keep the padded batch, as in TRL."""
 
     share_prompts: bool | None = None
-    """Whether to process leading tokens that several rows share only once. `None`: where training stays the same,
-    which it does not while dropout is active. `True`: an error before training where it does not."""
+    """Whether to process leading tokens once for all rows that share them. `None`: where this does not change training,
+    as it would with active dropout. `True`: raise an error before training if it is not possible."""
 
     reference_device: str | None = field(default=None, metadata={"choices": ["cpu"]})
     """Where to keep the weights of a separate reference model. `"cpu"`: in pinned host memory, copied to the device
     layer by layer in each reference pass. `None`: on the device, as in TRL."""
 
     policy_adapter_name: str | None = None
-    """The adapter to train, of a `PeftModel` with several. `None`: the active one. Without `ref_adapter_name` the
+    """The adapter to train in a `PeftModel` that has several. `None`: the active one. Without `ref_adapter_name`, the
     reference is this adapter as it is when the trainer is built."""
 
     ref_adapter_name: str | None = None
-    """The adapter that is the frozen reference, of a `PeftModel` with several. `None`: as in TRL, the base model for a
+    """The adapter of a `PeftModel` that serves as the frozen reference. `None`: as in TRL, the base model for a
     fresh adapter, and a copy of the adapter before training for a `PeftModel`."""
 
     on_non_finite_loss: str | None = field(default=None, metadata={"choices": list(ON_NON_FINITE_LOSS)})
-    """What to do when a training loss is NaN or infinite on any rank. `"stop"`: an error on all ranks that names the
-    rows and the pass. `"skip"`: a warning that names them, and no rank takes this optimizer step. Both exchange one
+    """What to do when a training loss is NaN or infinite on any rank. `"stop"`: raise an error on all ranks, which
+    names the rows and the pass. `"skip"`: warn about them, and skip the optimizer step on all ranks. Both exchange one
     number between the ranks for each micro-batch. `None`: as in TRL, the gradients reach the weights."""
 
     show_plan: bool = True
@@ -107,22 +107,22 @@ class AddedFields:
                 f"`policy_adapter_name` and `ref_adapter_name` are both {self.ref_adapter_name!r}: the reference "
                 "would be trained. Leave `ref_adapter_name` unset to keep the adapter before training as reference."
             )
-        getattr(super(), "__post_init__", lambda: None)()  # TRL's; the added fields by themselves have none
+        getattr(super(), "__post_init__", lambda: None)()  # TRL's; the added fields alone have none
 
     @classmethod
     def of(cls, args: Any) -> Self:
-        """A copy of the added fields of a trainer's arguments; their defaults for TRL's own config, or None."""
+        """Return a copy of the added fields of `args`; their defaults if `args` is None or TRL's own config."""
         if not isinstance(args, cls):
-            # The default of TRL's own `padding_free`, False, is not a wish
+            # TRL's own `padding_free` is False by default, so False is not a request
             return cls(padding_free=getattr(args, "padding_free", None) or None)
-        # Without the checks: while TRL's `__init__` runs, fields of the config are hidden
+        # Skips the checks: while TRL's `__init__` runs, some fields have other values
         copied = object.__new__(cls)
         vars(copied).update({x.name: getattr(args, x.name) for x in fields(cls)})
         return copied
 
     @classmethod
     def changed(cls, args: Any) -> dict[str, Any]:
-        """The added fields whose value is not the default; none for TRL's own config."""
+        """Return the added fields whose value is not the default; none for TRL's own config."""
         if not isinstance(args, cls):
             return {}
         values = {x.name: (getattr(args, x.name), x.default) for x in fields(cls)}
@@ -132,31 +132,31 @@ class AddedFields:
 @with_help
 @dataclass
 class AddedDPOFields(AddedFields):
-    """The fields that trl_ext adds to TRL's `DPOConfig`, beside those of [`AddedFields`]."""
+    """The fields that trl_ext adds to TRL's `DPOConfig`, in addition to [`AddedFields`]."""
 
     reference_store: str = field(default="disk", metadata={"choices": ["disk", "memory", "off"]})
     """Where to keep per-token reference log-probs, so that each sequence is scored once. `"disk"`: later runs with the
-    same reference use them too. `"memory"`: in this process. `"off"`: the reference runs on every micro-batch, as in
-    TRL."""
+    same reference reuse them. `"memory"`: only this process uses them. `"off"`: the reference scores every
+    micro-batch, as in TRL."""
 
     reference_store_dir: str | None = None
     """Folder of the store on disk. `None`: `trl_ext_reference_log_probs` in the cache of `datasets`
     (`HF_DATASETS_CACHE`)."""
 
     reward_scale: float = 1.0
-    """η of the loss types `"rpo_forward_kl"`, `"rpo_backward_kl"` and `"rpo_squared"`: they multiply the rewards in the
-    columns `chosen_reward` and `rejected_reward` by it."""
+    """The factor η by which the loss types `"rpo_forward_kl"`, `"rpo_backward_kl"` and `"rpo_squared"` multiply the
+    rewards in the columns `chosen_reward` and `rejected_reward`."""
 
     rpo_average_log_probs: bool = False
-    """Whether these loss types average log-ratios over the tokens of a completion. By default they sum them."""
+    """Whether the three RPO loss types average log-ratios over the tokens of a completion. By default they sum them."""
 
     sft_label_smoothing: float = 0.0
     """Label smoothing over the vocabulary in the loss type `"sft"`, in [0, 1). TRL's `label_smoothing` is about which
     completion was chosen."""
 
     sft_label_smoothing_convention: str = field(default="pytorch", metadata={"choices": list(CONVENTIONS)})
-    """What a smoothing of a means with K tokens in the vocabulary. `"pytorch"`: a / K for every token and 1 - a more
-    for the target. `"megatron"`: 1 - a for the target and a / (K - 1) for every other."""
+    """How `sft_label_smoothing=a` spreads over a vocabulary of K tokens. `"pytorch"`: `a / K` for every token and
+    `1 - a` more for the target. `"megatron"`: `1 - a` for the target and `a / (K - 1)` for every other token."""
 
     def __post_init__(self) -> None:
         _check_values(self, AddedDPOFields)
@@ -191,36 +191,36 @@ class AddedDPOFields(AddedFields):
 @with_help
 @dataclass
 class AddedGRPOFields(AddedFields):
-    """The fields that trl_ext adds to TRL's `GRPOConfig`, beside those of [`AddedFields`]."""
+    """The fields that trl_ext adds to TRL's `GRPOConfig`, in addition to [`AddedFields`]."""
 
     activation_offloading: bool = False
     """Whether to keep activations in host memory between the forward and the backward of a micro-batch. Needs an
     accelerator."""
 
     force_on_policy_ratio: bool = False
-    """Demand that the ratio of the policy to the old policy is exactly 1: the weights that sample a completion are
-    those that train on it. An error before training where rollout and training batch differ."""
+    """Require that the ratio of the policy to the old policy is exactly 1, because the weights that sample a completion
+    also train on it. Raise an error before training unless a rollout batch is one training batch, used once."""
 
     trust_sampling_log_probs: bool = False
-    """Take the sampler's log-probs (vLLM's, or those of a `rollout_func`) for the old policy's. An approximation: the
-    distance between sampler and policy becomes a bias of the ratio."""
+    """Use the sampler's log-probs (vLLM's, or those of a `rollout_func`) as the old policy's. This is an approximation:
+    the difference between sampler and policy biases the ratio."""
 
     zero_advantages_of_equal_rewards: bool = True
-    """Set the advantages of a group to 0 where all its rewards are equal, bit for bit. In fp32 TRL gives them rounding
-    noise of about 6e-4, on which AdamW moves the weights by the full learning rate. Acts where zero-advantage
+    """Set the advantages of a group to 0 if all its rewards are bitwise equal. In TRL they may be fp32 rounding noise
+    of about 6e-4, for which AdamW takes steps of the full learning rate. Takes effect only where zero-advantage
     completions can be skipped."""
 
     dynamic_sampling: bool = False
-    """Replace zero-advantage groups by groups of further prompts, as DAPO does. It changes which prompts train."""
+    """Replace zero-advantage groups by groups of further prompts, as DAPO does. It changes the prompts trained on."""
 
     dynamic_sampling_max_draws: int = 10
-    """With `dynamic_sampling`, the maximum number of generation batches to draw in the place of one, the first
-    included. Zero-advantage groups of the last draw stay."""
+    """With `dynamic_sampling`, the maximum number of generation batches to draw for one, including the first.
+    Zero-advantage groups that are left after the last draw stay."""
 
     keep_groups_together: bool | None = None
-    """Whether the completions of a prompt share a micro-batch as far as there is room, within one optimizer step.
-    `None`: where that changes no gradient. `True`: an error before training where it would, or would save nothing;
-    overrides of a subclass are then assumed not to depend on the micro-batch as a whole. `False`: TRL's order."""
+    """Whether to put the completions of a prompt into one micro-batch if there is room, within one optimizer step.
+    `None`: if this changes no gradient. `True`: raise an error before training if it would, or would save nothing;
+    assume that a subclass's overrides do not depend on the micro-batch as a whole. `False`: TRL's order."""
 
     max_tokens_per_micro_batch: int | None = None
     """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone. A
@@ -232,7 +232,7 @@ class AddedGRPOFields(AddedFields):
 
 
 def _names_unknown(cls: Any) -> Any:
-    """Have `cls(...)` name what replaces an unknown argument."""
+    """Make the error of `cls(...)` for an unknown argument name what replaces it."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -251,7 +251,7 @@ class DPOConfig(AddedDPOFields, trl.DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with all its arguments and defaults, and the fields below.
 
-    `loss_type` takes `"rpo_forward_kl"`, `"rpo_backward_kl"`, `"rpo_squared"`, `"ipo_sum"` and `"cdpo"` beside TRL's;
+    `loss_type` also takes `"rpo_forward_kl"`, `"rpo_backward_kl"`, `"rpo_squared"`, `"ipo_sum"` and `"cdpo"`, of which
     `"cdpo"` reads `label_smoothing`.
     """
 
@@ -270,7 +270,7 @@ class GRPOConfig(AddedGRPOFields, trl.GRPOConfig):
 
 
 def _arguments_of(added: Any) -> str:
-    """The `Args:` of a docstring, in TRL's form."""
+    """Return the `Args:` section of a docstring, in TRL's form."""
     lines = ["    Args:"]
     for x in fields(added):
         kind = x.type.__name__ if isinstance(x.type, type) else str(x.type).removesuffix(" | None")
@@ -286,7 +286,7 @@ for _config, _added in ((DPOConfig, AddedDPOFields), (GRPOConfig, AddedGRPOField
 
 
 def _check_values(config: Any, cls: Any) -> None:
-    """Raise `ValueError` where a field that `cls` itself states has no value of its type, or of its choices."""
+    """Raise `ValueError` if a field that `cls` itself declares has a value of a wrong type or not in its choices."""
     stated = {x.name: x for x in fields(cls)}
     for name, kind in inspect.get_annotations(cls).items():
         value, choices = getattr(config, name), stated[name].metadata.get("choices")
@@ -309,7 +309,7 @@ def _check_values(config: Any, cls: Any) -> None:
 
 
 def check_loss_types(config: Any) -> None:
-    """Raise `ValueError` where a `DPOConfig`, TRL's or ours, asks an added loss type for what it does not define."""
+    """Raise `ValueError` if a `DPOConfig`, TRL's or ours, sets an option that its loss types do not use or define."""
     loss_types, smoothing = config.loss_type, config.label_smoothing
     added = AddedDPOFields.of(config)
     if added.sft_label_smoothing and "sft" not in loss_types:
@@ -354,7 +354,7 @@ def check_loss_types(config: Any) -> None:
 
 
 def warn_of_ignored_smoothing(config: Any) -> None:
-    """Warn if TRL's loss types ignore the `label_smoothing` that is set."""
+    """Warn if `label_smoothing` is set but a loss type of TRL's ignores it."""
     ignoring = [x for x in config.loss_type if x not in _READ_SMOOTHING and x not in READ_REWARDS and x != "sft"]
     if config.label_smoothing and ignoring:
         logger.warning(

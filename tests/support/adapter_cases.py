@@ -1,6 +1,6 @@
 """Policies with adapters of many kinds, separate models that define their references, and runs of both trainers.
 
-The defining reference is a separate model, with its adapter merged, which TRL's trainers score without any adapter.
+The model that defines a reference has the adapter merged, so TRL's trainers score it without an adapter.
 """
 
 import copy
@@ -105,7 +105,7 @@ class _Recorder(TrainerCallback):
 
 
 class MovesDefinition(TrainerCallback):
-    """TR-DPO on a separate reference model, built like the policy's base with its adapter."""
+    """TR-DPO on a separate reference model, which is built like the policy: a base model with an adapter."""
 
     def __init__(self, reference: Any):
         self.reference = reference
@@ -120,7 +120,7 @@ class MovesDefinition(TrainerCallback):
 def build(
     kind: str, library: Any, workshop: Workshop, folder: Any, policy: Any, reference: Any = None, **config: Any
 ) -> Any:
-    """Build a DPO or GRPO trainer of `library`. `reference` replaces its own reference."""
+    """Build a DPO or GRPO trainer of `library`. If given, `reference` replaces the trainer's own reference."""
     options = {name: config.pop(name) for name in ("peft_config", "callbacks", "eval_dataset") if name in config}
     torch.manual_seed(0)
     path = workshop.model(config.pop("model", "untied"))
@@ -152,7 +152,7 @@ def build(
 
 
 def run(*positional: Any, **config: Any) -> Run:
-    """Build and train."""
+    """Build a trainer, train, and return what the run shows."""
     trainer = build(*positional, **config)
     shown = Run(trainer)
     trainer.add_callback(_Recorder(shown))
@@ -163,7 +163,7 @@ def run(*positional: Any, **config: Any) -> Run:
 def assert_alike(
     ours: Run, definition: Run, rename: Callable[[str], str] = lambda name: name, times: float = 1.0
 ) -> None:
-    """Check that losses, metrics and the update of each weight agree to `times` 1e-5 of their size."""
+    """Check that losses, metrics and the update of each weight agree within about 1e-5 of their size, times `times`."""
     assert len(ours.losses) == len(definition.losses) == 4
     assert max(map(abs, ours.losses)) > 0
     torch.testing.assert_close(ours.losses, definition.losses, rtol=1e-5 * times, atol=2e-6 * times)

@@ -1,4 +1,4 @@
-"""A folder for command lines: a model, data, rewards and YAML files; and the words of a run in it."""
+"""The files that test command lines read: models, data, rewards and YAML files; and the words of a command line."""
 
 import shlex
 from pathlib import Path
@@ -67,6 +67,6 @@ def fill(folder: Path, workshop: Workshop) -> None:
 
 
 def words_of(line: str, workshop: Workshop) -> list[str]:
-    """The words of a line, in which `$DPO` and `$GRPO` are the arguments of a short run."""
+    """Return the words of a line, in which `$DPO` and `$GRPO` stand for the arguments of a short run."""
     names = {"MODEL": workshop.model("tied"), "LONG": LONG}
     return shlex.split(Template(Template(line).safe_substitute(_RUNS)).substitute(names))

@@ -2,10 +2,10 @@
 
     python tests/support/compat_names.py   # writes trl_ext/compat/names.py
 
-A name is one of: what a file imports from a module of theirs; what is put in the place of a name of a trainer's module
-(`REPLACED`); a method that `super()` is asked for or that ours override; an attribute of `self` that theirs have; an
-entry of a batch. Parameters count where ours override or replace, and of what is private. What another release takes,
-such as the oldest supported one, its own interpreter adds by the same command.
+Listed are the names that trl_ext imports from TRL and transformers, replaces in a trainer's module (`REPLACED`), calls
+on `super()`, overrides, or reads from `self` where their classes have it; and the entries of a batch. The parameters of
+a function count if it is imported, private, replaced, called on `super()`, or overridden with parameters of its own.
+To add those of another release, such as the oldest supported one, run the command with an interpreter that has it.
 """
 
 import ast
@@ -43,10 +43,10 @@ Names = dict[str, dict[str, str]]
 
 
 def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
-    """Return owner -> name -> parameters of all names used, and the names that are used but that no owner has.
+    """Return owner -> name -> parameters for all names used, and a line for each name that its owner does not have.
 
     Args:
-        classes (`Iterable[type]`): looked at beside those of the package.
+        classes (`Iterable[type]`): further classes to search, in addition to those of the package.
     """
     found: Names = defaultdict(dict)
     nowhere: list[str] = []
@@ -206,7 +206,7 @@ def _written(found: Names) -> str:
             "Written by `python tests/support/compat_names.py`.",
             '"""',
             "",
-            "# Of a class also the attributes of `self`, and the quoted words in its source",
+            "# The names of a class include the attributes of `self`, and the quoted words in its source",
             *(*plain, "}", "# Functions, with the parameters of every supported release", *functions, "}"),
             "NAMES: dict[str, dict[str, tuple[str, ...]]] = {",
             "owner: dict.fromkeys(_NAMES.get(owner, '').split(), ()) | _FUNCTIONS.get(owner, {})",

@@ -1,4 +1,4 @@
-"""A GRPO batch with log-probs made up row by row, and what a trainer makes of it."""
+"""A GRPO batch with made-up log-probs in each row, and the loss and gradients that a trainer computes from it."""
 
 import math
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def built(trainers: Trainers, workshop: Workshop, setup: str = "full", **config:
 
 
 def crafted(trainer: Any, *, dead: float = FAR, advantages: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """A live row, one without advantage, one with a tool's tokens, one masked whole; `dead` on the last three's."""
+    """Return 4 rows: live, zero-advantage, with tool tokens, fully masked. Unused tokens have the log-prob `dead`."""
     rng = torch.Generator().manual_seed(0)
     prompt_ids = torch.randint(3, 97, (4, 3), generator=rng)
     completion_ids = torch.randint(3, 97, (4, 6), generator=rng)

@@ -29,10 +29,10 @@ class Block:
 
     Args:
         page (`str`): the file, from the root.
-        line (`int`): of its first line.
+        line (`int`): the number of its first line.
         language (`str`): "python" or "bash".
         code (`str`)
-        why_not (`str`, *optional*): why it does not run, or not unchanged.
+        why_not (`str`, *optional*): why it does not run, or does not run unchanged.
         with_demo (`bool`): whether it runs with the demo's model and data.
     """
 
@@ -48,7 +48,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """The Markdown files that a user reads."""
+    """Return the Markdown files that a user reads."""
     return [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
         *sorted((ROOT / "docs").glob("*.md")),
@@ -57,7 +57,7 @@ def pages() -> list[Path]:
 
 
 def blocks() -> list[Block]:
-    """Every block of Python or bash."""
+    """Return every block of Python or bash."""
     found = []
     for path in pages():
         text = path.read_text()

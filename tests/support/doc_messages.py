@@ -1,4 +1,4 @@
-"""The messages that the package can give, read from its source, their form, and those that docs/errors.md quotes."""
+"""The package's errors and warnings, as its source has them; a check of their form; and those in docs/errors.md."""
 
 import ast
 import functools
@@ -34,7 +34,7 @@ _BANNED = re.compile(
 
 
 class Given(NamedTuple):
-    """A message, with `ANYTHING` for what depends on the run; `kind` is the exception, or the call that warns."""
+    """A message, with `ANYTHING` for what depends on the run. `kind`: the exception, or the call that warns."""
 
     file: str
     line: int
@@ -47,7 +47,7 @@ class Given(NamedTuple):
 
 @functools.cache
 def given() -> tuple[Given, ...]:
-    """Every error and warning of the package."""
+    """Return every error and warning of the package."""
     return tuple(x for path in sorted(PACKAGE.rglob("*.py")) for x in _given_in(path))
 
 
@@ -94,18 +94,18 @@ def _text(node: ast.AST, named: dict[str, str]) -> str:
 
 
 def quoted(page: str) -> list[str]:
-    """The messages in the first column of a page's tables."""
+    """Return the messages in the first column of a page's tables."""
     return [match[2] for match in QUOTED.finditer(page)]
 
 
 def is_one_of(quote: str, known: Iterable[str]) -> bool:
-    """Whether a message has the parts of `quote` between its ellipses, in their order."""
+    """Return whether a known message has the parts of `quote` between ellipses, in the same order."""
     wanted = re.compile(".*".join(re.escape(part) for part in quote.split("…")), re.DOTALL)
     return any(wanted.search(message) for message in known)
 
 
 def wrong_form(message: Given) -> str | None:
-    """What a message has that it should not, or None: a sentence starts and ends it, and its words are plain."""
+    """Return what is wrong with a message, or None. It must be whole sentences in plain words."""
     if message.kind in PARTS or (message.kind == "ValueError" and message.file in PARTS):
         return None
     first, last = message.text[0], message.text.rstrip()[-1]

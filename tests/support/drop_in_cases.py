@@ -36,8 +36,8 @@ class Case:
     def accuracy_is_noise_at_first(self) -> bool:
         """Whether the policy equals its reference in the first step.
 
-        If the two are scored in batches of different shapes, a reward accuracy is the sign of a rounding error, and
-        whether there is one depends on the release of torch.
+        If the two are scored in batches of different shapes, a reward accuracy is the sign of a rounding error. Whether
+        there is such an error depends on the release of torch.
         """
         return self.trainer == "dpo" and self.setup in ("full", "ref_adapter")
 

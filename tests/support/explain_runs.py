@@ -1,4 +1,4 @@
-"""What `trl-ext explain` says of a run, and what the same arguments then feed, counted at the input embeddings."""
+"""What `trl-ext explain` says about a run, and what the run then processes, counted at the input embeddings."""
 
 import json
 from collections import Counter
@@ -24,7 +24,7 @@ Tokens = tuple[int, ...]
 
 @dataclass
 class Forward:
-    """One scoring forward: which pass it belongs to, the rows that it was given, and the tokens that were embedded."""
+    """One scoring forward: the pass that it belongs to, the rows of its batch, and the number of tokens embedded."""
 
     kind: str  # "policy", "old policy", "reference"; "evaluation" of the policy
     training: bool  # whether the model was in training mode
@@ -36,7 +36,7 @@ class Forward:
 
 @dataclass
 class Sampled:
-    """One generation batch, as the reward function met it: `(prompt, completion)` and its reward."""
+    """One generation batch, as the reward function got it: each `(prompt, completion)` and its reward."""
 
     rows: list[tuple[Tokens, Tokens]]
     rewards: list[float]
@@ -55,13 +55,13 @@ class Sampled:
 
     @property
     def width(self) -> int:
-        """Columns of the padded batch."""
+        """The number of columns of the padded batch."""
         return max(len(prompt) for prompt, _ in self.rows) + max(len(completion) for _, completion in self.rows)
 
 
 @dataclass
 class Happened:
-    """What one run showed from outside."""
+    """What a test observed of one run."""
 
     forwards: list[Forward] = field(default_factory=list)
     sampled: list[Sampled] = field(default_factory=list)
@@ -71,13 +71,13 @@ class Happened:
         return [forward for forward in self.forwards if forward.kind == kind]
 
     def scored(self, kind: str) -> Counter[Tokens]:
-        """How often each sequence was scored by these passes."""
+        """Return how often the passes of this kind scored each sequence."""
         return Counter(row for forward in self.of(kind) for row in forward.rows)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The arguments of one run, its data, and what can be known of both beforehand."""
+    """The arguments of one run, its data, and what follows from both before it starts."""
 
     method: str
     options: list[str]
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def rows(self) -> dict[str, list[Tokens]]:
-        """Of DPO: the sequences of each split, chosen and rejected."""
+        """For DPO: the sequences of each split, chosen and rejected."""
         return {
             split: [
                 (*_tokens(row["prompt"]), *_tokens(row[name]), EOS) for row in rows for name in ("chosen", "rejected")
@@ -104,7 +104,7 @@ class Run:
 
 
 def run_of(method: str, more: list[str], workshop: Workshop, folder: Path) -> Run:
-    """A run on data of its own, written to `folder`."""
+    """Return a run, with its own data in `folder`."""
     make: Callable[..., Any] = preferences if method == "dpo" else prompts
     data = {split: make(rows, seed=seed).to_list() for split, rows, seed in (("train", 8, 3), ("test", 4, 4))}
     (folder / "data").mkdir()
@@ -126,7 +126,7 @@ def run_of(method: str, more: list[str], workshop: Workshop, folder: Path) -> Ru
 
 
 def explained(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> dict[str, tuple[str, str]]:
-    """Action and reason of each row of the plan that `trl-ext explain` prints, and of those that it leaves out."""
+    """Return action and reason of each row of the plan of `trl-ext explain`, and of the rows that it does not print."""
     trainers: list[Any] = []
     build = training.build
 
@@ -143,12 +143,12 @@ def explained(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def rows_of(trainer: Any) -> dict[str, tuple[str, str]]:
-    """Action and reason of each row of a trainer's plan."""
+    """Return action and reason of each row of a trainer's plan."""
     return {row.name: (row.action, row.reason) for row in trainer.explain().decisions}
 
 
 def happened(run: Run, monkeypatch: pytest.MonkeyPatch, reward: str) -> Happened:
-    """What the run trains, watched where its models are given their batches and embed their tokens."""
+    """Train, and return the batches that the models get and the number of tokens that they embed."""
     seen = Happened()
     build, attach = training.build, exact_head.attach_scoring_forward
 
@@ -229,6 +229,6 @@ def _tokens(text: str) -> Tokens:
 
 
 def least(rows: list[Tokens], *, shared: bool) -> int:
-    """Tokens that must be fed to score all but the prompts of `rows`: each start once, where starts are shared."""
+    """Return the least number of tokens to process for `rows`; if `shared`, a prefix that rows share counts once."""
     starts = [(row[: n + 1], None if shared else i) for i, row in enumerate(rows) for n in range(len(row) - 1)]
     return max(1, len(set(starts)))

@@ -1,4 +1,4 @@
-"""The ways to lower the precision of fp32 products, and to restore it."""
+"""The ways to lower the precision of fp32 matrix products, and to restore it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

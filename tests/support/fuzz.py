@@ -1,7 +1,7 @@
-"""Trains random combinations of options with ours and stock TRL, and compares gradients, final weights and metrics.
+"""Trains random option combinations with our trainers and stock TRL's; compares gradients, final weights and metrics.
 
-Run with `make fuzz N=400` or `python tests/support/fuzz.py --draws 400 --first 0`. A draw is a function of its seed:
-run one that differs again with `--draws 1 --first SEED`. Every field of the configs is drawn, or `NOT_DRAWN` says
+Run with `make fuzz N=400` or `python tests/support/fuzz.py --draws 400 --first 0`. A draw depends only on its seed: to
+repeat a draw that differs, pass `--draws 1 --first SEED`. Every field of the configs is drawn, or `NOT_DRAWN` says
 why not.
 """
 
@@ -284,10 +284,10 @@ EXPLAINED = {
 def outcome(
     seed: int, workshop: Workshop, change: Callable[[Trainers], Trainers] = lambda ours: ours
 ) -> list[str] | str:
-    """Return the differences in the draw of `seed`, or, in one word, why nothing was compared.
+    """Return the differences in the draw of `seed`, or one word that says why nothing was compared.
 
     Args:
-        change (`Callable`): of our trainers, for a control.
+        change (`Callable`): changes our trainers, to check that a difference is found.
     """
     case, options = draw(seed)
     ours = change(replace(OURS, dpo_config=partial(OURS.dpo_config, **options)) if case.trainer == "dpo" else OURS)

@@ -26,8 +26,8 @@ class Case:
 
     Args:
         config (`Callable`): makes the PEFT configuration.
-        way (`str`): words of the plan's row `head`.
-        stock (`str`, *optional*): the error that stock TRL raises. None if it trains the same.
+        way (`str`): words in the row `head` of the plan.
+        stock (`str`, *optional*): the error that stock TRL raises; None if it trains with the same result.
         model (`str`): a name of `tiny.MODELS`.
         after (`Callable`): called with the PEFT model after it is built.
     """

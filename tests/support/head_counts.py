@@ -1,9 +1,9 @@
-"""Launches and bytes of the head at a size for GPUs, counted on the pretended GPU with tensors that hold no numbers.
+"""Kernel launches and bytes of the head at GPU sizes, counted on the pretended GPU with tensors without data.
 
 python tests/support/head_counts.py   # on the pretended GPU; JSON to stdout
 
-Bytes are those that each kernel reads and writes, as if no cache held anything between kernels. Gathers read what they
-return. Triton's kernels are not run: each reads the product and writes the coefficients.
+The bytes are those that each kernel reads and writes, as if nothing stayed in a cache between kernels. A gather counts
+what it returns as read. Triton kernels do not run: each counts as reading the product and writing the coefficients.
 
 The milliseconds are an estimate for an H100, not a measurement.
 """

@@ -20,7 +20,7 @@ class HeadGatheredError(AssertionError):
 
 @contextmanager
 def head_stays_sharded(shape: tuple[int, int]) -> Iterator[list[str]]:
-    """Raise if a weight of this shape is gathered within. The list gets a line for each collective.
+    """Raise if a weight of this shape is gathered in the `with` block. The list gets a line for each collective.
 
     FSDP2's own gathers are not checked, because it gathers layers, and the embedding has the size of the head. A head
     that it gathers would be a plain tensor in the forward, which is detected there.

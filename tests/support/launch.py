@@ -1,7 +1,7 @@
 """Runs cases of a test under `accelerate launch` on the CPU with any engine, and checks that the engine ran.
 
-Like `ranks.py`, whose cases and reports it uses, but accelerate starts the processes. As a script this file is one
-rank: `accelerate launch --config_file FILE launch.py --script FILE --engine zero3 --folder DIR CASE ...`.
+It is like `ranks.py`, whose cases and reports it uses, but accelerate starts the processes. Run as a script, this file
+is one rank: `accelerate launch --config_file FILE launch.py --script FILE --engine zero3 --folder DIR CASE ...`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Training steps whose memory is estimated and measured: what the command line is given, and what the allocator saw."""
+"""Training steps whose memory is both estimated and measured: the arguments of a case, and its peak bytes."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ _OF_METHOD = {
 
 
 def estimated_and_measured(name: str, folder: Path) -> tuple[int, int]:
-    """Bytes at the peak of the case's training, by `estimate` and by the allocator's records."""
+    """Return the peak bytes of a case's training: those of `estimate`, and those in the allocator's records."""
     bytes_of_step = estimated(name, folder)
     trainer: Any = build(CASES[name][0], parsed(name, folder))
     models = [trainer.model, *([] if trainer.ref_model is None else [trainer.ref_model])]
@@ -63,13 +63,13 @@ def estimated_and_measured(name: str, folder: Path) -> tuple[int, int]:
 
 
 def estimated(name: str, folder: Path, engine: str = "one_process", devices: int = 1) -> int:
-    """Bytes at the peak of a step of the case on one of so many CPUs, by `estimate`."""
+    """Return the peak bytes of a case's step on one of `devices` CPUs, by `estimate`."""
     asked = EstimateArguments(device="cpu", prompt_length=PROMPT, engine=engine, num_devices=devices)
     return memory_of_step(step_of(CASES[name][0], parsed(name, folder), asked)).peak
 
 
 def parsed(name: str, folder: Path, launched: tuple[str, ...] | None = None) -> Parsed:
-    """The arguments of a case; with `launched`, those that ranks are given too, whose launch chooses the device."""
+    """Return the arguments of a case. `launched`: further arguments for ranks, whose launch chooses the device."""
     method, model, options = CASES[name]
     arguments = [
         *("--model_name_or_path", _model(model, folder), "--dataset_name", _data(method, folder)),

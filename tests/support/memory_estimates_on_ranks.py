@@ -1,4 +1,4 @@
-"""Training steps on two ranks whose memory is measured, each rank's by its own allocator; see `memory_estimates.py`."""
+"""Measures the memory of training steps on two ranks, on each by its own allocator; see `memory_estimates.py`."""
 
 import os
 import time
@@ -27,10 +27,10 @@ class _Steady(TrainerCallback):
 
 
 def measured(case: str, rank: LaunchedRank) -> int:
-    """Bytes that this rank holds at the peak of a step.
+    """Return the bytes that this rank holds at the peak of a step.
 
-    From before the models are loaded on: each engine puts what it keeps of them into memory of its own, and lets go of
-    the files that they were read from.
+    Counting begins before the models are loaded, because each engine copies what it keeps of them into its own memory,
+    and frees the files that they were read from.
     """
     trainers: list[Any] = []
 

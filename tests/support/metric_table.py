@@ -18,7 +18,7 @@ HEADER = "| metric | when it differs | value |"
 
 @dataclass(frozen=True)
 class Situation:
-    """Facts about one log entry that the case's arguments do not tell."""
+    """Facts about one log entry that do not follow from the case's arguments."""
 
     evaluation: bool
     rows_not_scored: bool  # since the previous entry, some row could not change the gradient

@@ -1,4 +1,4 @@
-"""Mistakes in Python, each with the message of our trainers and what stock TRL does with the same mistake."""
+"""Mistakes in Python code, each with the message of our trainers and what stock TRL does."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]
 
 
 class Mistake(NamedTuple):
-    """`ours` is the whole message, and `stock` a part of TRL's; None where TRL trains. `…` is a temporary folder.
+    """`ours` is our whole message, `stock` a part of TRL's, or None if TRL trains. `…` is a temporary folder.
 
-    TRL picks a column from a set to find out whether rows are conversations, so it gives one of two messages: "A OR B".
+    "A OR B" in `stock`: TRL takes a column from a set, in any order, so it gives one of two messages.
     """
 
     make: Callable[[Bench], None]
@@ -46,7 +46,7 @@ def chatting() -> Any:
 
 
 def classifier(bench: Bench) -> str:
-    """A folder with a sequence classifier, made of the same weights."""
+    """Return a folder with a sequence classifier that has the weights of the policy."""
     path = bench.workshop.root / "classifier"
     if not path.exists():
         AutoModelForSequenceClassification.from_pretrained(bench.workshop.model("tied"), num_labels=1).save_pretrained(
@@ -62,7 +62,7 @@ def of_18_tokens() -> Any:
 
 
 def resumed(bench: Bench, first: Callable[[], None], second: Callable[[str], None]) -> None:
-    """Two runs, the second from the checkpoint of the first. Only forward passes of the second count."""
+    """Train twice, the second time from the checkpoint of the first. Count only forward passes of the second run."""
     first()
     bench.trainer = None
     bench.passes = 0

@@ -1,4 +1,4 @@
-"""Tiny models of many families, one for each way to treat the head's product, and a padded batch for them."""
+"""Tiny models of many families, one for each way in which the head's product becomes logits, and a padded batch."""
 
 import torch
 import transformers as t

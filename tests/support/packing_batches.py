@@ -25,7 +25,7 @@ class Batch:
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
 
     def with_tokens(self, row: int, columns: Any, tokens: Any) -> "Batch":
-        """Return the batch with other tokens in some columns of a row, and with their labels if they have any."""
+        """Return the batch with other `tokens` in some columns of a row; labels that are set change too."""
         ids, labels = self.input_ids.clone(), self.labels.clone()
         ids[row, columns] = torch.as_tensor(tokens)
         labels[row] = torch.where(labels[row] == -100, -100, ids[row])

@@ -198,7 +198,7 @@ def attach(model: Any, **options: Any) -> ScoringForward:
 
 
 class TrueFloat64(TorchFunctionMode):
-    """Replace fp32 by float64 within.
+    """Replace fp32 by float64 in the `with` block.
 
     transformers computes norms, softmaxes, rotary angles and routers in fp32 for every dtype of the model, which would
     hide differences below 1e-7.

@@ -1,4 +1,4 @@
-"""One scoring forward and backward with its results and tokens, and the comparison of two."""
+"""Runs and records one scoring forward and backward, and compares two of them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +49,7 @@ def see(model: Any, batch: Batch, grad: bool = True, through: Any = None, **call
 
 
 def apart(ours: Seen, other: Seen) -> dict[str, float]:
-    """Return the largest differences, relative to a log-prob or entropy, at least 1, or to the largest gradient."""
+    """Return the largest relative differences: over a log-prob or entropy (at least 1), or the largest gradient."""
     assert torch.equal(ours.label_mask, other.label_mask)
     assert ours.fields.keys() == other.fields.keys()
     assert ours.gradients.keys() == other.gradients.keys()

@@ -14,7 +14,7 @@ from tiny import REFERENCE_SEED, Workshop, lora_config, preferences
 
 
 def rewarded(rows: int, seed: int) -> Dataset:
-    """Pairs with a reward of each completion; not always is the chosen one's the higher."""
+    """Return pairs with a reward for each completion; that of the chosen one is not always the higher."""
     rng = random.Random(seed)
     data = preferences(rows, seed=seed)
     for column in ("chosen_reward", "rejected_reward"):
@@ -23,7 +23,7 @@ def rewarded(rows: int, seed: int) -> Dataset:
 
 
 def two_tokens(rows: int, reward_difference: float) -> Dataset:
-    """Pairs whose completions are one word and the end: a mean over tokens is half of the sum."""
+    """Return pairs whose completions are one word and the end, so that a mean over tokens is half the sum."""
     rng = random.Random(3)
     words = [[f"w{rng.randrange(90)}" for _ in range(3)] for _ in range(rows)]
     return Dataset.from_list(
@@ -42,7 +42,7 @@ def two_tokens(rows: int, reward_difference: float) -> Dataset:
 
 @dataclass
 class Run:
-    """What a run has shown: losses and gradients of each micro-batch, the logs, the final weights."""
+    """The results of a run: losses and gradients of each micro-batch, the logs, the final weights."""
 
     losses: list[float] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Run:
     trainer: Any = None
 
     def log(self, key: str) -> list[float]:
-        """The values of `key` in the logs that have it."""
+        """Return the values of `key` in the logs that have it."""
         return [log[key] for log in self.logs if key in log]
 
 
@@ -65,13 +65,13 @@ def run(
     gradients: bool = True,
     **config: Any,
 ) -> Run:
-    """Train with `config`; `train_dataset` and other arguments of the trainer among it.
+    """Train with `config`, which may have arguments of the trainer too, such as `train_dataset`.
 
     Without LoRA the reference is another model, so that a log-ratio is not 0 at first.
 
     Args:
         watch (`Callable`, *optional*): called with the trainer and the inputs of each `compute_loss`.
-        gradients (`bool`): whether they are kept; not where the engine keeps them elsewhere.
+        gradients (`bool`): whether to record them; False if the engine does not keep them in `param.grad`.
     """
     names = ("train_dataset", "eval_dataset", "data_collator", "ref_model", "model")
     options = {name: config.pop(name) for name in names if name in config}

@@ -1,11 +1,11 @@
-"""A GPU that is not there: tensors that say they lie on cuda:0, hold numbers in host memory, and refuse to mix.
+"""A pretended GPU: tensors that report cuda:0 as their device, but have their numbers in host memory.
 
-Every operation on them runs on the CPU. `RECORD` counts the kernels that CUDA would launch and the times that the host
-would wait for the device, by the file that asked for it. Real trainers run on it, with their kernels interpreted.
-FakeTensorMode does not serve: its tensors have no values, which trainers read.
+Every operation on them runs on the CPU, and fails if it mixes devices. `RECORD` counts the kernels that CUDA would
+launch and the times that the host would wait for the device, by the file that caused them. Real trainers run on it,
+with interpreted kernels. FakeTensorMode does not suffice: trainers read values, which its tensors do not have.
 
-It changes torch for the whole process: `python` runs one, which calls `start()` before it imports trl_ext. In the block
-of a `DeviceMode`, "cuda" is the pretended device. Not covered: faults of the kernels themselves.
+It changes torch for the whole process: `python` runs a process, which calls `start()` before it imports trl_ext. In the
+block of a `DeviceMode`, "cuda" is the pretended device. Not covered: errors in the kernels themselves.
 """
 
 import collections
@@ -72,10 +72,10 @@ class Record:
     """Counts while `on`.
 
     Attributes:
-        waits (`Counter`): (file from its package on, line, reason) -> how often the host would wait. The file is the
-            innermost one of `_PACKAGES`.
-        launches (`Counter`): operation -> kernels that it would launch.
-        mixed (`list[str]`): operations on tensors of two devices. Each raised an error too, which code may catch.
+        waits (`Counter`): (path of the file from its package on, line, reason) -> number of host waits. The file is
+            the innermost one of `_PACKAGES`.
+        launches (`Counter`): operation -> number of kernels that it would launch.
+        mixed (`list[str]`): operations on tensors of two devices. Each also raised an error, which code may catch.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def _place() -> tuple[str, int]:
 class Pretended(Tensor):
     """A tensor on the pretended device; `held` has its numbers, in host memory.
 
-    A parameter whose `data` is set to a host tensor lies in host memory, until it is set to a pretended one again.
+    A parameter is in host memory while its `data` is set to a host tensor.
     """
 
     held: Tensor
@@ -194,7 +194,7 @@ class Pretended(Tensor):
 
 
 class DeviceMode(TorchDispatchMode):
-    """Within, what is made on "cuda" is pretended."""
+    """In the `with` block, tensors that are created on "cuda" are pretended."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
@@ -413,7 +413,7 @@ def _varlen(
 
 
 def one_kernel(function: Callable[..., None]) -> Any:
-    """Return something to launch like a Triton kernel, that runs `function`."""
+    """Return an object that is launched like a Triton kernel and runs `function`."""
 
     def launch(*args: Any, **kwargs: Any) -> None:
         RECORD.launch(f"triton {function.__name__}")
@@ -449,7 +449,7 @@ def moved(module: nn.Module) -> nn.Module:
 
 
 class Event:
-    """An event: what its stream had done when it was recorded."""
+    """An event, which knows the work that its stream had done when the event was recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.done: Counter[int] = Counter()
@@ -472,10 +472,10 @@ class Event:
 
 
 class Stream:
-    """A stream. Its work ends at once, but what follows on another stream must wait for it as on a device.
+    """A stream. Its work ends at once, but dependent work on another stream must wait for it as on a device.
 
     Attributes:
-        done (`Counter`): stream's number -> how much of its work surely precedes the next work of this stream.
+        done (`Counter`): number of a stream -> how much of its work is sure to precede the next work of this stream.
     """
 
     device = CUDA
@@ -529,10 +529,10 @@ _NUMBERS = itertools.count()
 
 
 class Order:
-    """Checks that work on memory that another stream wrote, or writes what another stream read, waits for it.
+    """Checks that work waits for another stream before it reads what that one wrote, or overwrites what it used.
 
-    Memory that is freed goes back to the stream that allocated it. The next work of that stream must wait for those of
-    the other streams that worked on it, except where `record_stream` told the allocator of them.
+    Freed memory goes back to the stream that allocated it. The next work of that stream must wait for the other streams
+    that used the memory, unless `record_stream` told the allocator about them.
     """
 
     def __init__(self) -> None:
@@ -557,7 +557,7 @@ class Order:
             self.current = before
 
     def run(self, what: Any, read: list[Tensor], written: list[Tensor], *, on_host: bool = False) -> None:
-        """Check the next work of the current stream, or of the host, and remember it."""
+        """Check the next work of the current stream or of the host, and record it."""
         stream = self.current
         if not on_host:
             stream.done |= self.host
@@ -585,7 +585,7 @@ class Order:
                 self.reads.setdefault(key, {})[stream.number] = stream.done[stream.number]
 
     def allocated(self, x: Pretended) -> None:
-        """Other streams must wait for what the current one did before it allocated memory: it may have used it."""
+        """Record new memory of the current stream: others must wait for its work until now, which may have used it."""
         key, stream = self.key(x), self.current
         if key not in self._owners:
             self._owners[key] = stream.number
@@ -604,11 +604,11 @@ class Order:
         raise RuntimeError(message)
 
     def waited(self, *, every: bool = False) -> None:
-        """The host waits for the current stream, or for `every` one."""
+        """Record that the host waits for the current stream, or with `every` for all streams."""
         self.host |= self.all if every else self.current.done
 
     def knows(self, x: Tensor) -> bool:
-        """Whether a stream has worked on a tensor in host memory."""
+        """Return whether a stream has worked on a tensor in host memory."""
         plain = type(x) is Tensor and x.layout == torch.strided
         return plain and StorageWeakRef(x.untyped_storage()).cdata in self._in_host_memory
 
@@ -647,7 +647,7 @@ def _says(answer: Any) -> Callable[..., Any]:
 
 
 def start() -> None:
-    """Make this process believe in one H100. What is not on "cuda" runs as before."""
+    """Make torch in this process report one H100. What is not on "cuda" runs as before."""
     torch._C._set_only_lift_cpu_tensors(True)
     cuda: Any = torch.cuda
     accelerator: Any = torch.accelerator

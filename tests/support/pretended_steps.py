@@ -55,7 +55,7 @@ STEPS = {
 
 @dataclass
 class Outcome:
-    """What a run gave, and on the pretended GPU what its last two steps cost."""
+    """The results of a run, and on the pretended GPU the costs of its last two steps."""
 
     loss: float
     updates: dict[str, list[float]]  # name of a trained weight -> its change
@@ -75,10 +75,10 @@ class Outcome:
 
 
 def train(name: str, root: Path, record: Any = None) -> Outcome:
-    """Run `name` of `STEPS`, with "/stock" by stock TRL.
+    """Run the entry `name` of `STEPS`; with "/stock" after the name, run it with stock TRL.
 
     Args:
-        record (`Record`, *optional*): of the pretended GPU, in whose `DeviceMode` this runs; None for the CPU.
+        record (`Record`, *optional*): the record of the pretended GPU, in whose `DeviceMode` this runs; None: the CPU.
     """
     import trl
     from transformers import TrainerCallback

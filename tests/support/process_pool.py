@@ -1,6 +1,6 @@
 """Starts processes that have already imported torch, transformers and TRL, for tests that kill them.
 
-Forking a process that has imported them takes milliseconds; a new process would import for seconds.
+Forking a process that has imported them takes milliseconds; a new process would need seconds for the imports.
 """
 
 import gc
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class ProcessPool:
-    """A process that forks one child at a time. Use it in a `with`."""
+    """A process that forks one child at a time. Use it as a context manager."""
 
     def __enter__(self) -> "ProcessPool":
         self._process = subprocess.Popen(

@@ -1,8 +1,8 @@
 """Runs cases of a test on several gloo processes, under an engine, and returns the results.
 
-A test file holds `CASES`, from names to functions that take a [`Rank`], and asks for some of them with
-[`run_on_ranks`]: one launch of the ranks runs them all, one after another, because starting Python costs far more than
-a tiny training run. As a script this file is one rank:
+A test file has `CASES`, which maps names to functions that take a [`Rank`], and runs some of them with
+[`run_on_ranks`]. One launch of the ranks runs all of these in turn, because starting Python takes far longer than a
+tiny training run. Run as a script, this file is one rank:
 `python ranks.py --script FILE --engine ddp --folder DIR CASE ...`, with the environment that [`run_on_ranks`] sets.
 """
 
@@ -61,8 +61,8 @@ class Rank:
     """The argument of a case: its rank, the number of ranks, and the engine.
 
     Attributes:
-        index (`int`): of this process, from 0.
-        processes (`int`): how many ranks there are.
+        index (`int`): index of this process, from 0.
+        processes (`int`): number of ranks.
         engine (`str`): a name in `ENGINES`.
         folder (`Path`): shared by the ranks and by the cases of one launch.
     """
@@ -130,7 +130,7 @@ def run_on_ranks(
         cases (`Sequence[str]`): names in `CASES`, run in this order on every rank.
         engine (`str`): a name in `ENGINES`.
         folder (`Path`): an empty folder for files of this launch, `Rank.folder` of its cases.
-        processes (`int`): how many ranks.
+        processes (`int`): number of ranks.
         timeout (`float`): seconds that the launch may take.
 
     Returns:
@@ -181,7 +181,7 @@ def ends_of_ranks(
 
     Args:
         launchers_store (`bool`): whether the launcher hosts the rendezvous store, as torchrun does; else rank 0 does.
-        stopped (`int`, *optional*): a rank that stops itself, and is not waited for or returned.
+        stopped (`int`, *optional*): a rank that stops itself. The call neither waits for it nor returns it.
     """
     ends: dict[int, End] = {}
     first = None
@@ -283,7 +283,7 @@ def _stacks(ranks: list[subprocess.Popen[bytes]], folder: Path, hanging: list[in
 
 
 def be_like_gpus() -> None:
-    """Make accelerate take these ranks for GPUs, on which alone it supports FSDP and tensor parallelism, over gloo."""
+    """Make accelerate take these gloo ranks for GPUs, because it supports FSDP and tensor parallelism only there."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 

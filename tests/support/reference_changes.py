@@ -1,4 +1,4 @@
-"""Ways to change a reference model in memory: some that the identity lists, and one that it misses."""
+"""Ways to change a reference model in memory: some that its identity notices, and one that it misses."""
 
 from types import MethodType
 

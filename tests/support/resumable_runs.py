@@ -103,9 +103,9 @@ def made_up(trainer: Any, best_step: int) -> None:
 
 
 def train_to_the_end(name: str, model: str, folder: str, kill_at_write: str = "") -> None:
-    """Train as a user's script: from the last complete checkpoint, or from the beginning; save the weights in a file.
+    """Train as a user's script does, from the last complete checkpoint if there is one, and save the weights in a file.
 
-    With `kill_at_write` the process kills itself at that file operation of its checkpoints.
+    With `kill_at_write`, the process kills itself at the file operation of that number in its checkpoints.
     """
     output = Path(folder)
     writes = kill_when_written(output, int(kill_at_write or 0))

@@ -1,4 +1,4 @@
-"""Reward functions by name: some differ within a group, some are equal for all its completions."""
+"""Reward functions by name: some return different rewards within a group, some equal ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def short_reward(completion_ids: list[list[int]], **_: Any) -> list[float | None
 
 
 def half_dead_reward(prompts: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """As `id_reward`, but 0.5 for every completion of every second prompt, whose groups have zero advantage."""
+    """As `id_reward`, but 0.5 for all completions of every second prompt, whose advantages are then zero."""
     scores = id_reward(completion_ids)
     return [0.5 if _odd(prompt) else score for prompt, score in zip(prompts, scores, strict=True)]
 

@@ -1,6 +1,6 @@
-"""Trains one case of the table with one pair of trainers, and records everything that a user can see.
+"""Trains one case of `drop_in_cases.py` with one pair of trainers, and records everything that a user can see.
 
-Run as a script it trains the named cases with `trl_ext` and writes JSON, so that two environments can be compared:
+Run as a script, it trains the named cases with `trl_ext` and writes JSON, so that two environments can be compared:
 `python run_losses.py --checkpoints DIR --out FILE CASE [CASE ...]`.
 """
 
@@ -63,7 +63,7 @@ class Trainers:
         return replace(self, **configs)
 
     def with_loss_times(self, factor: float) -> "Trainers":
-        """Return the same trainers with a wrong loss, which the comparison must notice."""
+        """Return the same trainers with their loss multiplied by `factor`, which the comparison must notice."""
 
         def wrong(trainer: type) -> type:
             def compute_loss(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Record:
     feeds: list[Feed] = field(default_factory=list)  # every forward of policy and reference model, with its tokens
 
     def fed(self, what: str = "tokens", **where: Any) -> int:
-        """Sum of `what` ("tokens", "rows" or "forwards") over the forwards whose fields are as `where` says."""
+        """Return the sum of `what` ("tokens", "rows" or "forwards") over the forwards whose fields equal `where`."""
         return sum(
             getattr(feed, what) for feed in self.feeds if all(getattr(feed, key) == x for key, x in where.items())
         )

@@ -146,7 +146,7 @@ def resumed(rank: LaunchedRank) -> None:
 
 
 def unscaled(rank: LaunchedRank, **config: Any) -> Seen:
-    """A control that replaces the sum over the group by the mean, or the mean by the sum."""
+    """Train as a control, with the mean in place of the sum over the group, or the sum in place of the mean."""
     init = sequence_parallel.SequenceGroup.__init__
 
     def wrong(self: Any, *args: Any) -> None:
@@ -159,7 +159,7 @@ def unscaled(rank: LaunchedRank, **config: Any) -> Seen:
 
 
 def unexchanged(rank: LaunchedRank, **config: Any) -> Seen:
-    """A control that does not exchange the gradient of exchanged tensors."""
+    """Train as a control, without exchanging the gradients of exchanged tensors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequence_parallel._Exchanged, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
         return trained(rank, **config)

@@ -31,7 +31,7 @@ class Problem:
         tokens (`tuple[int, ...]`): tokens of each rank. Without `own`, all ranks have the same tokens.
         dtype (`str`): the dtype of the operands. `"autocast"` rounds fp32 operands to bf16, with gradients in fp32.
         ties (`bool`): whether the operands are small whole numbers, so that some logits are exactly equal.
-        entropy_used, mean_used (`tuple[bool, ...]`): whether the loss of each rank has the entropy, or the mean
+        entropy_used, mean_used (`tuple[bool, ...]`): whether each rank's loss includes the entropy, or the mean
             log-prob.
         blocks (`int`): the number of blocks of a rank's rows.
     """

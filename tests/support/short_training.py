@@ -1,4 +1,4 @@
-"""Trains a tiny model for one step. Arguments of the config and of the trainer are passed together."""
+"""Trains a tiny model for one step. Callers pass arguments of the config and of the trainer together."""
 
 import inspect
 from pathlib import Path

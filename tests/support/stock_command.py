@@ -11,7 +11,7 @@ from trl.cli.main import main
 
 
 def stock_says(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
-    """The last line that the user of `trl` reads; the script of the method runs here, not under `accelerate launch`."""
+    """Return the last line that the user of `trl` reads. Runs its script here, not under `accelerate launch`."""
 
     def run_here(args: Any) -> None:
         script = importlib.import_module(f"trl.scripts.{words[0]}")

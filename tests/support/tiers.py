@@ -1,4 +1,4 @@
-"""The parameters of a test that the fast tier runs."""
+"""Selects the parameters of a test that the fast tier runs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,5 +7,5 @@ import pytest
 
 
 def fast_first(names: Iterable[Any], *fast: Any) -> list[Any]:
-    """Return `names` as parameters, all except `fast` in the slow tier."""
+    """Return `names` as parameters of a test; all except `fast` are marked slow."""
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]

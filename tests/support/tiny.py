@@ -1,7 +1,7 @@
 """Tiny tokenizers, models, adapters, datasets and rollouts, made on the fly and saved as local checkpoints.
 
-Everything depends only on fixed seeds, so two runs, trainers or environments get the same numbers. Weights
-are drawn wide (`initializer_range` 0.15 and more) so that log-probs differ from token to token.
+Everything depends only on fixed seeds, so two runs, trainers or environments get the same numbers. Weights have a large
+spread (`initializer_range` 0.15 and more), so that log-probs differ from token to token.
 """
 
 import functools
@@ -310,7 +310,7 @@ def _sampler(path: str) -> PreTrainedModel:
 def near_sampler_rollout(prompts: list[Any], trainer: Any) -> dict[str, list]:
     """Return log-probs of the initial policy with some noise as the sampler's, so that ratios are near 1.
 
-    One token in ten has no log-prob, as from a vLLM that could not score it.
+    One token in ten has no log-prob, as if vLLM could not score it.
     """
     model = _sampler(trainer.model.config._name_or_path)
     output = scripted_rollout(prompts, trainer)

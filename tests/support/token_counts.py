@@ -12,7 +12,7 @@ from tiny import V_WORDS
 
 @dataclass(frozen=True)
 class Feed:
-    """One forward, as the input embedding got it."""
+    """One forward, as seen by the input embedding."""
 
     model: str  # "policy", or "reference" for a separate reference model
     grad: bool
@@ -59,7 +59,7 @@ def total(shapes: list[tuple[int, int]]) -> int:
 
 @contextmanager
 def counted() -> Iterator[Tokens]:
-    """Count every call of a word embedding within, of any model in any wrapper."""
+    """Count the calls of every model's word embedding in the `with` block, whatever wraps the model."""
     tokens = Tokens()
 
     def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

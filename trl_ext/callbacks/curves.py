@@ -1,4 +1,4 @@
-"""Plots of what a run logs, as PNG files: learning curves, completion lengths, importance ratios."""
+"""Plots a run's logs as PNG files: learning curves, completion lengths, importance ratios."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-Series = list[tuple[str, str]]  # of a plot: (name in the logs, label in the legend)
+Series = list[tuple[str, str]]  # the lines of a plot: (name in the logs, label in the legend)
 
 
 def _both(name: str) -> Series:
@@ -93,14 +93,14 @@ def draw(logs: list[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _reward_functions(logs: list[dict[str, Any]]) -> dict[str, Series]:
-    """A plot of GRPO's reward functions, if there are several."""
+    """Return a plot of GRPO's reward functions, by title, if there are several."""
     found = (re.fullmatch(r"rewards/(.+)/mean", name) for entry in logs for name in entry)
     series = {match[0]: match[1] for match in found if match}
     return {"reward of each function": list(series.items())} if len(series) > 1 else {}
 
 
 def _lines(logs: list[dict[str, Any]], series: Series) -> dict[str, list[tuple[int, float]]]:
-    """Label -> its points (step, value), for each of `series` that is in the logs."""
+    """Return label -> points (step, value) for each line of `series` that is in the logs."""
     points = {label: [(x["step"], x[name]) for x in logs if x.get(name) is not None] for name, label in series}
     return {label: drawn for label, drawn in points.items() if drawn}
 

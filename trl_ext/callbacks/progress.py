@@ -40,10 +40,10 @@ def add_to_model_card(card: Path, args: Any, changed: dict[str, Any], plan: str)
 
 
 def _project() -> str:
-    """Name and version of this package, with a link if its metadata has one."""
+    """Return name and version of this package, with a link if its metadata has one."""
     try:
         about = metadata("trl_ext")
-    except PackageNotFoundError:  # it runs from a folder
+    except PackageNotFoundError:  # it is not installed
         return "trl_ext"
     urls = dict(x.split(", ", 1) for x in about.get_all("Project-URL") or ())
     url = next((urls[name] for name in ("Homepage", "Repository", "Source") if name in urls), None)
@@ -67,10 +67,10 @@ class ThroughputProgress(ProgressCallback):  # type: ignore[misc]
 
 
 def throughput(logs: dict[str, float], seconds: float) -> str:
-    """The text after the bar: tokens that TRL would have processed a second, and the share that was skipped.
+    """Return the text after the bar: tokens per second that TRL would have processed, and the share that was skipped.
 
-    Tokens are those of all processes; `seconds` include generation and optimizer. It is short, so that the bar stays a
-    bar at 80 columns.
+    It counts the tokens of all processes, and `seconds` include generation and optimizer. It is short, so that the bar
+    still fits into 80 columns.
     """
     skipped = logs.get("skipped/tokens", 0.0)
     tokens = skipped + sum(logs.get(name, 0.0) for name in _TOKENS)

@@ -16,7 +16,7 @@ _FORMAT = "trl_ext generation 1"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedGeneration:
-    """One rank's part of the file.
+    """What one rank saves.
 
     Args:
         micro_batch (`int`): number of micro-batches trained on since training began.

@@ -16,7 +16,7 @@ class TrainingStoppedError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of `error` without line breaks, with its type where the message alone says little."""
+    """Return the message of `error` without line breaks, with its type if the message alone says little."""
     message = " ".join(str(error).split())
     if isinstance(error, _SAYS_ENOUGH) and " " in message:
         return message
@@ -24,11 +24,11 @@ def one_line(error: BaseException) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str], mark: str = "") -> str:
-    """` Did you mean ...?` where exactly one known name is meant, else nothing.
+    """Return ` Did you mean ...?` if `given` can mean exactly one known name, else "".
 
-    That is the only name that begins with `given`, or the only one that differs from it by one slip: a letter more,
-    less or changed, or two letters swapped, after the first letter. Names that are merely similar, such as
-    `lora_rank` and `local_rank`, are different arguments.
+    This is the only name that begins with `given`, or else the only one that differs from it by one typo: a letter
+    more, less or changed, or two letters swapped, after the first letter. Names that are merely similar do not
+    count, such as `lora_rank` and `local_rank`.
     """
     names = set(known)
     meant = [x for x in names if len(given) >= 4 and x.startswith(given)]
@@ -45,7 +45,7 @@ def _one_slip(given: str, known: str) -> bool:
 
 
 def wrapped(text: str, begin: str = "") -> str:
-    """`text` in lines of at most 80 columns; the first starts with `begin`, the others are indented as far."""
+    """Return `text` in lines of at most 80 columns: the first starts with `begin`, the others are indented as far."""
     indent = " " * len(begin)
     return textwrap.fill(
         text, 80, initial_indent=begin, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

@@ -1,4 +1,4 @@
-"""`trl-ext`: runs one command, which ends with status 0, or with one line on stderr and status 2.
+"""`trl-ext`: runs one command. It exits with status 0, or with one line on stderr and status 2.
 
 Each command imports torch and TRL when it needs them: after `--version`, `--help` and the checks of `line.py`.
 """
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     prints = name not in ("dpo", "grpo") or not {*_HELP}.isdisjoint(arguments)
     if argv is None and prints and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe
-    # Processes that torchrun or `accelerate launch` has started start no others. One variable may be the user's
+    # A process of torchrun or `accelerate launch` starts no others. A user may set one of the variables, not both
     may_launch = not any(os.environ.keys() >= names for names in _OF_LAUNCHED)
     try:
         with warnings.catch_warnings():

@@ -45,7 +45,7 @@ _SAID = {
 
 
 class Parsed(NamedTuple):
-    """Four dataclasses, and the arguments for `accelerate launch` of the file and of the command line."""
+    """The four dataclasses, and arguments for `accelerate launch`: those in the file, and those on the command line."""
 
     script: Any
     training: Any
@@ -56,7 +56,7 @@ class Parsed(NamedTuple):
 
 
 class OneLineParser(TrlParser):
-    """TRL's parser with errors of one line, and a group in `--help` for the arguments that trl_ext adds."""
+    """TRL's parser with one-line errors, and a group in `--help` for the arguments that trl_ext adds."""
 
     def __init__(self, dataclass_types: Any = None, **keywords: Any) -> None:
         added = [x for x in (AddedDPOFields, AddedGRPOFields) for of in dataclass_types or () if issubclass(of, x)]
@@ -67,7 +67,7 @@ class OneLineParser(TrlParser):
         super().__init__(dataclass_types, usage=usage, description=launch, **keywords)
 
     def add_argument(self, *flags: Any, **keywords: Any) -> Any:
-        """Add it in its one spelling, and to the group if trl_ext adds it."""
+        """Add an argument without its hyphenated spelling, and to the group if it is one of trl_ext's."""
         once = [flag for flag in flags if "-" not in flag[2:]]
         choices = ", ".join(map(str, keywords.get("choices") or ()))
         # `--help` fits 80 columns
@@ -90,18 +90,18 @@ class OneLineParser(TrlParser):
 
 
 def dataclasses_of(method: str) -> tuple[type, ...]:
-    """The four dataclasses of a method, in the order of `Parsed`."""
+    """Return the four dataclasses of a method, in the order of `Parsed`."""
     script, training = (ScriptArguments, DPOConfig) if method == "dpo" else (GRPOScriptArguments, GRPOConfig)
     return script, training, ModelConfig, DatasetMixtureConfig
 
 
 def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
-    """The parser's dataclasses, then `accelerate launch`'s arguments in the file of `--config` and on the line."""
+    """Return the parser's dataclasses, then the arguments for `accelerate launch` in the file and on the line."""
     launcher = launch_command_parser()
     launcher.error = parser.error
     of_launch = {x.lstrip("-") for x in (*launcher._option_string_actions, "--accelerate_config")}
     known = {x.lstrip("-") for x in parser._option_string_actions} | (of_launch if may_launch else set())
-    # Before the dataclasses are made, which complain about the machine
+    # First, because making the dataclasses may raise errors about the machine
     left = parser.parse_known_args(line.words)[1]
     settable = {action.dest for action in parser._actions} | of_launch
     launched = of_launch - {"env", *(action.dest for action in parser._actions)}  # `env` of a file is TRL's
@@ -111,7 +111,7 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
             remedy = _instead(name, line, names, mark) or f" `{line.prog} --help` lists the arguments."
             raise CommandError(f"{shown} is not an argument of `{line.prog}`.{remedy}")
     of_file = _launch_words({x: line.in_file[x] for x in line.in_file if x in launched}, launcher)
-    # The first word that is no value of an argument is what `accelerate launch` would run
+    # `accelerate launch` would run the first word that is neither an argument nor its value
     options = resolve_accelerate_config_argument([*of_file, *left])
     stray = launcher.parse_args([*options, "-m", line.prog]).training_script
     if stray != line.prog:
@@ -120,7 +120,7 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
         return (*parser.parse_args_and_config(line.whole, return_remaining_strings=True)[:-1], of_file, left)
     except ValueError as error:
         if "divisible" in str(error):
-            # This process starts others, which check the batch of all
+            # The processes that this one launches check the batch of all processes
             if may_launch and "estimate" not in line.prog and needs_launch([*of_file, *left]):
                 return None, None, None, None, of_file, left
             one, of = ("", "train") if "num_generations" in str(error) else ("_eval", "eval")
@@ -134,7 +134,7 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
 
 
 def _launch_words(in_file: dict[str, Any], launcher: Any) -> list[str]:
-    """Arguments of a YAML file as `accelerate launch` reads them: a flag has no value, and lists have commas."""
+    """Return arguments of a YAML file as `accelerate launch` reads them: flags without values, lists with commas."""
     words: list[str] = []
     for name, value in in_file.items():
         action = launcher._option_string_actions.get(f"--{name}")
@@ -151,12 +151,12 @@ def _launch_words(in_file: dict[str, Any], launcher: Any) -> list[str]:
 
 
 def needs_launch(launch_arguments: list[str]) -> bool:
-    """Whether `accelerate launch` has arguments, a default file, or several GPUs."""
+    """Return whether there are arguments or a default file for `accelerate launch`, or several GPUs."""
     return bool(launch_arguments) or os.path.isfile(default_config_file) or torch.cuda.device_count() > 1
 
 
 def _instead(name: str, line: Line, known: set[str], mark: str) -> str:
-    """What replaces an argument of an older TRL, or the name that a slip was meant to be."""
+    """Return what replaces an argument of an older TRL, or the name that a typo was meant to be."""
     value = line.value(name)
     former = former_name(name, known, "VALUE" if value in (None, "") else str(value))
     if former is None:

@@ -13,7 +13,7 @@ FILES = ("accelerate_config", "config", "dataset_name", "model_name_or_path", "o
 
 
 def run(shell: str, commands: dict[str, str]) -> None:
-    """Print the script. What libraries print while they are imported goes to stderr."""
+    """Print the script. Libraries that print while they are imported print to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         parser = _parser_of_all(commands)
     print(shtab.complete(parser, shell))

@@ -33,7 +33,7 @@ def run() -> int:
 
 
 def _required() -> list[tuple[str, str, bool]]:
-    """The required packages."""
+    """Return a row for each required package."""
     requirements = _requirements()
     if requirements is None:
         return [("packages", "trl_ext has no metadata and no pyproject.toml. Run `pip install .`.", False)]
@@ -49,7 +49,7 @@ def _required() -> list[tuple[str, str, bool]]:
 
 
 def _requirements() -> list[str] | None:
-    """From the metadata of the installed package; a checkout that is not installed has them in pyproject.toml."""
+    """Return the requirements in the package's metadata, or in pyproject.toml of a checkout that is not installed."""
     try:
         return requires("trl_ext") or []
     except PackageNotFoundError:
@@ -65,7 +65,7 @@ def _version(name: str) -> str | None:
 
 
 def _head_on(device: torch.device) -> list[tuple[str, str, bool]]:
-    """The device, whether the LM head is exact on it, and which kernels run between its matrix products."""
+    """Return rows for a device: its name, whether the LM head is exact on it, and which kernels the head uses."""
     what = f"{torch.get_num_threads()} threads"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -18,10 +18,10 @@ from .training import is_adapter, model_init_arguments
 
 
 def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, most: int, step: int = 64) -> int:
-    """The largest multiple of `step`, up to `most`, of which `bytes_of` is at most `limit`; 0 if none is.
+    """Return the largest multiple of `step`, up to `most`, for which `bytes_of` is at most `limit`; 0 if there is none.
 
-    Each call takes seconds, and memory is nearly a straight line in the length, so the search follows from `first` on
-    the line through the two lengths nearest to `limit`, and bisects where that does not converge.
+    Each call takes seconds, and memory is nearly linear in the length. So the search begins at `first`, follows the
+    line through the two lengths nearest to `limit`, and bisects if that does not converge.
     """
     fits, exceeds = 0, most // step + 1
     known: dict[int, int] = {}
@@ -40,14 +40,14 @@ def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, mo
     return fits * step
 
 
-# Their estimates have been compared with measurements
+# The engines whose estimates have been compared with measurements
 _ENGINES = {"one_process": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
-# States that an optimizer keeps for each trained parameter; other optimizers also take memory while they step
+# Number of states per trained parameter; other optimizers also allocate memory during a step
 _STATES = {"adamw_torch_fused": 2, "sgd": 0}
 _GIB = 2**30
-# The `model_init_kwargs` that are read, or change no memory
+# The `model_init_kwargs` that `estimate` reads, or that change no memory
 _OF_MODEL = {"dtype", "attn_implementation", "trust_remote_code", "use_cache"}
-# Arguments that `estimate` refuses, if not always
+# Arguments of which `estimate` refuses some values
 _WATCHED = (
     *("optim", "model_init_kwargs", "load_in_4bit", "load_in_8bit", "deepspeed", "fsdp", "torch_compile"),
     *("activation_offloading", "reference_device", "use_liger_kernel", "cast_lm_head_to_fp32"),
@@ -116,12 +116,12 @@ def run(line: Line) -> int:
 
 
 def _longest_row(method: str, training: Any, asked: EstimateArguments) -> int:
-    """Tokens of the longest row that the arguments allow."""
+    """Return the number of tokens in the longest row that the arguments allow."""
     return int(training.max_length if method == "dpo" else asked.prompt_length + training.max_completion_length)
 
 
 def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
-    """The training step with these arguments, on one device, with the longest rows."""
+    """Return the training step with these arguments, on one device, with the longest rows."""
     training, dpo = parsed.training, method == "dpo"
     if dpo and training.max_length is None:
         raise CommandError("`--max_length` is None, so the longest row is unknown. Set it to a number.")
@@ -129,7 +129,7 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     longest = min(_longest_row(method, training, asked), policy.positions)
     if not 0 <= prompt_length < longest:
         raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
-    tokens = longest - 1  # a row's last token is not scored from
+    tokens = longest - 1  # the model predicts nothing from a row's last token
     adapted = parsed.model.use_peft or is_adapter(parsed.model.model_name_or_path)
     return Step(
         model=policy.make,
@@ -151,12 +151,12 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
 
 class _Policy(NamedTuple):
     make: Callable[[], Any]
-    positions: int  # of the config
+    positions: int  # in the config
     dtype: torch.dtype
 
 
 def _policy(parsed: Parsed) -> _Policy:
-    """A function that makes the policy as the trainer does, from its config alone."""
+    """Return a function that makes the policy as the trainer does, from its config alone; its positions and dtype."""
     _, training, model_args, *_ = parsed
     name, adapter = model_args.model_name_or_path, get_peft_config(model_args)
     if is_adapter(name):

@@ -30,7 +30,7 @@ OTHER_NAMES_OF = {
     "grpo": {"group_size": "num_generations"},
 }
 
-# What each method needs, what to give, and what may be given in its place
+# The arguments that each method needs: (name, what to give, alternatives)
 _MODEL = ("model_name_or_path", "a folder, or a name on the Hub", ())
 _DATA = ("dataset_name", "a file, a folder, or a name on the Hub", ("datasets",))
 _REWARDS = ("reward_funcs", "such as `my_rewards.py:brevity`", ("reward_model_name_or_path",))
@@ -52,7 +52,7 @@ class Line(NamedTuple):
         return self.words if self.file is None else ["--config", self.file, *self.words]
 
     def where(self, message: str) -> str:
-        """Which of the arguments that `message` names the file sets."""
+        """Return where the arguments in an error `message` are set or looked for: the file, the folder, the adapter."""
         named = dict.fromkeys(re.findall(r"(?:`|argument )(?:--)?(\w+)", message))
         of_file = [f"`{name}`" for name in named if name in self.in_file and name not in names_in(self.words)]
         place = f" ({', '.join(of_file)} in {self.file})" if of_file and str(self.file) not in message else ""
@@ -74,7 +74,7 @@ class Line(NamedTuple):
             return None
 
     def value(self, name: str) -> Any:
-        """What is given for an argument, also by the beginning of its name: `None` for nothing, "" for no value."""
+        """Return the value given for an argument or a prefix of its name: `None` if not given, "" if without value."""
         values = [self.in_file.get(name)]
         for word, after in zip(self.words, [*self.words[1:], "--"], strict=False):
             begun, mark, value = word.partition("=")
@@ -83,12 +83,12 @@ class Line(NamedTuple):
         return values[-1]
 
     def has_on(self, name: str) -> bool:
-        """Whether an argument is given, and not as false."""
+        """Return whether an argument is given, and its value is not false."""
         value = self.value(name)
         return value is not None and str(value).lower() not in ("false", "f", "no", "n", "0")
 
     def given(self) -> list[tuple[str, str, str]]:
-        """Each argument, as an error shows it, and what is before a name where it is given."""
+        """Return (name, name in errors, prefix of a name: "--" or "") for each argument on the line and in the file."""
         in_words = [(name, f"`--{name}`", "--") for name in names_in(self.words)]
         return in_words + [(name, f"`{name}` in {self.file}", "") for name in self.in_file]
 
@@ -131,13 +131,13 @@ def refuse_word(word: str, line: Line) -> NoReturn:
 
 
 def _with_underscores(word: str) -> str:
-    """An argument in its one spelling; TRL's parser takes two."""
+    """Return an argument spelled with underscores; TRL's parser also takes hyphens."""
     name, *value = word.split("=", 1)
     return "=".join([f"--{name[2:].replace('-', '_')}", *value]) if word.startswith("--") else word
 
 
 def names_in(words: list[str]) -> list[str]:
-    """The arguments among the words."""
+    """Return the names of the arguments among the words."""
     return [word[2:].split("=", 1)[0] for word in words if word.startswith("--")]
 
 
@@ -166,7 +166,7 @@ def _check_names(line: Line, others: dict[str, str]) -> None:
 
 
 def _check_model(line: Line) -> None:
-    """Refuse a path without a model. Whether the Hub has a model shows when it is loaded."""
+    """Raise `CommandError` for a path without a model. A model on the Hub is checked when it is loaded."""
     name, base = str(line.value("model_name_or_path") or "None"), line.base
     is_folder = os.path.isdir(name)
     if (_is_path(name) or is_folder) and base is None and not os.path.isfile(os.path.join(name, "config.json")):
@@ -180,12 +180,12 @@ def _check_model(line: Line) -> None:
 
 
 def _is_path(name: str) -> bool:
-    """Whether `name` cannot be one on the Hub."""
+    """Return whether `name` is a path, because no model on the Hub can have that name."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def _check_adapter(line: Line) -> None:
-    """Refuse arguments of a new adapter where there is none: TRL ignores them, and trains all weights."""
+    """Raise `CommandError` for arguments of a new adapter if none is made; TRL would ignore them."""
     new, trained = line.has_on("use_peft"), line.base is not None
     flags = ("use_rslora", "use_dora", *["use_peft"] * trained)
     for name, shown, mark in line.given():

@@ -28,13 +28,13 @@ _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 
 
 def rewards_of(script_args: Any) -> list[Any]:
-    """The reward model, if any, and the functions of `--reward_funcs`, in TRL's order."""
+    """Return the reward model, if any, and the functions of `--reward_funcs`, in TRL's order."""
     model = script_args.reward_model_name_or_path
     return [*([] if model is None else [model]), *map(_function, script_args.reward_funcs)]
 
 
 def _function(given: str) -> Any:
-    """The reward function called `given`: `my_rewards.py:name`, `my_rewards.name`, or a name in `trl.rewards`."""
+    """Return the reward function `given`: `my_rewards.py:name`, `my_rewards.name`, or a name in `trl.rewards`."""
     place, mark, name = given.rpartition(":" if ":" in given else ".")
     file, folder = Path(place), os.getcwd()
     if not mark:
@@ -53,7 +53,7 @@ def _function(given: str) -> Any:
         raise CommandError(f"`--reward_funcs` has `{given}`, which names no Python file. Write `{place}.py:{name}`.")
     if mark == ":" and not file.is_file():
         raise CommandError(f"`--reward_funcs` has `{given}`, but there is no such file. Current folder: {folder}.")
-    # As in Python, modules are looked for in the folder of the file, or in the current one
+    # As Python does, look for modules in the folder of the file, or in the current one
     sys.path.insert(0, str(file.parent.resolve()) if mark == ":" else folder)
     module = _module_of(file) if mark == ":" else _imported(place, given)
     if not callable(getattr(module, name, None)):
@@ -86,7 +86,7 @@ def _imported(name: str, given: str) -> Any:
 
 
 def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
-    """The trainer, ready to train; with the first `most_rows` of each data set, to show the plan alone."""
+    """Return the trainer, ready to train, with at most the first `most_rows` of each data set."""
     script, training, model_args, mixture, *_ = parsed
     rewards = {"reward_funcs": rewards_of(script)} if method == "grpo" else {}
     train, evaluation = _data_sets(script, training, mixture, most_rows)
@@ -110,7 +110,7 @@ def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
 
 
 def model_init_arguments(training: Any, model_args: Any) -> dict[str, Any]:
-    """The arguments that load the model, as in TRL's scripts."""
+    """Return the arguments that load the model, as in TRL's scripts."""
     return {
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,
@@ -120,12 +120,12 @@ def model_init_arguments(training: Any, model_args: Any) -> dict[str, Any]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether `name` is the folder of a PEFT adapter."""
+    """Return whether `name` is the folder of a PEFT adapter."""
     return os.path.isfile(os.path.join(name, "adapter_config.json"))
 
 
 def _model(training: Any, model_args: Any) -> tuple[Any, Any]:
-    """The model or its name, and the quantization with which the trainer loads it."""
+    """Return the model or its name, and the quantization with which the trainer loads it."""
     name, arguments = model_args.model_name_or_path, model_init_arguments(training, model_args)
     quantization_config = get_quantization_config(model_args)
     if not is_adapter(name):
@@ -156,7 +156,7 @@ def _data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) 
 
 
 def _loaded(script: Any) -> Any:
-    """The splits of `--dataset_name`: a file, a folder, or a data set on the Hub."""
+    """Return the splits of `--dataset_name`: a file, a folder, or a data set on the Hub."""
     name, options = script.dataset_name, {"name": script.dataset_config, "streaming": script.dataset_streaming}
     file, is_there, why = _FORMATS.get(Path(name).suffix), os.path.exists(name), ""
     try:
@@ -178,7 +178,7 @@ def _loaded(script: Any) -> Any:
 
 
 def launch(launch_arguments: list[str], arguments: list[str]) -> int:
-    """Run the command with `arguments` in the processes that accelerate starts; the status of the first to fail."""
+    """Run the command with `arguments` in the processes that accelerate starts; return the first failure's status."""
     options = [*resolve_accelerate_config_argument(launch_arguments), "-m", "trl_ext.cli", *arguments]
     try:
         launch_command(launch_command_parser().parse_args(options))
@@ -201,7 +201,7 @@ def run(command: str, line: Line, *, may_launch: bool, shows_traceback: bool) ->
     parsed = Parsed(*parse(OneLineParser(dataclasses_of(line.method), prog=line.prog), line, may_launch=may_launch))
     launch_arguments = [*parsed.launch_of_file, *parsed.launch]
     if may_launch and (needs_launch(launch_arguments) or new):
-        left = list(parsed.launch)  # among the words, in the same order
+        left = list(parsed.launch)  # all are also in `line.whole`, in the same order
         words = [x for x in line.whole if x not in left[:1] or not left.pop(0)]
         return launch(launch_arguments, [*line.prog.split()[1:], *words, *["--traceback"] * shows_traceback])
     resumed = parsed.training.resume_from_checkpoint

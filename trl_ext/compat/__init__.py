@@ -1,4 +1,4 @@
-"""The only package that uses TRL's private names. Importing it checks the versions of TRL and transformers."""
+"""Uses TRL's private names; other files only override some. Importing it checks TRL's and transformers' versions."""
 
 from importlib.metadata import version
 

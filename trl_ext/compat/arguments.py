@@ -1,6 +1,6 @@
-"""The arguments of TRL's trainers and configs: unknown ones, what replaces those of earlier versions, and numbers.
+"""Checks of the arguments of TRL's trainers and configs: unknown names, names of earlier versions, and numbers.
 
-Nothing heavy is imported here, so that the command line can use it before torch is loaded.
+This file imports nothing heavy, so that the command line can use it before torch is loaded.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin
 
 _LEFT_OUT = "Leave it out."
 
-# Integers of TRL's configs for which TRL takes other types too
+# Fields that TRL annotates as integers, but for which it also takes floats, or text
 _TAKE_FLOATS = frozenset(
     {
         *("dataloader_num_workers", "ddp_bucket_cap_mb", "ddp_timeout", "eval_accumulation_steps", "local_rank"),
@@ -25,7 +25,7 @@ _TAKE_FLOATS = frozenset(
 )
 _TAKE_TEXT = frozenset({"vllm_server_port"})
 
-# Fields of TRL's configs that are divided by, and the least that each may be
+# Fields of TRL's configs that serve as divisors, and the minimum of each
 _LEAST = {
     **{"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1},
     **{"num_generations": 2, "steps_per_generation": 1, "generation_batch_size": 1},
@@ -98,7 +98,7 @@ def refuse_unknown(
     """Raise `TypeError` for the first argument of `given` that is not `known`, with what to use instead.
 
     Args:
-        owner (`str`): the class that does not take it.
+        owner (`str`): the class whose arguments are `known`.
         config (`str`): for a trainer, the name of its config, whose fields are `of_config`.
     """
     for name, value in given.items():
@@ -116,7 +116,7 @@ def refuse_unknown(
 
 
 def former_name(name: str, known: Collection[str], value: str = "...", *, of_trainer: bool = False) -> str | None:
-    """What to use instead of an argument of earlier versions; `None` for other names.
+    """Return what to use instead of an argument of an earlier version; `None` for other names.
 
     Args:
         known (`Collection[str]`): the present arguments of the trainer, or of its config.
@@ -129,18 +129,18 @@ def former_name(name: str, known: Collection[str], value: str = "...", *, of_tra
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.9)  # a slip: `lora_rank` is no `local_rank`
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.9)  # not `local_rank` for `lora_rank`
     return f" Did you mean `{close[0]}`?" if close else ""
 
 
 def check_numbers(config: Any) -> None:
-    """Raise `TypeError` where a numeric field of a config, TRL's or ours, has no number; `ValueError` for one too low.
+    """Raise `TypeError` if a numeric field of a config, TRL's or ours, has no number; `ValueError` if it is too low.
 
     The types are those in the annotations. None, and fields that also take text, are left to TRL.
     """
     kinds: dict[str, Any] = {}
     for cls in reversed(type(config).__mro__):
-        if cls.__module__.split(".")[0] in ("trl", "trl_ext", "transformers"):  # what a user adds is the user's
+        if cls.__module__.split(".")[0] in ("trl", "trl_ext", "transformers"):  # not fields of a user's subclass
             kinds |= inspect.get_annotations(cls)
     for x in fields(config):
         kind, value = kinds.get(x.name), getattr(config, x.name, None)
@@ -162,7 +162,7 @@ def check_numbers(config: Any) -> None:
 
 
 def _number_to_write(value: Any, takes_floats: bool) -> str | None:
-    """The advice to write a number as one, if `value` is one in quotes, or a whole number with a decimal point."""
+    """Return how to write a number that is in quotes, or a whole number with a decimal point; `None` for others."""
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -132,7 +132,7 @@ def drop_reward_metrics(trainer: DPOInternals) -> None:
 
 
 def pairs_not_repeated(trainer: DPOInternals, pairs: int) -> int:
-    """Return how many of this rank's `pairs` are not repeats that Accelerate adds to fill the last batch."""
+    """Return the number of this rank's `pairs`, without repeats that Accelerate adds to fill the last batch."""
     replaceable = trainer.ref_model is not None and not isinstance(trainer.ref_model, torch.nn.Module)
     replaceable = replaceable or trainer.precompute_ref_logps
     accelerator, state = trainer.accelerator, trainer.accelerator.gradient_state
@@ -173,7 +173,7 @@ def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> It
 
 
 def with_labels(model: Any, labels: torch.Tensor) -> Callable[..., Any]:
-    """Return `model` with these labels in place of TRL's equal ones: the same tensor lets packing reuse the layout."""
+    """Return `model`, called with `labels` in place of TRL's equal tensor, so that packing can reuse its layout."""
 
     def call(*positional: Any, **keywords: Any) -> Any:
         if keywords.get("fused_lm_head"):
@@ -222,7 +222,7 @@ def made_as_reference(trainer: DPOInternals, load: Callable[[], Any]) -> Any:
 
 
 def recorded_loads(loaded: list[tuple[Any, Callable[[], Any]]]) -> dict[str, Any]:
-    """Return replacements for names of TRL's module that add each loaded model to `loaded`, with its loader."""
+    """Return replacements for names in TRL's module, which record each model that TRL loads, with its loader."""
     original = module_of(trl.DPOTrainer).create_model_from_path
 
     def create(*positional: Any, **keywords: Any) -> Any:

@@ -102,7 +102,7 @@ def answered_by(
     trainer: GRPOInternals, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
 ) -> AbstractContextManager[None]:
     """Make TRL's pass of `model` over `batch`, and no other, return `answer`: log-probs, entropies, router loss."""
-    # TRL's own loss runs no other pass. To compare rows, the host waits for the device
+    # Only a subclass's loss may run other passes: comparing rows makes the host wait for the device
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) if has_own_loss(trainer) else None
     unanswered = getattr(trainer, PASS)
 
@@ -141,7 +141,7 @@ def own_step(trainer: GRPOInternals) -> str | None:
 
 
 class Generation:
-    """TRL's generation, with its log-prob passes deferred. `rewards` holds those of the last call."""
+    """TRL's generation without its log-prob passes, which run later. `rewards` holds the rewards of the last call."""
 
     def __init__(self, trainer: GRPOInternals) -> None:
         self.trainer = trainer
@@ -208,7 +208,7 @@ class Buffer:
         return len(loader) if has_length(loader) else None
 
     def to_come(self) -> list[dict[str, Any]]:
-        """Return the slices left before the next generation, the present one first; if it recurs, it is also last."""
+        """Return the slices left before the next generation, the current one first, and again last if it recurs."""
         step, buffer = self.trainer._step, self.trainer._buffered_inputs
         if buffer is None:
             return []
@@ -222,7 +222,7 @@ class Buffer:
             to_come[0].update(entries)
 
     def with_kept(self, inputs: dict[str, Any], name: str) -> dict[str, Any]:
-        """Return `inputs` with the entry `name` of its slice, if a subclass left it out."""
+        """Return `inputs`, with the entry `name` of its slice if a subclass dropped it."""
         for present in self.to_come()[:1]:
             if name in present and name not in inputs and "old_per_token_logps" in inputs:
                 return {**inputs, name: present[name]} if _same_rows(inputs, present) else inputs

@@ -1,6 +1,6 @@
 """Checks that untested releases of TRL and transformers still have the names that trl_ext uses.
 
-`names.py` lists the names, with the parameters of each function. A check takes as long as importing TRL's trainers, so
+`names.py` lists them, with the parameters of each function. A check takes as long as importing TRL's trainers, so
 the user's cache folder records each passed check under a fingerprint of the files.
 """
 
@@ -58,7 +58,7 @@ def parameters_of(owner: Any, name: str) -> str | None:
     """Return the parameters of a function or dataclass; `""` for other names, and `None` for missing ones.
 
     Args:
-        owner (`Any`): a module or a class. The names of a class include each `self.name` and quoted word in its source.
+        owner (`Any`): a module or a class. A class also has each `self.name` and quoted word in its source.
     """
     held = inspect.getattr_static(owner, name, _MISSING) if inspect.isclass(owner) else getattr(owner, name, _MISSING)
     if inspect.isfunction(held) or (inspect.isclass(held) and is_dataclass(held)):
@@ -103,7 +103,7 @@ def _named_in(owner: Any) -> frozenset[str]:
 
 
 def _moved_since_last_check(found: Mapping[str, str]) -> list[str]:
-    """Return the lines of `moved`. An empty file in the user's cache folder records a check that found none."""
+    """Return `moved()`, or nothing if a file in the user's cache folder records that an earlier check found nothing."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "trl_ext"
     path = folder / f"unmoved-{_fingerprint(found)}"
     with suppress(OSError):

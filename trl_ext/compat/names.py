@@ -3,7 +3,7 @@
 Written by `python tests/support/compat_names.py`.
 """
 
-# Of a class also the attributes of `self`, and the quoted words in its source
+# The names of a class include the attributes of `self`, and the quoted words in its source
 _NAMES = {
     "transformers.modeling_layers": "GradientCheckpointingLayer",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",

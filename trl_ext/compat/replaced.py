@@ -77,7 +77,7 @@ def built_with(
         config (`Any`): the trainer's config. `padding_free=True` is hidden, because TRL rejects it.
         make_adapter (`Callable`): called with PEFT's `get_peft_model` and its arguments.
         copies (`bool`): whether TRL may copy an adapter as the reference.
-        others (`Any`): further names of the module and their replacements.
+        others (`Any`): replacements for further names of the module.
     """
     module = module_of(trainer_class)
     names = {"add_fused_lm_head": attach, "get_peft_model": partial(make_adapter, module.get_peft_model), **others}

@@ -27,10 +27,10 @@ class RequestedEngine(NamedTuple):
 class EngineRequest:
     """The processes and engines that the environment and the arguments request."""
 
-    processes: int | None  # `None` for several processes of unknown number
-    processes_by: str | None  # the setting that requests several
+    processes: int | None  # `None`: several, but how many is unknown
+    processes_by: str | None  # the setting that requests several processes
     cpu: bool
-    engines: tuple[RequestedEngine, ...]  # the launcher's, then the arguments'
+    engines: tuple[RequestedEngine, ...]  # those of the launcher, then those of the arguments
 
     @property
     def sources(self) -> list[str]:
@@ -117,8 +117,8 @@ class DetectedEngine:
     distributed_type: str  # accelerate's, such as "NO", "MULTI_GPU", "FSDP"
     processes: int  # number of processes that train together, from accelerate's state
     in_group: int  # size of torch's default process group; 1 without one
-    backend: str | None  # of the process group
-    device: str  # its type
+    backend: str | None  # the backend of the process group
+    device: str  # the type of the device
     fsdp_version: int | None = None
     zero_stage: int | None = None  # of DeepSpeed
     autotp_size: int = 0  # number of processes over which DeepSpeed's AutoTP splits layers; 0 or 1 if it splits none

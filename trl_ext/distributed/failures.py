@@ -82,8 +82,8 @@ class RankMonitor:
         self.answers: SimpleQueue[str] = SimpleQueue()
         self._diagnoses: SimpleQueue[str | None] = SimpleQueue()
         self._training_thread = threading.get_ident()
-        # The default store's client handles one request at a time, and a collective may block it. The thread needs its
-        # own client
+        # The default store's client handles one request at a time, and a collective may block it, so the thread needs
+        # its own client
         self._store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=3 * _PATIENCE))
         self._name = f"Rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"
@@ -122,7 +122,7 @@ class RankMonitor:
         return diagnosis
 
     def _collect(self) -> str:
-        """The diagnosis from all answers."""
+        """Return the diagnosis from all answers."""
         silent = self._wait("answer", range(self.world))
         if silent:
             what = "does not answer: it was killed, ran out of memory, crashed or hangs."

@@ -1,4 +1,4 @@
-"""Scaled gradients, sums over tensor-parallel ranks, a check of gradient checkpointing, and activation offloading."""
+"""Scaling and tensor-parallel sums of gradients, a check of gradient checkpointing, and activation offloading."""
 
 import weakref
 from collections import deque
@@ -90,18 +90,18 @@ def _is_reentrant(module: nn.Module) -> bool:
     return isinstance(function, partial) and bool(function.keywords.get("use_reentrant", True))  # torch's default
 
 
-_SMALLEST = 1024  # bytes; copying less does not pay
+_SMALLEST = 1024  # bytes; smaller tensors are not worth a copy
 _IN_FLIGHT = 4  # tensors that stay on the device while they are copied to the host, or are brought back early
 
 
 @contextmanager
 def activations_on_host(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Make autograd keep the tensors that it saves in the `with` block on the host, pinned if `device` is not the CPU.
+    """Keep in host memory what autograd saves for the backward in the `with` block, pinned if `device` is not the CPU.
 
-    Only tensors on `device` move; weights of `model` and small, expanded or sharded tensors stay. A tensor that is
-    saved several times is copied once. The copies run on their own stream, so neither host nor device waits for each.
-    Values are bitwise equal. The copies live as long as the graph. TRL's class, which DPO takes, does not serve: it
-    keeps a tensor that is saved twice on the device, and raises if a graph is dropped or unpacked twice.
+    It moves only tensors on `device`, but not weights of `model`, nor small, expanded or sharded tensors. A tensor that
+    is saved several times is copied once. Copies run on their own stream, so neither host nor device waits for each.
+    Values stay bitwise equal. Copies live as long as the graph. TRL's class, which DPO uses, does not suffice: it
+    leaves a tensor that is saved twice on the device, and raises if a graph is dropped or unpacked twice.
     """
     kept = _KeptOnHost(model, device)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
@@ -113,13 +113,13 @@ class _KeptOnHost:
         self._device = torch.empty(0, device=device).device  # with its index
         self._weights = {param.data_ptr() for param in model.parameters() if not isinstance(param.data, DTensor)}
         self._copies = _copy_stream(self._device) if device.type == "cuda" else None
-        # FSDP frees gathered weights, which are saved too, without regard to who holds them
+        # Autograd also saves gathered weights, which FSDP frees even if something else still holds them
         sharded = any(isinstance(param.data, DTensor) for param in model.parameters())
         sharded = sharded or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         self._in_flight = 0 if sharded else _IN_FLIGHT
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
-        self._order: list[weakref.ref[_HostCopy]] = []  # of packing; the backward needs them in reverse
-        self._leaving: deque[tuple[Any, Tensor]] = deque()  # events that end the copies of tensors
+        self._order: list[weakref.ref[_HostCopy]] = []  # in the order of packing; the backward needs them in reverse
+        self._leaving: deque[tuple[Any, Tensor]] = deque()  # (event that ends the copy, tensor)
 
     def pack(self, tensor: Tensor) -> "Tensor | _HostCopy":
         stays = isinstance(tensor, DTensor) or tensor.device.type != self._device.type or tensor.nbytes < _SMALLEST
@@ -139,7 +139,7 @@ class _KeptOnHost:
         with _on(copies):
             memory.copy_(tensor, non_blocking=copies is not None)
         if copies is not None:
-            # Held until the compute stream waits for the copy, so that nothing overwrites the memory before
+            # Hold the tensor until the compute stream waits for the copy: nothing may overwrite it before
             self._leaving.append((copies.record_event(), tensor))
             if len(self._leaving) > self._in_flight:
                 torch.cuda.current_stream(self._device).wait_event(self._leaving.popleft()[0])
@@ -161,7 +161,7 @@ class _KeptOnHost:
                 earlier.back = earlier.empty()
                 with _on(self._copies):
                     earlier.back.copy_(earlier.memory, non_blocking=True)
-                earlier.back.record_stream(self._copies)  # it may be freed without having been needed
+                earlier.back.record_stream(self._copies)  # because it may be freed unused
                 earlier.came = self._copies.record_event()
         back, packed.back = packed.back, None
         assert back is not None
@@ -171,7 +171,7 @@ class _KeptOnHost:
 
 @dataclass(eq=False)
 class _HostCopy:
-    """A saved tensor on the host; while it is brought back, also on its device, with the event that ends the copy."""
+    """A saved tensor in host memory. `back`: its copy on the device, while needed. `came`: the event at its end."""
 
     memory: Tensor
     device: torch.device
@@ -180,7 +180,7 @@ class _HostCopy:
     came: Any = None
 
     def empty(self) -> Tensor:
-        """Return memory on the device, with the original strides, which decide the kernel."""
+        """Return an empty tensor on the device, with the original strides, on which the choice of kernels depends."""
         shape = self.memory.size(), self.memory.stride()
         return torch.empty_strided(*shape, dtype=self.memory.dtype, device=self.device)
 
@@ -192,7 +192,7 @@ def _copy_stream(device: torch.device) -> Any:
 
 @contextmanager
 def _on(stream: Any) -> Iterator[None]:
-    """Run the `with` block on `stream`, after the current stream's work; None for a device without streams."""
+    """Run the `with` block on `stream`, after the current stream's work; `None` for a device without streams."""
     if stream is None:
         yield
         return

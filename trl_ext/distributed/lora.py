@@ -22,7 +22,7 @@ def keep_differentiable(model: nn.Module) -> None:
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
-# Options that need a layer's whole weight, of which a rank has only a part -> values that turn them off
+# Options that need a whole weight, of which each rank has only a part -> values that turn them off
 _OPTIONS = {"use_dora": False, "modules_to_save": None, "target_parameters": None, "trainable_token_indices": None}
 
 
@@ -59,9 +59,9 @@ def check_adapter(config: Any, ranks: TensorParallel) -> None:
 
 
 def complete_adapters(model: nn.Module, ranks: TensorParallel) -> None:
-    """Set the whole width on the LoRA layers of a split model; PEFT sets the width of this rank's part.
+    """Set `in_features` and `out_features` of a split model's LoRA layers to those of the whole layers.
 
-    Transformers' row-wise split reads the whole width.
+    Transformers' row-wise split reads these; PEFT sets those of this rank's part.
     """
     if not isinstance(model, PeftModel):
         return

@@ -15,7 +15,7 @@ from .tensor_parallel import DataParallelAccelerator, TensorParallel
 
 
 class Ranks:
-    """Collectives for the parts of a trainer, and this rank's group, whose ranks must all do the same."""
+    """Collectives for the parts of a trainer, and the group of this rank, in which all ranks must do the same."""
 
     accelerator: Any = None  # accelerate's, or the proxy that counts each group as one process
     tensor_parallel: TensorParallel | None = None  # this rank's group
@@ -52,7 +52,7 @@ class Ranks:
 
     @property
     def every(self) -> Any:
-        """The accelerator that counts each rank as a process."""
+        """The accelerator that counts every rank as a process."""
         held = self.accelerator
         return held.of_every_rank if isinstance(held, DataParallelAccelerator) else held
 
@@ -101,7 +101,7 @@ class Ranks:
         return values[0]
 
     def writes_to(self, folder: Path) -> bool:
-        """Return whether this process writes to `folder`: the main one, and one on each node that does not share it."""
+        """Return whether this process writes to `folder`: the main one, and one on each node that does not see it."""
         accelerator = self.accelerator
         if accelerator.num_processes == 1:
             return bool(accelerator.is_main_process)

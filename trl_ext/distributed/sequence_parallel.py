@@ -22,7 +22,7 @@ from .tensor_parallel import DataParallelAccelerator, TensorParallel, signature
 
 
 class SequenceGroup:
-    """Consecutive ranks that get the same batch and each compute a share of its tokens."""
+    """Consecutive ranks that get the same batch, of which each computes a part of the tokens."""
 
     def __init__(self, accelerator: Any) -> None:
         config = accelerator.parallelism_config
@@ -110,7 +110,7 @@ class Shard(NamedTuple):
         return self._gathered(x).flatten(0, 1)[: self.tokens]
 
     def gathered(self, x: Tensor, owner_N: Tensor) -> Tensor:
-        """Gather `(N, ...)`, the values of N tokens; `x` are those that `owner_N` gives to this rank. One all-gather.
+        """Gather the values `(N, ...)` of N tokens. `x`: those whose `owner_N` is this rank. One all-gather.
 
         All ranks compute the same from the result, so the backward takes this rank's gradient from its own graph.
         """
@@ -147,7 +147,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """All-gather: stacks tensors of equal shape. The gradient is not summed, because every rank has all of it."""
+    """All-gather: stacks tensors of equal shape. The backward does not sum: every rank has the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int, size: int, processes: Any) -> Tensor:
@@ -167,7 +167,7 @@ def keep_batches_whole(accelerator: Any, group: SequenceGroup) -> None:
         # Its hooks would remove the attention mask from every layer, even in generation, where rows begin with padding
         accelerator._prepare_cp = lambda *args: args
         return
-    # Otherwise one process would read a stream and distribute its rows over all ranks
+    # Otherwise one process would read a streaming dataset and distribute its rows over all ranks
     accelerator.dataloader_config.dispatch_batches = False
     counted = DataParallelAccelerator(accelerator, group.ranks)
     accelerator.prepare_data_loader = partial(Accelerator.prepare_data_loader, counted)

@@ -98,7 +98,7 @@ def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
 
 
 def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
-    """Return the shards of a weight that ZeRO-3 cuts into flat parts. A split row goes to the rank of its beginning."""
+    """Return the shards of a weight that ZeRO-3 cuts into flat parts. A split row belongs to the rank of its start."""
     part = weight.ds_tensor
     released = weight.ds_status.name == "NOT_AVAILABLE" and part.status.name == "AVAILABLE"
     released = released and part.device == weight.device  # not offloaded
@@ -124,7 +124,7 @@ def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
 def rows_of_parts(rows: int, width: int, size: int, ranks: int) -> list[list[tuple[int, int]]]:
     """Return (first row, number of rows) of each block of each part of a flat weight `(rows, width)`.
 
-    Each part has `size` elements. A row that the end of a part splits is a second block. A part may hold only padding.
+    Each part has `size` elements. If its end splits a row, this row is a second block. A part may hold only padding.
     """
     ranges = []
     for start in range(0, ranks * size, size):
@@ -139,7 +139,7 @@ def blocks_of_part(
 ) -> list[tuple[int, Tensor]]:
     """Return (first row, rows) of each block of a rank's part `flat`: views, except for a row that its end splits.
 
-    `heads` `(R, width)` are the first elements of each part, needed if any part splits a row.
+    `heads` `(R, width)` has the first `width` elements of each part. It is needed only if a part splits a row.
     """
     size, blocks = len(flat), []
     for first, count in ranges:

@@ -18,7 +18,7 @@ _MESH_DIMENSION = "tp"  # transformers' and accelerate's name
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The group of this rank, whose ranks hold one copy of the model and get the same data."""
+    """The group of this rank. Its ranks hold one copy of the model together, and get the same data."""
 
     group: Any
     rank: int  # of this process in the group
@@ -59,12 +59,12 @@ class TensorParallel:
         return values[0]
 
     def share_(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` with that of the group's first rank. One broadcast over the group."""
+        """Overwrite `tensor` with the tensor of the group's first rank. One broadcast over the group."""
         dist.broadcast(tensor, src=self.copy * self.size, group=self.group)
         return tensor
 
     def share_random_state(self, device: torch.device) -> None:
-        """Give all ranks of the group the random state of its first: Python's, numpy's and torch's. One broadcast."""
+        """Give all ranks of the group the first rank's random state: Python's, numpy's and torch's. One broadcast."""
         accelerated = torch.get_device_module(device) if device.type != "cpu" else None
         mine = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         python, numpy, cpu, on_device = self.shared((*mine, accelerated and accelerated.get_rng_state()), device)
@@ -134,7 +134,7 @@ class DataParallelAccelerator:
         return int(self._ranks.copy)
 
     def gather(self, tensor: Any) -> Any:
-        """Gather as Accelerate does, but from one rank of each copy."""
+        """Gather as Accelerate does, but from one rank of each copy of the model."""
         ranks: TensorParallel = self._ranks
 
         def first_of_each_copy(gathered: Tensor) -> Tensor:
@@ -144,16 +144,16 @@ class DataParallelAccelerator:
         return recursively_apply(first_of_each_copy, self._accelerator.gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather as Accelerate does, but tensors from one rank of each copy. Other objects come from every rank."""
+        """Gather as Accelerate does, but tensors from one rank of each copy only; other objects from all."""
         return Accelerator.gather_for_metrics(self, input_data, use_gather_object)  # type: ignore[arg-type]
 
     def reduce(self, tensor: Any, reduction: str = "sum") -> Any:
-        """Sum or average as Accelerate does, but over one rank of each copy."""
+        """Sum or average as Accelerate does, but over one rank of each copy of the model."""
         ranks: TensorParallel = self._ranks
         once = tensor if ranks.rank == 0 else recursively_apply(torch.zeros_like, tensor)
         total = self._accelerator.reduce(once, reduction="sum")
         return total if reduction == "sum" else recursively_apply(lambda x: x / ranks.copies, total)
 
     def gather_object(self, objects: list[Any]) -> list[Any]:
-        """Call `accelerate.utils.gather_object` on lists, and keep those from one rank of each copy."""
+        """Gather lists with `accelerate.utils.gather_object`, and keep those from one rank of each copy."""
         return list(chain.from_iterable(gather_object([objects])[:: self._ranks.size]))

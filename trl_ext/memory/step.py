@@ -1,6 +1,6 @@
 """Estimates the memory of one training step, by running the model's own code on tensors without data.
 
-Backbone, adapters, checkpointing, packing and head run as in training, so their formulas are not repeated here.
+Backbone, adapters, checkpointing, packing and head run as in training, so this file has no formulas for them.
 Optimizer states are counted from the trained parameters. The operators are those of the CPU: sdpa saves the same
 tensors as flash attention, but the head upcasts tiles that a GPU multiplies without upcasting.
 
@@ -49,7 +49,7 @@ class Step:
     tokens: int  # of each row that the model processes
     scored: int  # the last tokens of each row, which the head scores
     outputs: tuple[str, ...]  # of the head
-    device: torch.device  # the head's tiles are sized for it
+    device: torch.device  # the device for which the head chooses its tile sizes
     head: str = "tiled"
     chunk_size: int | None = None  # the config's `head_chunk_size`
     autocast: torch.dtype | None = None  # of mixed precision

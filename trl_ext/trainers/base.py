@@ -58,7 +58,7 @@ _ADDED_BY_LOSS = {
 
 
 class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
-    """The base class of the trainers, which precedes TRL's trainer in their bases."""
+    """The first base class of both trainers; TRL's trainer is the second."""
 
     _trl_trainer: type
     _config_class: type
@@ -67,7 +67,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _added: Any
     _first_step_ran = False
     _loss_reached = False  # whether our `compute_loss` ran
-    _bypasses_loss = False  # whether it did not run in the first training step
+    _bypasses_loss = False  # whether the first training step did not run our `compute_loss`
     _scored_elsewhere: str | None = None  # why our forward does not score the policy
 
     # 1. Construction: `_begin`, TRL's `__init__` within `_built`, `_ready`
@@ -90,7 +90,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @contextmanager
     def _built(self, given: dict[str, Any], **others: Any) -> Iterator[None]:
-        """Make TRL's `__init__` use our head and adapters in the `with` block. `others` replace more of its names."""
+        """Make TRL's `__init__` use our head and adapters in the `with` block. `others`: further names to replace."""
         config = given.get("args")
         # Only after all arguments are checked, because this may activate another adapter
         adapters = AdapterChoice(given["model"], given.get("peft_config"), self._added, given.get("ref_model"), config)
@@ -103,7 +103,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._checkpoints.unhide_optimizer()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Detect the engine and the groups of ranks. TRL's `__init__` calls this first."""
+        """Detect the engine and the groups of ranks. Transformers' `__init__` calls this first."""
         self._requested = requested_engine(os.environ, self.args)
         super().create_accelerator_and_postprocess()
         self._checkpoints.hide_optimizer()
@@ -115,10 +115,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._on_accelerator()
 
     def _on_accelerator(self) -> None:
-        """Hook: called when the ranks are known."""
+        """Hook: called once the groups of ranks are known."""
 
     def check_engine(self, wrapped: Any = None) -> None:
-        """Raise `ValueError` if another engine runs than was requested. Called again with the `wrapped` model."""
+        """Raise `ValueError` if the running engine is not the requested one. Called again with the `wrapped` model."""
         reason = engine_mismatch(self._requested, detect_engine(self.accelerator, self.model, wrapped))
         if reason is not None:
             raise ValueError(reason)
@@ -140,7 +140,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return False
 
     def _ready(self, callbacks: Any) -> None:
-        """Run the checks that need TRL's `__init__` to be done, and add the callbacks."""
+        """After TRL's `__init__`, run the remaining checks and add the callbacks."""
         self._scorer.check(self.accelerator.device, padding_reason(self))
         check_packing_options(self._packing_facts())
         self.padding_free = self._packing_plan().padding_free
@@ -189,15 +189,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @cached_property
     def plan(self) -> Any:
-        """The plan of this training; before training, the plan made on first access."""
+        """The plan of this training; before training, a plan that is made at the first access."""
         return self._make_plan()
 
     def _plan_again(self) -> None:
-        """Decide again after a change."""
+        """Replace the plan after a change."""
         self.plan = self._make_plan()
 
     def explain(self, verbose: bool = False) -> Plan:
-        """What runs and why. Printed, it shows what differs from TRL or a user should know; if `verbose`, every row."""
+        """Return what runs and why. Printed, it shows what differs from TRL or matters to users; if `verbose`, all."""
         plan, sources = vars(self).get("plan") or self._make_plan(), self._requested.sources
         by = f" Requested by {' and '.join(sources)}." if sources else ""
         running = detect_engine(self.accelerator, self.model)
@@ -210,7 +210,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return dataclasses.replace(plan, decisions=decisions, warnings=warnings, verbose=verbose)
 
     def _head(self) -> tuple[str, bool]:
-        """How the head runs, and whether that is the usual way."""
+        """Return a description of how the head runs, and whether that is the usual way."""
         options, rows, device = self._scorer.options, self._scorer.policy.head_rows, self.accelerator.device
         usual = options.head == "tiled" and options.head_kernels is None and rows in (None, WHOLE_HERE)
         usual = usual and (device.type == "cpu" or triton_unavailable_reason(device) is None)
@@ -256,10 +256,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Hook: called when training begins, perhaps from a checkpoint."""
 
     def _flush_store(self) -> None:
-        """Hook: called at the end of an epoch, an evaluation and the training. DPO writes its store."""
+        """Hook: called at the end of each epoch, evaluation and training. DPO writes its store."""
 
     def _release_reference(self) -> None:
-        """Hook: called at the end of an epoch and an evaluation. DPO frees a reference model it no longer needs."""
+        """Hook: called at the end of each epoch but the last. DPO frees a reference model that it no longer needs."""
 
     def _watched_step(self, step: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         """Run TRL's training step. In the first one, find out whether a subclass's `compute_loss` calls ours."""
@@ -292,7 +292,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return self._own_loss() if self._bypasses_loss else None
 
     def _loss_bypassed(self) -> None:
-        """Plan again, after the first training step, if a subclass's `compute_loss` did not call ours."""
+        """Replace the plan, because a subclass's `compute_loss` did not call ours in the first training step."""
         if self._non_finite.action is not None:
             raise ValueError(
                 f"`on_non_finite_loss={self._non_finite.action!r}` needs `super().compute_loss(...)`, which "
@@ -307,7 +307,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     @contextmanager
     def _policy_scored(self, by: str | None = None) -> Iterator[None]:
-        """Require our forward to score the policy in the block. If a subclass's method (`by`) does it, say so."""
+        """Require our forward to score the policy in the block. If a subclass's method `by` does it instead, warn."""
         with self._scorer.policy_scored(by is None):
             yield
         if by is not None and not self._scorer.policy.used and self._scored_elsewhere is None:
@@ -340,7 +340,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load as transformers does, and also weights of split models and the trained adapter of several."""
+        """Load as transformers does, and also a split model, or a trained adapter "default" if there are others."""
         with self._world_accelerator():
             if not self._checkpoints.load_weights(Path(resume_from_checkpoint)):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -365,7 +365,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             super().save_model(*positional, **keywords)
 
     def _world_accelerator(self) -> Any:
-        """Count each rank as a process in the `with` block: the accelerator picks the rank that writes a file."""
+        """Use the accelerator that counts every rank in the `with` block: it decides which rank writes a file."""
         return replaced(self, accelerator=self._ranks.every)
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:

@@ -35,11 +35,11 @@ class Trainer(Protocol):
 
 
 class Lifecycle(TrainerCallback):
-    """What a trainer does at transformers' events. Where the order of two actions matters, one method has both."""
+    """What a trainer does at transformers' events. If the order of two actions matters, one method does both."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._equal_steps: int | None = 0  # steps in which no rewards differed; `None` once some did, or it was said
+        self._equal_steps: int | None = 0  # steps with equal rewards so far; `None` after others, or after the warning
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         trainer = self.trainer
@@ -84,7 +84,7 @@ class Lifecycle(TrainerCallback):
 
 
 class MovesReference(trl.SyncRefModelCallback):
-    """TRL's callback for `sync_ref_model`, applied to the copied tensors of the policy and to their copies."""
+    """TRL's callback for `sync_ref_model`, which here updates the reference's copies of the policy's tensors."""
 
     def __init__(self, own: Any) -> None:
         # TRL's callback reads only the parameters of a model

@@ -1,4 +1,4 @@
-"""Arguments that TRL would find wrong late, or never: each is one error before training."""
+"""Checks of arguments: a mistake that TRL would report late or never is one error before training."""
 
 import inspect
 import json
@@ -29,9 +29,9 @@ logger = logging.getLogger("trl_ext")
 
 
 def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
-    """Raise `ValueError` where a `DPOConfig`, TRL's or ours, has a value that cannot train.
+    """Raise `ValueError` if a `DPOConfig`, TRL's or ours, has an invalid value.
 
-    With `own_loss` a subclass replaces TRL's loss, and may read other values.
+    With `own_loss`, a subclass replaces TRL's loss: the values that only the loss reads are not checked.
     """
     _check_reference_sync(config)
     if config.max_length is not None:
@@ -53,9 +53,9 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
 
 
 def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -> None:
-    """Raise `ValueError` where a `GRPOConfig`, TRL's or ours, has a value that cannot train.
+    """Raise `ValueError` if a `GRPOConfig`, TRL's or ours, has an invalid value.
 
-    With `own_loss` or `own_advantages` a subclass replaces TRL's, and may read other values.
+    With `own_loss` or `own_advantages`, a subclass replaces TRL's: the values that only these read are not checked.
     """
     _check_reference_sync(config)
     _check_number(config, "num_iterations", 1)
@@ -84,10 +84,10 @@ def check_offloading_device(device: Any) -> None:
 
 
 def check_completion_length(config: Any, model: Any) -> None:
-    """Raise `ValueError` if a completion may be longer than a model's table of positions; warn for other models.
+    """Raise `ValueError` if `max_completion_length` leaves no room for a prompt in the model's table of positions.
 
-    A model without a table continues past the length that it was trained on, with unknown quality. vLLM ends a
-    completion where the positions end, and `generation_kwargs` may end it earlier.
+    Only warn if the model has no table: it generates beyond the length that it was made for, with unknown quality.
+    Only warn also if something else may end completions in time: vLLM, or `max_new_tokens` in `generation_kwargs`.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     asked = config.max_completion_length
@@ -133,11 +133,11 @@ def _check_number(
 def bound_arguments(
     name: str, trl_trainer: Any, config: type, added: type, positional: tuple[Any, ...], keywords: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of TRL's trainer by name, with paths as strings; `TypeError` if it does not take them.
+    """Return the arguments by name, with paths as strings; raise `TypeError` if TRL's trainer does not take them.
 
     Args:
-        name (`str`): of the user's class.
-        config (`type`): TRL's config. Its fields, and those that `added` has, are not arguments of the trainer.
+        name (`str`): the name of the user's class, for errors.
+        config (`type`): TRL's config class. Its fields and those of `added` are not arguments of the trainer.
     """
     signature = inspect.signature(trl_trainer)
     of_config = [x.name for x in (*fields(config), *fields(added))]
@@ -193,7 +193,7 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
 
 
 def _check_model(model: Any, config: Any) -> None:
-    """Raise `ValueError` for a policy that is not there, or that TRL cannot sample from."""
+    """Raise `ValueError` if the policy does not exist, or does not generate text."""
     architecture = _architecture("model", model, config) if isinstance(model, str) else type(model).__name__
     if isinstance(model, str):  # the class that TRL would load
         loaded = getattr(transformers, architecture or "", None)
@@ -208,7 +208,7 @@ def _check_model(model: Any, config: Any) -> None:
 
 
 def _check_reward_model(reward: Any, config: Any) -> None:
-    """Raise `ValueError` for a reward model that is not there, or is a language model: its head would be random."""
+    """Raise `ValueError` if a reward model does not exist, or is a language model: its head would be random."""
     if not isinstance(reward, str | PreTrainedModel):
         return
     if isinstance(reward, str):
@@ -224,7 +224,7 @@ def _check_reward_model(reward: Any, config: Any) -> None:
 
 
 def _has_reward_head(folder: Path) -> bool:
-    """Whether a local model has the weights of a sequence classifier's head, whatever its config says."""
+    """Return whether a local model has the weights of a sequence classifier's head, whatever its config says."""
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as weights:
             if any(name.startswith("score.") for name in weights.keys()):  # noqa: SIM118
@@ -233,7 +233,7 @@ def _has_reward_head(folder: Path) -> bool:
 
 
 def _architecture(argument: str, name: str, config: Any) -> str | None:
-    """The class of a saved model, if it is known without the network.
+    """Return the class name of a saved model; `None` if no local file tells it.
 
     Raises:
         `ValueError`: there is no such model.
@@ -262,7 +262,7 @@ def _architecture(argument: str, name: str, config: Any) -> str | None:
 
 
 def padding_reason(trainer: Any) -> str | None:
-    """Why the trainer's batches stay padded; `None` if nothing but the model decides."""
+    """Return why the trainer's batches stay padded; `None` if that depends on the model alone."""
     for config in trainer.model.peft_config.values() if isinstance(trainer.model, PeftModel) else ():
         if config.is_prompt_learning:
             return "the adapter puts virtual tokens before each row"
@@ -276,10 +276,10 @@ def padding_reason(trainer: Any) -> str | None:
 
 
 def check_groups(args: Any, ranks: Ranks) -> None:
-    """Have GRPO's `args` count groups of ranks that share a model or a sequence, where TRL counts every rank.
+    """Set GRPO's generation batch size, counting ranks that share a model or a sequence once; TRL counts every rank.
 
     Raises:
-        `ValueError`: ranks of a group would sample different completions, or a generation batch does not fit.
+        `ValueError`: the sampler does not work with such groups, or `num_generations` does not divide the batch.
     """
     samplers = ("use_vllm", "use_transformers_continuous_batching")
     sampler = next((name for name in samplers if getattr(args, name, False)), None)

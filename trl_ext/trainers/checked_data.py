@@ -1,4 +1,4 @@
-"""Data sets and rewards that cannot train: each is one error before TRL reads them."""
+"""Checks of data sets and reward functions: a mistake is one error before training."""
 
 import inspect
 import logging
@@ -17,9 +17,9 @@ from ..compat.choices import REWARD_COLUMNS_LEFT_OUT, REWARD_KEYWORDS
 logger = logging.getLogger("trl_ext")
 
 _PAIR = ("prompt", "chosen", "rejected")
-_ROWS_COMPARED = 8  # of a data set, for pairs that are equal
+_ROWS_COMPARED = 8  # the first rows of a data set, to find out if chosen equals rejected
 
-# Keywords of reward functions that a column of the same name collides with
+# Keyword arguments of reward functions: a column with one of these names would collide
 _RESERVED = ("prompts", "completions")
 
 # Other names that data sets give to the column `prompt`
@@ -27,7 +27,7 @@ _NAMES_OF_PROMPTS = ("prompts", "question", "query", "instruction", "input", "pr
 
 
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> Iterable[tuple[str, Any]]:
-    """The data sets, each after its name in messages."""
+    """Yield (name in messages, data set)."""
     if train_dataset is not None:
         yield "train_dataset", train_dataset
     if isinstance(eval_dataset, dict):
@@ -48,7 +48,7 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
-    """Raise `ValueError` if every prompt is too long for DPO, so that TRL has dropped all rows."""
+    """Raise `ValueError` if TRL has dropped every row, because all prompts are too long for DPO."""
     if len(dataset) == 0:
         raise ValueError(
             f"`max_length={max_length}` leaves no row of `train_dataset`: every prompt alone fills it. Raise it, "
@@ -57,7 +57,7 @@ def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
 
 
 def checked_pairs(dataset: Any, name: str, processing_class: Any, *, has_end: bool) -> Any:
-    """The data set; `ValueError` if it lacks what DPO reads. The first row of a stream is checked when TRL reads it."""
+    """Return the data set; raise `ValueError` if it lacks what DPO reads. Streams are checked when TRL reads them."""
     check_row = partial(_check_pair, name=name, processing_class=processing_class, has_end=has_end)
     if not isinstance(dataset, Dataset):
         return dataset.map(_FirstRow(check_row))
@@ -76,7 +76,7 @@ def checked_pairs(dataset: Any, name: str, processing_class: Any, *, has_end: bo
 
 
 class _FirstRow:
-    """Checks the first row of a stream, which TRL reads as it prepares it, and not that of each worker or epoch."""
+    """Checks the first row of a stream once, while TRL prepares it, and not again in each worker or epoch."""
 
     def __init__(self, check_row: Callable[[dict[str, Any]], None]) -> None:
         self._checks = [check_row]
@@ -113,7 +113,7 @@ def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_en
 
 
 def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
-    """Check the start that chosen and rejected share: TRL uses it as the prompt, even if empty or cut in a word."""
+    """Check the prefix that chosen and rejected share: TRL makes it the prompt, even if empty or cut within a word."""
     chosen, rejected = row["chosen"], row["rejected"]
     is_text = isinstance(chosen, str) and isinstance(rejected, str)
     shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))]
@@ -134,7 +134,7 @@ def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
 def check_prompts(dataset: Any, name: str, processing_class: Any) -> None:
     """Raise `ValueError` unless a data set has prompts that `processing_class` can render. Streams are not read.
 
-    Without a `processing_class` something else renders the prompts, which may be anything.
+    Without a `processing_class`, something else renders the prompts, so their content is not checked.
     """
     columns = _columns(dataset)
     if columns is not None and "prompt" not in columns:
@@ -164,9 +164,9 @@ def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generatio
 
 
 def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool, columns_are_added: bool) -> None:
-    """Raise `TypeError` unless TRL can call each reward: it passes keywords, some of them columns.
+    """Raise `TypeError` unless each reward function takes the keyword arguments that TRL passes, columns included.
 
-    With `columns_are_added` a rollout function adds columns that are not known here.
+    With `columns_are_added`, a rollout function adds columns that are not known here.
     """
     columns = _columns(dataset)
     reserved = next((x for x in _RESERVED if x in (columns or ())), None)
@@ -208,7 +208,7 @@ def _check_keywords(reward: Callable[..., Any], given: list[str], *, are_all: bo
 
 
 def _columns(dataset: Any) -> list[str] | None:
-    """The columns of the rows, if they are known without reading one."""
+    """Return the names of the columns; `None` if they are not known without reading a row."""
     if isinstance(dataset, Dataset):
         if dataset.format["type"] == "custom":  # a transform may make other columns, or draw random numbers
             return None
@@ -218,7 +218,7 @@ def _columns(dataset: Any) -> list[str] | None:
 
 
 def _check_filled(dataset: Dataset, column: str, name: str) -> None:
-    """Raise `ValueError` if a row has no value, from Arrow's null counts: the column itself is not read."""
+    """Raise `ValueError` if the column is None in a row. Reads Arrow's null counts, not the values."""
     if column not in (_columns(dataset) or ()) or not dataset.data.column(column).null_count:
         return
     is_none = dataset.data.column(column).is_null().to_numpy()
@@ -233,7 +233,7 @@ def _refuse_none(column: str, row: int, name: str) -> NoReturn:
 
 
 def _kind(value: Any, column: str, name: str) -> str:
-    """`"text"` or `"messages"`; `ValueError` for other values, which TRL cannot render."""
+    """Return `"text"` or `"messages"`; raise `ValueError` for other values, which TRL cannot render."""
     if value is None:
         _refuse_none(column, 0, name)
     if isinstance(value, str):
@@ -274,7 +274,7 @@ def _check_template(row: dict[str, Any], name: str, processing_class: Any) -> No
 
 
 def _renders_parts(render: Callable[..., str]) -> bool:
-    """Whether a chat template renders a content that is a list of parts, and not the list itself."""
+    """Return whether a chat template renders the parts of a list as text, and does not print the list."""
 
     def rendered(content: Any) -> str:
         try:

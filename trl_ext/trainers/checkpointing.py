@@ -1,4 +1,4 @@
-"""Writes a trainer's checkpoints, marked until they are complete, and finds the one to resume from."""
+"""Writes a trainer's checkpoints, which are marked until they are complete, and finds the one to resume from."""
 
 import logging
 import re
@@ -58,9 +58,9 @@ class Checkpoints:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.resumes_from: Path | None = None  # the checkpoint of the current `train`
-        self.parts: list[Callable[[Path], None]] = []  # each writes its part of a checkpoint, on every rank
+        self.parts: list[Callable[[Path], None]] = []  # each function writes a part of the checkpoint, on every rank
         self._keeps_optimizer = False
-        self._put_off: list[Callable[[], None]] | None = None  # pushes and rotation, while a checkpoint is written
+        self._put_off: list[Callable[[], None]] | None = None  # pushes and deletions, until the checkpoint is complete
 
     # Construction: transformers refuses to save the optimizer of a split model, so this class saves it
 
@@ -137,9 +137,9 @@ class Checkpoints:
             )
 
     def first_batch(self, begins: tuple[int, int]) -> tuple[int, int]:
-        """Return the epoch and batch to begin with: `begins`, or after the last epoch if no step is left.
+        """Return the epoch and batch to begin with: `begins`, or the end of the last epoch if no step is left.
 
-        Transformers would take one step too many, because it compares with `max_steps` only after a step.
+        Transformers would take one step too many, because it reads `max_steps` only after a step.
         """
         if not self.is_finished:
             return begins
@@ -187,7 +187,7 @@ class Checkpoints:
             self._put_off.append(push)
 
     def save_optimizer(self, folder: str) -> bool:
-        """Write the optimizer and scheduler of a split model. Returns `False` for others, which transformers saves."""
+        """Write optimizer and scheduler of a split model. Returns `False` if transformers must write them."""
         trainer = self.trainer
         if not self._is_split():
             return False
@@ -221,7 +221,7 @@ class Checkpoints:
         return True
 
     def load_weights(self, folder: Path) -> bool:
-        """Load weights that transformers would miss or cannot load into a split model. Returns `False` for others."""
+        """Load weights of a split model, or under other names than its own. Returns `False` if transformers must."""
         trainer, model = self.trainer, self.trainer.model
         if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False
@@ -233,14 +233,14 @@ class Checkpoints:
     # Adapters
 
     def policy_folder(self, checkpoint: str) -> str:
-        """Return PEFT's folder of the trained adapter in a checkpoint: one of its name, unless it is "default"."""
+        """Return the folder in a checkpoint to which PEFT saved the trained adapter; for "default", the checkpoint."""
         model = self.trainer.model
         name = model.active_adapter if isinstance(model, PeftModel) else "default"
         folder = Path(checkpoint) / name
         return str(folder) if name != "default" and folder.is_dir() else checkpoint
 
     def load_default_adapter(self, checkpoint: str) -> None:
-        """Load the adapter "default" if it is trained and there are others, which alone transformers would load."""
+        """Load the adapter "default" if it is trained and others exist: transformers would load only those."""
         model = self.trainer.model
         several = isinstance(model, PeftModel) and len(model.peft_config) > 1
         if several and model.active_adapter == "default" and (Path(checkpoint) / PEFT_CONFIG_NAME).exists():
@@ -259,7 +259,7 @@ class Checkpoints:
 
 
 def _config_class(saved: Path) -> str | None:
-    """The class of TRL's or ours whose object was saved; `None` for others. The pickle is read, not loaded."""
+    """Return the name of a saved object's class; `None` if it is neither TRL's nor ours. Does not unpickle it."""
     try:
         with zipfile.ZipFile(saved) as archive:
             pickled = archive.read(next(x for x in archive.namelist() if x.endswith("data.pkl")))

@@ -29,7 +29,7 @@ from .checked_data import check_rows_are_left, checked_pairs
 from .dpo_loss import DPOLoss
 from .dpo_reference import DPOReference
 
-_ROWS_CHECKED = 1000  # rows of the training data to check if the tokenizer has more tokens than the model
+_ROWS_CHECKED = 1000  # training rows whose token ids are checked if the tokenizer has more tokens than the model
 
 
 class DPOTrainer(ExactTrainer, trl.DPOTrainer):
@@ -108,7 +108,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if is_policy:
             weight = parameter_of(model.get_output_embeddings(), "weight")
             self._dpo_loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
-        # Not again for a reference model that was released and is attached again
+        # Only once: a reference model that was freed is attached again when it is loaded again
         if not self._dpo_reference.registered and (self.ref_model is None or model is self.ref_model):
             self._dpo_reference.register()
 

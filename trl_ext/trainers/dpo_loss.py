@@ -39,7 +39,7 @@ class DPOLoss:
         return AddedDPOFields.of(self.trainer.args)
 
     def of_batch(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
-        """Compute the loss in place of TRL's `_compute_loss`. One gather makes the metrics those of all ranks."""
+        """Compute the loss in place of TRL's `_compute_loss`. One gather combines the metrics of all ranks."""
         trainer, model = self.trainer, internals.with_labels(model, self._labels_of(batch))
         if trainer.accelerator.state.num_processes == 1:
             return self._of_rank(model, batch, return_outputs)

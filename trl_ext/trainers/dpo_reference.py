@@ -1,4 +1,4 @@
-"""DPO's reference log-probs, which each batch gets from the store, the user's columns or a pass, as planned."""
+"""DPO's reference log-probs: each batch gets them from the store, the user's columns or a forward pass."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ _ROWS_CHECKED_TOGETHER = 64
 
 
 class Host(internals.DPOInternals, Protocol):
-    """The trainer members that the reference reads. It sets only `ref_model`, to release or load one."""
+    """The trainer members that the reference reads. It sets only `ref_model`, when it frees or loads the model."""
 
     train_dataset: Any
     eval_dataset: Any
@@ -51,9 +51,9 @@ class Host(internals.DPOInternals, Protocol):
 
 
 class DPOReference:
-    """The reference of one trainer, the host.
+    """The reference of one trainer, its `host`.
 
-    The trainer makes it before TRL's `__init__`, and calls `register` once policy and reference model exist, unsharded.
+    The trainer creates it before TRL's `__init__`, and calls `register` when both models exist and none is sharded yet.
     """
 
     def __init__(self, host: Host, ranks: Ranks, scorer: Scorer, weights: ReferenceOfPolicy) -> None:
@@ -62,8 +62,8 @@ class DPOReference:
         self.registered = self.training_began = False
         self._labels = LastResult()
         self._columns_seen: dict[str, tuple[Any, bool]] = {}
-        self._shared: str | None = None  # a tensor of the reference model that training changes
-        self._origin = "model"  # a key of `REFERENCES`, for a reference model
+        self._shared: str | None = None  # name of a tensor of the reference model that training changes
+        self._origin = "model"  # of a reference model: a key of `REFERENCES` in planning/dpo.py
         self._varies: str | None = None
         self._uncacheable: str | None = None
         self._facts: dict[str, Any] = {}
@@ -112,7 +112,7 @@ class DPOReference:
         self._on, self._adapters = self.weights.adapters_on, self._policy_adapters()
 
     def refresh(self) -> None:
-        """Find out what the reference is now, after an adapter "ref" may have been loaded or deleted."""
+        """Find out what the reference is now: a user may have loaded or deleted an adapter "ref"."""
         if self.weights.own is None:
             return
         before = self._on
@@ -246,7 +246,7 @@ class DPOReference:
     def supplied(self, inputs: dict[str, Any], from_columns: bool) -> AbstractContextManager[None]:
         """Give TRL's loss the batch's reference log-probs from the planned source, in the `with` block."""
         plan = self.host.plan
-        self._labels = LastResult()  # of this batch, although a collator may fill the same tensors again
+        self._labels = LastResult()  # new for each batch, because a collator may reuse the same tensors
         if from_columns:
             check_batch(inputs)
         if plan.source == "pass" and self.ranks.any(not from_columns):
@@ -260,7 +260,7 @@ class DPOReference:
         return internals.reference_given(self.host, None if from_columns else log_probs)
 
     def _pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
-        """Score `batch` with the reference: its own model, or the policy, `prepared` by Accelerate or not yet."""
+        """Return the reference's log-probs of `batch`. `prepared`: whether Accelerate has prepared the policy."""
         if not prepared:
             self._labels = LastResult()
         model = self._model(prepared)
@@ -268,7 +268,7 @@ class DPOReference:
             return internals.score_as_reference(self.host, model, batch, self.labels_of(batch))
 
     def labels_of(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the labels of a batch, for the reference's and the policy's pass."""
+        """Return the labels of a batch: the same tensor for the reference's and the policy's pass."""
         found: torch.Tensor = self._labels.of(
             batch["input_ids"], batch["completion_mask"], make=lambda: internals.labels_of(batch)
         )

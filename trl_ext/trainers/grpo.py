@@ -99,7 +99,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         return bool(getattr(self.args, "activation_offloading", False))
 
     def _on_accelerator(self) -> None:
-        """Check the generation batch for ranks that get the same prompts, which TRL's own check does not expect."""
+        """Set the generation batch size for ranks that get the same prompts, which TRL does not expect."""
         check_groups(self.args, self._ranks)
 
     def _make_plan(self) -> GRPOPlan:
@@ -157,7 +157,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _before_training(self) -> None:
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
-        # Left over from an earlier `train` that ended before it scored them; the weights that sampled them are gone
+        # An earlier `train` may have ended before it scored its completions; the weights that sampled them are gone
         unscored = any("old_per_token_logps" not in inputs for inputs in self._grpo_buffer.to_come())
         if unscored and not self._make_plan().facts.trust_sampling_log_probs:
             self._grpo_buffer.drop()
@@ -168,7 +168,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             self._grpo_generation.resume(folder)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, *positional: Any, **keywords: Any) -> Tensor:
-        """Return TRL's mask, plus tokens that a rounding error puts below its threshold: equal contexts must tie."""
+        """Return TRL's mask plus tokens that only rounding puts below its threshold: equal contexts must tie."""
         chosen: Tensor = super().get_high_entropy_mask(entropies, mask, *positional, **keywords)
         lowest = torch.where(chosen, entropies, torch.inf).amin()
         rounding = 8 * torch.finfo(entropies.dtype).eps * lowest.clamp(min=1.0)

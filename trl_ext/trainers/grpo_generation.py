@@ -1,4 +1,4 @@
-"""GRPO's generation: sampling, rewards, dynamic sampling, and saving and resuming in the middle of its cycle."""
+"""GRPO's generation: sampling, rewards, dynamic sampling, and checkpoints in the middle of a generation cycle."""
 
 import logging
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ class GRPOGeneration:
 
     @contextmanager
     def fills_buffer(self) -> Iterator[None]:
-        """Within the `with` block, a generation fills TRL's buffer: its rows are rearranged."""
+        """Rearrange the rows of a generation batch in the `with` block, in which TRL puts it into its buffer."""
         with replaced(self, _fills_buffer=True), internals.shuffled_then(self.rearranged):
             yield
 
@@ -167,7 +167,7 @@ class GRPOGeneration:
         return FurtherPrompts(rows, shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken)
 
     def rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Reorder a batch that TRL has shuffled, so that rows of a group share micro-batches of an optimizer step."""
+        """Reorder a batch that TRL has shuffled: rows of a group then share micro-batches within an optimizer step."""
         args = self.trainer.args
         if not self.trainer.plan.keeps_groups_together or internals.has_images(batch):
             return batch

@@ -60,7 +60,7 @@ class Trainer(internals.GRPOInternals, Protocol):
 
 
 class GRPOScoring:
-    """Runs the log-prob passes of one trainer. `of_micro_batch` gives TRL's loss its inputs."""
+    """Runs the log-prob passes of one trainer. `of_micro_batch` computes TRL's loss from them."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
@@ -69,7 +69,7 @@ class GRPOScoring:
         self._gradients: list[Tensor] = []  # with respect to the loss of each part of a micro-batch
         self._last_parts_to_come = 0
         self._in_training_step = False
-        self._scored: Any = WeakTensorKeyDictionary()  # by the mask of completions
+        self._scored: Any = WeakTensorKeyDictionary()  # keyed by `completion_mask`
 
     @property
     def _mode(self) -> str:
@@ -146,7 +146,7 @@ class GRPOScoring:
         own_loss = plan.facts.has_own_loss  # it may read the tokens of tool calls
         if not self.trainer.model.training or internals.has_images(inputs) or own_loss:
             return every_token(inputs, of_tools=own_loss)
-        # The passes of a micro-batch share them: the host waits for the device once
+        # The passes of a micro-batch share the result, so the host waits for the device only once
         given = [inputs.get(name) for name in ("completion_mask", "tool_mask", "advantages", "prompt_mask")]
         skips = {"skip_masked": plan.skips_masked, "skip_zero_advantages": plan.skips_zero_advantages}
         found = self._scored.setdefault(given[0], LastResult())
@@ -170,7 +170,7 @@ class GRPOScoring:
         return log_probs_RC, entropies_RC, None
 
     def _trained_part(self, model: Any, inputs: Any, part: ScoredTokens, num_items: Any) -> tuple[Tensor, Tensor]:
-        """Run forward, loss and backward of a part of a micro-batch. Returns its log-probs and entropies, `(R, C)`."""
+        """Run forward, loss and backward for a part of a micro-batch. Returns its log-probs and entropies, `(R, C)`."""
         scores: list[tuple[Tensor, Tensor]] = []
 
         def loss_of_part(*_: Any, **__: Any) -> Tensor:
@@ -202,7 +202,7 @@ class GRPOScoring:
             accelerator.gradient_state._set_sync_gradients(True)
 
     def before_micro_batch(self) -> None:
-        """Score a new generation batch with the reference, and slices after the next optimizer step with the policy."""
+        """Score new slices with the reference and, before an optimizer step, the slices after it with the policy."""
         trainer = self.trainer
         present, *others = self.buffer.to_come()
         self.score_reference([present, *others])
@@ -245,7 +245,7 @@ class GRPOScoring:
                 batch["ref_per_token_logps"] = scored.spread(log_probs_RC)
 
     def score_as_trl(self, batch: dict[str, Any]) -> None:
-        """Add to a generation batch the log-probs of every row that stock TRL would add."""
+        """Add the log-probs that stock TRL would add to a generation batch, for every row."""
         trainer, plan = self.trainer, self.trainer.plan
         every = every_token(batch, of_tools=True)
         if plan.trl_scores_old_policy and not plan.facts.trust_sampling_log_probs:

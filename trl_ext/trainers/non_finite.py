@@ -28,7 +28,7 @@ class Trainer(Protocol):
 
 
 class NonFiniteLoss:
-    """Implements `on_non_finite_loss`: checks each micro-batch's loss, and names the rows that make it non-finite."""
+    """Implements `on_non_finite_loss`: checks the loss of each micro-batch, and names the rows at fault."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
         self.trainer, self.ranks, self._spoilt = trainer, ranks, False

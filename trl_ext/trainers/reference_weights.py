@@ -1,4 +1,4 @@
-"""The weights of the reference (an adapter, copied weights or a model): kept on the host, moved, saved and resumed."""
+"""The reference's weights (an adapter, copied weights or a model): offloading, `sync_ref_model` and checkpoints."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -40,7 +40,7 @@ class ReferenceOfPolicy:
     # Construction, before an engine shards the weights
 
     def take_policy(self, *, has_reference: bool) -> None:
-        """Find the reference in the policy."""
+        """Set `own` if the reference is part of the policy."""
         trainer = self.trainer
         if self._device is not None:
             self._check_host()
@@ -48,7 +48,7 @@ class ReferenceOfPolicy:
             return
         moves = bool(trainer.args.sync_ref_model)
         self.own = self.adapters.reference(trainer.model, moves)
-        if moves:  # TRL refuses to move a reference that is not a separate model
+        if moves:  # TRL accepts `sync_ref_model` only for a separate reference model
             trainer.args.sync_ref_model = False
         self._check_copies(self.own)
 
@@ -105,14 +105,14 @@ class ReferenceOfPolicy:
         return self._has_sync_callback() or bool(self.trainer.args.sync_ref_model) or bool(self.own and self.own.moves)
 
     def _synced_model(self) -> Any:
-        """Return the reference model if a callback moves it."""
+        """Return the reference model if a callback updates it."""
         return self.trainer.ref_model if self._has_sync_callback() else None
 
     def _has_sync_callback(self) -> bool:
         return any(isinstance(x, trl.SyncRefModelCallback) for x in self.trainer.callback_handler.callbacks)
 
     def before_move(self, step: int) -> None:
-        """Under FSDP2, shard a reference that moves like the policy, before optimizer step `step` ends."""
+        """Under FSDP2, reshard the reference model before optimizer step `step`, if the step then updates it."""
         synced = self._synced_model()
         if synced is not None and step % self.trainer.args.ref_model_sync_steps == 0:
             reshard(synced)
@@ -120,7 +120,7 @@ class ReferenceOfPolicy:
     # Checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write the reference into a checkpoint if training moves it or it has copied weights."""
+        """Write the reference into a checkpoint if training updates it or it has copied weights."""
         own, synced, args = self.own, self._synced_model(), self.trainer.args
         if own is not None and self.ranks.tensor_parallel is None:
             save_weights(own.copies.items(), folder, writes=args.should_save)
@@ -128,7 +128,7 @@ class ReferenceOfPolicy:
             save_weights(synced.named_parameters(), folder, writes=args.should_save)
 
     def resume(self, folder: Path | None, *, is_finished: bool) -> None:
-        """Load the reference of a checkpoint. Under DDP all ranks take the first rank's, as with the policy."""
+        """Load the reference from a checkpoint. Without FSDP, all ranks take the first rank's copies, as DDP does."""
         own, synced, trainer = self.own, self._synced_model(), self.trainer
         if own is not None and self.ranks.tensor_parallel is None:
             if folder is not None:
