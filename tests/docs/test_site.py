@@ -39,7 +39,7 @@ WORDS = {
     # Design notes
     "architecture.md": 1200,
     "design-notes.md": 1100,
-    "exact-head.md": 830,
+    "exact-head.md": 880,
     "packing.md": 700,
     "overflow.md": 450,
     "sharding.md": 900,
