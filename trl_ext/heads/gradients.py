@@ -1,4 +1,4 @@
-"""The gradient of a tile's products, scaled to fit half precision."""
+"""The gradient with respect to a tile of the head's product, scaled to fit half precision."""
 
 import torch
 import torch.nn.functional as F

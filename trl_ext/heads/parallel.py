@@ -215,7 +215,7 @@ class VocabularyShard:
 
     @property
     def partial(self) -> bool:
-        """Whether other ranks fold other rows of the weight."""
+        """Whether other ranks hold the other rows of the weight."""
         return self.exchange.group is not None
 
 

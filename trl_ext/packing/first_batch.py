@@ -67,10 +67,10 @@ def packing_differences(
 def _rows_to_check(
     model: Any, ids_BS: NDArray[Any], first_B: NDArray[Any], lengths_B: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the first rows of the batch and a copy of the longest with another second half, all after padding.
+    """Return the first rows of the batch, and a copy of the longest with a different second half, all left-padded.
 
     So two rows always have an equal start and a different end, each more than a tenth of the tokens. The padding
-    detects models that use columns as positions.
+    detects models whose positions are the columns.
     """
     limits = (longest_equal(model), getattr(model.config.get_text_config(), "max_position_embeddings", None))
     most = min([_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0)])

@@ -15,9 +15,9 @@ from .rows import is_rowwise, zero_advantages
 
 
 class FurtherPrompts:
-    """Prompts of a map-style or streaming data set in a separate order, epoch after epoch; the same on every rank.
+    """Extra prompts from a map-style or streaming data set, epoch after epoch, the same on every rank.
 
-    With `shuffle` each epoch has another order; `taken` prompts were taken before.
+    With `shuffle` each epoch has its own order, which is not the trainer's. The first `taken` prompts are left out.
     """
 
     def __init__(self, dataset: Any, *, shuffle: bool, seed: int, taken: int = 0) -> None:

@@ -27,7 +27,7 @@ class RowTokens:
     def of(
         cls, batch: dict[str, Any], scored: ScoredTokens, *, packed: bool = True, shared: bool = True
     ) -> "RowTokens":
-        """Of TRL's batch. Prompts are compared by content.
+        """Return the tokens of the rows of TRL's batch. Equal prompts get the same number.
 
         Args:
             packed (`bool`): whether padding, and what follows a row's last scored token, is left out.

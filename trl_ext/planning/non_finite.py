@@ -152,7 +152,7 @@ class PairExponential:
     def of(
         cls, loss_type: str, divergence: str, *, alpha: float, beta: float, label_smoothing: float, weight: float
     ) -> "PairExponential | None":
-        """That of a loss type, or `None` if it has no exponential that can overflow."""
+        """Return the exponential of a loss type that can overflow, or `None` if it has none."""
         power = {"forward_kl": -1.0, "alpha_divergence": alpha - 1.0}.get(divergence)
         if power is not None and abs(power) < 1e-6:  # TRL's limit case
             divergence, power = "reverse_kl", None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """The tokens of a batch whose log-probs can change something."""
+    """The tokens of a batch whose log-probs can change the loss or a metric."""
 
     rows_R: Tensor  # the rows that run, ascending; at least one, because every rank runs a pass
     tokens_BC: Tensor  # bool: the tokens that are scored, all of them in these rows

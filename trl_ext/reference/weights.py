@@ -187,7 +187,7 @@ def _places(param: Tensor) -> set[tuple[str, int]]:
 
 
 def adapter_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of an adapter without its origin."""
+    """Return the configuration of an adapter without the fields that say where it came from."""
     return {key: value for key, value in config.items() if key not in _NOT_IN_ADAPTER}
 
 
