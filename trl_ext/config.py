@@ -67,29 +67,29 @@ class AddedFields:
     `None`: Triton on devices that it compiles for, torch elsewhere."""
 
     padding_free: bool | None = None
-    """Whether to process a batch as one row without padding. `None`: where the model can. `True`: an error before
-    training where it cannot. `False`: the padded batch, as in TRL."""
+    """Whether to process a batch as one row without padding. `None`: where the model supports it. `True`: an
+    error before training where it does not. `False`: batches stay padded, as in TRL."""
 
     share_prompts: bool | None = None
-    """Whether to process leading tokens that several rows share only once. `None`: where training stays the same,
-    which it does not while dropout is active. `True`: an error before training where it does not."""
+    """Whether leading tokens are processed once for all rows that share them. `None`: where this does not change
+    training; it does while dropout is active. `True`: an error before training where it does or is not supported."""
 
     reference_device: str | None = field(default=None, metadata={"choices": ["cpu"]})
     """Where to keep the weights of a separate reference model. `"cpu"`: in pinned host memory, copied to the device
     layer by layer in each reference pass. `None`: on the device, as in TRL."""
 
     policy_adapter_name: str | None = None
-    """The adapter to train, of a `PeftModel` with several. `None`: the active one. Without `ref_adapter_name` the
-    reference is this adapter as it is when the trainer is built."""
+    """Which adapter of a `PeftModel` to train. `None`: the active one. Without `ref_adapter_name` the reference is
+    this adapter as it is when the trainer is built."""
 
     ref_adapter_name: str | None = None
-    """The adapter that is the frozen reference, of a `PeftModel` with several. `None`: as in TRL, the base model for a
-    fresh adapter, and a copy of the adapter before training for a `PeftModel`."""
+    """Which adapter of a `PeftModel` is the frozen reference. `None`: as in TRL, the base model for a fresh adapter,
+    and a copy of the adapter before training for a `PeftModel`."""
 
     on_non_finite_loss: str | None = field(default=None, metadata={"choices": list(ON_NON_FINITE_LOSS)})
     """What to do when a training loss is NaN or infinite on any rank. `"stop"`: an error on all ranks that names the
     rows and the pass. `"skip"`: a warning that names them, and no rank takes this optimizer step. Both exchange one
-    number between the ranks for each micro-batch. `None`: as in TRL, the gradients reach the weights."""
+    number between the ranks for each micro-batch. `None`: as in TRL, the optimizer uses the gradients."""
 
     show_plan: bool = True
     """Whether to log the plan when training starts: what runs, what is skipped, and why. `trainer.explain()` returns it
@@ -100,12 +100,12 @@ class AddedFields:
         check_numbers(self)
         if self.head_kernels is not None and self.head == "dense":
             raise ValueError(
-                f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Set one of them."
+                f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Remove one."
             )
         if self.policy_adapter_name is not None and self.policy_adapter_name == self.ref_adapter_name:
             raise ValueError(
                 f"`policy_adapter_name` and `ref_adapter_name` are both {self.ref_adapter_name!r}: the reference "
-                "would be trained. Leave `ref_adapter_name` unset to keep the adapter before training as reference."
+                "would be trained. Leave `ref_adapter_name` unset to use the adapter before training as reference."
             )
         getattr(super(), "__post_init__", lambda: None)()  # TRL's; the added fields by themselves have none
 
@@ -136,8 +136,8 @@ class AddedDPOFields(AddedFields):
 
     reference_store: str = field(default="disk", metadata={"choices": ["disk", "memory", "off"]})
     """Where to keep per-token reference log-probs, so that each sequence is scored once. `"disk"`: later runs with the
-    same reference use them too. `"memory"`: in this process. `"off"`: the reference runs on every micro-batch, as in
-    TRL."""
+    same reference use them too. `"memory"`: for this process only. `"off"`: the reference runs on every micro-batch, as
+    in TRL."""
 
     reference_store_dir: str | None = None
     """Folder of the store on disk. `None`: `trl_ext_reference_log_probs` in the cache of `datasets`
@@ -155,8 +155,8 @@ class AddedDPOFields(AddedFields):
     completion was chosen."""
 
     sft_label_smoothing_convention: str = field(default="pytorch", metadata={"choices": list(CONVENTIONS)})
-    """What a smoothing of a means with K tokens in the vocabulary. `"pytorch"`: a / K for every token and 1 - a more
-    for the target. `"megatron"`: 1 - a for the target and a / (K - 1) for every other."""
+    """The label that a smoothing of `a` gives to each of K tokens. `"pytorch"`: a / K, and 1 - a more for the target.
+    `"megatron"`: a / (K - 1), and 1 - a for the target."""
 
     def __post_init__(self) -> None:
         _check_values(self, AddedDPOFields)
@@ -172,10 +172,10 @@ class AddedDPOFields(AddedFields):
             )
         if self.reward_scale <= 0:
             raise ValueError(
-                f"`reward_scale` must be above 0, got {self.reward_scale!r}. It is the factor of the rewards."
+                f"`reward_scale` must be above 0, got {self.reward_scale!r}. It multiplies the rewards."
             )
         if not 0 <= self.sft_label_smoothing < 1:
-            raise ValueError(f"`sft_label_smoothing` must lie in [0, 1), got {self.sft_label_smoothing!r}.")
+            raise ValueError(f"`sft_label_smoothing` must be in [0, 1), got {self.sft_label_smoothing!r}.")
         super().__post_init__()
         if isinstance(self, trl.DPOConfig):
             check_loss_types(self)
@@ -198,29 +198,31 @@ class AddedGRPOFields(AddedFields):
     accelerator."""
 
     force_on_policy_ratio: bool = False
-    """Demand that the ratio of the policy to the old policy is exactly 1: the weights that sample a completion are
-    those that train on it. An error before training where rollout and training batch differ."""
+    """Require the ratio of the policy to the old policy to be exactly 1: a completion is used only with the weights
+    that sampled it. An error before training unless each optimizer step trains once on one generation batch."""
 
     trust_sampling_log_probs: bool = False
-    """Take the sampler's log-probs (vLLM's, or those of a `rollout_func`) for the old policy's. An approximation: the
-    distance between sampler and policy becomes a bias of the ratio."""
+    """Use the sampler's log-probs (vLLM's, or those of a `rollout_func`) as the old policy's. An approximation: any
+    difference between sampler and policy biases the ratio."""
 
     zero_advantages_of_equal_rewards: bool = True
-    """Set the advantages of a group to 0 where all its rewards are equal, bit for bit. In fp32 TRL gives them rounding
-    noise of about 6e-4, on which AdamW moves the weights by the full learning rate. Acts where zero-advantage
-    completions can be skipped."""
+    """Set the advantages of a group to 0 where all its rewards are equal, bit for bit. In TRL they are rounding noise,
+    in fp32 about 6e-4, from which AdamW makes full-size steps. Applies only where zero-advantage completions can be
+    skipped."""
 
     dynamic_sampling: bool = False
-    """Replace zero-advantage groups by groups of further prompts, as DAPO does. It changes which prompts train."""
+    """Replace zero-advantage groups by groups of other prompts, as DAPO does. This changes which prompts the policy
+    is trained on."""
 
     dynamic_sampling_max_draws: int = 10
-    """With `dynamic_sampling`, the maximum number of generation batches to draw in the place of one, the first
-    included. Zero-advantage groups of the last draw stay."""
+    """With `dynamic_sampling`, the maximum number of draws that fill a generation batch, including the first.
+    Zero-advantage groups that are left after the last draw stay."""
 
     keep_groups_together: bool | None = None
-    """Whether the completions of a prompt share a micro-batch as far as there is room, within one optimizer step.
-    `None`: where that changes no gradient. `True`: an error before training where it would, or would save nothing;
-    overrides of a subclass are then assumed not to depend on the micro-batch as a whole. `False`: TRL's order."""
+    """Whether to put the completions of a prompt into one micro-batch where there is room, without changing which
+    optimizer step uses them. `None`: where that changes no gradient. `True`: an error before training where it would,
+    or would save nothing; methods that a subclass overrides must not depend on the whole micro-batch. `False`: TRL's
+    order."""
 
     max_tokens_per_micro_batch: int | None = None
     """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone. A
@@ -315,7 +317,7 @@ def check_loss_types(config: Any) -> None:
     if added.sft_label_smoothing and "sft" not in loss_types:
         raise ValueError(
             f"`sft_label_smoothing={added.sft_label_smoothing!r}` smooths the labels of the loss type 'sft', which is "
-            f"not in `loss_type={loss_types}`. Add it, or leave the field at 0."
+            f"not in `loss_type={loss_types}`. Add 'sft', or set the field to 0."
         )
     if not loss_types:
         raise ValueError("`loss_type` is empty: name at least one loss type.")
@@ -334,7 +336,7 @@ def check_loss_types(config: Any) -> None:
         if value != default:
             raise ValueError(
                 f"`{name}={value!r}` is not defined for {own[0]!r}, a loss type that TRL does not have. Set "
-                f"`{name}={default!r}`, or use TRL's loss types alone."
+                f"`{name}={default!r}`, or use only TRL's loss types."
             )
     if "cdpo" in own and not 0 <= smoothing < 0.5:
         raise ValueError(
@@ -348,7 +350,7 @@ def check_loss_types(config: Any) -> None:
         )
     if smoothing and _READ_SMOOTHING.isdisjoint(loss_types):
         raise ValueError(
-            f"`label_smoothing={smoothing!r}` is not read by {own[0]!r}: its soft labels come from the rewards. Set "
+            f"{own[0]!r} does not read `label_smoothing={smoothing!r}`: its soft labels come from the rewards. Set "
             "`label_smoothing=0.0`."
         )
 
