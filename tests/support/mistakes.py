@@ -359,7 +359,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a reference of another vocabulary": Mistake(
         lambda b: b.dpo(ref_model=of_18_tokens()),
-        "The data contain the token id 94, but `ref_model` has only 18 tokens; `processing_class` has 97. Pass a "
+        "`processing_class` has 97 tokens, but `ref_model` has only 18, and the data contain the token id 94. Pass a "
         "reference with the policy's vocabulary, or leave `ref_model` out.",
         "index out of range in self",
     ),

@@ -324,8 +324,8 @@ def check_token_ids(largest: Iterable[int | None], rows: int, tokens: int, name:
             if name == "model":
                 hint = "Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))` first."
             raise ValueError(
-                f"The data contain the token id {token}, but `{name}` has only {rows} tokens; `processing_class` has "
-                f"{tokens}. {hint}"
+                f"`processing_class` has {tokens} tokens, but `{name}` has only {rows}, and the data contain the token "
+                f"id {token}. {hint}"
             )
 
 
