@@ -171,9 +171,7 @@ class AddedDPOFields(AddedFields):
                 "'off'."
             )
         if self.reward_scale <= 0:
-            raise ValueError(
-                f"`reward_scale` must be above 0, got {self.reward_scale!r}. It multiplies the rewards."
-            )
+            raise ValueError(f"`reward_scale` must be above 0, got {self.reward_scale!r}. It multiplies the rewards.")
         if not 0 <= self.sft_label_smoothing < 1:
             raise ValueError(f"`sft_label_smoothing` must be in [0, 1), got {self.sft_label_smoothing!r}.")
         super().__post_init__()

@@ -178,7 +178,7 @@ def _every_row_reason(facts: GRPOFacts) -> str:
 def _policy(facts: GRPOFacts) -> Decision:
     reason = _zero_advantage_reason(facts)
     if _reads_every_row(facts):
-        rows = f"Every completion is processed, also zero-advantage and fully masked ones: {reason}."
+        rows = f"Every completion is processed, zero-advantage and fully masked ones too: {reason}."
     elif reason is not None:
         rows = f"Zero-advantage completions are processed, because {reason}. Fully masked ones are skipped."
     else:
