@@ -131,7 +131,7 @@ def test_auto_resumes_from_a_complete_checkpoint_or_starts_from_the_beginning(
     steps, (line,) = trained(1)
     assert steps == 1
     assert re.fullmatch(
-        r'`resume_from_checkpoint="auto"`: no complete checkpoint is in `output_dir` \(\S+/run; checkpoint-1 '
+        r'`resume_from_checkpoint="auto"`: no complete checkpoint is in `output_dir` \(\S+/run; incomplete: '
         r"checkpoint-1\)\. Training starts from the beginning\.",
         line,
     )
