@@ -89,7 +89,7 @@ class AddedFields:
     on_non_finite_loss: str | None = field(default=None, metadata={"choices": list(ON_NON_FINITE_LOSS)})
     """What to do when a training loss is NaN or infinite on any rank. `"stop"`: raise an error on all ranks, which
     names the rows and the pass. `"skip"`: warn about them, and skip the optimizer step on all ranks. Both exchange one
-    number between the ranks for each micro-batch. `None`: as in TRL, the gradients reach the weights."""
+    number between the ranks for each micro-batch. `None`: as in TRL, the optimizer uses the gradients."""
 
     show_plan: bool = True
     """Whether to log the plan when training starts: what runs, what is skipped, and why. `trainer.explain()` returns it
@@ -100,12 +100,12 @@ class AddedFields:
         check_numbers(self)
         if self.head_kernels is not None and self.head == "dense":
             raise ValueError(
-                f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Set one of them."
+                f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Remove one."
             )
         if self.policy_adapter_name is not None and self.policy_adapter_name == self.ref_adapter_name:
             raise ValueError(
                 f"`policy_adapter_name` and `ref_adapter_name` are both {self.ref_adapter_name!r}: the reference "
-                "would be trained. Leave `ref_adapter_name` unset to keep the adapter before training as reference."
+                "would be trained. Leave `ref_adapter_name` unset to use the adapter before training as reference."
             )
         getattr(super(), "__post_init__", lambda: None)()  # TRL's; the added fields alone have none
 
@@ -171,11 +171,9 @@ class AddedDPOFields(AddedFields):
                 "'off'."
             )
         if self.reward_scale <= 0:
-            raise ValueError(
-                f"`reward_scale` must be above 0, got {self.reward_scale!r}. It is the factor of the rewards."
-            )
+            raise ValueError(f"`reward_scale` must be above 0, got {self.reward_scale!r}. It multiplies the rewards.")
         if not 0 <= self.sft_label_smoothing < 1:
-            raise ValueError(f"`sft_label_smoothing` must lie in [0, 1), got {self.sft_label_smoothing!r}.")
+            raise ValueError(f"`sft_label_smoothing` must be in [0, 1), got {self.sft_label_smoothing!r}.")
         super().__post_init__()
         if isinstance(self, trl.DPOConfig):
             check_loss_types(self)
@@ -211,7 +209,8 @@ class AddedGRPOFields(AddedFields):
     completions can be skipped."""
 
     dynamic_sampling: bool = False
-    """Replace zero-advantage groups by groups of further prompts, as DAPO does. It changes the prompts trained on."""
+    """Replace zero-advantage groups by groups of other prompts, as DAPO does. This changes which prompts the policy is
+    trained on."""
 
     dynamic_sampling_max_draws: int = 10
     """With `dynamic_sampling`, the maximum number of generation batches to draw for one, including the first.
@@ -315,7 +314,7 @@ def check_loss_types(config: Any) -> None:
     if added.sft_label_smoothing and "sft" not in loss_types:
         raise ValueError(
             f"`sft_label_smoothing={added.sft_label_smoothing!r}` smooths the labels of the loss type 'sft', which is "
-            f"not in `loss_type={loss_types}`. Add it, or leave the field at 0."
+            f"not in `loss_type={loss_types}`. Add 'sft', or set the field to 0."
         )
     if not loss_types:
         raise ValueError("`loss_type` is empty: name at least one loss type.")
@@ -334,7 +333,7 @@ def check_loss_types(config: Any) -> None:
         if value != default:
             raise ValueError(
                 f"`{name}={value!r}` is not defined for {own[0]!r}, a loss type that TRL does not have. Set "
-                f"`{name}={default!r}`, or use TRL's loss types alone."
+                f"`{name}={default!r}`, or use only TRL's loss types."
             )
     if "cdpo" in own and not 0 <= smoothing < 0.5:
         raise ValueError(
@@ -348,7 +347,7 @@ def check_loss_types(config: Any) -> None:
         )
     if smoothing and _READ_SMOOTHING.isdisjoint(loss_types):
         raise ValueError(
-            f"`label_smoothing={smoothing!r}` is not read by {own[0]!r}: its soft labels come from the rewards. Set "
+            f"{own[0]!r} does not read `label_smoothing={smoothing!r}`: its soft labels come from the rewards. Set "
             "`label_smoothing=0.0`."
         )
 

@@ -39,7 +39,7 @@ ALONE = r"2 processes were requested \(by `WORLD_SIZE=2`\), but each trains alon
 NO_SYNC = r"2 processes were requested .* share the data, but each trains a separate model \(cpu\)"
 FSDP_ON_CPU = r"FSDP2 was requested .*`FSDP_VERSION=2`\).* engine is DDP, 2 processes .* does not use FSDP when"
 ZERO_ON_CPU = r"DeepSpeed ZeRO-3 was requested .*STAGE=3`\).* engine is DDP, 2 processes .* does not use DeepSpeed when"
-NOT_LOADED = r"FSDP2 was requested \(by `distributed_config.fsdp_size=2`\).* engine is DDP.* when `model` is a model"
+NOT_LOADED = r"FSDP2 was requested \(by `distributed_config.fsdp_size=2`\).* engine is DDP.* `model` is already loaded"
 NOT_SPLIT = r"Tensor parallelism was requested \(by `parallelism_config.tp_size=2`\).* engine is DDP"
 NOT_SHARDED = r"Sharding of parameters was requested \(by `parallelism_config.dp_shard_size=2`\).* engine is DDP"
 TWICE = r"The model was sharded when it was loaded .* would shard it again"

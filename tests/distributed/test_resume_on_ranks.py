@@ -124,7 +124,7 @@ for lora in (False, True):
         for engine in ("ddp", "fsdp2", "zero2", "zero3", "tp")
     }
 
-FSDP, NONE = "FSDP with FULL_STATE_DICT", "another engine than FSDP and DeepSpeed"
+FSDP, NONE = "FSDP with FULL_STATE_DICT", "an engine other than FSDP and DeepSpeed"
 ZERO2, ZERO3, ZERO3_ON_3 = (
     f"DeepSpeed {stage} on {processes} processes"
     for stage, processes in (("ZeRO-1 or ZeRO-2", 2), ("ZeRO-3", 2), ("ZeRO-3", 3))

@@ -204,7 +204,7 @@ ERRORS = {
     "rows that overlap": ({"edges": [(0, 5), (4, 5), (9, 2)]}, r"`first_class`.*\(4, 5\).*class 4 is missing or on"),
     "rows that leave a hole": ({"edges": [(0, 5), (6, 4), (10, 1)]}, r"`first_class`.*\(6, 4\).*class 5 is missing"),
     "rows from another class on": ({"edges": [(1, 5), (6, 4), (10, 1)]}, r"`first_class`.*class 0 is missing"),
-    "another vocabulary": ({"vocab_size": 12}, "`vocab_size` must be the number of rows on all ranks, 11, got 12"),
+    "another vocabulary": ({"vocab_size": 12}, "`vocab_size` must be 11, .* on all ranks together, got 12"),
     "a vocabulary of one": ({"edges": [(0, 0), (0, 1), (1, 0)]}, "at least 2 rows on all ranks together, got 1"),
     "other tokens": ({"tokens": [4, 4, 3]}, r"`own_tokens=False`.*\[4, 4, 3\].*`own_tokens=True`"),
     "one rank's target too high": (
@@ -245,7 +245,7 @@ def refused(group: dist.ProcessGroup, changes: dict) -> Exception | None:
 
 @pytest.mark.parametrize("options", [{"first_class": 3}, {"own_tokens": True}, {"vocab_size": 12}], ids=str)
 def test_a_share_without_a_group_is_an_error(options):
-    with pytest.raises(ValueError, match=r"`first_class`, `vocab_size` and `own_tokens` .* Pass its `group`"):
+    with pytest.raises(ValueError, match=r"`first_class`, `vocab_size` and `own_tokens` .* Pass `group` too"):
         linear_log_probs(torch.randn(4, 8), torch.randn(11, 8), torch.zeros(4, dtype=torch.long), **options)
 
 

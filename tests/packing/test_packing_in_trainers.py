@@ -98,7 +98,7 @@ def test_supported_options_give_no_warning(kind: str, workshop: Workshop, tmp_pa
 ROWS = {
     "default": ({}, {}, "run", "computed once"),
     "padded": ({"padding_free": False}, {}, "skip", "`padding_free=False`"),
-    "unshared": ({"share_prompts": False}, {}, "run", "its own prompt"),
+    "unshared": ({"share_prompts": False}, {}, "run", "prompt of each completion"),
     "dropout": ({}, {"setup": "lora", "lora": DROPOUT, "disable_dropout": False}, "run", "not in training"),
 }
 
@@ -148,7 +148,7 @@ def test_dropout_turns_sharing_off_in_training_only(kind: str, workshop: Worksho
     for call in calls:
         # TRL decides in which mode a pass without a gradient runs
         assert call.fed == tokens_needed(call.batch, share=not call.training)
-    assert "switch it off (`disable_dropout`" in trainer.explain()["packing"].reason
+    assert "switch dropout off (`disable_dropout`" in trainer.explain()["packing"].reason
     assert not [x for x in caplog.records if x.name == "trl_ext" and x.levelname == "WARNING"]  # the plan says it
 
 

@@ -275,7 +275,7 @@ def test_a_name_needs_a_model_with_adapters(workshop, tmp_path):
 
 
 UNMOVABLE = {
-    "tokens": ({"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}, "never equals it"),
+    "tokens": ({"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}, "always changes its"),
     "random-dora": ({"peft_config": lora_config(use_dora=True)}, "initializes its adapter at random"),
     "precomputed": ({"peft_config": lora_config(), "precompute_ref_log_probs": True}, "cannot be precomputed"),
 }

@@ -242,7 +242,7 @@ def test_the_users_reference_log_probs_are_used(workshop, tmp_path):
         assert sum(logged(subject, "skipped/tokens")) == total(tokens.with_gradient)
         subject.evaluate()  # its rows have no values
         assert len(tokens.without) == 4
-    assert "Rows of `train_dataset` have their own" in subject.explain()["reference"].reason
+    assert "Rows of `train_dataset` have reference log-probs" in subject.explain()["reference"].reason
     # And no weight is hashed
     assert "kept in memory" in trainer(workshop, tmp_path, data=data).explain()["reference"].reason
 

@@ -304,21 +304,21 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "DPO, parts and a template of text": Mistake(
         lambda b: b.dpo(train_dataset=pairs(**messages(PARTS)), processing_class=chatting()),
-        "`train_dataset` has messages whose `content` is a list of parts, and the chat template of "
-        "`processing_class` renders text alone. Give the text as `content`, or use a template that "
+        "`train_dataset` has messages whose `content` is a list of parts, but the chat template of "
+        "`processing_class` renders only text. Give the text as `content`, or use a template that "
         "renders parts.",
         None,
     ),
     "GRPO, parts and a template of text": Mistake(
         lambda b: b.grpo(train_dataset=asked(PARTS), processing_class=chatting()),
-        "`train_dataset` has messages whose `content` is a list of parts, and the chat template of "
-        "`processing_class` renders text alone. Give the text as `content`, or use a template that "
+        "`train_dataset` has messages whose `content` is a list of parts, but the chat template of "
+        "`processing_class` renders only text. Give the text as `content`, or use a template that "
         "renders parts.",
         None,
     ),
     "a column that is a keyword": Mistake(
         lambda b: b.grpo(train_dataset=PROMPTS.add_column("completions", ["w1"] * len(PROMPTS))),
-        "`train_dataset` has the column `completions`, a name that TRL passes to reward functions. "
+        "`train_dataset` has the column `completions`, but TRL passes its own `completions` to rewards. "
         'Rename it: `dataset.rename_column("completions", "...")`.',
         "short_training.reward() got multiple values for keyword argument 'completions'",
     ),
@@ -348,7 +348,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a model's name that there is not": Mistake(
         lambda b: b.dpo(model="tiny-modle"),
-        "`model='tiny-modle'` is no local folder, and the Hub is offline (`HF_HUB_OFFLINE`). Correct "
+        "`model='tiny-modle'` is not a local folder, and the Hub is offline (`HF_HUB_OFFLINE`). Correct "
         "the path, or download it.",
         "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them ",
     ),
@@ -359,13 +359,13 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a reference of another vocabulary": Mistake(
         lambda b: b.dpo(ref_model=of_18_tokens()),
-        "`processing_class` has 97 tokens and `ref_model` has 18: the data have the token id 94. Pass a "
+        "`processing_class` has 97 tokens, but `ref_model` has only 18, and the data contain the token id 94. Pass a "
         "reference with the policy's vocabulary, or leave `ref_model` out.",
         "index out of range in self",
     ),
     "a reward model's name that there is not": Mistake(
         lambda b: b.grpo(reward_funcs="tiny-rmm"),
-        "`reward_funcs='tiny-rmm'` is no local folder, and the Hub is offline (`HF_HUB_OFFLINE`). "
+        "`reward_funcs='tiny-rmm'` is not a local folder, and the Hub is offline (`HF_HUB_OFFLINE`). "
         "Correct the path, or download it.",
         "We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them ",
     ),
@@ -389,13 +389,13 @@ MISTAKES: dict[str, Mistake] = {
     # Checkpoints
     "an adapter's checkpoint, a whole model": Mistake(
         lambda b: resumed(b, lambda: b.dpo(peft_config=lora_config(), **SAVES), lambda x: b.dpo(resume=x, max_steps=2)),
-        "`resume_from_checkpoint`: …/checkpoint-1 holds an adapter, and this run trains the whole "
+        "`resume_from_checkpoint`: …/checkpoint-1 holds an adapter, but this run trains the whole "
         "model. Pass the `peft_config` of the run that wrote it.",
         "Can't find a checkpoint index (pytorch_model.bin.index.json or model.safetensors.index.jso",
     ),
     "a whole model's checkpoint, an adapter": Mistake(
         lambda b: resumed(b, lambda: b.dpo(**SAVES), lambda x: b.dpo(resume=x, peft_config=lora_config(), max_steps=2)),
-        "`resume_from_checkpoint`: …/checkpoint-1 holds a whole model, and this run trains an adapter. "
+        "`resume_from_checkpoint`: …/checkpoint-1 holds a whole model, but this run trains an adapter. "
         "Leave `peft_config` out, or pass the checkpoint as `model`.",
         "loaded state dict contains a parameter group that doesn't match the size of optimizer's gr",
     ),

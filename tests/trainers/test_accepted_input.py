@@ -390,7 +390,7 @@ def test_only_the_first_thousand_rows_are_searched_for_token_ids(workshop: Works
     arguments = {"model": workshop.model("tied"), "args": bench.config("DPO"), "processing_class": with_more_tokens()}
     trainer = trl_ext.DPOTrainer(train_dataset=rows, **arguments)
     batch = trainer.data_collator([trainer.train_dataset[1000]])
-    with pytest.raises(ValueError, match=r"the data have the token id 98"):  # at the batch, before the embedding
+    with pytest.raises(ValueError, match=r"the data contain the token id 98"):  # at the batch, before the embedding
         trainer.compute_loss(trainer.model, batch)
 
 

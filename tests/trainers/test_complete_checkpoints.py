@@ -58,7 +58,7 @@ def test_rewriting_an_incomplete_checkpoint_starts_with_an_empty_folder(tmp_path
 def test_resuming_names_incomplete_checkpoints(workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     trainer = build("dpo", trl_ext, workshop.model("untied"), tmp_path, max_steps=2, save_total_limit=1)
     half = checkpoint(tmp_path, 9, ended=False)
-    with pytest.raises(ValueError, match=r"no complete checkpoint .*checkpoint-9 incomplete"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint .*incomplete: checkpoint-9"):
         trainer.train(resume_from_checkpoint=True)
     trainer.train()
     # Rotation keeps the last complete one, not the incomplete one with a higher number
@@ -69,7 +69,7 @@ def test_resuming_names_incomplete_checkpoints(workshop: Workshop, tmp_path: Pat
         trainer.train(resume_from_checkpoint=str(half))
     with caplog.at_level("WARNING", logger="trl_ext"):
         trainer.train(resume_from_checkpoint=True)
-    assert "checkpoint-9 is incomplete. Training resumes from checkpoint-2" in caplog.text
+    assert "Incomplete, so not used: checkpoint-9. Training resumes from checkpoint-2" in caplog.text
 
 
 @settings(max_examples=200, deadline=None)
@@ -131,8 +131,8 @@ def test_auto_resumes_from_a_complete_checkpoint_or_starts_from_the_beginning(
     steps, (line,) = trained(1)
     assert steps == 1
     assert re.fullmatch(
-        r'`resume_from_checkpoint="auto"`: no complete checkpoint is in `output_dir` \(\S+/run; checkpoint-1 '
-        r"incomplete\)\. Training starts from the beginning\.",
+        r'`resume_from_checkpoint="auto"`: no complete checkpoint is in `output_dir` \(\S+/run; incomplete: '
+        r"checkpoint-1\)\. Training starts from the beginning\.",
         line,
     )
     assert is_complete(run / "checkpoint-1")
@@ -142,7 +142,7 @@ def test_auto_resumes_from_a_complete_checkpoint_or_starts_from_the_beginning(
     checkpoint(run, 9, ended=False)
     steps, (line,) = trained(3, "AUTO")
     assert steps == 1
-    assert line == "checkpoint-9 is incomplete. Training resumes from checkpoint-2."
+    assert line == "Incomplete, so not used: checkpoint-9. Training resumes from checkpoint-2."
     # A user's folder of that name comes first, and must be a checkpoint
     monkeypatch.chdir(tmp_path)
     (tmp_path / "auto").mkdir()
@@ -190,7 +190,7 @@ def test_the_files_of_a_checkpoint_tell_its_engine(written: str, tmp_path: Path)
         if runs == written or (runs, written) in RESUMES or (deepspeed and "DeepSpeed" in (runs, written)):
             assert said is None, runs
             continue
-        named = f"{written or 'another engine than FSDP and DeepSpeed'}, and {runs or 'DDP'} cannot resume from it."
+        named = f"{written or 'an engine other than FSDP and DeepSpeed'}, and {runs or 'DDP'} cannot resume from it."
         assert said is not None
         assert f"{tmp_path} was written under {named}" in said
         advice = {

@@ -238,7 +238,7 @@ def columns(**changes: list[Any]) -> Any:
 
 GOOD = [1.0] * 8
 BAD_DATA = [
-    (columns(chosen_reward=None), "the train data set has no column `chosen_reward`. The RPO loss types read"),
+    (columns(chosen_reward=None), "the train data set has no column `chosen_reward`. The RPO loss types need"),
     (
         columns(rejected_reward=[*GOOD[:5], math.nan, 0.0, 0.0]),
         "`rejected_reward` must be a finite number, got nan in row 5 of the train data set",
@@ -315,7 +315,7 @@ REFUSED = [
     ({"loss_type": ["cdpo", "hinge"], "label_smoothing": 0.1}, "does not apply to 'hinge'"),
     ({"loss_type": ["cdpo", "ipo"], "label_smoothing": 0.1}, "does not apply to 'ipo'"),
     ({"loss_type": ["ipo_sum"], "label_smoothing": 0.1}, "does not apply to 'ipo_sum'"),
-    ({"loss_type": ["rpo_squared"], "label_smoothing": 0.1}, "is not read by 'rpo_squared'"),
+    ({"loss_type": ["rpo_squared"], "label_smoothing": 0.1}, "'rpo_squared' does not read `label_smoothing"),
     ({"loss_type": ["rpo_squared"], "ld_alpha": 0.5}, "`ld_alpha=0.5` is not defined for 'rpo_squared'"),
     ({"loss_type": ["ipo_sum"], "use_weighting": True}, "`use_weighting=True` is not defined for 'ipo_sum'"),
     ({"loss_type": ["cdpo"], "f_divergence_type": "forward_kl"}, "`f_divergence_type='forward_kl'` is not defined"),
@@ -336,7 +336,7 @@ def test_unsupported_options_are_refused(config: dict[str, Any], message: str, w
     ("config", "message"),
     [
         ({"sft_label_smoothing": 0.1}, "smooths the labels of the loss type 'sft', which is not in"),
-        ({"sft_label_smoothing": 1.0, "loss_type": ["sft"]}, r"must lie in \[0, 1\), got 1.0"),
+        ({"sft_label_smoothing": 1.0, "loss_type": ["sft"]}, r"must be in \[0, 1\), got 1.0"),
         ({"sft_label_smoothing": "0.1", "loss_type": ["sft"]}, "`sft_label_smoothing` must be a finite number"),
         ({"sft_label_smoothing_convention": "keras"}, "must be one of .*got 'keras'"),
         ({"reward_scale": math.nan}, "`reward_scale` must be a finite number, got nan"),

@@ -115,7 +115,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
         lambda b: b.dpo(
             train_dataset=Dataset.from_list([{**PAIR, "prompt": [{"role": "user", "content": "w1"}]}] * 4),
         ),
-        ("`train_dataset`", "`prompt` is messages, `chosen` is text", "Give all of them as text"),
+        ("`train_dataset`", "`prompt` is messages, `chosen` is text", "Give all columns as text"),
     ),
     "fewer prompts than a generation batch": (
         lambda b: b.grpo(train_dataset=PROMPTS.select([0]), per_device_train_batch_size=8),
@@ -179,7 +179,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     "an adapter of no PeftModel": (
         lambda b: b.dpo(ref_adapter_name="first"),
-        ("`ref_adapter_name='first'`", "`str`", "leave it unset"),
+        ("`ref_adapter_name='first'`", "`str`", "leave `ref_adapter_name` unset"),
     ),
     "a second wrap with PEFT, DPO": (
         lambda b: b.dpo(model=b.adapted(), peft_config=lora_config()),
@@ -199,11 +199,11 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     "a reward that is none": (lambda b: b.grpo(reward_funcs=3), ("`reward_funcs`", "3", "Pass a function")),
     "a reward that is NaN": (
         lambda b: b.grpo(reward_funcs=not_a_number),
-        ("`reward_funcs`", "[nan] by ['not_a_number']", "Return a finite number"),
+        ("`reward_funcs`", "[nan] from ['not_a_number']", "Return a finite number"),
     ),
     "a reward that is infinite": (
         lambda b: b.grpo(reward_funcs=infinite),
-        ("`reward_funcs`", "[inf] by ['infinite']", "Return a finite number"),
+        ("`reward_funcs`", "[inf] from ['infinite']", "Return a finite number"),
     ),
     "a reward that is text": (
         lambda b: b.grpo(reward_funcs=as_text),
@@ -219,7 +219,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     "a reward of a column that there is not": (
         lambda b: b.grpo(reward_funcs=of_answers),
-        ("`reward_funcs`", "`of_answers` reads `answer`", "Add or rename the column"),
+        ("`reward_funcs`", "`of_answers` requires `answer`", "Add or rename the column"),
     ),
     "a reward without keywords": (
         lambda b: b.grpo(reward_funcs=of_completions),

@@ -167,7 +167,7 @@ def test_a_checkpoint_of_stock_trl_resumes_with_the_same_prompts_and_a_warning(
     stock = Run("grpo", trl, workshop.model("untied"), tmp_path / "stock", max_steps=3)
     with caplog.at_level("WARNING", logger="trl_ext"):
         resumed = Run("grpo", trl_ext, workshop.model("untied"), tmp_path / "ours", (stock.output, 2))
-    assert "are lost: the checkpoint does not have them, for example because `save_only_model`" in caplog.text
+    assert "are lost: the checkpoint lacks them, for example because stock TRL wrote it" in caplog.text
     _, prompts_of_the_cycle = whole.generations[0]
     assert resumed.generations == [(2, prompts_of_the_cycle), *whole.after(3)]
 
@@ -239,7 +239,7 @@ def test_a_moving_reference_is_resumed_from_the_checkpoint(
     (alone.output / "checkpoint-2" / "reference_weights.safetensors").unlink()
     with caplog.at_level("WARNING", logger="trl_ext"):
         resumed = Run(name, trl_ext, model, tmp_path / "without", (alone.output, 2), **moving)
-    assert "checkpoint-2 has no weights of the reference, which `sync_ref_model` moves" in caplog.text
+    assert "checkpoint-2 has no weights of the reference, which `sync_ref_model` updates" in caplog.text
     assert not same(resumed.weights, alone.weights)
 
 

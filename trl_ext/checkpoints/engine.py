@@ -51,10 +51,10 @@ def why_not_loaded(folder: Path, runs: str, engine: str) -> str | None:
         return None  # DeepSpeed without ZeRO: its files tell neither the stage nor the number of processes
     if not written and runs.startswith("FSDP") and "optimizer.pt" not in names and "adapter_config.json" in names:
         return None  # an adapter without an optimizer, which transformers also loads under FSDP
-    merges = "`zero_to_fp32.py` in it" if written.startswith("DeepSpeed") else "`accelerate merge-weights`"
-    anew = "start a new run from its weights." if has_weights else f"merge its weights with {merges} for a new run."
+    tool = "its `zero_to_fp32.py`" if written.startswith("DeepSpeed") else "`accelerate merge-weights`"
+    anew = "start a new run from its weights." if has_weights else f"merge its weights with {tool} for a new run."
     return (
-        f"{folder} was written under {written or 'another engine than FSDP and DeepSpeed'}, and {runs or engine} "
+        f"{folder} was written under {written or 'an engine other than FSDP and DeepSpeed'}, and {runs or engine} "
         f"cannot resume from it. Launch with the engine that wrote it, or {anew}"
     )
 

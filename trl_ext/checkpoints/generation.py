@@ -76,7 +76,7 @@ def read_generation(folder: Path, rank: int, device: torch.device) -> SavedGener
         if metadata.get("format") != _FORMAT:
             raise ValueError(
                 f"{path} has the format {metadata.get('format')!r}, but the installed trl_ext reads {_FORMAT!r}. "
-                "Resume with the version that wrote it, or delete the file to sample new completions."
+                "Resume with the version of trl_ext that wrote it, or delete the file to sample new completions."
             )
         state = json.loads(metadata["state"])
         for key in file.keys():  # noqa: SIM118  # not a mapping

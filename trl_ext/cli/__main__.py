@@ -19,7 +19,7 @@ COMMANDS = {
     "explain": "show what a run computes, reuses and skips, and why",
     "estimate": "estimate the memory of a training step, and the longest sequence that fits",
     "doctor": "check versions, devices and the engine, and test the LM head on each device",
-    "completion": "print a script with which a shell completes commands and arguments",
+    "completion": "print a script that makes a shell complete commands and arguments",
 }
 # What follows a command that is not a method
 _METHOD = " {dpo,grpo} [ARGUMENTS]"

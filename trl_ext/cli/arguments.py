@@ -38,9 +38,9 @@ _SAID = {
     r"argument (--\w+)\S*: invalid int value: (.*)": r"`\1` must be an integer, got \2",
     r"argument (--\w+)\S*: invalid float value: (.*)": r"`\1` must be a number, got \2",
     r"argument (--\w+)\S*: Truthy value expected: got (.*) but .*": r"`\1` must be true or false, got '\2'",
-    r"argument (--\w+)\S*: invalid choice: (.*) \(choose from (.*)\)": r"`\1` is \2. Choose from: \3",
+    r"argument (--\w+)\S*: invalid choice: (.*) \(choose from (.*)\)": r"Unknown `\1` \2. Choose from: \3",
     r"argument (--\w+)\S*: expected .*": r"`\1` has no value",
-    r"ambiguous option: (\S+) could match (.*)": r"`\1` may be \2. Write one of them in full",
+    r"ambiguous option: (\S+) could match (.*)": r"`\1` can mean \2. Write the full name",
 }
 
 
@@ -128,7 +128,7 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
         if "use_cpu" not in str(error):
             raise
         raise CommandError(
-            "`--bf16` is true, TRL's default, but there is no GPU. Give `--use_cpu` to train in bf16 on the CPU, or "
+            "`--bf16` is true, TRL's default, but there is no GPU. Pass `--use_cpu` to train in bf16 on the CPU, or "
             "`--bf16 false`."
         ) from error
 

@@ -43,7 +43,8 @@ def _required() -> list[tuple[str, str, bool]]:
             continue
         found = _version(one.name)
         fine = found is not None and one.specifier.contains(found, prereleases=True)
-        words = f"{found}" if fine else f"found {found}. Run `pip install '{one.name}{one.specifier}'`."
+        state = "not installed" if found is None else f"found {found}"
+        words = f"{found}" if fine else f"{state}. Run `pip install '{one.name}{one.specifier}'`."
         rows.append((one.name, words, fine))
     return rows
 

@@ -64,7 +64,7 @@ class EstimateArguments:
     """The arguments of `estimate` alone."""
 
     device_memory: float | None = None
-    """GiB of a device, for the longest sequence that fits. `None`: the memory of this machine's GPU, if any."""
+    """Memory of a device in GiB, to find the longest sequence that fits. `None`: that of this machine's GPU, if any."""
 
     device: str = field(default="cuda", metadata={"choices": ["cuda", "cpu"]})
     """Where training will run, `"cuda"` or `"cpu"`. This machine need not have the device."""
@@ -77,7 +77,7 @@ class EstimateArguments:
     `examples/accelerate_configs/fsdp2.yaml`."""
 
     num_devices: int = 1
-    """How many devices, with one process each. The estimate is for one of them."""
+    """Number of devices, with one process each. The estimate is for one of them."""
 
 
 def run(line: Line) -> int:
@@ -93,8 +93,8 @@ def run(line: Line) -> int:
     for_launch = [*launch_of_file, *launch]
     if for_launch:
         raise CommandError(
-            f"`{for_launch[0]}` is for `accelerate launch`, which `estimate` does not run. Remove it, and give "
-            "`--engine` and `--num_devices`."
+            f"`{for_launch[0]}` is for `accelerate launch`, which `estimate` does not run. Remove it, and pass "
+            "`--engine` and `--num_devices` instead."
         )
     _refuse_what_is_not_covered(training, model_args)
     _check_devices(line.method, asked)
@@ -104,7 +104,7 @@ def run(line: Line) -> int:
     limit = None if asked.device_memory is None else int(asked.device_memory * _GIB)
     if limit is None and asked.device == "cuda" and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory
-    unknown = "Give `--device_memory` in GiB: there is no GPU to read it from."
+    unknown = "Pass `--device_memory` in GiB: there is no GPU to read it from."
     print(wrapped(unknown if limit is None else _longest(step, policy, limit), f"{'longest':<13}"))
     notes = [_NOT_COVERED]
     asked_for, most = _longest_row(line.method, training, asked), policy.positions
@@ -168,8 +168,8 @@ def _policy(parsed: Parsed) -> _Policy:
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision, **trust)
     if getattr(config, "quantization_config", None) is not None:
         raise CommandError(
-            f"`estimate` does not cover `--model_name_or_path {name}`, whose weights are quantized. Give the model "
-            "before quantization."
+            f"`estimate` does not cover `--model_name_or_path {name}`, whose weights are quantized. Pass the "
+            "model without quantization."
         )
     dtype = config.dtype if given["dtype"] == "auto" else getattr(torch, given["dtype"])
 
@@ -202,15 +202,15 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
             value = getattr(value, "value", value)  # of an enumeration
             allowed = f"one of {', '.join(_STATES)}" if name == "optim" else "its default"
             raise CommandError(
-                f"`estimate` does not cover `--{name} {value}`. Set it to {allowed} to estimate the rest."
+                f"`estimate` does not cover `--{name} {value}`. Set it to {allowed} to estimate everything else."
             )
 
 
 def _check_devices(method: str, asked: EstimateArguments) -> None:
     if (method, asked.engine) == ("grpo", "fsdp2"):
         raise CommandError(
-            "`estimate grpo` does not cover `--engine fsdp2`, for which it would be a fifth too high. "
-            "Give `--engine ddp` instead."
+            "`estimate grpo` does not cover `--engine fsdp2`, where the estimate would be a fifth too high. "
+            "Pass `--engine ddp` instead."
         )
     alone = asked.engine == "one_process"
     if asked.num_devices < 1 or alone != (asked.num_devices == 1):
@@ -242,10 +242,10 @@ def _table(method: str, step: Step, policy: _Policy, memory: StepMemory) -> str:
         ("reference", memory.reference, "a separate model" if step.reference_model else "no separate model"),
         ("optimizer", memory.optimizer, "AdamW's two states per trained parameter" if step.states else "no states"),
         ("gradients", memory.gradients, "after the backward pass"),
-        *[("buckets", memory.buckets, "of DDP, which sum gradients over the processes")] * (step.engine == "ddp"),
+        *[("buckets", memory.buckets, "of DDP, which averages gradients in them")] * (step.engine == "ddp"),
         ("activations", memory.activations, "after the forward pass of the backbone" + gathered),
-        ("head", memory.head, "the LM head's forward pass, beside the activations"),
-        ("peak", memory.peak, "less than the sum: activations go as gradients come"),
+        ("head", memory.head, "the LM head's forward pass, on top of the activations"),
+        ("peak", memory.peak, "less than the sum: the backward pass frees activations"),
     ]
     title = wrapped(
         f"{rows} of {step.tokens + 1:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "

@@ -126,7 +126,7 @@ def read(command: str, words: list[str]) -> Line:
 def refuse_word(word: str, line: Line) -> NoReturn:
     """Raise `CommandError` for a word that belongs to no argument."""
     is_yaml = word.endswith((".yaml", ".yml")) and line.file is None
-    remedy = f"Write `--config {word}` to read a YAML file" if is_yaml else "Write the name of its argument before it"
+    remedy = f"Write `--config {word}` to read a YAML file" if is_yaml else "Put the name of its argument before it"
     raise CommandError(f"`{word}` is not an argument of `{line.prog}`. {remedy}.")
 
 
@@ -174,7 +174,7 @@ def _check_model(line: Line) -> None:
         raise CommandError(f"`--model_name_or_path` is `{name}`, but {what}. Current folder: {Path.cwd()}.")
     if base is not None and _is_path(base) and not os.path.isdir(base):
         raise CommandError(
-            f"`--model_name_or_path` is `{name}`, an adapter of `{base}`, but there is no such folder. Correct "
+            f"`--model_name_or_path` is `{name}`, an adapter of `{base}`, a folder that does not exist. Correct "
             "`base_model_name_or_path` in its `adapter_config.json`."
         )
 
@@ -194,7 +194,7 @@ def _check_adapter(line: Line) -> None:
             continue
         if trained:
             model = line.value("model_name_or_path")
-            why = f"is for a new adapter, but `{model}` is already one. To train it further, leave `{mark}{name}` out"
+            why = f"is for a new adapter, but `{model}` already is an adapter. To train it, leave `{mark}{name}` out"
             raise CommandError(f"{shown} {why}.")
         why = f"has no effect unless `{mark}use_peft` is true. Set it, or leave `{mark}{name}` out"
         raise CommandError(f"{shown} {why}.")

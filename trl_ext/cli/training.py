@@ -40,7 +40,7 @@ def _function(given: str) -> Any:
     if not mark:
         if name not in REWARDS:
             raise CommandError(
-                f"`--reward_funcs` has `{given}`, which is not in `trl.rewards`.{did_you_mean(given, REWARDS)} Give "
+                f"`--reward_funcs` has `{given}`, which is not in `trl.rewards`.{did_you_mean(given, REWARDS)} Pass "
                 f"the file of your function, such as `my_rewards.py:{given}`, or one of {', '.join(REWARDS)}."
             )
         function = getattr(importlib.import_module("trl.rewards"), name)
@@ -48,7 +48,7 @@ def _function(given: str) -> Any:
         soft = name == "get_soft_overlong_punishment"
         return function(max_completion_len=1280, soft_punish_cache=256) if soft else function
     if name == "py":
-        raise CommandError(f"`--reward_funcs` has `{given}`, a file without a function. Write `{given}:NAME`.")
+        raise CommandError(f"`--reward_funcs` has `{given}`, which names no function. Write `{given}:NAME`.")
     if mark == ":" and file.suffix != ".py":
         raise CommandError(f"`--reward_funcs` has `{given}`, which names no Python file. Write `{place}.py:{name}`.")
     if mark == ":" and not file.is_file():
@@ -81,7 +81,7 @@ def _imported(name: str, given: str) -> Any:
             raise  # the module exists, and imports another that does not
         raise CommandError(
             f"`--reward_funcs` has `{given}`, but there is no module `{name}` in {os.getcwd()} or among the installed "
-            "packages. Give its file, such as `path/to/my_rewards.py:brevity`."
+            "packages. Pass its file, such as `path/to/my_rewards.py:brevity`."
         ) from error
 
 
@@ -173,7 +173,7 @@ def _loaded(script: Any) -> Any:
     except DatasetGenerationError as error:
         why = one_line(error.__cause__ or error)
         raise CommandError(f"`--dataset_name {name}` cannot be read: {why}.") from error
-    what = "file" if file else f"folder, and the Hub does not give a data set of this name{why}"
+    what = "file" if file else f"folder, and no data set of this name can be loaded from the Hub{why}"
     raise CommandError(f"`--dataset_name` is `{name}`, but there is no such {what}. Current folder: {os.getcwd()}.")
 
 
@@ -206,7 +206,7 @@ def run(command: str, line: Line, *, may_launch: bool, shows_traceback: bool) ->
         return launch(launch_arguments, [*line.prog.split()[1:], *words, *["--traceback"] * shows_traceback])
     resumed = parsed.training.resume_from_checkpoint
     if resumed not in (None, True, False, "auto", "true", "false", "True", "False") and not os.path.isdir(resumed):
-        known = f"Give a checkpoint, or `auto` for the last in `--output_dir`. Current folder: {os.getcwd()}."
+        known = f"Pass a checkpoint, or `auto` for the last one in `--output_dir`. Current folder: {os.getcwd()}."
         raise CommandError(f"`--resume_from_checkpoint` is `{resumed}`, but there is no such folder. {known}")
     trainer = _explain(line.method, parsed) if command == "explain" else _train(line.method, parsed)
     if hasattr(trainer, "end"):  # transformers 5.18 and later: closes the trackers and the process group
@@ -238,7 +238,7 @@ def _train(method: str, parsed: Parsed) -> Any:
             raise
         raise TrainingStoppedError(
             f"Training stopped after step {trainer.state.global_step}. Checkpoints are in {training.output_dir}. To "
-            "resume from the last complete one, or from the beginning, give `--resume_from_checkpoint auto`."
+            "resume from the last complete one, or start over if there is none, pass `--resume_from_checkpoint auto`."
         ) from error
     trainer.save_model(training.output_dir)
     trainer.accelerator.print(f"Model saved to {training.output_dir}.")

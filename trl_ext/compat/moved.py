@@ -44,7 +44,7 @@ def check_untested(found: Mapping[str, str], tested: Mapping[str, SpecifierSet])
     if os.environ.get("RANK", "0") == "0":
         warnings.warn(
             f"trl_ext {__version__} is not tested with {untested}; it is tested with {known}. All internals that it "
-            "uses are there, but their behavior may have changed. Check for a later trl_ext.",
+            "uses still exist, but their behavior may have changed. Check for a later trl_ext.",
             stacklevel=2,
         )
 

@@ -261,7 +261,7 @@ def _separate_processes(requested: EngineRequest, running: DetectedEngine) -> st
     if running.distributed_type == "NO" and running.processes > 1:
         return (
             f"{running.processes} processes were requested (by {requested.processes_by}) and share the data, but each "
-            f"trains a separate model ({running.device}): {_FIND_GPU} `ddp_backend` does neither."
+            f"trains a separate model ({running.device}): {_FIND_GPU} `ddp_backend` alone is not enough."
         )
     return None
 
@@ -278,8 +278,8 @@ def _missing_engine(requested: EngineRequest, running: DetectedEngine) -> str | 
 def _remedy(engine: str, by: str, requested: EngineRequest, running: DetectedEngine) -> str:
     if "distributed_config" in by:
         return (
-            "TRL ignores `model_init_kwargs` when `model` is a model. Pass the model's name or path instead, or load "
-            "the model with `from_pretrained(..., distributed_config=...)`."
+            "TRL ignores `model_init_kwargs` when `model` is already loaded. Pass the model's name or path instead, or "
+            "load the model with `from_pretrained(..., distributed_config=...)`."
         )
     if engine == _TENSOR_PARALLEL:
         return (
@@ -290,9 +290,9 @@ def _remedy(engine: str, by: str, requested: EngineRequest, running: DetectedEng
         return f"`parallelism_config` needs FSDP2 to shard parameters. Launch with `{_CONFIGS}/fsdp2.yaml`."
     other = next((x.by for x in requested.engines if running.provides(x.engine)), None)
     if other is not None:
-        return f"It was requested by {other}. Request one engine, in one place."
+        return f"That engine was requested by {other}. Request only one engine, in one place."
     if requested.cpu:
-        on_cpu = " (`DS_ACCELERATOR=cpu` and `ddp_backend='gloo'` make it run on the CPU)"
+        on_cpu = " (DeepSpeed runs on the CPU with `DS_ACCELERATOR=cpu` and `ddp_backend='gloo'`)"
         name, on_cpu = ("FSDP", "") if engine.startswith("FSDP") else ("DeepSpeed", on_cpu)
         return (
             f"accelerate does not use {name} when `ACCELERATE_USE_CPU` or `use_cpu` is set. Unset it{on_cpu}, or "

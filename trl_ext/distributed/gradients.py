@@ -77,8 +77,8 @@ def check_checkpointing(wrapped: nn.Module) -> None:
         if _is_reentrant(module) and any(param.requires_grad for param in module.parameters()):
             raise ValueError(
                 f"`gradient_checkpointing_kwargs={{'use_reentrant': True}}` does not work under DDP with "
-                "`ddp_find_unused_parameters=True`, the default for a PEFT model: DDP would take the trained "
-                f"parameters of `{name}` for unused, and the first backward would fail. Set "
+                "`ddp_find_unused_parameters=True`, the default for a PEFT model: DDP would treat the trained "
+                f"parameters of `{name}` as unused, and the first backward would fail. Set "
                 '`gradient_checkpointing_kwargs={"use_reentrant": False}` or `ddp_find_unused_parameters=False`.'
             )
 

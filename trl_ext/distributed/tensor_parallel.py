@@ -46,7 +46,7 @@ class TensorParallel:
         size = len(ranks)
         if ranks != list(range(ranks[0], ranks[0] + size)) or ranks[0] % size:
             raise ValueError(
-                f"The tensor-parallel group of this process is the ranks {ranks}, but Accelerate gives the same data "
+                f"The tensor-parallel group of this process has the ranks {ranks}, but Accelerate gives the same data "
                 f'to {size} consecutive ranks. Make "tp" the last dimension of the device mesh.'
             )
         copies = dist.get_world_size() // size

@@ -119,7 +119,7 @@ def linear_log_probs(
         shard = shard_of_group(group, weight.shape[0], first_class, vocab_size, targets, own_tokens)
     elif first_class or own_tokens or vocab_size not in (None, weight.shape[0]):
         raise ValueError(
-            "`first_class`, `vocab_size` and `own_tokens` describe a weight that is split over ranks. Pass its `group`."
+            "`first_class`, `vocab_size` and `own_tokens` are for a weight that is split over ranks. Pass `group` too."
         )
     elif weight.shape[0] < 2:
         raise ValueError(f"`weight` must have shape (V, H) with V at least 2, got {tuple(weight.shape)}.")

@@ -246,12 +246,12 @@ def shard_of_group(
             )
         end += count
     if vocabulary is not None and vocabulary != total:
-        raise ValueError(f"`vocab_size` must be the number of rows on all ranks, {total}, got {vocabulary}.")
+        raise ValueError(f"`vocab_size` must be {total}, the number of rows on all ranks together, got {vocabulary}.")
     if total < 2:
         raise ValueError(f"`weight` must have at least 2 rows on all ranks together, got {total}.")
     if not own_tokens and len(set(tokens)) > 1:
         raise ValueError(
-            f"`own_tokens=False` needs the same tokens on all ranks, got {tokens} tokens on the ranks. Set "
+            f"`own_tokens=False` needs the same tokens on all ranks, but the ranks have {tokens} tokens. Set "
             "`own_tokens=True` if each rank has its own tokens."
         )
     check_range(min(lowest for *_, lowest, _ in numbers), max(highest for *_, highest in numbers), total)

@@ -14,8 +14,8 @@ def check_reward_columns(names: Collection[str], where: str) -> None:
     missing = [f"`{column}`" for column in REWARD_COLUMNS if column not in names]
     if missing:
         raise ValueError(
-            f"{where} has no column {' and no column '.join(missing)}. The RPO loss types read the reward of each "
-            "completion there. Add a number for each row, or remove RPO from `loss_type`."
+            f"{where} has no column {' and no column '.join(missing)}. The RPO loss types need a reward for each "
+            "completion. Add a number for each row, or remove RPO from `loss_type`."
         )
 
 

@@ -176,7 +176,7 @@ def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> 
 def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
     head = resolve_head(inner.get_output_embeddings())
     if isinstance(head, OpaqueHead) or head.module is not None:
-        raise NotImplementedError("The memory of an adapter on `lm_head` cannot be estimated. Train without it.")
+        raise NotImplementedError("An adapter on `lm_head` cannot be estimated. Leave `lm_head` out of the adapter.")
     N = len(hidden_NH)
     whole, counts = step.head == "dense", (N,) * step.devices
     rows = weight_layout_of(head, hidden_NH, outputs=step.outputs, whole=whole, entropy_grad=False, counts=counts)

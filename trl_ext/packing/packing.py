@@ -82,8 +82,8 @@ class Packing:
                 return None
         # After the check, which every rank runs, whatever the length of its batch
         if self._longest is not None and ids_BS.shape[1] >= self._longest:
-            by_length = "the model's rotary embeddings depend on the length of a batch"
-            self._warn_once(f"A batch is not packed: {by_length} from {self._longest} tokens on.")
+            by_length = "the model's rotary embeddings depend on the length of the batch"
+            self._warn_once(f"A batch is not packed: from {self._longest} tokens on, {by_length}.")
             return None
         share = share and self.unshared_reason is None
         options = share, share and self._rebase, not inputs.get("output_router_logits")  # its loss counts every token
@@ -128,13 +128,13 @@ def _inputs_padded_reason(model: Any, positional: tuple[Any, ...], inputs: dict[
     others = [name for name, x in inputs.items() if x is not None and name not in known]
     others += [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
     if others:
-        return f"it has the input `{others[0]}`"
+        return f"it has the additional input `{others[0]}`"
     mask = inputs.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         return "its attention mask does not have two dimensions"
     attention = model.config.get_text_config()._attn_implementation or "eager"
     if attention not in _KNOWN_ATTENTION and "flash" not in attention:
-        return f"its attention `{attention}` is not part of transformers"
+        return f"the model's attention `{attention}` is not part of transformers"
     return None
 
 

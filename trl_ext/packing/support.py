@@ -42,21 +42,21 @@ def padded_reason(model: Any) -> str | None:
     """Return why batches of `model` must stay padded; None if no reason is known."""
     config = model.config.get_text_config()
     if config is not model.config:
-        return "the model has other inputs than text"
+        return "the model takes inputs other than text"
     if config.is_encoder_decoder:
         return "the model is an encoder-decoder"
     if getattr(model, "_is_stateful", False):
-        return "the model has a recurrent state, which would pass from one row to the next"
+        return "the model has a recurrent state, which would carry over from one row to the next"
     if not getattr(model, "_supports_attention_backend", False):
         return "the model's attention does not use transformers' attention interface"
     adapters = getattr(model, "peft_config", None) or {}
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
         return "an aLoRA adapter starts at a position that PEFT counts from the end of a padded row"
     if trains_expert_modules(model):
-        return "its experts are separate modules, and TRL gives a gradient of 0 to an expert that only gets padding"
+        return "the model's experts are separate modules, and in TRL one that only gets padding has a gradient of 0"
     unsupported = set(getattr(config, "layer_types", None) or ()) - _MASKABLE
     if unsupported:
-        return f"the model has layers without full or sliding-window attention: {', '.join(sorted(unsupported))}"
+        return f"the model has layers with neither full nor sliding-window attention: {', '.join(sorted(unsupported))}"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return "the model's attention is not causal"
     return None

@@ -52,7 +52,7 @@ class DPOPlan(Plan):
 def plan_dpo(facts: DPOFacts) -> DPOPlan:
     """The plan that follows from `facts`."""
     names = " and ".join(f"`{name}`" for name in facts.with_columns)
-    columns = f"Rows of {names} have their own log-probs (`ref_chosen_logps`, `ref_rejected_logps`). " if names else ""
+    columns = f"Rows of {names} have reference log-probs (`ref_chosen_logps`, `ref_rejected_logps`). " if names else ""
     only_columns = bool(names) and set(facts.with_columns) == set(facts.datasets)
     if only_columns:
         # The store may never be needed, so nothing is hashed for it
@@ -76,8 +76,8 @@ def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:
     if set(facts.loss_types) == {"sft"}:
         if "rewards/" not in (facts.best_metric or ""):
             reason = (
-                "The loss type 'sft' does not need it. The logs have no `rewards/*`, unless `metric_for_best_model` is "
-                "one of them."
+                "The loss type 'sft' needs no reference. The logs have no `rewards/*`, unless `metric_for_best_model` "
+                "is one of them."
             )
             return "nothing", Decision("reference", "skip", reason), False
         needed = f"Needed for `metric_for_best_model={facts.best_metric!r}`. "

@@ -11,7 +11,7 @@ from .non_finite import steps_in_backward
 from .plan import Decision, Plan
 from .sampler_ratio import RatioRule
 
-_DROPOUT = " Dropout is active: a separate pass would have other random draws of the same distribution."
+_DROPOUT = " Dropout is active: a separate pass would make other random draws from the same distribution."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     if facts.sampler_ratio is not None and facts.truncated_sampling:
         warnings.append(
             "The importance ratio to the sampler is biased: completions are drawn from a truncated distribution "
-            f"({', '.join(facts.truncated_sampling)}), and the policy's log-probs are those of the full one. Sample "
+            f"({', '.join(facts.truncated_sampling)}), but the policy's log-probs are those of the full one. Sample "
             "without truncation, or set `vllm_importance_sampling_correction=False`."
         )
     return GRPOPlan(
@@ -114,9 +114,9 @@ def _check_options(facts: GRPOFacts) -> None:
     training = devices * facts.gradient_accumulation_steps
     if facts.force_on_policy_ratio and (rollout != training or facts.num_iterations != 1):
         raise ValueError(
-            "`force_on_policy_ratio=True` trains on completions of the current weights alone, but the "
-            f"rollout batch has {rollout} completions (`steps_per_generation={facts.steps_per_generation}`), the "
-            f"training batch has {training} (`gradient_accumulation_steps={facts.gradient_accumulation_steps}`), and "
+            "`force_on_policy_ratio=True` trains only on completions of the current weights, but a generation batch "
+            f"has {rollout} completions (`steps_per_generation={facts.steps_per_generation}`), an optimizer step "
+            f"takes {training} (`gradient_accumulation_steps={facts.gradient_accumulation_steps}`), and "
             f"`num_iterations` is {facts.num_iterations}. Set `steps_per_generation` to "
             f"{facts.gradient_accumulation_steps} and `num_iterations` to 1, or leave `force_on_policy_ratio` off."
         )
@@ -135,9 +135,9 @@ def _check_options(facts: GRPOFacts) -> None:
     rows = facts.per_device_batch_size * facts.steps_per_generation
     if rows % facts.num_generations:
         raise ValueError(
-            "`dynamic_sampling=True` replaces whole groups, so each rank must hold whole groups, but it has "
-            f"{rows} completions (`per_device_train_batch_size` x `steps_per_generation`) in groups of "
-            f"{facts.num_generations} (`num_generations`). Choose a multiple."
+            "`dynamic_sampling=True` replaces whole groups, so each rank must hold whole groups, but its "
+            f"{rows} completions (`per_device_train_batch_size` x `steps_per_generation`) are not a multiple of "
+            f"`num_generations={facts.num_generations}`. Change one of these."
         )
     if facts.normalized_over_batch:
         raise ValueError(
@@ -172,15 +172,15 @@ def _every_row_reason(facts: GRPOFacts) -> str:
         return "this trainer overrides the loss, which may send a gradient through any of them"
     if facts.has_router_loss:
         return "the router loss counts their tokens"
-    return "TRL gives an expert that only such completions reach a gradient of 0, instead of none"
+    return "in TRL, an expert that only such completions reach has a gradient of 0, instead of none"
 
 
 def _policy(facts: GRPOFacts) -> Decision:
     reason = _zero_advantage_reason(facts)
     if _reads_every_row(facts):
-        rows = f"Every completion runs, zero-advantage and fully masked ones too: {reason}."
+        rows = f"Every completion is processed, zero-advantage and fully masked ones too: {reason}."
     elif reason is not None:
-        rows = f"Zero-advantage completions run, because {reason}. Fully masked ones are skipped."
+        rows = f"Zero-advantage completions are processed, because {reason}. Fully masked ones are skipped."
     else:
         images = " (except in batches with images)" if facts.has_images else ""
         equal = "counts as zero-advantage (`zero_advantages_of_equal_rewards`)"
@@ -191,7 +191,7 @@ def _policy(facts: GRPOFacts) -> Decision:
             f"zero. A group whose rewards are all equal {equal}."
         )
     if facts.max_draws > 1:
-        rows += f" Zero-advantage groups are replaced first, from up to {facts.max_draws} draws (`dynamic_sampling`)."
+        rows += f" Before that, `dynamic_sampling` replaces zero-advantage groups, with up to {facts.max_draws} draws."
     return Decision("policy", "run", rows)
 
 
@@ -213,7 +213,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
         if facts.buffers_batches:
             overridden = "`_prepare_inputs`, and buffers batches itself"
         if facts.bypasses_loss:
-            overridden = "`compute_loss` without `super().compute_loss(...)`"
+            overridden = "`compute_loss` without calling `super().compute_loss(...)`"
         reason = f"Runs on every generation batch, as in TRL, because this trainer overrides {overridden}."
         return Decision("old policy", "run", reason)
     reused = "The training forward's log-probs are used while the weights are those that sampled the completions"
@@ -227,7 +227,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     # Where an optimizer step takes whole generation batches, none waits; a streaming epoch may end inside one
     slices_wait = facts.gradient_accumulation_steps % facts.steps_per_generation != 0 or not facts.epoch_is_known
     if misaligned and facts.steps_per_generation > 1 and slices_wait:
-        reused += " Micro-batches that train only after an optimizer step are scored just before it."
+        reused += " Micro-batches that wait for a later optimizer step are scored just before the weights change."
     return Decision("old policy", "reuse", f"{reused}{_DROPOUT if facts.active_dropout else ''}")
 
 
@@ -264,7 +264,7 @@ def _in_parts(facts: GRPOFacts, decision: Decision) -> Decision:
         return decision
     reason = _micro_batch_reason(facts)
     if reason is not None and not facts.has_images:
-        reason += ", so parts of a micro-batch would have another gradient"
+        reason += ", so splitting a micro-batch would change the gradient"
     if steps_in_backward(facts.optimizer):
         reason = f"the optimizer `{facts.optimizer}` would step after the backward of each part of a micro-batch"
     if reason is not None:
@@ -272,7 +272,7 @@ def _in_parts(facts: GRPOFacts, decision: Decision) -> Decision:
             f"`max_tokens_per_micro_batch={budget}` is not supported here: {reason}. Leave "
             "`max_tokens_per_micro_batch` at None."
         )
-    parts = f"Each micro-batch runs in parts of at most {budget} tokens (`max_tokens_per_micro_batch`)."
+    parts = f"Each micro-batch runs in parts of at most {budget} tokens, or one row (`max_tokens_per_micro_batch`)."
     return Decision(decision.name, "run", parts if decision.routine else f"{decision.reason} {parts}")
 
 
@@ -289,17 +289,17 @@ def _order_reason(facts: GRPOFacts) -> str | None:
         return "a generation batch is one micro-batch"
     rule = _micro_batch_reason(facts)
     if rule is not None:
-        return rule if facts.has_images else f"{rule}, so other micro-batches would have another gradient"
+        return rule if facts.has_images else f"{rule}, so another order would change the gradient"
     if not facts.shares_prompts:
         return "prompts are not shared in training, so another order saves nothing"
     if _micro_batches_of_a_step(facts) == 1:
         return (
-            "no two micro-batches of a generation batch are sure to share an optimizer step "
+            "no two micro-batches of a generation batch are certain to share an optimizer step "
             f"(`gradient_accumulation_steps={facts.gradient_accumulation_steps}`, "
             f"`steps_per_generation={facts.steps_per_generation}`)"
         )
     if not facts.epoch_is_known:
-        return "the epoch of a streaming data set, and with it an optimizer step, can end anywhere"
+        return "an epoch of a streaming data set, and the optimizer step with it, can end after any micro-batch"
     if facts.own_step is not None and not facts.keep_groups_together:
         return (
             f"this trainer overrides `{facts.own_step}`, which may depend on the whole micro-batch "

@@ -142,9 +142,8 @@ def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
     """The log-probs that came with the completions: `(B, C)`, NaN where the sampler has none."""
     if "sampling_per_token_logps" not in inputs:
         raise ValueError(
-            "The completions came without their sampler's log-probs, which the correction to the sampler "
-            "(`vllm_importance_sampling_correction`) or `trust_sampling_log_probs` needs: the `rollout_func` returned "
-            "None as `logprobs`. Return the log-probs, or switch the option off."
+            "`vllm_importance_sampling_correction` or `trust_sampling_log_probs` needs the sampler's log-probs, but "
+            "the `rollout_func` returned None as `logprobs`. Return the log-probs, or switch the option off."
         )
     log_probs: Tensor = inputs["sampling_per_token_logps"]
     return log_probs

@@ -72,8 +72,8 @@ def check_first_rewards(
     if bad_B.any():
         row = int(bad_B.nonzero()[0])
         raise ValueError(
-            f"`reward_funcs`: completion {row} of the first generation batch was given {rewards_BF[row].tolist()} by "
-            f"{list(names)}. Return a finite number for each completion, or None where the function does not apply."
+            f"`reward_funcs`: completion {row} of the first generation batch got {rewards_BF[row].tolist()} from "
+            f"{list(names)}. Return a finite number for each completion, or None where a function does not apply."
         )
 
 

@@ -73,7 +73,7 @@ def _with_tilde(folder: str) -> str:
     return f"~{os.sep}{folder.removeprefix(home)}" if folder.startswith(home) else folder
 
 
-_SWITCH_OFF = "switch it off (`disable_dropout`, `lora_dropout`, `attention_dropout`)"
+_SWITCH_OFF = "switch dropout off (`disable_dropout`, `lora_dropout`, `attention_dropout`)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +115,11 @@ def plan_packing(facts: PackingFacts) -> PackingPlan:
         against = "`padding_free=False`" if facts.padding_free is False else facts.unsupported
         reason = f"Batches stay padded, as in TRL: {against}."
     elif facts.unshared:
-        reason = f"Padding is dropped. Each completion computes its own prompt: {facts.unshared}."
+        reason = f"Padding is dropped. The prompt of each completion is computed separately: {facts.unshared}."
     elif facts.active_dropout:
         reason = (
             "Padding is dropped. Shared prompts are computed once in evaluation but not in training, because dropout "
-            f"is active. To share them there too, {_SWITCH_OFF}."
+            f"is active. To share them in training too, {_SWITCH_OFF}."
         )
     else:
         reason = "Padding is dropped, and a prompt that several completions share is computed once."

@@ -53,7 +53,7 @@ class AdapterChoice:
                 model = f"`{type(policy).__name__}`" if fresh is None else "a fresh adapter (`peft_config`)"
                 raise ValueError(
                     f"`{field}={name!r}` needs a `PeftModel` with that adapter, got {model}. Pass the `PeftModel` as "
-                    "`model`, or leave it unset."
+                    f"`model`, or leave `{field}` unset."
                 )
             if name not in policy.peft_config:
                 raise ValueError(
@@ -159,8 +159,8 @@ class OwnReference:
         begins = "With `sync_ref_model=True` and `peft_config`, the reference starts as the base model"
         if fresh.is_prompt_learning:
             raise ValueError(
-                f"{begins}, but a {fresh.peft_type.value} adapter never equals it. Train the adapter first, load it, "
-                "and pass the `PeftModel`: then the reference starts as that adapter."
+                f"{begins}, but a {fresh.peft_type.value} adapter always changes its outputs. Train the adapter "
+                "first, load it, and pass the `PeftModel`: then the reference starts as that adapter."
             )
         if not any(getattr(fresh, name) is False for name in vars(fresh) if name.startswith("init_")):
             return  # it adds nothing yet, or it subtracts from the base what it adds, as PiSSA does
@@ -285,9 +285,9 @@ def load_weights(tensors: dict[str, Tensor], folder: Path) -> bool:
         unlike = {name for name in saved.keys() | shapes if saved.get(name) != shapes.get(name)}
         if unlike:
             raise ValueError(
-                f"`{path}` has the reference of another model: `{min(unlike)}` is missing in one of them, or has "
-                "another shape. Build the trainer with the model, adapters and `ref_model` of the run that wrote the "
-                "checkpoint."
+                f"The reference in `{path}` does not match this trainer's: only one of the two has `{min(unlike)}`, or "
+                "its shape differs. Build the trainer with the model, adapters and `ref_model` of the run that wrote "
+                "the checkpoint."
             )
         for name, tensor in tensors.items():
             value = file.get_tensor(name).to(tensor.device, tensor.dtype)

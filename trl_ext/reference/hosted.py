@@ -68,9 +68,9 @@ class HostedReference:
             is_device = not kwargs and len(args) == 1 and not isinstance(args[0], torch.dtype)
             if not is_device or torch.empty(0, device=args[0]).device != place:
                 raise RuntimeError(
-                    f"`reference_device='cpu'` keeps the reference model on the host for {device}. It cannot be moved "
-                    f"or cast, but `to` was called with {[*args, *kwargs.values()]}. Cast it before you build the "
-                    "trainer."
+                    f"`reference_device='cpu'` keeps the reference model in host memory, to run on {device}. It cannot "
+                    f"be moved or cast, but `to` was called with {[*args, *kwargs.values()]}. Cast it before you build "
+                    "the trainer."
                 )
             return model
 
@@ -109,7 +109,7 @@ class HostedReference:
 
     def _bring(self, index: int) -> None:
         if not self._places:
-            raise RuntimeError("The reference model is in host memory. Call the model, not a submodule or `forward`.")
+            raise RuntimeError("The reference model is in host memory. Call the model, not its `forward` or a part.")
         self._fetch(index)
         place = self._places[index % 2]
         _wait(self._compute, place.copied)
@@ -150,8 +150,8 @@ class _Group:
             with suppress(RuntimeError):  # raises this error again, and clears it
                 torch.ones(1, device="cuda").add_(1)
             logger.warning(
-                "CUDA cannot lock %d MiB of host memory (cudaHostRegister: error %d), so the reference model is pinned "
-                "by torch, which takes up to twice as much host memory.",
+                "CUDA cannot lock %d MiB of host memory (cudaHostRegister: error %d), so torch pins the reference "
+                "model, which takes up to twice as much host memory.",
                 *(pages >> 20, int(error)),
             )
             return torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
@@ -225,6 +225,6 @@ def _check_supported(model: Any) -> None:
     for name, param in model.named_parameters():
         if type(param) is not nn.Parameter or param.is_meta:
             raise ValueError(
-                f"`reference_device='cpu'` needs plain weights in memory, got {type(param).__name__} on {param.device} "
-                f"for {name}. Leave `reference_device` unset, for example if an engine shards the reference model."
+                f"`reference_device='cpu'` needs plain parameters in memory, but `{name}` is a {type(param).__name__} "
+                f"on {param.device}. Leave `reference_device` unset."
             )

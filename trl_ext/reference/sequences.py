@@ -18,8 +18,8 @@ NEEDED = ("input_ids", "attention_mask", "completion_mask")
 _OF_PAIRS = {*COLUMNS, "chosen_reward", "rejected_reward"}
 
 _WHAT_TO_DO = (
-    "Set it to the sum of the reference's log-probs over the completion, or remove both columns: then the trainer runs "
-    "the reference."
+    "Set it to the sum of the reference's log-probs over the completion, or remove `ref_chosen_logps` and "
+    "`ref_rejected_logps`: then the trainer computes them."
 )
 
 
@@ -95,8 +95,8 @@ def have_columns(names: Any, where: str) -> bool:
     if len(missing) == 1:
         (there,) = {*COLUMNS} - missing
         raise ValueError(
-            f"{where} has the column `{there}` but not `{missing.pop()}`. Add the missing column, or remove the other: "
-            "then the trainer runs the reference."
+            f"{where} has the column `{there}` but not `{missing.pop()}`. Add the missing column, or remove "
+            f"`{there}`: then the trainer computes both."
         )
     return not missing
 
@@ -112,7 +112,7 @@ def check_batch(batch: dict[str, Any]) -> None:
     """Raise `ValueError` if a value of a collated batch is not finite."""
     for column in COLUMNS:
         if not torch.isfinite(batch[column]).all():
-            raise ValueError(f"`{column}` must have finite numbers, got {batch[column]} in a batch. {_WHAT_TO_DO}")
+            raise ValueError(f"`{column}` must contain finite numbers, got {batch[column]} in a batch. {_WHAT_TO_DO}")
 
 
 class CheckedCollator:

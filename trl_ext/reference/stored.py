@@ -158,9 +158,9 @@ class StoredReference:
         if differences and self._variants.is_main:
             logger.warning(
                 "Stored reference log-probs are not used, because the reference now computes other values: of a few "
-                "tokens, %s. Its weights, configuration and code on disk have not changed, so the model was changed in "
-                "memory, or a library or the device computes differently. The reference scores every sequence again, "
-                "into a new folder.",
+                "tokens compared, %s. Its weights, configuration and code on disk have not changed, so the model was "
+                "changed in memory, or a library or the device computes differently. The reference scores every "
+                "sequence again, into a new folder.",
                 differences[0],
             )
         return tokens

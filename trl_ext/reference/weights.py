@@ -89,7 +89,7 @@ class ReferenceWeights:
         """Return why this reference cannot be identified, or None."""
         away = next((name for name, tensor in self._tensors() if tensor.is_meta), None)
         if away:
-            return f"its weights are not all in memory (`{away}` is on the meta device), so they have no hash"
+            return f"its weights are not all in memory (`{away}` is on the meta device), so they cannot be hashed"
         hidden = without_source(self.base)
         return f"the source file of the class `{hidden}` cannot be read" if hidden else None
 

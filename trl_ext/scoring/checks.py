@@ -110,7 +110,7 @@ def check_head(
                 f"The tiled LM head differs from its definition on the first batch: {name}, largest difference "
                 f"{difference.max():.3g}, {off:.3g} times the tolerance. Training would be wrong. "
                 'Set `head="dense"` in the config to train without the tiled head, and report this with the model\'s '
-                "name and the output of `trl env`."
+                "name and the output of `trl-ext doctor`."
             )
     return True
 
@@ -300,9 +300,9 @@ def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> N
         difference = _norm(want if got is None else got if want is None else got.double() - want.double())
         if size < inf and not difference <= allowed * size + 1e-6:
             raise RuntimeError(
-                f"The adapter on the LM head was misread ({rows.reason}): PEFT's module computes another {name}, with "
-                f"a difference of {difference:.3g} from a norm of {size:.3g}. Training would be wrong. Leave `lm_head` "
-                "out of the adapter, and report this with the adapter's configuration and the version of PEFT."
+                f"The adapter on the LM head was misread ({rows.reason}): its {name} differs by {difference:.3g} from "
+                f"that of PEFT's module, whose norm is {size:.3g}. Training would be wrong. Leave `lm_head` out of the "
+                "adapter, and report this with the adapter's configuration and the version of PEFT."
             )
 
 
@@ -322,10 +322,10 @@ def check_token_ids(largest: Iterable[int | None], rows: int, tokens: int, name:
         if token is not None and token >= rows:
             hint = "Pass a reference with the policy's vocabulary, or leave `ref_model` out."
             if name == "model":
-                hint = "Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))` before."
+                hint = "Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))` first."
             raise ValueError(
-                f"`processing_class` has {tokens} tokens and `{name}` has {rows}: the data have the token id {token}. "
-                f"{hint}"
+                f"`processing_class` has {tokens} tokens, but `{name}` has only {rows}, and the data contain the token "
+                f"id {token}. {hint}"
             )
 
 

@@ -66,7 +66,7 @@ class Scorer:
         padded = next((x.padded_reason for x in self.packings if x.padded_reason is not None), None)
         reason = unsplit_reason(ranks.accelerator, group, config)
         if reason is None and padded is not None:
-            reason = f"only batches without padding are split, and batches stay padded here: {padded}"
+            reason = f"it can split only batches without padding, but batches stay padded: {padded}"
         if reason is not None:
             raise ValueError(f"`{group.kind}_size={group.size}` is not supported here: {reason}.")
         for scoring in self.forwards:

@@ -233,7 +233,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """
         self._before_training()
         if not any(param.requires_grad for param in self.model.parameters()):
-            hint = "Set it for those to train."
+            hint = "Set it on those to train."
             if isinstance(self.model, PeftModel):
                 adapter = f'The adapter "{self.model.active_adapter}" was loaded for inference'
                 hint = f"{adapter}: load it with `is_trainable=True`, or name it in `policy_adapter_name`."

@@ -78,8 +78,8 @@ class Lifecycle(TrainerCallback):
         if self._equal_steps is not None and self._equal_steps > 1 and state.is_world_process_zero:
             self._equal_steps = None
             logger.warning(
-                "So far all completions of a prompt had equal rewards, so every advantage is zero and no reward trains "
-                "the policy. Check that the reward functions return different values for different completions."
+                "So far, all completions of each prompt had equal rewards, so every advantage is zero and no reward "
+                "trains the policy. Check that the reward functions return different values for different completions."
             )
 
 

@@ -47,8 +47,8 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
         _check_number(config, "ld_alpha", 0, 1)
     if config.beta == 0 and "sft" not in config.loss_type:
         raise ValueError(
-            f"`beta=0` takes every log-ratio out of `loss_type={config.loss_type}`: nothing would train. Set it above "
-            "0; TRL's default is 0.1."
+            f"`beta=0` leaves nothing to train with `loss_type={config.loss_type}`. Set it above 0; TRL's default is "
+            "0.1."
         )
 
 
@@ -251,7 +251,7 @@ def _architecture(argument: str, name: str, config: Any) -> str | None:
             if not is_offline_mode():
                 return None
             raise ValueError(
-                f"`{argument}={name!r}` is no local folder, and the Hub is offline (`HF_HUB_OFFLINE`). Correct the "
+                f"`{argument}={name!r}` is not a local folder, and the Hub is offline (`HF_HUB_OFFLINE`). Correct the "
                 "path, or download it."
             ) from None
     try:
@@ -271,7 +271,7 @@ def padding_reason(trainer: Any) -> str | None:
     if trainer.args.neftune_noise_alpha is not None:
         return "the noise of `neftune_noise_alpha` depends on the width of the batch"
     if trainer.args.n_gpu > 1:
-        return "one process drives several GPUs; start one for each (`accelerate launch`)"
+        return "one process uses several GPUs; start one process per GPU (`accelerate launch`)"
     return None
 
 
@@ -285,8 +285,8 @@ def check_groups(args: Any, ranks: Ranks) -> None:
     sampler = next((name for name in samplers if getattr(args, name, False)), None)
     if ranks.tensor_parallel is not None and sampler == "use_vllm":
         raise ValueError(
-            "`use_vllm=True` under tensor parallelism: TRL would load the part of a weight that a rank holds into vLLM "
-            "as the whole weight. Set `use_vllm=False`, or train with FSDP2 or DeepSpeed instead of tensor parallelism."
+            "`use_vllm=True` does not work under tensor parallelism: TRL would load each rank's shard into vLLM as if "
+            "it were the whole weight. Set `use_vllm=False`, or train with FSDP2 or DeepSpeed."
         )
     groups = [(ranks.tensor_parallel, "tensor parallelism")] if ranks.tensor_parallel is not None else []
     if ranks.sequence is not None:
@@ -306,7 +306,7 @@ def check_groups(args: Any, ranks: Ranks) -> None:
             if rows % generations:
                 raise ValueError(
                     f"With {asked}, each group of {group.size} ranks gets the same prompts. A generation batch has "
-                    f"{rows} rows (`per_device_{mode}_batch_size` times {group.copies} groups), but must be a multiple "
-                    f"of `num_generations`, which is {generations}. Multiply `per_device_{mode}_batch_size` by "
-                    f"{group.size}."
+                    f"{rows} rows (`per_device_{mode}_batch_size` x {group.copies} groups"
+                    f"{' x `steps_per_generation`' * (mode == 'train')}), but must be a multiple of `num_generations`, "
+                    f"which is {generations}. Multiply `per_device_{mode}_batch_size` by {group.size}."
                 )

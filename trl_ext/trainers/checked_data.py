@@ -51,7 +51,7 @@ def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
     """Raise `ValueError` if TRL has dropped every row, because all prompts are too long for DPO."""
     if len(dataset) == 0:
         raise ValueError(
-            f"`max_length={max_length}` leaves no row of `train_dataset`: every prompt alone fills it. Raise it, "
+            f"`max_length={max_length}` leaves no row of `train_dataset`: every prompt alone reaches it. Raise it, "
             "shorten the prompts, or set `truncation_mode='keep_end'`."
         )
 
@@ -91,7 +91,7 @@ def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_en
     if missing := [column for column in ("chosen", "rejected") if column not in row]:
         renaming = ", ".join(f'"old_{column}": "{column}"' for column in missing)
         raise ValueError(
-            f"`{name}` has the columns {sorted(row)}, and DPO reads `prompt`, `chosen` and `rejected`. Rename what you "
+            f"`{name}` has the columns {sorted(row)}, but DPO reads `prompt`, `chosen` and `rejected`. Rename what you "
             f"have: `dataset.rename_columns({{{renaming}}})`."
         )
     kinds = {x: _kind(row[x], x, name) for x in _PAIR if x in row}
@@ -100,7 +100,7 @@ def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_en
     if len(set(kinds.values())) > 1:
         raise ValueError(
             f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {kind}' for x, kind in kinds.items())} in its "
-            "first row. Give all of them as text, or all as lists of messages."
+            "first row. Give all columns as text, or all as lists of messages."
         )
     # TRL's `is_conversational` reads the first message of any column
     row = {x: value for x, value in row.items() if x not in kinds or len(value)}
@@ -121,13 +121,13 @@ def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
     has_none = not shared or (is_text and not any(map(str.isspace, shared)))
     if likely is not None and has_none and not (is_text and str(row[likely]) in "".join(shared)):
         raise ValueError(
-            f"`{name}` has the columns {sorted(row)} and no `prompt`, and `chosen` and `rejected` of its first row do "
-            f'not start with the same one. Rename the column: `dataset.rename_column("{likely}", "prompt")`.'
+            f"`{name}` has the columns {sorted(row)} but no `prompt`, and `chosen` and `rejected` of its first row do "
+            f'not start with the same prompt. Rename the column: `dataset.rename_column("{likely}", "prompt")`.'
         )
     if not shared:
         logger.warning(
             f"`{name}` has no `prompt`, and `chosen` and `rejected` of its first row do not start with the same text: "
-            "such rows train without a prompt."
+            "such rows have an empty prompt in training."
         )
 
 
@@ -139,7 +139,7 @@ def check_prompts(dataset: Any, name: str, processing_class: Any) -> None:
     columns = _columns(dataset)
     if columns is not None and "prompt" not in columns:
         raise ValueError(
-            f"`{name}` has the columns {sorted(columns)}, and GRPO reads `prompt`. Rename the column that holds it: "
+            f"`{name}` has the columns {sorted(columns)}, but GRPO reads `prompt`. Rename the column of prompts: "
             '`dataset.rename_column("...", "prompt")`.'
         )
     if columns is not None and isinstance(dataset, Dataset) and len(dataset):  # `_columns` is None with a transform
@@ -156,7 +156,7 @@ def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generatio
     needed = generation_batch_size // num_generations
     if isinstance(dataset, Dataset) and len(dataset) < needed:
         raise ValueError(
-            f"`train_dataset` has {len(dataset)} prompts, and each generation batch takes {needed} "
+            f"`train_dataset` has {len(dataset)} prompts, but each generation batch takes {needed} "
             f"(`generation_batch_size={generation_batch_size}` / `num_generations={num_generations}`): no step would "
             "run. Add prompts, or lower `per_device_train_batch_size`, `gradient_accumulation_steps` or "
             "`steps_per_generation`."
@@ -177,7 +177,7 @@ def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool, co
             raise TypeError(f"`reward_funcs` contains {reward!r}. Pass a function, a model or the name of a model.")
         if reserved is not None:
             raise ValueError(
-                f"`train_dataset` has the column `{reserved}`, a name that TRL passes to reward functions. "
+                f"`train_dataset` has the column `{reserved}`, but TRL passes its own `{reserved}` to rewards. "
                 f'Rename it: `dataset.rename_column("{reserved}", "...")`.'
             )
         if columns is not None:
@@ -196,7 +196,7 @@ def _check_keywords(reward: Callable[..., Any], given: list[str], *, are_all: bo
     missing = [x.name for x in parameters if x.name in named and x.default is x.empty and x.name not in given]
     if missing and are_all:
         raise TypeError(
-            f"`reward_funcs`: `{name}` reads `{missing[0]}`, which TRL does not pass. It passes columns of "
+            f"`reward_funcs`: `{name}` requires `{missing[0]}`, which TRL does not pass. TRL passes the columns of "
             f"`train_dataset` and others: {given}. Add or rename the column, or give the parameter a default."
         )
     unnamed = [x for x in given if x not in named]
@@ -261,15 +261,15 @@ def _check_template(row: dict[str, Any], name: str, processing_class: Any) -> No
     options = row.get("chat_template_kwargs") or {}
     if processing_class.chat_template is None and "chat_template" not in options:
         raise ValueError(
-            f"`{name}` holds messages, and `processing_class` has no chat template to render them. Use an "
+            f"`{name}` holds messages, but `processing_class` has no chat template to render them. Use an "
             "instruct model's tokenizer, set `processing_class.chat_template`, or give the rows as text."
         )
     messages = [one for column in _PAIR for one in row.get(column, ())]
     has_parts = any(isinstance(one, dict) and isinstance(one.get("content"), list) for one in messages)
     if has_parts and not _renders_parts(partial(processing_class.apply_chat_template, tokenize=False, **options)):
         raise ValueError(
-            f"`{name}` has messages whose `content` is a list of parts, and the chat template of `processing_class` "
-            "renders text alone. Give the text as `content`, or use a template that renders parts."
+            f"`{name}` has messages whose `content` is a list of parts, but the chat template of `processing_class` "
+            "renders only text. Give the text as `content`, or use a template that renders parts."
         )
 
 

@@ -127,12 +127,12 @@ class Checkpoints:
         has_adapter = any(folder.glob(PEFT_CONFIG_NAME)) or any(folder.glob(f"*/{PEFT_CONFIG_NAME}"))
         if has_adapter and not trains_adapter:
             raise ValueError(
-                f"`resume_from_checkpoint`: {folder} holds an adapter, and this run trains the whole model. Pass the "
+                f"`resume_from_checkpoint`: {folder} holds an adapter, but this run trains the whole model. Pass the "
                 "`peft_config` of the run that wrote it."
             )
         if trains_adapter and not has_adapter and any(folder.glob("model*.safetensors")):
             raise ValueError(
-                f"`resume_from_checkpoint`: {folder} holds a whole model, and this run trains an adapter. Leave "
+                f"`resume_from_checkpoint`: {folder} holds a whole model, but this run trains an adapter. Leave "
                 "`peft_config` out, or pass the checkpoint as `model`."
             )
 
@@ -288,11 +288,11 @@ def _found(requested: str | bool, run: Path) -> str | None:
         last = complete[-1]
         later = [path.name for path in interrupted if step_of(path) > step_of(last)]
         if later:
-            logger.warning(f"{', '.join(later)} is incomplete. Training resumes from {last.name}.")
+            logger.warning(f"Incomplete, so not used: {', '.join(later)}. Training resumes from {last.name}.")
         elif means == "auto":
             show(f'`resume_from_checkpoint="auto"`: training resumes from {last}.')
         return str(last)
-    names = f"; {', '.join(path.name for path in interrupted)} incomplete" if interrupted else ""
+    names = f"; incomplete: {', '.join(path.name for path in interrupted)}" if interrupted else ""
     none = f"no complete checkpoint is in `output_dir` ({run}{names})"
     if means == "auto":
         show(f'`resume_from_checkpoint="auto"`: {none}. Training starts from the beginning.')

@@ -54,7 +54,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if isinstance(ref_model, str):
             raise TypeError(
                 f"`ref_model={ref_model!r}` is a name, but must be a model. Load it with "
-                "`AutoModelForCausalLM.from_pretrained(...)`, or omit it if it is the model before training."
+                "`AutoModelForCausalLM.from_pretrained(...)`, or leave it out to use the model before training."
             )
         self._dpo_reference = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
         self._dpo_loss = DPOLoss(self, self._ranks, self._scorer, self._dpo_reference.labels_of)

@@ -191,9 +191,9 @@ class DPOReference:
         args, own = self.host.args, self.kind != "model"
         random_in, rope = weights.dropout(in_training=own), weights.rope_of_batch()
         if random_in:
-            return f"it has dropout (`{random_in}`): same distribution, other random draws"
+            return f"it has dropout (`{random_in}`), so each pass makes other random draws"
         if args.neftune_noise_alpha is not None and self.weights.own is not None:
-            return "it shares the policy's embeddings, with the noise of `neftune_noise_alpha`: other random draws"
+            return "`neftune_noise_alpha` adds noise to its embeddings, so each pass makes other random draws"
         if own and (args.bf16_full_eval or args.fp16_full_eval):
             name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
             return f"`{name}` casts the policy in evaluations, and the reference with it"
@@ -205,7 +205,7 @@ class DPOReference:
         with_columns = tuple(name for name, there in columns.items() if there)
         not_storable = None
         if self.weights.moves:
-            not_storable = "it moves towards the policy during training (`sync_ref_model`)"
+            not_storable = "`sync_ref_model` updates it during training"
             if with_columns:
                 raise ValueError(
                     "`sync_ref_model=True` changes the reference, but the columns `ref_chosen_logps` and "

@@ -251,7 +251,7 @@ class GRPOGeneration:
         if self.trainer.args.ignore_data_skip:
             return "with `ignore_data_skip` the epoch starts again"
         if saved is None:
-            return "the checkpoint does not have them, for example because `save_only_model` or stock TRL wrote it"
+            return "the checkpoint lacks them, for example because stock TRL wrote it, or `save_only_model` was set"
         now = self._schedule()
         changed = [f"{x} was {saved.schedule.get(x)} and is {now[x]}" for x in now if now[x] != saved.schedule.get(x)]
         return saved.lost if not changed else "; ".join(changed)

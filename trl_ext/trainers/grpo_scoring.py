@@ -214,8 +214,8 @@ class GRPOScoring:
         if self.sampled_at_step != trainer.state.global_step and any("old_per_token_logps" not in x for x in needed):
             raise RuntimeError(
                 "A micro-batch has no old-policy log-probs, and the weights that sampled it have changed: "
-                f"{trainer._own_loss()} did not call `super().compute_loss(...)` for it, or passed other rows. Call it "
-                "with the micro-batch that it gets, or override `_compute_loss` instead."
+                f"{trainer._own_loss()} did not call `super().compute_loss(...)` for it, or passed other rows. Pass "
+                "each micro-batch on unchanged, or override `_compute_loss` instead."
             )
         if not trainer.accelerator.sync_gradients:
             return

@@ -146,9 +146,9 @@ class ReferenceOfPolicy:
         loaded = not self._is_partitioned() and load_weights(dict(synced.named_parameters()), folder)
         if not loaded and not is_finished:
             logger.warning(
-                f"{folder} has no weights of the reference, which `sync_ref_model` moves: stock TRL, ZeRO-3 or "
-                "`save_only_model` wrote it. The reference starts from its initial weights, so the result differs from "
-                "an uninterrupted run."
+                f"{folder} has no weights of the reference, which `sync_ref_model` updates: it was written by stock "
+                "TRL, under ZeRO-3, or with `save_only_model`. The reference starts from its initial weights, so the "
+                "result differs from an uninterrupted run."
             )
 
     def _is_partitioned(self) -> bool:
