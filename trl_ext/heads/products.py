@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _HALF = (torch.bfloat16, torch.float16)
+_WITHOUT_TENSOR_CORES = "Tensor cores, 15 times faster by an H100's data sheet, do not serve such products."
 
 
 def statistics_dtype(operands: torch.dtype) -> torch.dtype:
@@ -61,12 +62,17 @@ def multiplies_halves(device: torch.device) -> bool:
         raise
     except (NotImplementedError, RuntimeError, TypeError) as error:
         warnings.warn(
-            f"On {device} torch cannot multiply bf16 operands into an fp32 result, so the LM head casts them to fp32, "
-            f"which is many times slower. torch says: {type(error).__name__}: {error}",
+            f"On {device} torch cannot multiply bf16 operands into an fp32 result, so the LM head casts them to fp32. "
+            f"{_WITHOUT_TENSOR_CORES} Use a newer build of torch, which says: {type(error).__name__}: {error}",
             stacklevel=2,
         )
         return False
     return True
+
+
+@cache
+def _warn_of_fp32(what: str, instead: str) -> None:
+    warnings.warn(f"{what} multiplies fp32 numbers on a GPU. {_WITHOUT_TENSOR_CORES} {instead}", stacklevel=2)
 
 
 def _multiply_halves(device: torch.device) -> None:
@@ -97,6 +103,8 @@ def project_into(out: Tensor, hidden_NH: Tensor, weight_VH: Tensor) -> None:
     if out.device.type == "cpu" and long and out.dtype == torch.float32:
         out.copy_(hidden_NH.double() @ weight_VH.double().t())
     else:
+        if out.is_cuda and hidden_NH.dtype == weight_VH.dtype == torch.float32:
+            _warn_of_fp32("The LM head", "Train with `bf16=True`.")
         matmul_into(out, hidden_NH, weight_VH.t(), accumulate=False)
 
 
@@ -151,8 +159,10 @@ class ExactLinear(torch.autograd.Function):
         refuse_second_derivative()
         hidden, weight, bias = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        of_hidden, of_weight = ctx.dtypes
+        if hidden.is_cuda and grad_NV.dtype == torch.float32 and of_hidden in _HALF:
+            _warn_of_fp32("The backward of `head='dense'`", "Train with `head='tiled'` if the model allows it.")
         with ctx.readable(), exact_arithmetic(hidden.device):
-            of_hidden, of_weight = ctx.dtypes
             operand_NH = hidden.to(of_hidden).to(grad_NV.dtype)
             grad_hidden = torch.zeros_like(operand_NH) if needs_hidden else None
             grad_weight = torch.empty_like(weight) if needs_weight else None

@@ -6,8 +6,10 @@ chose. Gradient checkpointing passes the layout again when it recomputes a modul
 """
 
 import inspect
+import logging
 import math
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from .layout import Layout
+from .layout import Layout, Segment
+
+logger = logging.getLogger("trl_ext")
 
 _KEYWORD = "packed_layout"
 _NAME = "trl_ext_packed"
@@ -30,6 +34,11 @@ _KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
 _OLDEST_GPU = (8, 0)
 # torch 2.11 detects grouped-query attention; later versions need the argument
 _TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# What one more attention call costs, on a GPU and a CPU, in pairs of a query and a key of one head. Eager attention of
+# Gemma 2 and GPT-OSS launches 33 kernels, forward and backward, and moves 130 bytes a pair (counted). At 5 us a launch
+# and an H100's 3.35 TB/s, a call is 4 million pairs: an estimate. One core of a CPU takes 0.2 ms a call and 18 ns a
+# pair. sdpa has about half of each.
+_PAIRS_OF_A_CALL = round(33 * 5e-6 / (130 / 3.35e12)), round(0.2e-3 / 18e-9)
 
 
 class LayoutNotReadError(RuntimeError):
@@ -172,16 +181,14 @@ def _attended(
     module: nn.Module, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
     """Return `(1, T, heads, head_size)`, computed by the fastest kernel that supports all `options`."""
+    flash = "flash" in layout.implementation
+    if not flash and not _varlen_supports(query_THD, value_THD, options):
+        return _by_batches(module, query_THD, key_THD, value_THD, layout, options)
     key_KHD, value_KHD = _selected(layout.keys_K, key_THD, value_THD) if layout.shared else (key_THD, value_THD)
-    if "flash" in layout.implementation:
+    if flash:
         return _flash(module, query_THD, key_KHD, value_KHD, layout, options)
-    scaling, sliding_window = options["scaling"], options["sliding_window"]
-    plain = options.keys() <= {"scaling", "dropout", "sliding_window"} and options["dropout"] == 0.0
-    if plain and _varlen_supports(query_THD, value_KHD):
-        query_THD, key_KHD, value_KHD = (x.to(_attention_dtype(query_THD)) for x in (query_THD, key_KHD, value_KHD))
-        return _varlen(query_THD, key_KHD, value_KHD, layout, scaling, sliding_window)
-    del options["sliding_window"]
-    return _by_segments(module, query_THD, key_KHD, value_KHD, layout, sliding_window, options)
+    query_THD, key_KHD, value_KHD = (x.to(_attention_dtype(query_THD)) for x in (query_THD, key_KHD, value_KHD))
+    return _varlen(query_THD, key_KHD, value_KHD, layout, options["scaling"], options["sliding_window"])
 
 
 def _has_sliding_window(module: Any) -> bool:
@@ -193,49 +200,90 @@ def _has_sliding_window(module: Any) -> bool:
     return layer_types[module.layer_idx] == "sliding_attention"  # type: ignore[no-any-return]
 
 
-def _by_segments(
-    module: nn.Module,
-    query_THD: Tensor,
-    key_KHD: Tensor,
-    value_KHD: Tensor,
-    layout: Layout,
-    sliding_window: int | None,
-    options: dict[str, Any],
+def _by_batches(
+    module: nn.Module, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
-    """Compute each segment by transformers' sdpa attention, or by the model's eager one if sdpa lacks an option."""
-    # If the user chose sdpa, it ignores options that it lacks, as it does without packing
+    """Compute batches of rows by transformers' sdpa attention, or by the model's eager one if sdpa lacks an option."""
+    window = options.pop("sliding_window") or layout.longest_key
+    # If the user chose sdpa, it ignores or refuses options that it lacks, as it does without packing
     special = not options.keys() <= {"scaling", "dropout"}
     eager = layout.implementation == "eager" or (special and layout.implementation != "sdpa")
     attend = _eager_attention(module) if eager else AttentionInterface()["sdpa"]
-    segments = layout.segments
-    # Split in one call: the gradient of each single slice would be as large as the whole
-    of_queries = query_THD.split([segment.rows * segment.queries for segment in segments])
-    of_keys, of_values = (x.split([segment.rows * segment.keys for segment in segments]) for x in (key_KHD, value_KHD))
+    name = query_THD.shape[1], window, query_THD.dtype if eager else None, query_THD.device
+    if name not in layout.calls:
+        layout.calls[name] = _calls(layout, *name)
+    shapes, masks, queries, keys, place_T = layout.calls[name]
+    query_THD = query_THD if queries is None else query_THD.index_select(0, queries)
+    key_KHD, value_KHD = (key_THD, value_THD) if keys is None else _selected(keys, key_THD, value_THD)
+    of_calls = _split(query_THD, shapes, 1), *(_split(x, shapes, 2) for x in (key_KHD, value_KHD))
     outputs = []
-    for segment, *qkv in zip(segments, of_queries, of_keys, of_values, strict=True):
-        rows, queries, keys = segment
-        window = sliding_window if sliding_window is not None and sliding_window < keys else None
-        mask: Tensor | None = None
-        if eager or window is not None or queries != keys:  # otherwise sdpa is causal without a mask
-            mask = _mask(layout, queries, keys, window, query_THD.device)
-            if eager:
-                lowest = torch.finfo(query_THD.dtype).min
-                mask = torch.zeros_like(mask, dtype=query_THD.dtype).masked_fill_(~mask, lowest)
-            mask = mask.expand(rows, 1, queries, keys)
-        by_row = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in qkv)
-        output, _ = attend(module, *by_row, mask, **options)
+    for mask, *qkv in zip(masks, *of_calls, strict=True):
+        output, _ = attend(module, *(x.transpose(1, 2) for x in qkv), mask, **options)
         outputs.append(output.flatten(0, 1))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return (output if place_T is None else output.index_select(0, place_T)).unsqueeze(0)
 
 
-def _mask(layout: Layout, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a bool mask `(queries, keys)`: which of a row's tokens the last `queries` see, each at most `window`."""
-    name = queries, keys, window, device
-    if name not in layout.masks:
-        columns = torch.arange(keys, device=device)
-        distance = columns[keys - queries :].unsqueeze(1) - columns
-        layout.masks[name] = (distance >= 0) & (distance < (keys if window is None else window))
-    return layout.masks[name]
+def _calls(layout: Layout, heads: int, window: int, added: torch.dtype | None, device: torch.device) -> tuple[Any, ...]:
+    """Return shapes and masks of the calls, and the indices of `Layout.in_batches`, or None for the tokens in order.
+
+    A mask says which keys a query sees, each row at most `window`. It is bool, or of the dtype `added` to eager scores.
+    """
+    groups = _groups(layout.segments, heads, window, added is not None, device)
+    found = [_shape(layout.segments, group, window) for group in groups]
+    shapes = [shape for shape, _, _ in found]
+    indices: tuple[Any, ...] = None, layout.keys_K if layout.shared else None, None
+    copies: list[Any] = groups
+    if len(groups) < len(layout.segments):
+        indices = layout.in_batches(groups)
+        copies = [*zip(*(_split(indices[i], shapes, i + 1) for i in (0, 1)), strict=True)]
+    masks: list[Tensor | None] = []
+    for (shape, padded, causal), of_call in zip(found, copies, strict=True):
+        if added is None and causal:
+            masks.append(None)
+            continue
+        columns = torch.arange(shape.keys, device=device)
+        distance = columns[shape.keys - shape.queries :].unsqueeze(1) - columns
+        mask = ((distance >= 0) & (distance < window)).view(1, 1, shape.queries, shape.keys)
+        if padded:
+            # An index before an equal one is padding. Padded queries see it, because a softmax needs a key
+            query_RQ, key_RK = (F.pad(x[:, 1:] == x[:, :-1], (0, 1)) for x in of_call)
+            mask = mask & (query_RQ[:, None, :, None] | ~key_RK[:, None, None])
+        if added is not None:
+            mask = torch.zeros_like(mask, dtype=added).masked_fill_(~mask, torch.finfo(added).min)
+        masks.append(mask.expand(shape.rows, 1, -1, -1))
+    return shapes, masks, *indices
+
+
+def _groups(segments: list[Segment], heads: int, window: int, eager: bool, device: torch.device) -> list[list[int]]:
+    """Return numbers of segments for each call. The longest first, each joins a call or begins one, as costs less."""
+
+    def cost(call: list[int]) -> float:
+        """Return the cost of a call in pairs of a query and a key of one head."""
+        shape, _, causal = _shape(segments, call, window)
+        pairs = math.prod(shape) / (2 if causal and not eager else 1)
+        return heads * pairs + _PAIRS_OF_A_CALL[device.type == "cpu"]
+
+    calls: list[list[int]] = []
+    for number in sorted(range(len(segments)), key=lambda i: segments[i][:0:-1], reverse=True):
+        best = min([*calls, []], key=lambda call: cost([*call, number]) - (cost(call) if call else 0))
+        calls += [] if best else [best]
+        best.append(number)
+    return sorted(sorted(call) for call in calls)
+
+
+def _shape(segments: list[Segment], call: list[int], window: int) -> tuple[Segment, bool, bool]:
+    """Return the shape of a call, whether rows are padded, and whether sdpa needs no mask and skips half of it."""
+    rows, queries, keys = zip(*(segments[i] for i in call), strict=True)
+    padded = len({*zip(queries, keys, strict=True)}) > 1
+    return Segment(sum(rows), max(queries), max(keys)), padded, not padded and queries[0] == keys[0] <= window
+
+
+def _split(x: Tensor, shapes: list[Segment], axis: int) -> list[Tensor]:
+    """Return `(rows, tokens, ...)` of each call."""
+    # In one call: the gradient of each single slice would be as large as the whole
+    parts = x.split([shape.rows * shape[axis] for shape in shapes])
+    return [part.unflatten(0, (shape.rows, -1)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _eager_attention(module: nn.Module) -> Any:
@@ -247,13 +295,30 @@ def _eager_attention(module: nn.Module) -> Any:
     return found[0]
 
 
-def _varlen_supports(query_THD: Tensor, value_KHD: Tensor) -> bool:
-    sizes = query_THD.shape[-1], value_KHD.shape[-1]
-    return (
-        query_THD.is_cuda
-        and _attention_dtype(query_THD) in _HALF
-        and max(sizes) <= _LARGEST_HEAD
-        and torch.cuda.get_device_capability(query_THD.device) >= _OLDEST_GPU
+def _varlen_supports(query_THD: Tensor, value_THD: Tensor, options: dict[str, Any]) -> bool:
+    """Whether torch's varlen attention can run. On a GPU, a warning says why not."""
+    if not query_THD.is_cuda:
+        return False
+    dtype, size = _attention_dtype(query_THD), max(query_THD.shape[-1], value_THD.shape[-1])
+    reasons = {
+        "has a softcap": "softcap" in options,
+        "has sinks": "s_aux" in options,
+        "has dropout": options["dropout"] != 0.0,
+        f"runs in {dtype}": dtype not in _HALF,
+        f"has heads of more than {_LARGEST_HEAD}": size > _LARGEST_HEAD,
+        "runs on a GPU older than Ampere": torch.cuda.get_device_capability(query_THD.device) < _OLDEST_GPU,
+    }
+    for reason in [reason for reason, applies in reasons.items() if applies]:
+        _warn_of_batches(reason)
+    return not any(reasons.values())
+
+
+@cache
+def _warn_of_batches(reason: str) -> None:
+    logger.warning(
+        f"Attention {reason}, which torch's varlen kernel does not support. Packed rows run in padded batches instead: "
+        "several calls in each layer, and in eager attention memory for all pairs of a query and a key. Try "
+        "FlashAttention, by `attn_implementation`."
     )
 
 

@@ -51,7 +51,7 @@ class Layout:
         implementation (`str`): the name of the attention that the user chose.
         shard (`Shard`, *optional*): this rank's share, if the tokens are split over ranks.
         reads (`list[int]`): how many times attention modules have read this layout; copies on other devices share it.
-        masks (`dict`): the attention masks made so far.
+        calls (`dict`): how attention modules compute the rows in several calls.
     """
 
     shard: Shard | None = None
@@ -122,14 +122,37 @@ class Layout:
         self.no_mask = parts[8].view(torch.float32)[:1].view(1, 1, 1, 1)
         self.implementation = implementation
         self.reads = [0]
-        self.masks: dict[tuple[int, int, int | None, torch.device], Tensor] = {}
+        self.calls: dict[Any, Any] = {}
         self._copies: dict[torch.device, Layout] = {}
 
     def for_pass(self, implementation: str) -> "Layout":
         """Return the layout of another pass over the same batch, by the attention `implementation`."""
         layout = copy.copy(self)
-        layout.implementation, layout.reads, layout.masks, layout._copies = implementation, [0], {}, {}
+        layout.implementation, layout.reads, layout.calls, layout._copies = implementation, [0], {}, {}
         return layout
+
+    def in_batches(self, groups: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return indices that put each of `groups` (numbers of segments) in a batch, aligned at the rows' last tokens.
+
+        They are those of queries and keys in the packed row, and of the packed tokens among the queries. A shorter row
+        begins with copies of its first token.
+        """
+        number_R = np.repeat(np.arange(len(self.segments)), [segment.rows for segment in self.segments])
+        sizes_R2 = np.array([segment[1:] for segment in self.segments])[number_R]
+        ends_R2 = sizes_R2.cumsum(axis=0)
+        parts: tuple[list[NDArray[Any]], ...] = [], []
+        for group in groups:
+            rows = np.isin(number_R, group)
+            for part, size, end in zip(parts, sizes_R2[rows].T, ends_R2[rows].T, strict=True):
+                part.append((end[:, None] - np.arange(size.max(), 0, -1).clip(max=size[:, None])).ravel())
+        queries, keys = (np.concatenate(part) for part in parts)
+        place_T = np.empty(self.tokens, np.int64)
+        place_T[queries] = np.arange(len(queries))  # the last of equal indices: a token is after its copies
+        sizes = [len(queries), len(keys), self.tokens]
+        whole = _staging(sum(sizes), self._device)
+        np.concatenate([queries, keys, place_T], out=whole.numpy())
+        queries, keys, places = whole.to(self._device, non_blocking=True).split(sizes)
+        return queries, self.keys_K.index_select(0, keys), places
 
     def _paths(self) -> Iterator[NDArray[np.int64]]:
         """Yield the index in the packed row of each token of each row, in the order of the packed row."""

@@ -163,7 +163,9 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     except Exception as error:  # from the compiler, the driver or a missing C compiler
         wrong = f"on {device} its kernels fail: {type(error).__name__}: {error}"
     if wrong is not None:
-        warnings.warn(f"The LM head runs without Triton: {wrong}", stacklevel=2)
+        # Estimated like the table in docs/performance.md
+        cost = "which takes an estimated 1.6 to 2 times as long (`trl-ext doctor` repeats the test)"
+        warnings.warn(f"The LM head runs without Triton, {cost}: {wrong}", stacklevel=2)
     return wrong
 
 
