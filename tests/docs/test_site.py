@@ -40,7 +40,7 @@ WORDS = {
     "architecture.md": 1200,
     "design-notes.md": 1100,
     "exact-head.md": 880,
-    "packing.md": 700,
+    "packing.md": 720,
     "overflow.md": 450,
     "sharding.md": 900,
     "scaling.md": 1100,
