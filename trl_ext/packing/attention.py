@@ -204,7 +204,7 @@ def _by_batches(
     module: nn.Module, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
     """Compute batches of rows by transformers' sdpa attention, or by the model's eager one if sdpa lacks an option."""
-    window = options.pop("sliding_window") or layout.longest_key
+    window = min(options.pop("sliding_window") or layout.longest_key, layout.longest_key)
     # If the user chose sdpa, it ignores or refuses options that it lacks, as it does without packing
     special = not options.keys() <= {"scaling", "dropout"}
     eager = layout.implementation == "eager" or (special and layout.implementation != "sdpa")
