@@ -25,7 +25,7 @@ from trl_ext.packing.layout import Layout, Segment
 def packed(kind: str, layout: Layout, qkv: list[torch.Tensor], window: int | None, pairs: float) -> torch.Tensor:
     """Return `(T, heads, size)`; a call costs so many `pairs`."""
     module, layout = module_of(kind, qkv[1].shape[1], qkv[0].dtype), layout.for_pass(layout.implementation)
-    with patch.object(attention, "_PAIRS_OF_A_CALL", (pairs, pairs)):
+    with patch.object(attention, "_PAIRS_OF_A_CALL", {"cpu": pairs}):
         options = options_of(kind, module, window)
         output, _ = packed_attention(module, *qkv, NO_MASK, packed_layout=layout, **options)
     ((shapes, masks, *_),) = layout.calls.values()
@@ -109,8 +109,7 @@ def test_rows_share_a_call_if_their_padding_costs_less() -> None:
     assert groups([100, 300, 200, 64]) == [[0, 1, 2, 3]]
     assert groups([4096, 100, 4090, 300]) == [[0, 2], [1, 3]]
     assert groups([4096, 3000]) == [[0], [1]]
-    assert groups([100, 300], cpu) == [[0], [1]]
-    assert groups([7, 5, 6], cpu) == [[0, 1, 2]]
+    assert groups([7, 5, 6], cpu) == [[0], [1], [2]]
     # Prompt and completion, then completions of other lengths, of two prompts
     assert groups([(4000, 4000), (200, 4000), (190, 3990), (3000, 3000), (200, 3000)]) == [[0], [1, 2, 4], [3]]
     # A mask keeps sdpa from skipping what is after a query

@@ -34,11 +34,11 @@ _KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
 _OLDEST_GPU = (8, 0)
 # torch 2.11 detects grouped-query attention; later versions need the argument
 _TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-# What one more attention call costs, on a GPU and a CPU, in pairs of a query and a key of one head. Eager attention of
-# Gemma 2 and GPT-OSS launches 33 kernels, forward and backward, and moves 130 bytes a pair (counted). At 5 us a launch
-# and an H100's 3.35 TB/s, a call is 4 million pairs: an estimate. One core of a CPU takes 0.2 ms a call and 18 ns a
-# pair. sdpa has about half of each.
-_PAIRS_OF_A_CALL = round(33 * 5e-6 / (130 / 3.35e12)), round(0.2e-3 / 18e-9)
+# What one more attention call costs on a GPU, in pairs of a query and a key of one head. Eager attention of Gemma 2 and
+# GPT-OSS launches 33 kernels, forward and backward, and moves 130 bytes a pair (counted). At 5 us a launch and an
+# H100's 3.35 TB/s, a call is 4 million pairs: an estimate. sdpa has about half of each. On a CPU a call costs little. There
+# only rows of equal lengths share one, so a row has the same bits in every batch: DPO's store scores it in another one.
+_PAIRS_OF_A_CALL: dict[str, float | None] = {"cuda": 33 * 5e-6 / (130 / 3.35e12), "cpu": None}
 
 
 class LayoutNotReadError(RuntimeError):
@@ -257,12 +257,15 @@ def _calls(layout: Layout, heads: int, window: int, added: torch.dtype | None, d
 
 def _groups(segments: list[Segment], heads: int, window: int, eager: bool, device: torch.device) -> list[list[int]]:
     """Return numbers of segments for each call. The longest first, each joins a call or begins one, as costs less."""
+    pairs_of_call = _PAIRS_OF_A_CALL.get(device.type)
+    if pairs_of_call is None:
+        return [[number] for number in range(len(segments))]
 
     def cost(call: list[int]) -> float:
         """Return the cost of a call in pairs of a query and a key of one head."""
         shape, _, causal = _shape(segments, call, window)
         pairs = math.prod(shape) / (2 if causal and not eager else 1)
-        return heads * pairs + _PAIRS_OF_A_CALL[device.type == "cpu"]
+        return heads * pairs + pairs_of_call
 
     calls: list[list[int]] = []
     for number in sorted(range(len(segments)), key=lambda i: segments[i][:0:-1], reverse=True):
