@@ -36,8 +36,8 @@ _OLDEST_GPU = (8, 0)
 _TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # What one more attention call costs on a GPU, in pairs of a query and a key of one head. Eager attention of Gemma 2 and
 # GPT-OSS launches 33 kernels, forward and backward, and moves 130 bytes a pair (counted). At 5 us a launch and an
-# H100's 3.35 TB/s, a call is 4 million pairs: an estimate. sdpa has about half of each. On a CPU a call costs little. There
-# only rows of equal lengths share one, so a row has the same bits in every batch: DPO's store scores it in another one.
+# H100's 3.35 TB/s, a call is 4 million pairs: an estimate. sdpa has about half of each. On a CPU a call costs little.
+# There only equal lengths share one, so a row has the same bits in each batch: DPO's store scores it in another one.
 _PAIRS_OF_A_CALL: dict[str, float | None] = {"cuda": 33 * 5e-6 / (130 / 3.35e12), "cpu": None}
 
 
@@ -257,8 +257,7 @@ def _calls(layout: Layout, heads: int, window: int, added: torch.dtype | None, d
 
 def _groups(segments: list[Segment], heads: int, window: int, eager: bool, device: torch.device) -> list[list[int]]:
     """Return numbers of segments for each call. The longest first, each joins a call or begins one, as costs less."""
-    pairs_of_call = _PAIRS_OF_A_CALL.get(device.type)
-    if pairs_of_call is None:
+    if (pairs_of_call := _PAIRS_OF_A_CALL.get(device.type)) is None:
         return [[number] for number in range(len(segments))]
 
     def cost(call: list[int]) -> float:
