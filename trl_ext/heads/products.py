@@ -17,7 +17,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def statistics_dtype(operands: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums of such operands: float64 for float64, otherwise fp32."""
+    """Return the dtype in which products of such operands are summed: float64 for float64, otherwise fp32."""
     return torch.float64 if operands == torch.float64 else torch.float32
 
 
