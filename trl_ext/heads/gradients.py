@@ -83,7 +83,7 @@ class Coefficients:
         return _put(nontarget_grad.mul_(self.scaled_row_factor[rows, None]), local, self.scaled_target[rows])
 
     def unit(self) -> Tensor:
-        """Return a power of two near the largest coefficient: in this unit, fp16 holds the gradients of small losses."""
+        """Return a power of two near the largest coefficient: in this unit, fp16 can hold small gradients."""
         top = torch.cat([self.size, _power_of_two(self.size.new_zeros(1))]).amax()
         shares = torch.cat([self.row_factor, self.target]).abs() * (self.size / top).repeat(2)
         # Clamped to a normal number before the product with `top`: `size / unit` is finite even if all shares underflow
