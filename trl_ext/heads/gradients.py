@@ -17,7 +17,7 @@ class Coefficients:
     the factor of p_v at the largest logit, whichever is larger in magnitude, so neither a nor b exceeds 1. Without an
     entropy gradient a = 1 and b = 0. With k, the row factor is the larger of share * s and k / V. The row factor
     includes the slope of c, and `nontarget_grad` the softcap's derivative. The gradient of x_t,
-    c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)), stays in fp32. `grad_logits` has all columns, x_t's too.
+    c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)), stays in fp32. `grad_logits` has all columns, also x_t's.
 
     `row_factor`, `target` and, until `use_unit`, `grad_logits` are in units of `size` (N,), a power of two near the
     largest of g, e and k. So none of them overflows unless the gradient does.

@@ -180,7 +180,7 @@ class Exchange:
     counts: tuple[int, ...] | None = None  # tokens of each rank; None if all have the same tokens
 
     def parts(self, tokens: int, device: torch.device) -> list[Part]:
-        """Return this rank's `tokens` in parts that are scored one after another, as many parts on every rank."""
+        """Return this rank's `tokens` in parts that are scored in turn. Every rank has the same number of parts."""
         if self.group is None or self.counts is None:
             return [Part(slice(0, tokens), self.group)]
         most = max(self.counts)
@@ -206,7 +206,7 @@ class VocabularyShard:
     vocabulary: int | None = None  # V; None: the number of rows of the weight on this rank
     first: int = 0  # class of the first row on this rank
     exchange: Exchange = Exchange()
-    rows_for: Callable[[Tensor], Rows] | None = None  # returns the rows for given targets; None: one tensor
+    rows_for: Callable[[Tensor], Rows] | None = None  # the rows for given targets; None: the rows are one tensor
 
     @property
     def spread(self) -> bool:

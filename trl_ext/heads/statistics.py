@@ -63,7 +63,7 @@ class RunningStatistics:
         self.max_before_target = full(-torch.inf) if "is_top1" in outputs else None
 
     def _take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
-        """Note the target logits in the tile (n, v) from column `start`, and write `ABSENT` there. Uses `scratch`."""
+        """Store the target logits in the tile (n, v) from column `start`, and put `ABSENT` there. Uses `scratch`."""
         local = (self.targets[rows] - start)[:, None]
         inside = (local >= 0) & (local < logits.shape[1])
         column = local.clamp(0, logits.shape[1] - 1)

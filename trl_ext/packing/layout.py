@@ -1,4 +1,4 @@
-"""The packed row: the tokens of a padded batch without padding, and for each token of the batch its index in the row.
+"""The packed row: the real tokens of a padded batch in one row, and for each token of the batch its index in this row.
 
 The packed tokens are the nodes of a trie over the rows: a prefix that several rows share is stored once.
 In sorted order, a row shares its longest common prefix with the previous row, so comparing neighbours finds the trie.
@@ -41,7 +41,7 @@ class Layout:
         input_ids (`Tensor` of shape `(1, T)`): the packed tokens.
         position_ids (`Tensor` of shape `(1, T)`): their positions.
         keys_K (`Tensor` of shape `(K,)`): the index in the packed row of each key.
-        query_starts, key_starts (`Tensor`, int32): where the queries and keys of each such row begin, and the end.
+        query_starts, key_starts (`Tensor`, int32): where queries and keys of each row with queries begin, and the end.
         row_N, column_N, at_N (`Tensor`): row, column and packed index of each token whose next token is predicted.
         same_N (`Tensor`): for each of these N, the index of the one that stands for all with the same packed index.
         no_mask (`Tensor` of shape `(1, 1, 1, 1)`): NaN, fp32; an attention mask that attention must not read.

@@ -86,7 +86,7 @@ class Packing:
             self._warn_once(f"A batch is not packed: {by_length} from {self._longest} tokens on.")
             return None
         share = share and self.unshared_reason is None
-        options = share, share and self._rebase, not inputs.get("output_router_logits")  # router loss: every token
+        options = share, share and self._rebase, not inputs.get("output_router_logits")  # its loss reads all tokens
 
         def make() -> Layout | str:
             batch = HostBatch.of(ids_BS, mask_BS, labels_BS)
