@@ -1,4 +1,4 @@
-"""Adapters on the LM head: a low-rank term of its product, and replaced rows of its weight.
+"""Adapters on the LM head: a low-rank term added to its product, and replaced rows of its weight.
 
 Dimensions: N tokens, H hidden size, V vocabulary, R rank of the term, K classes with replaced rows.
 """
@@ -33,7 +33,7 @@ class ReplacedRows(NamedTuple):
         return cls(classes, torch.tensor(classes, dtype=torch.int64, device=device))
 
     def within(self, classes: slice) -> slice:
-        """Return the indices of the replaced classes within a range of classes."""
+        """Return the slice of `self.classes` that lies in a range of classes."""
         return slice(bisect_left(self.classes, classes.start), bisect_left(self.classes, classes.stop))
 
     def put(self, weight_vH: Tensor, classes: slice, rows_KH: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ class ReplacedRows(NamedTuple):
 class Operands(NamedTuple):
     """The operands of the product of N tokens: `hidden @ weight.T + bias + down @ up.T`.
 
-    The bias is added in the dtype of the sums. `rows` (K, H) replace the weight's rows of the classes in the head's
-    `ReplacedRows`.
+    The bias is added in the dtype of the sums. For the classes in the head's `ReplacedRows`, `rows` (K, H) replace the
+    weight's rows.
     """
 
     hidden: Tensor
@@ -83,7 +83,7 @@ class Factors(NamedTuple):
     scaling: float
 
 
-# Not compiled, like the head
+# Not compiled, for the reasons given at `run_head`
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def low_rank_term(hidden: Tensor, factors: tuple[Factors, ...], dtype: torch.dtype, accumulate: torch.dtype) -> LowRank:
     """Return the sum of the adapters' terms as one term; differentiable.

@@ -24,7 +24,7 @@ def dense_logits(
     up_dtype: torch.dtype,
     replaced: ReplacedRows | None = None,
 ) -> Tensor:
-    """Return logits of shape (N, V), from operands rounded to `operand_dtype` and summed in `accumulate`."""
+    """Return logits of shape (N, V). Operands are rounded to `operand_dtype`; sums have the dtype `accumulate`."""
     weight = x.weight
     if replaced is not None and x.rows is not None:
         weight = replaced.put(weight, slice(0, len(weight)), x.rows)
@@ -38,7 +38,7 @@ def dense_logits(
 def log_probs_of(
     logits_NV: Tensor, targets: Tensor, outputs: tuple[str, ...], *, entropy_requires_grad: bool = False
 ) -> LinearLogProbs:
-    """Return the outputs of the head, computed from all logits by definition."""
+    """Return the head's outputs, each computed from all logits by its definition."""
     with exact_arithmetic(logits_NV.device):
         log_p_NV = logits_NV.log_softmax(-1)
         log_p = log_p_NV.gather(-1, targets[:, None])[:, 0]

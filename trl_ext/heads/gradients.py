@@ -9,15 +9,15 @@ from .statistics import log_odds
 
 
 class Coefficients:
-    """The gradient of each product x_v of a token: a factor per row times a tile that fits half precision.
+    """The gradient with respect to a token's products x_v, as a factor per row times a tile that fits half precision.
 
-    Let g, e and k be the gradients of log p, of the entropy E and of the mean log-prob, and c = dz/dx. For v != t the
-    gradient is c_v (p_v (-g - k - e (log p_v + E)) + k / V). With p_v = exp(z_v - max) * share and k = 0, it equals
-    share * s * [c_v exp(z_v - max) (a + b (z_v - max))]. The bracket is `nontarget_grad`. s is the larger of e and the
-    factor at the largest logit, so `nontarget_grad` is near 1 there, and exactly 1 without an entropy gradient. With k,
-    the row factor is the larger of share * s and k / V. The row factor includes the slope of c, `nontarget_grad` the
-    softcap's derivative. The target's gradient, c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)) of shape
-    (N,), stays in fp32. `grad_logits` is the gradient of every column, including the target's.
+    Let g, e and k be the incoming gradients of log p, the entropy E and the mean log-prob, t the target, and c = dz/dx.
+    For v != t the gradient is c_v (p_v (-g - k - e (log p_v + E)) + k / V). With p_v = exp(z_v - max) * share and
+    k = 0, it equals share * s * [c_v exp(z_v - max) (a + b (z_v - max))]. The bracket is `nontarget_grad`. s is -e or
+    the factor of p_v at the largest logit, whichever is larger in magnitude, so neither a nor b exceeds 1. Without an
+    entropy gradient a = 1 and b = 0. With k, the row factor is the larger of share * s and k / V. The row factor
+    includes the slope of c, and `nontarget_grad` the softcap's derivative. The gradient of x_t,
+    c_t ((1 - p_t) g - e p_t (log p_t + E) + k (1 / V - p_t)), stays in fp32. `grad_logits` has all columns, also x_t's.
 
     `row_factor`, `target` and, until `use_unit`, `grad_logits` are in units of `size` (N,), a power of two near the
     largest of g, e and k. So none of them overflows unless the gradient does.
@@ -66,7 +66,7 @@ class Coefficients:
         self.target = self.scaled_target = target * transform.derivative(target_logit)
 
     def nontarget_grad_(self, rows: slice, local: Tensor, logits: Tensor, scratch: Tensor) -> Tensor:
-        """Return `nontarget_grad` of this tile, 0 in the target's column. Overwrites both buffers."""
+        """Return `nontarget_grad` of this tile, 0 in the target's column. Overwrites `logits` and `scratch`."""
         softcap_derivative = self.transform.softcap_derivative(logits)
         shifted = logits.sub_(self.maximum[rows, None])
         nontarget_grad = torch.exp(shifted, out=scratch)
@@ -83,7 +83,7 @@ class Coefficients:
         return _put(nontarget_grad.mul_(self.scaled_row_factor[rows, None]), local, self.scaled_target[rows])
 
     def unit(self) -> Tensor:
-        """Return a power of two near the largest coefficient, the unit in which fp16 holds a small loss's gradients."""
+        """Return a power of two near the largest coefficient: in this unit, fp16 can hold small gradients."""
         top = torch.cat([self.size, _power_of_two(self.size.new_zeros(1))]).amax()
         shares = torch.cat([self.row_factor, self.target]).abs() * (self.size / top).repeat(2)
         # Clamped to a normal number before the product with `top`: `size / unit` is finite even if all shares underflow
@@ -96,7 +96,7 @@ class Coefficients:
 
 
 def _power_of_two(x: Tensor) -> Tensor:
-    """The largest power of two up to `x` (at least 0), among the normal numbers."""
+    """Return the largest power of two, among the normal numbers, that is at most `x`; `x` must not be negative."""
     finite = torch.finfo(x.dtype)
     x = x.clamp(finite.tiny, finite.max)
     return x / (2 * torch.frexp(x).mantissa)

@@ -171,7 +171,7 @@ def run_head(
         low_rank (`LowRank`, *optional*):
             The term that an adapter adds to the product. Not with `shard`.
         replaced (`ReplacedRows`, *optional*), rows (`torch.Tensor` of shape `(K, H)`, *optional*):
-            The classes whose rows of the weight `rows` replace. Not with `shard`.
+            The classes whose rows of the weight are replaced by `rows`. Not with `shard`.
     """
     dtype = operand_dtype(hidden, weight)
     up_dtype = dtype if low_rank is None else low_rank.dtype

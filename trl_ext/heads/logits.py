@@ -50,8 +50,8 @@ class LogitTransform:
 class LinearLogProbs(NamedTuple):
     """Per-token results of the head, each with the shape of the targets; None if not requested.
 
-    Fields that TRL's `FusedCausalLMOutput` also has mean the same there. All are fp32 (float64 for float64 operands)
-    except `is_top1`, which is bool. Below, p is the softmax of the logits z over the vocabulary.
+    Fields have the same meaning as those of the same name in TRL's `FusedCausalLMOutput`. All are fp32 (float64 for
+    float64 operands) except `is_top1`, which is bool. Below, p is the softmax of the logits z over the vocabulary.
     """
 
     log_probs: Tensor | None = None

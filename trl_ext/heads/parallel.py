@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renames both and warns about the old names
+# torch 2.13 renames these two functions and warns about the old names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Tokens of all ranks that are gathered and scored at a time. Their hidden states and fp32 sums need memory besides this
-# rank's rows: 8192 tokens of 4096 units need 200 MB in bf16.
+# How many tokens of all ranks are gathered and scored at a time. Besides the rank's rows, their hidden states and fp32
+# sums need memory: 200 MB for 8192 tokens, bf16 and a hidden size of 4096
 _GATHERED_TOKENS = {"cuda": 8192, "cpu": 2048}
 # Bytes of a slice that is broadcast: large enough for a link's full rate, small compared with a weight of 1 GB
 _SLICE = {"cuda": 2**25, "cpu": 2**21}
 
 
 class Block(NamedTuple):
-    """Consecutive rows of the weight: `weight` (v, H) and `bias` (v,) of the classes that begin at `first`."""
+    """Consecutive rows of the weight: `weight` (v, H) and `bias` (v,) of the classes from `first` on."""
 
     first: int
     weight: Tensor
@@ -28,17 +28,17 @@ class Block(NamedTuple):
 
 
 class LocalShards:
-    """Rows on this rank of a weight with `vocabulary` rows. A pass reads the blocks once, in order."""
+    """This rank's rows of a weight with `vocabulary` rows. A forward or backward reads each block once, in order."""
 
     def __init__(self, blocks: tuple[Block, ...], targets: Tensor, vocabulary: int) -> None:
         self._blocks, self._targets, self.vocabulary = blocks, targets, vocabulary
 
     def blocks(self) -> Iterator[Block]:
-        """Yield every block, in ascending order of classes. The next block may overwrite the last one."""
+        """Yield every block, in ascending order of classes. Each is valid until the next one is requested."""
         return iter(self._blocks)
 
     def of_targets(self, rows: slice) -> Tensor:
-        """Return the targets' rows of the weight, (n, H), 0 where no block has them. All blocks must have been read."""
+        """Return the weight's rows of the targets, (n, H), 0 for targets in no block. Read all blocks first."""
         targets = self._targets[rows]
         weight = self._blocks[0].weight
         if len(weight) == self.vocabulary:
@@ -51,18 +51,18 @@ class LocalShards:
 
 
 class BroadcastShards:
-    """Like `LocalShards`, for rows that are spread over a group: the ranks broadcast their rows in turn.
+    """Like `LocalShards`, for a weight whose rows are spread over a group: the ranks broadcast their rows in turn.
 
-    The next slice is received while the tiles of the current one are folded. Two slices need memory besides the rank's
-    own rows.
+    The next slice is received while the current one is processed. Besides the rank's own rows, two slices are in
+    memory.
     """
 
     def __init__(
         self,
         here: tuple[Block, ...],  # this rank's rows; without a bias
         ranges: list[list[tuple[int, int]]],  # (first class, rows) of each block of each rank of the group
-        group: dist.ProcessGroup,  # every rank of it must read the blocks as often as the others
-        like: Tensor,  # on the weight's device, of its dtype and with H columns
+        group: dist.ProcessGroup,  # all its ranks must read the blocks equally often
+        like: Tensor,  # a tensor with the weight's device and dtype, and H columns
         targets: Tensor,  # (N,), of this rank
     ) -> None:
         self._here, self._ranges, self._group, self._like, self._targets = here, ranges, group, like, targets
@@ -88,7 +88,7 @@ class BroadcastShards:
         return self._found[rows]
 
     def _slices(self, step: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (rank, number of its block, first row, last row + 1) of each slice. It is the same on all ranks."""
+        """Yield (rank, number of its block, first row, last row + 1) of each slice, the same on all ranks."""
         for owner, blocks in enumerate(self._ranges):
             for block, (_, count) in enumerate(blocks):
                 for start in range(0, count, step):
@@ -98,7 +98,7 @@ class BroadcastShards:
         if owner == self._group.rank():
             rows = self._here[block].weight.detach()[start:stop]
         else:
-            # This buffer is free: the slice before the last was folded before this one was requested
+            # This buffer is free: the slice that it held, two slices ago, has been processed
             rows = self._buffers[number % 2, : stop - start]
         work = dist.broadcast(rows, group=self._group, group_src=owner, async_op=True)
         return work, Block(self._ranges[owner][block][0] + start, rows, None)
@@ -123,7 +123,7 @@ def _take_targets_(found: Tensor, targets: Tensor, block: Block) -> None:
 
 
 class Part:
-    """Some of the N tokens of this rank, of which M are scored. All ranks of `group`, if any, have the same tokens."""
+    """Some of this rank's N tokens, M in number. All ranks of `group`, if any, have the same tokens."""
 
     def __init__(self, rows: slice, group: dist.ProcessGroup | None = None) -> None:
         self.rows, self.group = rows, group
@@ -144,7 +144,7 @@ class Part:
 
 
 class _Gathered(Part):
-    """Some tokens of each rank of `group`, padded with zeros to `width`."""
+    """Some tokens of each rank of `group`, padded with zeros to `width` per rank: M is `width` times the ranks."""
 
     group: dist.ProcessGroup
 
@@ -180,7 +180,7 @@ class Exchange:
     counts: tuple[int, ...] | None = None  # tokens of each rank; None if all have the same tokens
 
     def parts(self, tokens: int, device: torch.device) -> list[Part]:
-        """Return this rank's `tokens` in parts that are scored one after another. Every rank has as many parts."""
+        """Return this rank's `tokens` in parts that are scored in turn. Every rank has the same number of parts."""
         if self.group is None or self.counts is None:
             return [Part(slice(0, tokens), self.group)]
         most = max(self.counts)
@@ -203,10 +203,10 @@ def tokens_of_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device)
 class VocabularyShard:
     """Which rows of the vocabulary this rank holds."""
 
-    vocabulary: int | None = None  # V, over all ranks; None: the rows of the weight on this rank
+    vocabulary: int | None = None  # V; None: the number of rows of the weight on this rank
     first: int = 0  # class of the first row on this rank
     exchange: Exchange = Exchange()
-    rows_for: Callable[[Tensor], Rows] | None = None  # makes the rows for given targets, unless they are one tensor
+    rows_for: Callable[[Tensor], Rows] | None = None  # the rows for given targets; None: the rows are one tensor
 
     @property
     def spread(self) -> bool:
@@ -215,7 +215,7 @@ class VocabularyShard:
 
     @property
     def partial(self) -> bool:
-        """Whether other ranks hold the other rows of the weight."""
+        """Whether this rank processes only some rows of the weight, and other ranks the others."""
         return self.exchange.group is not None
 
 
@@ -259,12 +259,12 @@ def shard_of_group(
 
 
 def range_of(targets: Tensor) -> tuple[int, int]:
-    """Return the lowest and highest target on the CPU. Elsewhere reading them waits for the device: return (0, 0)."""
+    """Return the lowest and highest target on the CPU. Return (0, 0) elsewhere, where reading waits for the device."""
     return (int(targets.min()), int(targets.max())) if targets.device.type == "cpu" and targets.numel() else (0, 0)
 
 
 def check_range(lowest: int, highest: int, vocabulary: int) -> None:
-    """Raise `ValueError` if the range from `lowest` to `highest` exceeds the classes."""
+    """Raise `ValueError` if `lowest` or `highest` is not a class id."""
     if lowest < 0 or highest >= vocabulary:
         raise ValueError(
             f"`targets` must be class ids in [0, {vocabulary}), got values from {lowest} to {highest}. Remove "

@@ -18,7 +18,7 @@ _WITHOUT_TENSOR_CORES = "Tensor cores, 15 times faster by an H100's data sheet, 
 
 
 def statistics_dtype(operands: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums of such operands: float64 for float64, otherwise fp32."""
+    """Return the dtype in which products of such operands are summed: float64 for float64, otherwise fp32."""
     return torch.float64 if operands == torch.float64 else torch.float32
 
 

@@ -48,7 +48,7 @@ class Finished(NamedTuple):
 class RunningStatistics:
     """Statistics in `dtype` (fp32 or float64) of the tokens with `targets` (N,), updated with every tile of logits.
 
-    `outputs` are the fields of `LinearLogProbs` that `results` returns. `partial`: other ranks fold the rest of the
+    `outputs` are the fields of `LinearLogProbs` that `results` returns. `partial`: other ranks process the rest of the
     vocabulary.
     """
 
@@ -75,7 +75,7 @@ class RunningStatistics:
         self.max_before_target = full(-torch.inf)[0] if "is_top1" in outputs else None
 
     def _take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
-        """Replace each row's target logit by `ABSENT` in the tile (n, v) from column `start`. Overwrites `scratch`."""
+        """Store the target logits in the tile (n, v) from column `start`, and put `ABSENT` there. Uses `scratch`."""
         local = (self.targets[rows] - start)[:, None]
         inside = (local >= 0) & (local < logits.shape[1])
         column = local.clamp(0, logits.shape[1] - 1)
@@ -90,7 +90,7 @@ class RunningStatistics:
         logits.scatter_(1, column, torch.where(inside, ABSENT, target))
 
     def fold_(self, rows: slice, start: int, logits: Tensor, exponentials: Tensor) -> Tensor:
-        """Fold in the tile that begins at column `start`, and return the factor for earlier sums, of shape (n, 1).
+        """Add the tile that begins at column `start`, and return the factor (n, 1) that rescales earlier sums.
 
         Writes exp(z - shift), 0 for the target, to `exponentials`, and overwrites `logits`.
         """
@@ -113,7 +113,7 @@ class RunningStatistics:
         return rescale[:, None]
 
     def combine_(self, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Move the shift to the max, add up the ranks of `group`, and return the factor of this rank's sums, (N,)."""
+        """Move the shift to the max, sum over the ranks of `group`, and return the factor (N,) for this rank's sums."""
         others = group is not None and self.max.numel() > 0
         if others:
             maxima = torch.stack([x for x in (self.max, self.max_before_target) if x is not None])
@@ -132,7 +132,7 @@ class RunningStatistics:
         return rescale
 
     def sum_over_(self, group: dist.ProcessGroup | None) -> None:
-        """Replace this rank's sums by the sums over all ranks, which have the same maxima."""
+        """Replace this rank's sums by the sums over all ranks. The maxima must be the same on all ranks."""
         names = ("sum_exp", "target_logit", "sum_shifted_exp", "sum_sq_exp", "sum_logits")
         held = {name: x for name in names if (x := getattr(self, name)) is not None}
         sums = torch.stack(list(held.values()))
@@ -140,7 +140,7 @@ class RunningStatistics:
         vars(self).update(zip(held, sums, strict=True))
 
     def finish_(self, outputs: tuple[str, ...], group: dist.ProcessGroup | None = None) -> Finished:
-        """Combine the ranks of `group`, and return what follows, after every tile is folded in."""
+        """Combine the ranks of `group`, and return what follows. All tiles must have been added."""
         rescale = self.combine_(group)
         odds = log_odds(self.target_logit, self.shift, self.sum_exp)
         log_p, entropy = F.logsigmoid(odds), None

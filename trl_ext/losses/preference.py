@@ -44,7 +44,7 @@ class Pairs:
 def pairs_of(
     log_probs: Tensor, completion_mask: Tensor, reference: tuple[Tensor, Tensor], rewards: tuple[Tensor, ...]
 ) -> Pairs:
-    """Return the pairs of a batch with the chosen completions in its first half and the rejected ones in its second.
+    """Return the pairs of a batch whose first half has the chosen completions, and whose second half the rejected ones.
 
     Args:
         log_probs (`Tensor` of shape `(2B, S - 1)`): policy log-probs, 0 at positions that are not scored.

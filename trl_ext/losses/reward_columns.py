@@ -1,4 +1,4 @@
-"""Checking and collating the dataset columns `chosen_reward` and `rejected_reward`, which the RPO losses read."""
+"""Check and collate the dataset columns `chosen_reward` and `rejected_reward`, which the RPO losses read."""
 
 import math
 from collections.abc import Collection
@@ -20,7 +20,7 @@ def check_reward_columns(names: Collection[str], where: str) -> None:
 
 
 def check_reward(value: Any, column: str, where: str) -> float:
-    """Return the reward as a float; `ValueError` if it is not a finite number. `where` names its row in the message."""
+    """Return the reward as a float. Raise `ValueError` if it is not finite; `where` names its row in the message."""
     try:
         finite = math.isfinite(value)
     except (TypeError, OverflowError):
@@ -34,13 +34,13 @@ def check_reward(value: Any, column: str, where: str) -> float:
 
 
 class RewardCollator:
-    """A data collator that adds the rewards of the rows to the batches of `collator`, unless they are already there."""
+    """Makes batches with `collator`, and adds the rewards of the rows unless a batch already has them."""
 
     def __init__(self, collator: Any) -> None:
         self.collator = collator
 
     def __call__(self, examples: list[dict[str, Any]]) -> Any:
-        # A collator may remove a column from the examples
+        # Read first, because a collator may remove a column from the examples
         given = {column: [example.get(column) for example in examples] for column in REWARD_COLUMNS}
         batch = self.collator(examples)
         for column, values in given.items():

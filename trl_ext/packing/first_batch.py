@@ -20,7 +20,7 @@ from .support import has_experts, longest_equal
 _ROWS, _COLUMNS = 3, 1024
 _PREPENDED = 3
 # Tolerances relative to a hidden state's norm, in fp32 and in lower precision. The last number is the share of tokens
-# that may exceed them, because rounding can change a router's choice of experts
+# that may exceed them in lower precision, or if rounding can change a router's choice of experts
 _OFF, _OFF_COARSE, _MAY_BE_OFF = 1e-3, 0.2, 0.1
 
 
@@ -32,7 +32,7 @@ def packing_differences(
     *,
     rebase: bool,
 ) -> dict[bool, str | None]:
-    """Return how packed and padded results differ, or None, for each of `shares` (whether rows share leading tokens).
+    """Return how packing changes the results, or None, for each of `shares` (whether rows share leading tokens).
 
     Args:
         rows: token ids `(B, S)`, and the first column and the length of each row, `(B,)`.
@@ -67,10 +67,10 @@ def packing_differences(
 def _rows_to_check(
     model: Any, ids_BS: NDArray[Any], first_B: NDArray[Any], lengths_B: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the first rows of the batch, and a copy of the longest with a different second half, all left-padded.
+    """Return the first rows of the batch, plus a copy of the longest with a different second half, all left-padded.
 
-    So two rows always have an equal start and a different end, each more than a tenth of the tokens. The padding
-    detects models whose positions are the columns.
+    So two rows always start with the same tokens and end with different ones, each half more than a tenth of all
+    tokens. The padding exposes models that use the column index as the position.
     """
     limits = (longest_equal(model), getattr(model.config.get_text_config(), "max_position_embeddings", None))
     most = min([_COLUMNS, *(limit - _PREPENDED for limit in limits if limit is not None and limit > 0)])
@@ -85,7 +85,7 @@ def _rows_to_check(
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """Within, `model` runs in evaluation mode and records no gradients."""
+    """Run `model` in evaluation mode and without gradients in the `with` block."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -109,7 +109,7 @@ def _difference_reason(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str 
 
 
 def _is_coarse(model: Any, hidden_NH: Tensor) -> bool:
-    """Whether products are less precise than fp32. Then hidden states change visibly with the shape of a batch."""
+    """Whether matrix products are less precise than fp32, so hidden states change visibly with a batch's shape."""
     return (
         hidden_NH.dtype in (torch.bfloat16, torch.float16)
         or torch.is_autocast_enabled(hidden_NH.device.type)

@@ -1,9 +1,9 @@
-"""The packed row: the tokens of a padded batch in order, and for each token of the batch its index in the row.
+"""The packed row: the real tokens of a padded batch in one row, and for each token of the batch its index in this row.
 
 The packed tokens are the nodes of a trie over the rows: a prefix that several rows share is stored once.
 In sorted order, a row shares its longest common prefix with the previous row, so comparing neighbours finds the trie.
 
-Dimensions: B rows, S columns, T packed tokens, K keys (all tokens seen by rows that have tokens of their own).
+Dimensions: B rows, S columns, T packed tokens, K keys (of each row with tokens of its own, all tokens that it sees).
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Segment(NamedTuple):
-    """Successive rows, each with `queries` own tokens, which are the last of the `keys` tokens that it sees."""
+    """Successive rows, each of which sees `keys` tokens. The last `queries` of these are the row's own."""
 
     rows: int
     queries: int
@@ -26,7 +26,7 @@ class Segment(NamedTuple):
 
 
 class Shard(Protocol):
-    """This rank's share of a row that n ranks split: c of T tokens. In attention: all tokens of some of the A heads."""
+    """This rank's share of a row split over n ranks: c of T tokens, and in attention all tokens of A / n heads."""
 
     def columns(self, row_1T: Tensor) -> Tensor: ...  # this rank's columns: `(1, c)`
     def to_heads(self, x_cAD: Tensor) -> Tensor: ...  # all tokens of this rank's heads: `(T, A / n, D)`
@@ -35,22 +35,22 @@ class Shard(Protocol):
 
 
 class Layout:
-    """One packed row for a padded batch. It is not a dataclass, because FSDP copies dataclasses in a model's arguments.
+    """The packed row of a padded batch. It is not a dataclass, because FSDP copies dataclasses in a model's arguments.
 
     Attributes:
         input_ids (`Tensor` of shape `(1, T)`): the packed tokens.
         position_ids (`Tensor` of shape `(1, T)`): their positions.
         keys_K (`Tensor` of shape `(K,)`): the index in the packed row of each key.
-        query_starts, key_starts (`Tensor`, int32): where each row with its own tokens begins, and the end.
-        row_N, column_N, at_N (`Tensor`): of the tokens whose next token is predicted, row, column, and packed index.
-        same_N (`Tensor`): for each of these, which one's results stand for all with the same packed index.
-        no_mask (`Tensor` of shape `(1, 1, 1, 1)`): NaN, fp32.
+        query_starts, key_starts (`Tensor`, int32): where queries and keys of each row with queries begin, and the end.
+        row_N, column_N, at_N (`Tensor`): row, column and packed index of each token whose next token is predicted.
+        same_N (`Tensor`): for each of these N, the index of the one that stands for all with the same packed index.
+        no_mask (`Tensor` of shape `(1, 1, 1, 1)`): NaN, fp32; an attention mask that attention must not read.
         segments (`list[Segment]`): the parts of the packed row; each is a batch without padding.
         shared (`bool`): whether rows share a token. If not, the keys are the packed tokens in order.
         longest_query, longest_key (`int`): the most queries and keys of a row.
         implementation (`str`): the name of the attention that the user chose.
         shard (`Shard`, *optional*): this rank's share, if the tokens are split over ranks.
-        reads (`list[int]`): how many times attention modules have read this layout; copies on other devices share it.
+        reads (`list[int]`): how often attention modules have read this layout or its copies on other devices.
         calls (`dict`): how attention modules compute the rows in several calls.
     """
 
@@ -74,8 +74,8 @@ class Layout:
             lengths_B, first_B (`ndarray`): how many tokens each row needs, and the column of the first.
             scored_BS (`ndarray` of shape `(B, S)`, bool, *optional*): the tokens whose next token is predicted.
             share (`bool`): whether equal leading tokens of rows are packed once.
-            rebase (`bool`): whether positions begin at 0 in each row. If so, rows share any equal start, otherwise only
-                one in the same columns.
+            rebase (`bool`): whether positions begin at 0 in each row. If so, rows share every equal prefix, otherwise
+                only one that begins in the same column.
             device: where the model's inputs lie.
         """
         rows = [ids[first : first + n] for ids, first, n in zip(ids_BS, first_B, lengths_B, strict=True)]
@@ -126,7 +126,7 @@ class Layout:
         self._copies: dict[torch.device, Layout] = {}
 
     def for_pass(self, implementation: str) -> "Layout":
-        """Return the layout of another pass over the same batch, by the attention `implementation`."""
+        """Return the layout for another pass over the same batch, with the attention `implementation`."""
         layout = copy.copy(self)
         layout.implementation, layout.reads, layout.calls, layout._copies = implementation, [0], {}, {}
         return layout
@@ -164,7 +164,7 @@ class Layout:
 
     @property
     def at_BS(self) -> Tensor:
-        """The index in the packed row of each token of the batch, or -1: `(B, S)`, on the CPU."""
+        """The index in the packed row of each token of the batch, -1 if it is not packed: `(B, S)`, on the CPU."""
         at_BS = torch.full(self._shape, -1)
         for (i, first, _, length), path in zip(self._rows, self._paths(), strict=True):
             at_BS[i, first : first + length] = torch.from_numpy(path)
@@ -172,7 +172,7 @@ class Layout:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def real_places(self) -> Tensor:
-        """Return the index in the packed row of each token of the batch without padding: `(N,)`, on the CPU."""
+        """Return the index in the packed row of each token of the batch that is packed: `(N,)`, on the CPU."""
         at_BS = self.at_BS
         return at_BS[at_BS >= 0]
 
@@ -192,15 +192,15 @@ class Layout:
 
 
 def _sorted(rows: list[NDArray[Any]], start_B: NDArray[Any] | None) -> list[int]:
-    """Return the order of `rows` by first column, if they have one, and content. Token ids are not negative."""
-    # The order of big-endian bytes is that of the numbers
+    """Return the indices of `rows`, sorted by start, if given, and content. Token ids must not be negative."""
+    # Big-endian bytes sort like the numbers
     content = [row.astype(">i4").tobytes() for row in rows]
     starts = np.zeros(len(rows)) if start_B is None else start_B
     return sorted(range(len(rows)), key=lambda i: (starts[i], content[i]))
 
 
 def _common(a: NDArray[Any], b: NDArray[Any]) -> int:
-    """Return how many leading tokens are equal."""
+    """Return how many leading tokens of two rows are equal."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     first = int(differ.argmax()) if n else 0

@@ -22,7 +22,7 @@ logger = logging.getLogger("trl_ext")
 
 Mask = NDArray[np.bool_]
 
-# Inputs that may accompany ids and mask. All others have a row for each row of the batch
+# Inputs, besides ids and mask, that do not have an entry for each row of the batch
 _NOT_BY_ROW = {"use_cache", "output_router_logits", "return_dict", "output_attentions", "output_hidden_states"}
 _KNOWN_ATTENTION = ("sdpa", "eager", "flex_attention")
 
@@ -63,7 +63,7 @@ class Packing:
         """Return the layout of the packed row for a batch; None if the batch stays padded.
 
         Args:
-            positional (`tuple`): positional arguments of the backbone. With any, the batch stays padded.
+            positional (`tuple`): positional arguments of the backbone. If there are any, the batch stays padded.
             inputs (`dict`): keyword arguments of the backbone.
             labels_BS (`Tensor` of shape `(B, S)`): not shifted yet; -100 where nothing is predicted.
             share (`bool`): whether rows may share leading tokens.
@@ -86,14 +86,14 @@ class Packing:
             self._warn_once(f"A batch is not packed: from {self._longest} tokens on, {by_length}.")
             return None
         share = share and self.unshared_reason is None
-        options = share, share and self._rebase, not inputs.get("output_router_logits")  # its loss counts every token
+        options = share, share and self._rebase, not inputs.get("output_router_logits")  # its loss reads all tokens
 
         def make() -> Layout | str:
             batch = HostBatch.of(ids_BS, mask_BS, labels_BS)
             lengths_B = batch.scored_lengths_B if options[2] else batch.lengths_B
             return batch.padded_reason or _layout(batch, lengths_B, *options[:2], ids_BS.device)
 
-        # DPO's reference and policy run on the same tensors
+        # DPO's reference and policy get the same tensors, so they share the result
         found = _LAST[options].of(ids_BS, mask_BS, labels_BS, make=make)
         if isinstance(found, str):
             self._warn_once(f"A batch is not packed: {found}.")
@@ -102,7 +102,7 @@ class Packing:
         return found.for_pass(model.config.get_text_config()._attn_implementation)
 
     def _check(self, model: Any, batch: "HostBatch", device: torch.device) -> None:
-        """Compare a few rows of the first batch with their padded forward, and turn off what gives other results."""
+        """Run a few rows of the first batch packed and padded, and turn off what changes their hidden states."""
         shares = (True, False) if self.unshared_reason is None else (False,)
         rows = batch.ids_BS, batch.first_B, batch.lengths_B
         off = packing_differences(model, rows, device, shares, rebase=self._rebase)
@@ -120,7 +120,7 @@ class Packing:
 
 
 def _inputs_padded_reason(model: Any, positional: tuple[Any, ...], inputs: dict[str, Any]) -> str | None:
-    """Return a reason that does not depend on the rows, so that every rank finds the same one."""
+    """Return why a batch stays padded, for reasons that do not depend on its rows: all ranks find the same one."""
     ids_BS = inputs.get("input_ids")
     if positional or ids_BS is None:
         return "its token ids are not given as `input_ids`"
@@ -148,7 +148,7 @@ class HostBatch:
 
     @classmethod
     def of(cls, ids_BS: Tensor, mask_BS: Tensor | None, labels_BS: Tensor) -> "HostBatch":
-        """Copy a batch. The host waits for the device once."""
+        """Copy a batch to the host, which waits for the device once."""
         given = [x for x in (ids_BS, mask_BS, labels_BS.to(ids_BS.device)) if x is not None]
         if ids_BS.device.type != "cpu":
             given = list(torch.stack([x.to(ids_BS.dtype) for x in given]).cpu())
@@ -182,7 +182,7 @@ class HostBatch:
 
 def _layout(batch: HostBatch, lengths_B: NDArray[Any], share: bool, rebase: bool, device: torch.device) -> Layout:
     if not lengths_B.any():
-        # Other ranks wait for this pass, so it runs on one token although its result is not used
+        # Other ranks wait for this rank's forward, so it runs on one token, although nothing uses the result
         lengths_B = lengths_B.copy()
         lengths_B[0] = 1
     return Layout(
@@ -191,11 +191,11 @@ def _layout(batch: HostBatch, lengths_B: NDArray[Any], share: bool, rebase: bool
 
 
 class LastResult:
-    """The last result of a function of tensors. It is returned again while they live and nothing writes to them."""
+    """Keeps the last result of a function of tensors, and returns it again for the same tensors if unchanged."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
-        self._mode, self._result = False, None  # a result of inference mode serves no pass with a gradient
+        self._mode, self._result = False, None  # autograd cannot use a result of inference mode
 
     def of(self, *tensors: Tensor | None, make: Callable[[], Any]) -> Any:
         mode = torch.is_inference_mode_enabled()
@@ -211,7 +211,7 @@ class LastResult:
         return self._result
 
 
-# By the options of a layout
+# Keyed by the options of a layout
 _LAST: defaultdict[tuple[bool, ...], LastResult] = defaultdict(LastResult)
 
 

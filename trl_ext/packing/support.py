@@ -15,7 +15,7 @@ def draws_at_random(module: nn.Module) -> bool:
     """
     bases = type(module).__mro__
     if any(base.__name__ == "PveraLayer" for base in bases):
-        return True  # it draws its vectors for each token
+        return True  # it samples its vectors for each token
     if isinstance(module, nn.modules.dropout._DropoutNd) or "Dropout" in bases[0].__name__:
         return bool(getattr(module, "p", 0.0) > 0)
     found = [value for name, value in vars(module).items() if any(rate in name for rate in _RATES)]
@@ -29,7 +29,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 _MASKABLE = {"full_attention", "sliding_attention"}
-# Rotary embeddings that depend only on the distance of tokens
+# Rotary embeddings that depend only on the distance between tokens
 _RELATIVE_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 # Rotary embeddings that depend on the length of the batch
 _ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
@@ -63,7 +63,7 @@ def padded_reason(model: Any) -> str | None:
 
 
 def rebases(model: Any) -> bool:
-    """Whether attention depends only on the distance of tokens, so that a row may begin at any position."""
+    """Whether attention depends only on the distance between tokens, so that a row may begin at any position."""
     config = model.config.get_text_config()
     by_position = "attn_temperature_tuning", "llama_4_scaling_beta"  # they scale queries by position
     rotations = _rotations(config)

@@ -1,1 +1,1 @@
-"""Which log-prob passes run, and why: policy, old policy, reference; and which rows and tokens of them."""
+"""Decide which log-prob passes run (policy, old policy, reference), on which rows and tokens, and why."""

@@ -7,7 +7,7 @@ from .plan import Decision, Plan
 
 Source = Literal["store", "pass", "nothing"]
 
-# A reference that is not the policy with another adapter or other values
+# What the reference is. For a PEFT policy, `OwnReference.describe` says it
 REFERENCES = {
     "model": "the model given as `ref_model`",
     "copy": "a copy of the policy before training",
@@ -18,13 +18,13 @@ REFERENCES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DPOFacts:
-    """What is known of a run when its plan is made."""
+    """What is known about a run when its plan is made."""
 
     loss_types: tuple[str, ...]
     best_metric: str | None  # `metric_for_best_model`
     reference: str  # a key of `REFERENCES`, or which weights of a PEFT policy are the reference
     datasets: tuple[str, ...]  # names of the data sets that are known
-    with_columns: tuple[str, ...]  # those whose rows have the user's own reference log-probs
+    with_columns: tuple[str, ...]  # names of those with the user's own reference log-probs
     precompute: bool  # `precompute_ref_log_probs`
     storage: str  # "disk", "memory" or "off"
     folder: str  # of the store on disk
@@ -40,7 +40,7 @@ class DPOPlan(Plan):
     """The decisions, the facts, and where the reference log-probs of a batch without user columns come from."""
 
     facts: DPOFacts
-    source: Source  # "pass" is TRL's own in every micro-batch
+    source: Source  # "pass": TRL's own pass, in every micro-batch
     durable: bool = False  # the store outlives the run
 
     @property
@@ -50,7 +50,7 @@ class DPOPlan(Plan):
 
 
 def plan_dpo(facts: DPOFacts) -> DPOPlan:
-    """The plan that follows from `facts`."""
+    """Return the plan that follows from `facts`."""
     names = " and ".join(f"`{name}`" for name in facts.with_columns)
     columns = f"Rows of {names} have reference log-probs (`ref_chosen_logps`, `ref_rejected_logps`). " if names else ""
     only_columns = bool(names) and set(facts.with_columns) == set(facts.datasets)
@@ -71,7 +71,7 @@ def plan_dpo(facts: DPOFacts) -> DPOPlan:
 
 
 def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:
-    """Source and decision for batches without user columns, and whether the store outlives the run."""
+    """Return source and decision for batches without user columns, and whether the store outlives the run."""
     needed = ""
     if set(facts.loss_types) == {"sft"}:
         if "rewards/" not in (facts.best_metric or ""):
@@ -83,13 +83,13 @@ def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:
         needed = f"Needed for `metric_for_best_model={facts.best_metric!r}`. "
     what = f"{needed}The reference ({REFERENCES.get(facts.reference, facts.reference)})"
     against = '`reference_store="off"`' if facts.storage == "off" else facts.not_storable
-    # Precomputed, the reference is what it is before training, whatever happens to it later
+    # Log-probs precomputed before training stay valid, whatever happens to the reference later
     if against is None and not facts.precompute:
         against = facts.drifts or facts.varies
     if against is not None:
         reason = f"{what} runs on every micro-batch, as in TRL, because {against}."
         return "pass", Decision("reference", "run", reason), False
-    # Values that vary belong to this run alone
+    # Log-probs that vary from pass to pass are for this run alone
     durable = facts.storage == "disk" and not facts.varies and not facts.uncacheable
     when = "before training starts" if facts.precompute else "when it first appears"
     if durable:

@@ -1,7 +1,7 @@
-"""Dynamic sampling: live groups of further draws replace the dead groups of a generation batch.
+"""Dynamic sampling: more generation batches are drawn, and their live groups replace the dead groups of the first.
 
-As in DAPO (https://huggingface.co/papers/2503.14476, section 3.2): every prompt of the training batch then has
-completions with different rewards.
+A group is dead if none of its completions has an advantage to learn from. As in DAPO
+(https://huggingface.co/papers/2503.14476, section 3.2), each prompt then has completions with different rewards.
 """
 
 import itertools
@@ -15,9 +15,9 @@ from .rows import is_rowwise, zero_advantages
 
 
 class FurtherPrompts:
-    """Extra prompts from a map-style or streaming data set, epoch after epoch, the same on every rank.
+    """Prompts of a map-style or streaming data set, epoch after epoch, the same on every rank.
 
-    With `shuffle` each epoch has its own order, which is not the trainer's. The first `taken` prompts are left out.
+    With `shuffle`, each epoch has its own order, which depends on `seed`. The first `taken` prompts are skipped.
     """
 
     def __init__(self, dataset: Any, *, shuffle: bool, seed: int, taken: int = 0) -> None:
@@ -25,7 +25,7 @@ class FurtherPrompts:
         self.taken = taken
 
     def take(self, prompts: int) -> list[Any]:
-        """The next `prompts` rows."""
+        """Return the next `prompts` rows."""
         self.taken += prompts
         return list(itertools.islice(self._stream, prompts))
 
@@ -45,7 +45,7 @@ class FurtherPrompts:
 
 
 def dead_groups(advantages_B: Tensor, equal_rewards_B: Tensor, group_size: int) -> Tensor:
-    """Which groups have no advantage to learn from: `(G,)`, bool."""
+    """Return which groups have no advantage to learn from: `(G,)`, bool."""
     return (equal_rewards_B | zero_advantages(advantages_B)).view(-1, group_size).all(dim=1)
 
 
@@ -57,9 +57,9 @@ def with_live_groups(
     group_size: int,
     padding: dict[str, float],
 ) -> tuple[dict[str, Any], Tensor]:
-    """`batch` with its first dead groups replaced by the live groups of `draw`, and the groups that are still dead.
+    """Return `batch` with its first dead groups replaced by live groups of `draw`, and which groups are still dead.
 
-    `padding` fills entries whose two widths differ: prompts on the left, all else on the right.
+    `padding` has the fill values for entries of different width: prompts are padded on the left, others on the right.
     """
     empty = dead_G.nonzero().squeeze(1)
     found = (~dead_in_draw_G).nonzero().squeeze(1)

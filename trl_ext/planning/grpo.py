@@ -16,7 +16,7 @@ _DROPOUT = " Dropout is active: a separate pass would make other random draws fr
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOFacts:
-    """What is known of a run before it starts. Fields without a comment are arguments of the trainer by that name."""
+    """What is known about a run before it starts. Fields without a comment are trainer arguments of the same name."""
 
     per_device_batch_size: int
     processes: int
@@ -41,9 +41,9 @@ class GRPOFacts:
     has_router_loss: bool
     trains_expert_modules: bool  # an expert that no token reaches gets no gradient, instead of 0
     # The sampler
-    sampler_ratio: RatioRule | None  # None: the ratio to the sampler is not corrected for
+    sampler_ratio: RatioRule | None  # None: the loss does not correct for the sampler
     sampler_gives_log_probs: bool
-    truncated_sampling: tuple[str, ...]  # arguments that truncate the sampler's distribution, unless TRL corrects it
+    truncated_sampling: tuple[str, ...]  # arguments that truncate the sampling distribution, unless TRL corrects for it
     # What a subclass overrides
     has_own_pass: bool  # TRL's scoring pass
     has_own_batches: bool  # `_generate_and_score_completions`
@@ -52,7 +52,7 @@ class GRPOFacts:
     has_own_loss: bool  # TRL's loss, so any row or token may count
     own_step: str | None  # a method that gets whole micro-batches
     # Fields of our config
-    max_draws: int  # generation batches drawn for one; 1 without dynamic sampling
+    max_draws: int  # the most generation batches drawn to fill one; 1 without dynamic sampling
     keep_groups_together: bool | None
     max_tokens_per_micro_batch: int | None
     force_on_policy_ratio: bool
@@ -76,7 +76,7 @@ class GRPOPlan(Plan):
 
 
 def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
-    """The plan of a GRPO trainer.
+    """Return the plan of a GRPO trainer.
 
     Raises:
         `ValueError`: the schedule, the sampler or the loss does not support an option.
@@ -99,7 +99,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         skips_masked=not _reads_every_row(facts),
         skips_zero_advantages=skips_zero_advantages,
         zeroes_equal_rewards=skips_zero_advantages and facts.zero_advantages_of_equal_rewards,
-        # vespo reads the ratios of tokens at either level
+        # vespo reads the ratios of tokens, even with `importance_sampling_level="sequence"`
         of_sequences=facts.of_sequences and facts.loss_type != "vespo",
         bounds_ratio=facts.loss_type in ("cispo", "vespo") and not facts.has_own_loss,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
@@ -154,7 +154,7 @@ def _reads_every_row(facts: GRPOFacts) -> bool:
 
 
 def _zero_advantage_reason(facts: GRPOFacts) -> str | None:
-    """Why a zero-advantage row can have a gradient all the same, or takes part in that of others."""
+    """Return why a zero-advantage row can still have a gradient, or change that of other rows; `None` if it cannot."""
     if _reads_every_row(facts):
         return _every_row_reason(facts)
     if facts.beta != 0.0:
@@ -167,7 +167,7 @@ def _zero_advantage_reason(facts: GRPOFacts) -> str | None:
 
 
 def _every_row_reason(facts: GRPOFacts) -> str:
-    """Why fully masked rows can change the gradient too."""
+    """Return why even fully masked rows can change the gradient."""
     if facts.has_own_loss:
         return "this trainer overrides the loss, which may send a gradient through any of them"
     if facts.has_router_loss:
@@ -224,7 +224,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     if facts.sampler_ratio is not None:
         reused += "; the ratio to the sampler is computed from them"
     reused += "."
-    # Where an optimizer step takes whole generation batches, none waits; a streaming epoch may end inside one
+    # If optimizer steps take whole generation batches, no micro-batch waits. But a streaming epoch may end inside one
     slices_wait = facts.gradient_accumulation_steps % facts.steps_per_generation != 0 or not facts.epoch_is_known
     if misaligned and facts.steps_per_generation > 1 and slices_wait:
         reused += " Micro-batches that wait for a later optimizer step are scored just before the weights change."
@@ -240,7 +240,7 @@ def _reference(facts: GRPOFacts) -> Decision:
 
 
 def _micro_batches(facts: GRPOFacts) -> Decision:
-    """Whether a group's rows are kept together (`"run"`)."""
+    """Return the decision on keeping a group's rows together (`"run"`) or not (`"skip"`)."""
     reason = _order_reason(facts)
     if reason is None:
         kept = (
@@ -277,12 +277,12 @@ def _in_parts(facts: GRPOFacts, decision: Decision) -> Decision:
 
 
 def _micro_batches_of_a_step(facts: GRPOFacts) -> int:
-    """How many micro-batches of a generation batch are sure to share an optimizer step."""
+    """Return how many micro-batches of a generation batch are certain to share an optimizer step."""
     return math.gcd(facts.steps_per_generation, facts.gradient_accumulation_steps)
 
 
 def _order_reason(facts: GRPOFacts) -> str | None:
-    """Why rows keep the micro-batch that TRL's order gives them."""
+    """Return why rows stay in the micro-batches that TRL's order gives them; `None` if they are regrouped."""
     if facts.keep_groups_together is False:
         return "`keep_groups_together=False`"
     if facts.steps_per_generation == 1:
@@ -309,7 +309,7 @@ def _order_reason(facts: GRPOFacts) -> str | None:
 
 
 def _micro_batch_reason(facts: GRPOFacts) -> str | None:
-    """Why a step's gradient depends on which rows share a micro-batch, or why rows cannot move."""
+    """Return why the gradient depends on which rows share a micro-batch, or why rows cannot change micro-batches."""
     if facts.has_images:
         return "a batch with images cannot be split by completion"
     if facts.has_own_loss:

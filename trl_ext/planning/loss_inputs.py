@@ -1,4 +1,4 @@
-"""What GRPO's loss reads of a micro-batch, and the metrics of one."""
+"""What GRPO's loss reads for a micro-batch, and a micro-batch's metrics."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,26 +25,26 @@ class LossInputs:
 
     policy_BC: Tensor  # log-probs with the graph of the training forward
     entropies_BC: Tensor  # 0 where nothing was scored
-    old_BC: Tensor  # log-probs of the old policy, moved where the ratio overflows (see `non_finite.py`)
-    reference_BC: Tensor | None  # log-probs of the reference, likewise
-    ratio: Tensor | None  # of the old policy to the sampler, if the loss corrects for it
-    formed: SamplerRatio | None  # how `ratio` was formed, if for this micro-batch just now
-    scored: ScoredTokens  # what ran and was scored
+    old_BC: Tensor  # log-probs of the old policy, bounded where the ratio would overflow (see `non_finite.py`)
+    reference_BC: Tensor | None  # log-probs of the reference, bounded likewise
+    ratio: Tensor | None  # the ratio of old policy to sampler, if the loss corrects for it
+    formed: SamplerRatio | None  # details of `ratio`, if it was computed here
+    scored: ScoredTokens  # the rows that ran and the tokens that were scored
     kept: dict[str, Tensor]  # what later iterations over the micro-batch need
 
     @classmethod
     def of(
         cls, inputs: dict[str, Any], scored: ScoredTokens, policy_RC: Tensor, entropies_RC: Tensor, plan: GRPOPlan
     ) -> "LossInputs":
-        """From TRL's micro-batch and the policy's pass over its rows.
+        """Return the inputs, from TRL's micro-batch and the results of the policy's pass over R of its rows.
 
         Raises:
-            `ValueError`: the sampler's log-probs are needed and missing.
+            `ValueError`: the sampler's log-probs are needed but missing.
         """
         facts = plan.facts
         remembered_BC = inputs.get("old_per_token_logps")
         in_loss_BC = scored.tokens_BC
-        if "tool_mask" in inputs:  # a subclass's loss also reads a tool's tokens
+        if "tool_mask" in inputs:  # for a subclass's loss, a tool's tokens are scored too
             in_loss_BC = in_loss_BC & loss_mask(inputs)
         if remembered_BC is None:
             policy_BC = scored.spread(policy_RC)
@@ -80,14 +80,14 @@ class LossInputs:
         return cls(policy_BC, entropies_BC, bounded_old_BC, reference_BC, ratio, formed, scored, kept)
 
     def given_to_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """`inputs` with these log-probs and this ratio."""
+        """Return `inputs` with these log-probs and this ratio."""
         given = {**inputs, "old_per_token_logps": self.old_BC, "ref_per_token_logps": self.reference_BC}
         if self.ratio is not None:
             given["importance_sampling_ratio"] = self.ratio
         return given
 
     def not_finite(self, inputs: dict[str, Any]) -> dict[int, list[str]]:
-        """The rows with a value that is not finite, and the passes that gave it."""
+        """Return each row with a value that is not finite, and what gave the value: passes, ratio or reward."""
         values = {
             "policy": self.policy_BC,
             "old policy": self.old_BC,
@@ -98,7 +98,7 @@ class LossInputs:
         return not_finite_rows(values, self.scored.tokens_BC)
 
 
-# The old policy's log-probs, under TRL's name and 0 where nothing was scored; and where something was
+# In `KEPT`: the old policy's log-probs under TRL's name, 0 where nothing was scored; and a mask of the scored tokens
 SCORED = "old_policy_scored"
 KEPT = ("old_per_token_logps", SCORED)
 
@@ -110,7 +110,7 @@ _BY_TOKEN = (
 
 
 def with_padding(inputs: dict[str, Any], *scored_BC: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
-    """A micro-batch whose completions have one token, and what was scored of it, with a column of padding.
+    """Return a micro-batch whose completions have one token, and its scored tensors, with a column of padding added.
 
     TRL reads a tensor of shape (B, 1) as one value per sequence, and would count masked rows in its metrics.
     """
@@ -119,12 +119,12 @@ def with_padding(inputs: dict[str, Any], *scored_BC: Tensor) -> tuple[dict[str, 
 
 
 def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> dict[str, Tensor]:
-    """The old policy's log-probs, 0 where nothing was scored, as a micro-batch keeps them."""
+    """Return the entries of a micro-batch that keep the old policy's log-probs, 0 where nothing was scored."""
     return dict(zip(KEPT, (log_probs_BC, tokens_BC), strict=True))
 
 
 def with_scored(inputs: dict[str, Any]) -> dict[str, Any]:
-    """A micro-batch of a checkpoint. In one without the mask, NaN marks what was not scored, and inf stands for NaN."""
+    """Return a checkpoint's micro-batch with `SCORED`. If it is missing, NaN means "not scored", and inf means NaN."""
     old_BC = inputs.get("old_per_token_logps")
     if old_BC is None or SCORED in inputs:
         return inputs
@@ -133,13 +133,13 @@ def with_scored(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
-    """The token ids of a row's prompt."""
+    """Return the token ids of a row's prompt."""
     ids: list[int] = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
     return ids
 
 
 def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
-    """The log-probs that came with the completions: `(B, C)`, NaN where the sampler has none."""
+    """Return the sampler's log-probs of the completions: `(B, C)`, NaN where it gave none."""
     if "sampling_per_token_logps" not in inputs:
         raise ValueError(
             "`vllm_importance_sampling_correction` or `trust_sampling_log_probs` needs the sampler's log-probs, but "
@@ -150,7 +150,7 @@ def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
 
 
 class MicroBatchTotals(NamedTuple):
-    """Sums over a micro-batch, of all ranks."""
+    """Sums over the rows of a micro-batch on all ranks."""
 
     entropy: float  # over scored tokens
     scored_tokens: float
@@ -163,7 +163,7 @@ class MicroBatchTotals(NamedTuple):
     head: float  # tokens that the head scored
 
     def correct(self, metrics: dict[str, list[float]]) -> None:
-        """Make TRL's last `metrics` of training means over scored rows; remove them where no rank has scored a row."""
+        """Turn TRL's latest `metrics` into means over scored rows; remove them if no rank has scored a row."""
         skipped = self.rows - self.scored_rows
         if not skipped:
             return
@@ -176,7 +176,7 @@ class MicroBatchTotals(NamedTuple):
 
 
 def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int]) -> Tensor:
-    """This rank's `MicroBatchTotals`: `(9,)`, fp32. `ran` are the tokens of its last three fields."""
+    """Return this rank's `MicroBatchTotals`: `(9,)`, fp32. `ran` has the values of the last three fields."""
     tokens_BC, entropies_BC = loss_inputs.scored.tokens_BC, loss_inputs.entropies_BC.detach()
     rows = len(tokens_BC)
     counts = [rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *ran]

@@ -17,9 +17,9 @@ from .rows import ScoredTokens, is_rowwise
 
 @dataclass(frozen=True)
 class RowTokens:
-    """Tokens that each row adds to a forward, which computes a prompt once for all its rows."""
+    """The tokens that each row adds to a forward, in which rows with the same prompt share the prompt's tokens."""
 
-    prompt_B: list[int]  # the number of each row's prompt, equal where rows share it; -1 for a row that is left out
+    prompt_B: list[int]  # an id of each row's prompt, the same for rows that share it; -1 for a row that does not run
     prompt_tokens_B: list[int]
     own_tokens_B: list[int]  # of the completion
 
@@ -27,22 +27,22 @@ class RowTokens:
     def of(
         cls, batch: dict[str, Any], scored: ScoredTokens, *, packed: bool = True, shared: bool = True
     ) -> "RowTokens":
-        """Return the tokens of the rows of TRL's batch. Equal prompts get the same number.
+        """Return the tokens of each row of TRL's batch. Prompts are compared by content.
 
         Args:
-            packed (`bool`): whether padding, and what follows a row's last scored token, is left out.
-            shared (`bool`): whether rows of a forward share their prompt.
+            packed (`bool`): whether the forward leaves out padding and what follows a row's last scored token.
+            shared (`bool`): whether rows of a forward share equal prompts.
         """
         (rows, C), P = scored.tokens_BC.shape, batch["prompt_ids"].size(1)
         runs = {*(range(rows) if scored.every_row else scored.rows_R.tolist())}
-        # In one copy, for which the host waits
+        # One copy, so the host waits for the device once
         on_host = torch.cat([batch["prompt_ids"], batch["prompt_mask"], scored.tokens_BC], dim=1).cpu().numpy()
         ids_BP, mask_BP, tokens_BC = np.split(on_host, [P, 2 * P], axis=1)
         prompt_tokens, own_tokens = [P] * rows, [C] * rows
         prompts: Iterable[Hashable] = range(rows)
         if packed:
             prompt_tokens = np.count_nonzero(mask_BP, axis=1).tolist()
-            # The last scored token is predicted, and is no input
+            # The last scored token is only predicted; it is not an input
             own_tokens = (tokens_BC.any(axis=1) * (C - 1 - tokens_BC[:, ::-1].argmax(axis=1))).tolist()
         if packed and shared:
             prompts = (prompt_P.tobytes() for prompt_P in np.where(mask_BP, ids_BP, -1))
@@ -51,18 +51,18 @@ class RowTokens:
         return cls([x if row in runs else -1 for row, x in enumerate(prompt_B)], prompt_tokens, own_tokens)
 
     def by_prompt(self, rows: Sequence[int]) -> dict[int, list[int]]:
-        """`rows` by their prompt in their order, those left out under -1."""
+        """Return `rows` grouped by prompt, in their order; those that do not run are under -1."""
         groups: dict[int, list[int]] = defaultdict(list)
         for row in rows:
             groups[self.prompt_B[row]].append(row)
         return groups
 
     def of_rows(self, rows: Sequence[int]) -> int:
-        """Tokens of one forward over `rows`, which is never empty."""
+        """Return the number of tokens in one forward over `rows`, at least 1: a forward is never empty."""
         return max(1, sum(self.of_group(group) for group in self.by_prompt(rows).values()))
 
     def of_group(self, rows: Sequence[int]) -> int:
-        """Tokens of rows with one prompt."""
+        """Return the number of tokens of rows with the same prompt."""
         if self.prompt_B[rows[0]] == -1:
             return 0
         return self.prompt_tokens_B[rows[0]] + sum(self.own_tokens_B[row] for row in rows)
@@ -71,10 +71,10 @@ class RowTokens:
 def micro_batches_per_step(
     *, steps_per_generation: int, accumulation_steps: int, micro_batches_of_an_epoch: int | None, window_began: int
 ) -> int:
-    """How many slices of a generation batch, counted from its first, are sure to share an optimizer step.
+    """Return how many slices of a generation batch, counted from its first, are certain to share an optimizer step.
 
-    Optimizer steps follow every `accumulation_steps` micro-batches from `window_began` on, where an accumulation window
-    began (counted from the first micro-batch of all), and the end of every epoch.
+    An optimizer step follows every `accumulation_steps` micro-batches, counted from `window_began`, and the end of
+    every epoch. `window_began` is the number of micro-batches before some accumulation window, over the whole run.
     """
     if micro_batches_of_an_epoch is None:
         return 1
@@ -84,7 +84,7 @@ def micro_batches_per_step(
 def kept_together(
     batch: dict[str, Any], tokens: RowTokens, *, slices: int, micro_batches_per_step: int
 ) -> dict[str, Any]:
-    """`batch`, shuffled, with its rows in the order of `grouped_order`."""
+    """Return `batch`, which TRL has shuffled, with its rows in the order of `grouped_order`."""
     rows_of_a_slice = len(tokens.prompt_B) // slices
     order = grouped_order(tokens, rows_of_a_slice=rows_of_a_slice, micro_batches_per_step=micro_batches_per_step)
     order_on = cache(lambda device: torch.tensor(order, device=device))  # one copy from the host
@@ -98,10 +98,10 @@ def kept_together(
 
 
 def grouped_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_step: int) -> list[int]:
-    """The rows, reordered within each unit (the slices of one optimizer step) so that each slice has few prompts.
+    """Return the rows, reordered within each unit (the slices of one optimizer step) so that a slice has few prompts.
 
-    A unit is reordered only if that leaves fewer tokens, or as many in a smaller largest slice, and never if the
-    largest slice, and so memory, would grow.
+    A unit is reordered only if it then has fewer tokens, or the same number and a smaller largest slice. It is never
+    reordered if its largest slice, which determines the memory, would grow.
     """
     rows = len(tokens.prompt_B)
     size = rows_of_a_slice * micro_batches_per_step
@@ -117,9 +117,9 @@ def grouped_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_
 
 
 def _grouped(tokens: RowTokens, unit: list[int], capacity: int) -> list[list[int]]:
-    """The rows of a unit in slices of `capacity`: greedy, the largest group first, into the slice with fewest tokens.
+    """Return the rows of a unit in slices of `capacity`: the largest group first, into the slice with fewest tokens.
 
-    A slice without room for a group takes no further group. In the end, groups that fit nowhere fill what is left.
+    A slice without room for one group gets no later one either. In the end, groups that fit nowhere fill the gaps.
     """
     longest_first = sorted(unit, key=lambda row: -tokens.own_tokens_B[row])
     groups = [piece for group in tokens.by_prompt(longest_first).values() for piece in _pieces(group, capacity)]
@@ -145,7 +145,7 @@ def _grouped(tokens: RowTokens, unit: list[int], capacity: int) -> list[list[int
 
 
 def _pieces(group: list[int], capacity: int) -> Iterator[list[int]]:
-    """A group, sorted by length, in pieces of at most `capacity` rows with similar numbers of tokens."""
+    """Yield a group, sorted by length, in pieces of at most `capacity` rows with similar numbers of tokens."""
     full, rest = divmod(len(group), capacity)
     if rest:
         piece, group = _cut(group, rest)
@@ -155,6 +155,6 @@ def _pieces(group: list[int], capacity: int) -> Iterator[list[int]]:
 
 
 def _cut(rows: list[int], count: int) -> tuple[list[int], list[int]]:
-    """`count` of `rows`, which are sorted by length, at equal distances, and the others."""
+    """Return `count` of `rows` at equal distances, and the other rows. `rows` are sorted by length."""
     chosen = {(2 * i + 1) * len(rows) // (2 * count) for i in range(count)}
     return [rows[i] for i in sorted(chosen)], [row for i, row in enumerate(rows) if i not in chosen]

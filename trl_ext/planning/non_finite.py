@@ -1,4 +1,4 @@
-"""Losses that are not finite: the rows behind them, and bounds on exponentials that would overflow."""
+"""Losses that are not finite: which rows cause them, and bounds on exponentials that would overflow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ ON_NON_FINITE_LOSS = ("stop", "skip")
 
 
 def not_finite_rows(values: dict[str, Tensor | None], tokens_BC: Tensor) -> dict[int, list[str]]:
-    """The rows with a value that is not finite at one of `tokens_BC`, each with the names of these values in order.
+    """Return the rows with a value that is not finite at one of `tokens_BC`, each with these values' names in order.
 
-    `values` are of shape `(B,)`, `(B, 1)` or `(B, C)`. Of several that are not finite at one token, the first is named.
+    `values` have shape `(B,)`, `(B, 1)` or `(B, C)`. If several are not finite at one token, only the first is named.
     """
     rows: dict[int, list[str]] = {}
     named_BC = torch.zeros_like(tokens_BC)
@@ -31,24 +31,24 @@ def not_finite_rows(values: dict[str, Tensor | None], tokens_BC: Tensor) -> dict
 
 
 def labelled(inputs: dict[str, Tensor]) -> Tensor:
-    """The tokens of DPO's loss, at the positions that predict them: `(2B, S - 1)`, bool."""
+    """Return a mask of the tokens in DPO's loss, at the positions that predict them: `(2B, S - 1)`, bool."""
     return inputs["completion_mask"][:, 1:].bool()
 
 
 def prompt_of(inputs: dict[str, Tensor], row: int) -> list[int]:
-    """The token ids of the prompt of a row of DPO's batch."""
+    """Return the token ids of the prompt in a row of DPO's batch."""
     prompt_S = inputs["attention_mask"][row].bool() & ~inputs["completion_mask"][row].bool()
     ids: list[int] = inputs["input_ids"][row][prompt_S].tolist()
     return ids
 
 
 def steps_in_backward(optimizer: str) -> bool:
-    """Whether an optimizer, by its name in transformers, steps in every backward."""
+    """Whether an optimizer, given its name in transformers, steps in every backward."""
     return optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise")
 
 
 def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str) -> str | None:
-    """Why training cannot skip an optimizer step after its backward. `precision` is accelerate's mixed precision."""
+    """Return why training with accelerate's mixed `precision` cannot skip a step after its backward, or `None`."""
     if engine is not None and engine.startswith("DeepSpeed"):
         return f"{engine} steps in the backward"
     if steps_in_backward(optimizer):
@@ -81,7 +81,7 @@ BOUND = 40.0  # exp(40) is 2e17: a sum of squares of such gradients, their norm,
 
 
 def bounded_log_ratios(log_ratio: Tensor) -> Tensor:
-    """`log_ratio` unchanged, or at most `BOUND` if the sum of its exponentials overflows."""
+    """Return `log_ratio`, clamped to at most `BOUND` if the sum of its exponentials overflows."""
     return torch.where(log_ratio.exp().sum().isfinite(), log_ratio, log_ratio.clamp(max=BOUND))
 
 
@@ -96,16 +96,16 @@ def bounded_old_and_reference(
     bounds_ratio: bool,
     kl_times_ratio: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`old_BC` and `reference_BC` unchanged, or moved towards the policy where GRPO's loss would overflow.
+    """Return `old_BC` and `reference_BC`, brought closer to the policy where GRPO's loss would overflow.
 
-    The sums over the micro-batch of the ratio of policy to old policy, and of that of reference to policy in the KL
-    term, are checked separately.
+    Two sums over the micro-batch are checked separately: that of the ratio of policy to old policy, and in the KL term
+    that of the ratio of reference to policy.
 
     Args:
         tokens_BC (`Tensor`, bool): the tokens of the loss.
         scale (`Tensor`, scalar, *optional*): the largest factor of the ratio in the loss; None if the ratio is 1.
-        of_sequences, bounds_ratio, kl_times_ratio (`bool`): as in `GRPOPlan` and `GRPOFacts`. Of a sequence all tokens
-            move by the same amount. A ratio that the loss bounds stays, because the off-policy mask reads it too.
+        of_sequences, bounds_ratio, kl_times_ratio (`bool`): as in `GRPOPlan` and `GRPOFacts`. The tokens of a
+            sequence with one ratio change alike. A ratio that the loss bounds stays: the off-policy mask reads it too.
     """
     policy_BC, others_BC = policy_BC.detach(), ~tokens_BC
     if scale is not None:
@@ -132,9 +132,9 @@ def bounded_old_and_reference(
     return torch.where(too_large & tokens_BC & (excess > 0), moved_BC, old_BC), reference_BC
 
 
-# TRL's loss types that read the scores of an f-divergence, and the power in which they do
+# TRL's loss types that read the scores of an f-divergence, and the power to which they raise them
 _DEGREES = {"sigmoid": 1, "sigmoid_norm": 1, "hinge": 1, "exo_pair": 1, "robust": 1, "discopop": 1, "ipo": 2}
-_LARGEST_OF_ALPHA = 80.0  # TRL clamps the exponents of `alpha_divergence` here
+_LARGEST_OF_ALPHA = 80.0  # the limit to which TRL clamps exponents of `alpha_divergence`
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class PairExponential:
 
     divergence: str  # TRL's `f_divergence_type`
     power: float | None  # of a divergence whose scores are (exp(power * log-ratio) - 1) / power
-    degree: int  # the power in which the loss reads the scores
-    of_margin: bool  # the loss has exp(-beta * margin), the margin of chosen over rejected score
+    degree: int  # the power to which the loss raises the scores
+    of_margin: bool  # the loss has exp(-beta * margin), where the margin is chosen minus rejected score
     beta: float
     weight: float  # the factor of the exponential in the loss
 
@@ -152,7 +152,7 @@ class PairExponential:
     def of(
         cls, loss_type: str, divergence: str, *, alpha: float, beta: float, label_smoothing: float, weight: float
     ) -> "PairExponential | None":
-        """Return the exponential of a loss type that can overflow, or `None` if it has none."""
+        """Return the exponential of a loss type, or `None` if the loss has none that can overflow."""
         power = {"forward_kl": -1.0, "alpha_divergence": alpha - 1.0}.get(divergence)
         if power is not None and abs(power) < 1e-6:  # TRL's limit case
             divergence, power = "reverse_kl", None
@@ -165,10 +165,10 @@ class PairExponential:
         return cls(divergence, power, degree, of_margin, beta, weight)
 
     def bounded(self, ratio_2B: Tensor) -> Tensor:
-        """`ratio_2B` unchanged, or nearer to 0 in the pairs that make the sum over the micro-batch overflow.
+        """Return the log-ratios, brought nearer to 0 in the pairs that make the sum over the micro-batch overflow.
 
-        Where the loss exponentiates both of a pair, they move by the same amount: their order stays, and with it the
-        direction of the gradient.
+        If the loss exponentiates both log-ratios of a pair, both change by the same amount. So their order stays the
+        same, and with it the direction of the gradient.
         """
         weight = max(1.0, abs(self.weight))
         if self.power is not None:
@@ -196,7 +196,7 @@ class PairExponential:
         return scores_2B[0] - scores_2B[1]
 
     def _with_margin_at_bound(self, ratio_2B: Tensor, margin_B: Tensor) -> Tensor:
-        """`ratio_2B` with a margin raised to -`BOUND` / beta."""
+        """Return the log-ratios of pairs with their margins raised to -`BOUND` / beta."""
         wanted = -BOUND / self.beta
         if self.power is not None:
             return (self._exponents(ratio_2B) - (margin_B / wanted).log()) / self.power
@@ -210,14 +210,14 @@ class PairExponential:
 
 
 def _at_fault(size_B: Tensor) -> Tensor:
-    """Which of `size_B` make their sum overflow."""
+    """Return which of `size_B` make their sum overflow."""
     return ~size_B.sum().isfinite() & ~size_B.mul(len(size_B)).isfinite()
 
 
 def bounded_pairs(policy_2B: Tensor, reference_2B: Tensor, exponential: PairExponential) -> Tensor | None:
-    """`reference_2B` moved towards the policy where DPO's loss would overflow, or `None` if it does not.
+    """Return `reference_2B`, brought closer to the policy where DPO's loss would overflow; `None` if it does not.
 
-    Both are log-probs of chosen and rejected completions, without a gradient. A pair that is not finite stays.
+    Both are log-probs of chosen and rejected completions, without a gradient. Pairs that are not finite do not change.
     """
     ratio_2B = policy_2B - reference_2B
     ratio_2B = torch.where(ratio_2B.isfinite().all(dim=0), ratio_2B, 0.0)

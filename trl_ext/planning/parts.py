@@ -1,4 +1,4 @@
-"""A micro-batch in parts: which of its rows share a forward pass, given the maximum number of tokens in one.
+"""A micro-batch in parts: which of its rows share a forward pass, given the maximum number of tokens in a pass.
 
 Dimensions: B rows of a micro-batch, R rows that run, C completion tokens.
 """
@@ -17,16 +17,16 @@ from .rows import ScoredTokens, tokens_of
 
 @dataclass(frozen=True)
 class Parts:
-    """A micro-batch's scored tokens in parts, one forward each. Iterating makes one part at a time."""
+    """A micro-batch's scored tokens in parts, one forward each. Iterating builds one part at a time."""
 
     whole: ScoredTokens  # of the micro-batch
-    rows: list[list[int]]  # of each part, ascending; a part without rows runs one, and scores nothing
+    rows: list[list[int]]  # the rows of each part, ascending; a part without rows runs one row, and scores nothing
 
     @classmethod
     def of(cls, batch: dict[str, Any], scored: ScoredTokens, budget: int, *, packed: bool, shared: bool) -> "Parts":
-        """Few parts of at most `budget` tokens, with a prompt's rows in one part where there is room.
+        """Return few parts of at most `budget` tokens, with a prompt's rows in one part where there is room.
 
-        A row with more tokens gets its own part.
+        A row with more tokens than `budget` gets its own part.
         """
         tokens = RowTokens.of(batch, scored, packed=packed, shared=shared)
         pieces: list[list[int]] = []
@@ -47,11 +47,11 @@ class Parts:
             yield ScoredTokens(part_R if rows else rows_R[:1], kept_BC)
 
     def at_least(self, count: int) -> "Parts":
-        """`count` parts: added ones come first, and have no rows."""
+        """Return at least `count` parts. If some must be added, they come first and have no rows."""
         return Parts(self.whole, [[]] * (count - len(self)) + self.rows)
 
     def tokens_left_out(self, batch: dict[str, Any]) -> int:
-        """How many tokens of `batch`, padding included, are in no part; negative where parts without rows run more."""
+        """Return how many tokens of `batch`, with padding, no part runs, minus those that parts without rows run."""
         rows = len(self.whole.tokens_BC)
         return tokens_of(batch) // rows * (rows - sum(len(part) or 1 for part in self.rows))
 

@@ -20,7 +20,7 @@ class Decision:
     action: Action  # "reuse": existing values; "skip": nothing needs them
     reason: str  # for the user
     routine: bool = False  # as in TRL, or nothing that a user must know: only the verbose table has it
-    folder: str | None = None  # where values are kept, to follow the reason
+    folder: str | None = None  # where values are stored; shown after the reason
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", self.reason[:1].upper() + self.reason[1:])
@@ -28,25 +28,25 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The decisions of one trainer, in the order of the passes, and warnings for before training."""
+    """The decisions of one trainer, in the order of the passes, and warnings to show before training."""
 
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...] = ()
     verbose: bool = False  # whether the table has every decision
 
     def __getitem__(self, name: str) -> Decision:
-        """The decision called `name`; `KeyError` with the known names if there is none."""
+        """Return the decision called `name`; raise `KeyError` with the known names if there is none."""
         known = {decision.name: decision for decision in self.decisions}
         if name not in known:
             raise KeyError(f"The plan has no row `{name}`. Choose from: {', '.join(known)}.")
         return known[name]
 
     def __str__(self) -> str:
-        """The table, as wide as the terminal."""
+        """Return the table, as wide as the terminal."""
         return self.table(min(shutil.get_terminal_size((_WIDTH, 0)).columns, _WIDEST))
 
     def table(self, width: int = _WIDTH, *, folders: bool = True) -> str:
-        """A table of three columns: pass, action, reason. Without `folders` it has no local path."""
+        """Return a table of three columns: pass, action, reason. Without `folders`, it has no local path."""
         lines = []
         for decision in self.decisions:
             if decision.routine and not self.verbose:
@@ -68,7 +68,7 @@ class Plan:
 
 
 def _with_tilde(folder: str) -> str:
-    """`folder`, with `~` for the user's home."""
+    """Return `folder`, with `~` for the user's home."""
     home = os.path.join(os.path.expanduser("~"), "")
     return f"~{os.sep}{folder.removeprefix(home)}" if folder.startswith(home) else folder
 
@@ -80,8 +80,8 @@ _SWITCH_OFF = "switch dropout off (`disable_dropout`, `lora_dropout`, `attention
 class PackingFacts:
     """What is known before packing is decided."""
 
-    padding_free: bool | None  # the options; None: if supported
-    share_prompts: bool | None
+    padding_free: bool | None  # the user's option; None: if supported
+    share_prompts: bool | None  # likewise
     unsupported: str | None  # why one row cannot hold several sequences; `padding_free=False` is a reason, too
     unshared: str | None  # why rows cannot share their leading tokens
     active_dropout: bool  # two passes over the same tokens differ in training
@@ -109,7 +109,7 @@ def check_packing_options(facts: PackingFacts) -> None:
 
 
 def plan_packing(facts: PackingFacts) -> PackingPlan:
-    """The plan that follows from `facts`."""
+    """Return the plan that follows from `facts`."""
     runs = facts.padding_free is not False and not facts.unsupported
     if not runs:
         against = "`padding_free=False`" if facts.padding_free is False else facts.unsupported
@@ -143,7 +143,7 @@ class SkipCounts:
         self._totals.setdefault(mode, Counter()).update(counts)
 
     def take(self, mode: str) -> dict[str, float]:
-        """The totals by their names in the logs; absent, not zero, where nothing was counted."""
+        """Return the totals by their names in the logs; absent, not zero, where nothing was counted."""
         totals = self._totals.pop(mode, None)
         return {} if totals is None else {f"skipped/{name}": float(totals[name]) for name in sorted(self._known[mode])}
 
@@ -161,5 +161,5 @@ class TokenCounts:
         self._totals[mode].update(dict(zip(self.NAMES, counts, strict=True)))
 
     def take(self, mode: str) -> dict[str, float]:
-        """The totals by their names in the logs, without those that are zero."""
+        """Return the totals by their names in the logs, without those that are zero."""
         return {name: float(count) for name, count in self._totals.pop(mode, {}).items() if count}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """The tokens of a batch whose log-probs can change the loss or a metric."""
+    """The rows of a batch that run, and the tokens whose log-probs are computed."""
 
     rows_R: Tensor  # the rows that run, ascending; at least one, because every rank runs a pass
     tokens_BC: Tensor  # bool: the tokens that are scored, all of them in these rows
@@ -28,9 +28,9 @@ class ScoredTokens:
         return ~self.tokens_BC
 
     def spread(self, values_RC: Tensor) -> Tensor:
-        """`values_RC` as `(B, C)`, with 0 where nothing was scored.
+        """Return `values_RC` as `(B, C)`, with 0 where nothing was scored.
 
-        It stays in the graph of `values_RC`, even if no token is scored.
+        The result depends on `values_RC` in the autograd graph, even if no token is scored.
         """
         values_BC = values_RC
         if not self.every_row:
@@ -38,13 +38,13 @@ class ScoredTokens:
         return values_BC.masked_fill(self.unscored_BC, 0.0)
 
     def tokens_left_out(self, batch: dict[str, Any]) -> int:
-        """The number of skipped tokens of `batch`, padding included."""
+        """Return the number of skipped tokens of `batch`, padding included."""
         return tokens_of(batch) // len(self.tokens_BC) * (len(self.tokens_BC) - len(self.rows_R))
 
     def labelled(self, model: Callable[..., Any], outputs: tuple[str, ...]) -> Callable[..., Any]:
-        """`model(..., labels=labels)`, which scores only these tokens, and computes `outputs` of them.
+        """Return a function that calls `model(..., labels=labels)` to compute `outputs` for these tokens only.
 
-        Call it with the R rows, whole or in successive chunks.
+        Call it with the R rows, all at once or in successive chunks.
         """
         unscored_RC = self.unscored_BC if self.every_row else self.unscored_BC[self.rows_R]
         start = 0
@@ -59,32 +59,32 @@ class ScoredTokens:
         return call
 
     def fed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The entries of `batch` that a pass reads, for the R rows. Batches with images always run whole."""
+        """Return the entries of `batch` that a pass reads, for the R rows. With images, all rows of a batch run."""
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         return batch if self.every_row else {name: batch[name][self.rows_R] for name in names}
 
 
 def is_rowwise(value: Any) -> bool:
-    """Whether an entry of TRL's batch holds one item a row: its only scalar is the number of items."""
+    """Whether an entry of TRL's batch has one item per row. Its only scalar tensor is the number of items."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
 def tokens_of(batch: dict[str, Any]) -> int:
-    """How many tokens TRL runs for `batch`, padding included."""
+    """Return how many tokens TRL processes for `batch`, padding included."""
     return batch["prompt_ids"].numel() + batch["completion_ids"].numel()
 
 
 def every_token(batch: dict[str, Any], *, of_tools: bool = False) -> ScoredTokens:
-    """Every row, and every token of the loss; with `of_tools` also the tokens that a tool wrote."""
+    """Return every row, and every token of the loss; with `of_tools` also the tokens that a tool wrote."""
     tokens_BC = batch["completion_mask"].bool() if of_tools else loss_mask(batch)
     return ScoredTokens(torch.arange(len(tokens_BC), device=tokens_BC.device), tokens_BC)
 
 
 def scored_tokens(batch: dict[str, Any], *, skip_masked: bool, skip_zero_advantages: bool) -> ScoredTokens:
-    """The tokens of the loss, without those of dead rows: rows without a token in the loss if `skip_masked`, rows whose
-    advantage is exactly 0 if `skip_zero_advantages`.
+    """Return the tokens of the loss, without those of dead rows.
 
-    Tokens of padding, of masked completions and of tools are never scored: the loss multiplies them by 0.
+    With `skip_masked`, rows without a token in the loss are dead, and with `skip_zero_advantages` rows whose advantage
+    is exactly 0. The loss multiplies tokens of padding, masked completions and tools by 0, so they are never scored.
     """
     tokens_BC = loss_mask(batch)
     live_B = tokens_BC.any(dim=1) if skip_masked else torch.ones_like(tokens_BC[:, 0])
@@ -98,12 +98,12 @@ def scored_tokens(batch: dict[str, Any], *, skip_masked: bool, skip_zero_advanta
 
 
 def zero_advantages(advantages: Tensor) -> Tensor:
-    """The rows whose advantage is exactly 0, or each of them if tokens have their own: `(B,)`, bool."""
+    """Return which rows have an advantage of exactly 0, at every token if tokens have their own: `(B,)`, bool."""
     return (advantages == 0).reshape(len(advantages), -1).all(dim=1)
 
 
 def loss_mask(batch: dict[str, Any]) -> Tensor:
-    """The completion tokens of TRL's loss: `(B, C)`, bool."""
+    """Return a mask of the completion tokens in TRL's loss: `(B, C)`, bool."""
     mask_BC = batch["completion_mask"]
     if "tool_mask" in batch:
         mask_BC = mask_BC * batch["tool_mask"]
@@ -111,14 +111,14 @@ def loss_mask(batch: dict[str, Any]) -> Tensor:
 
 
 def rows_of_equal_rewards(rewards_BF: Tensor, weights_F: Tensor, group_size: int, *, normalized_apart: bool) -> Tensor:
-    """The rows of groups whose rewards are all identical: `(B,)`, bool.
+    """Return which rows belong to a group whose rewards are all identical: `(B,)`, bool.
 
     Their advantage is 0 in exact arithmetic. In fp32 the mean of equal numbers can differ from them in the last bit,
     and TRL divides the difference by a standard deviation of about 0 plus 1e-4: eight rewards of 0.7 get advantages of
     6e-4. A completion that no function scores (NaN from each) already has advantage 0.
 
     Args:
-        rewards_BF (`Tensor`): rewards of all ranks and F functions, NaN where one gave none; groups are contiguous.
+        rewards_BF (`Tensor`): rewards of F functions on all ranks, NaN where one gave none; groups are contiguous.
         weights_F (`Tensor`): the functions' weights.
         normalized_apart (`bool`): whether TRL normalises each function's rewards before it adds them
             (`multi_objective_aggregation="normalize_then_sum"`). Then the rewards of each function must be identical.
@@ -131,6 +131,6 @@ def rows_of_equal_rewards(rewards_BF: Tensor, weights_F: Tensor, group_size: int
     missing_GSK = values_GSK.isnan()
     lowest_GK = values_GSK.masked_fill(missing_GSK, torch.inf).amin(dim=1)
     highest_GK = values_GSK.masked_fill(missing_GSK, -torch.inf).amax(dim=1)
-    # Without any value the lowest is +inf and the highest -inf
+    # Without any value, the lowest is +inf and the highest -inf
     equal_G = (lowest_GK >= highest_GK).all(dim=1)
     return equal_G.repeat_interleave(group_size)

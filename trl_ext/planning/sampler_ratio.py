@@ -23,7 +23,7 @@ class RatioRule:
     highest: float | None
 
     def bounded(self, ratio: Tensor) -> Tensor:
-        """`ratio`, clamped to the bounds, or 0 outside of them in the mask modes."""
+        """Return `ratio`, clamped to the bounds, or in the mask modes set to 0 outside of them."""
         lowest = -math.inf if self.lowest is None else self.lowest
         highest = math.inf if self.highest is None else self.highest
         if self.mode.endswith("truncate"):
@@ -33,16 +33,16 @@ class RatioRule:
 
 @dataclass(frozen=True)
 class SamplerRatio:
-    """The ratio of one micro-batch: `(B, C)`, or `(B, 1)` for sequences; T tokens with both log-probs."""
+    """The ratio of one micro-batch: `(B, C)`, or `(B, 1)` for sequences. T tokens have both log-probs."""
 
-    ratio: Tensor  # where nothing was scored, or the sampler has no log-prob, that of a log-ratio of 0
-    unbounded: Tensor  # before the rule bounds it; finite
-    counted: Tensor  # bool: the entries of both that were scored
+    ratio: Tensor  # computed with a log-ratio of 0 where nothing was scored or the sampler has no log-prob
+    unbounded: Tensor  # the ratio before the rule bounds it; finite
+    counted: Tensor  # bool: which entries of the two were scored
     log_ratio_T: Tensor  # old policy minus sampler
 
     @classmethod
     def of(cls, old_BC: Tensor, sampler_BC: Tensor, tokens_BC: Tensor, rule: RatioRule) -> "SamplerRatio":
-        """From the log-probs of the tokens that are scored."""
+        """Return the ratio, from the log-probs of the scored tokens."""
         known_BC = tokens_BC & ~sampler_BC.isnan()
         log_ratio_BC = torch.where(known_BC, old_BC - sampler_BC, 0.0)
         log_ratio, counted = log_ratio_BC, tokens_BC
@@ -52,7 +52,7 @@ class SamplerRatio:
         return cls(rule.bounded(unbounded), unbounded, counted, log_ratio_BC[known_BC])
 
     def statistics(self) -> Tensor:
-        """This rank's part of `sampler_metrics`: sum, minimum, maximum and count of each of five values, `(5, 4)`."""
+        """Return what `sampler_metrics` reads of this rank: sum, minimum, maximum, count of five values, `(5, 4)`."""
         ratio, unbounded = self.ratio[self.counted], self.unbounded[self.counted]
         log_ratio = self.log_ratio_T
         mismatch = torch.expm1(log_ratio) - log_ratio
@@ -67,14 +67,14 @@ class SamplerRatio:
 
 
 def sampler_metrics(statistics: Tensor) -> dict[str, float]:
-    """The metrics of all ranks; none where no rank has scored anything.
+    """Return the metrics of all ranks; none if no rank has scored anything.
 
     Args:
         statistics (`Tensor` of shape `(W, 5, 4)`): `SamplerRatio.statistics` of each rank.
 
     Returns:
-        `sampling/importance_sampling_ratio/{min,mean,max}` as in TRL, and as `_unclipped` those of the unbounded
-        ratio; the share of entries that the bounds changed; the largest and mean difference of the log-probs;
+        `sampling/importance_sampling_ratio/{min,mean,max}` as in TRL, and with `_unclipped` in the name those of the
+        unbounded ratio; the share of entries that the bounds changed; the largest and mean difference of the log-probs;
         `sampling/mismatch_kl`, the estimate E[r - log r - 1] of KL(sampler || old policy) (the "k3" of
         http://joschu.net/blog/kl-approx.html).
     """

@@ -97,7 +97,7 @@ class AdapterChoice:
 
 
 class OwnReference:
-    """A reference that is computed by the policy model, with other adapters or other values.
+    """A reference that the policy model computes, with other adapters or other values of its parameters.
 
     Training changes some parameters that the reference reads. During a reference pass, *copies* of their values before
     training replace the policy's values. They are written in-place, because DDP, FSDP2, ZeRO-1, ZeRO-2 and the
@@ -109,10 +109,10 @@ class OwnReference:
             `"trl"`: the adapter "ref" if there is one, otherwise no adapter. `"named"`: the adapter `adapter`.
             `"initial"`: the policy's adapter with its current values.
         adapter (`str`, *optional*): for `"named"`.
-        moves (`bool`): whether training moves the copies towards the policy.
+        moves (`bool`): whether training updates the copies towards the policy (`sync_ref_model`).
 
     Attributes:
-        copies (`dict[str, Tensor]`): the reference's values of parameters of the policy, by parameter name.
+        copies (`dict[str, Tensor]`): the reference's values for parameters of the policy, by parameter name.
     """
 
     def __init__(self, policy: PeftModel, source: Source, adapter: str | None = None, moves: bool = False) -> None:
@@ -155,7 +155,7 @@ class OwnReference:
                 self.copies[name] = param.detach().clone()
 
     def begin_as_base(self, fresh: Any) -> None:
-        """Make the copies of a `fresh` adapter add nothing to the base model. Raises `ValueError` if that cannot be."""
+        """Make the copies of a `fresh` adapter add nothing to the base model; `ValueError` if that is impossible."""
         begins = "With `sync_ref_model=True` and `peft_config`, the reference starts as the base model"
         if fresh.is_prompt_learning:
             raise ValueError(
@@ -198,7 +198,7 @@ class OwnReference:
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each copied parameter of the policy with its copy, which is sharded like the parameter."""
         if self.copies:
-            reshard(self.policy)  # FSDP2 frees a gathered parameter later, with what was written to it
+            reshard(self.policy)  # what is written to a parameter that FSDP2 has gathered is lost later
         found = []
         for name, copy in self.copies.items():
             param = self.policy.get_parameter(name)
@@ -212,10 +212,10 @@ class OwnReference:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Turn the policy into the reference within. Afterwards, even after an error, restore it.
+        """Turn the policy into the reference in the `with` block, and restore it afterwards, even after an error.
 
-        `requires_grad` stays as it is: FSDP2 chooses the dtype of gradients in the first forward pass, which this may
-        be, from the parameters that require one then.
+        `requires_grad` stays as it is: in the first forward pass, which this may be, FSDP2 chooses the dtype of
+        gradients from the parameters that require one.
         """
         policy = self.policy
         trained = [(param, param.requires_grad) for param in policy.parameters()]
@@ -234,7 +234,7 @@ class OwnReference:
 
     @contextmanager
     def copies_in_place(self) -> Iterator[None]:
-        """Give the policy's parameters the values of the copies within."""
+        """Give the policy's parameters the values of the copies in the `with` block."""
         pairs = self.pairs()
         held = [(param, param.detach().clone()) for param, _ in pairs]
         try:
@@ -247,10 +247,10 @@ class OwnReference:
         for param, value in values:
             param.data.copy_(value)  # hidden from autograd, because the old value is back before a backward reads it
         if values:
-            reshard(self.policy)  # parameters that stay gathered, as after an evaluation, keep the old values
+            reshard(self.policy)  # else parameters that stay gathered, as after an evaluation, keep old values
 
     def load(self, folder: Path) -> None:
-        """Read the copies from a checkpoint. Raises `ValueError` if the reference moves and they are missing."""
+        """Read the copies from a checkpoint. Raises `ValueError` if training updates them and they are missing."""
         if not load_weights(self.copies, folder) and self.moves:
             raise ValueError(
                 f"The checkpoint {folder} has no `{FILE}`, which `sync_ref_model=True` needs to resume. Choose a "
@@ -312,7 +312,7 @@ def trained_beside(policy: Any) -> list[str]:
 
 
 def _restore_trained(trained: list[tuple[Any, bool]]) -> None:
-    """Undo that PEFT sets `requires_grad` on every parameter of an adapter that it turns on or off."""
+    """Restore `requires_grad`, which PEFT sets on every parameter of an adapter that it turns on or off."""
     for param, was in trained:
         if param.requires_grad != was:
             param.requires_grad_(was)
@@ -320,7 +320,7 @@ def _restore_trained(trained: list[tuple[Any, bool]]) -> None:
 
 @contextmanager
 def _adapter_on(policy: Any, name: str) -> Iterator[None]:
-    """Turn on only the adapter `name` within."""
+    """Turn on only the adapter `name` in the `with` block."""
     before, every = policy.active_adapter, _active_adapters(policy)
     try:
         policy.set_adapter(name)
@@ -332,7 +332,7 @@ def _adapter_on(policy: Any, name: str) -> Iterator[None]:
 
 
 def _active_adapters(policy: Any) -> list[str]:
-    """Return the adapters that are on. There can be several if the tuner below the `PeftModel` was set so."""
+    """Return the adapters that are on. There are several if they were set on the tuner below the `PeftModel`."""
     if policy.active_peft_config.is_prompt_learning:
         return [policy.active_adapter]
     return list(policy.base_model.active_adapters)
@@ -349,8 +349,8 @@ def _trl_copies_whole(policy: Any) -> bool:
     """Whether the adapter "ref" that TRL makes from "default" is an exact copy.
 
     TRL copies tensors with ".default." in their names, but names of IA3, VeRA, LoHa and trained tokens end in
-    ".default". PEFT supports only one adapter with a bias. Making an adapter that starts from weights of the base
-    changes the policy.
+    ".default". PEFT supports only one adapter with a bias. Creating an adapter that starts from weights of the
+    base changes the policy.
     """
     of_default = [name for name, _ in policy.named_parameters() if "default" in name.split(".")]
     config = policy.peft_config["default"]

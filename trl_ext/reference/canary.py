@@ -25,8 +25,8 @@ _ARRAYS = (*NEEDED, "values")
 class Tolerance(NamedTuple):
     """How much two passes of one reference over the same sequence may differ."""
 
-    off: float  # of a log-prob x, in units of max(1, |x|)
-    share: float  # of the tokens that may differ by more
+    off: float  # difference of a log-prob x, in units of max(1, |x|)
+    share: float  # share of the tokens that may differ by more
 
 
 # For fp32, and for lower precision, where log-probs depend visibly on the shape of the batch
@@ -79,11 +79,11 @@ class Canary:
         return int(self.arrays["input_ids"].size)
 
     def batch(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the rows like a batch of TRL's collator."""
+        """Return the rows as a batch like those of TRL's collator."""
         return {name: torch.as_tensor(self.arrays[name], device=device) for name in NEEDED}
 
     def difference(self, log_probs: Tensor, tolerance: Tolerance) -> str | None:
-        """Describe how `log_probs` `(R, S - 1)` differ from the canary's; None if they are within `tolerance`."""
+        """Return how `log_probs` `(R, S - 1)` differ from the canary's; None if they are within `tolerance`."""
         labelled = self.arrays["completion_mask"][:, 1:] != 0
         then, now = (x[labelled] for x in (self.arrays["values"], log_probs.float().cpu().numpy()))
         off = np.abs(now - then)

@@ -21,9 +21,9 @@ _NOT_IN_LOGITS = {"training", "gradient_checkpointing", "name_or_path", "compute
 
 
 def code_of(model: nn.Module) -> list[str]:
-    """Return the name of `model`'s class, then the classes of its modules, and bases, outside of versioned packages.
+    """Return the name of `model`'s class, then the classes of its modules, and their bases, that have no known version.
 
-    Each of these comes with a hash of its source file, or `"unknown"` if the file cannot be read.
+    Each of the latter comes with a hash of its source file, or `"unknown"` if the file cannot be read.
     """
     parts: set[Any] = {type(module) for module in model.modules()}
     names = {name for part in parts for name in _unversioned(part)}
@@ -55,7 +55,7 @@ def _source_hash(part: type) -> str:
 def state_of(module: nn.Module) -> list[Any]:
     """Return the class of `module`, its attributes that are plain values, and the code of foreign functions on it.
 
-    Such functions are attributes and hooks, for example replaced methods.
+    These are attributes and hooks from other packages than those above, for example replaced methods.
     """
     attributes = {
         name: value
@@ -78,7 +78,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _foreign_code(value: Any, seen: set[int]) -> Iterator[str]:
-    """Yield a hash of the code, and the numbers, of each foreign function that `value` is or holds."""
+    """Yield a hash of the code of each foreign function that `value` is or contains, and the numbers in it."""
     if id(value) in seen:
         return
     seen.add(id(value))

@@ -33,7 +33,7 @@ class HostedReference:
         device (`torch.device`): where `model` computes. A CUDA device copies on a separate stream.
 
     Attributes:
-        layer_bytes (`int`), rest_bytes (`int`): of the largest decoder layer, and of the weights outside of layers.
+        layer_bytes (`int`), rest_bytes (`int`): the size of the largest decoder layer, and of the weights outside.
 
     Raises:
         `ValueError`: the model is spread over devices or ranks, is quantized, or has no list of layers.
@@ -84,21 +84,21 @@ class HostedReference:
         self._leave()  # an interrupt may have stopped the last call
         rest = torch.empty(self._rest.size, dtype=torch.uint8, device=self._device)
         self._places = [_Place(torch.empty(self.layer_bytes, dtype=torch.uint8, device=self._device)) for _ in range(2)]
-        # Kernels that still run may use this memory
+        # Kernels that are still running may use this memory
         _wait(self._copies, _event(self._compute))
         rest.copy_(self._rest.host, non_blocking=True)
         self._rest.point_at(rest)
         self._fetch(0)
 
     def _leave(self) -> None:
-        # A layer that was not called may still be copied
+        # The copy of a layer that was not called may still be running
         _wait(self._compute, _event(self._copies))
         for group in (self._rest, *self._layers):
             group.point_at(group.host)
         self._places = []
 
     def _fetch(self, index: int) -> None:
-        """Start the copy of layer `index` to its place, to run after the layer there has computed."""
+        """Start copying layer `index` to its place. The copy waits until the layer there has computed."""
         place, group = self._places[index % 2], self._layers[index]
         if place.layer == index:
             return
@@ -142,7 +142,7 @@ class _Group:
         self.point_at(self.host)
 
     def _pinned(self, memory: Tensor) -> Tensor:
-        """Return whole pages of `memory`, locked. torch's `pin_memory` takes the next power of two of bytes."""
+        """Return whole pages of `memory`, locked. torch's `pin_memory` would round the size up to a power of two."""
         pages = -(-self.size // _PAGE) * _PAGE
         part = memory[-memory.data_ptr() % _PAGE :][:pages]
         error = torch.cuda.cudart().cudaHostRegister(part.data_ptr(), pages, 0)

@@ -125,7 +125,7 @@ def write_file(path: Path, content: bytes) -> Path:
 
 
 def read_segment(path: Path, identity: str) -> Segment | None:
-    """Return the file's entries; None, with a warning, if its index is damaged or it is of another reference.
+    """Return the file's entries; None, with a warning, if its index is damaged or belongs to another reference.
 
     Raises `FileNotFoundError` if another process has merged the file into a new one.
     """

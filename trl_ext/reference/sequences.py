@@ -13,7 +13,7 @@ from torch import Tensor
 
 COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
-# The entries of a batch that identify a sequence in the store. Other model inputs, such as pixel values, do not
+# The entries of a batch that identify a sequence in the store. Batches with other model inputs are not stored
 NEEDED = ("input_ids", "attention_mask", "completion_mask")
 _OF_PAIRS = {*COLUMNS, "chosen_reward", "rejected_reward"}
 
@@ -35,7 +35,7 @@ class Sequences:
         keys (`list[bytes]`, *optional*):
             16 bytes per row, from its token ids and masks up to its last token. `None` if the batch has other model
             inputs, which the keys would not include.
-        lengths (`ndarray`): columns of each row up to its last token, with padding on the left; if there are keys.
+        lengths (`ndarray`): number of columns of each row up to its last token; set only if there are keys.
     """
 
     def __init__(self, batch: dict[str, Any], identity: str) -> None:
@@ -109,7 +109,7 @@ def check_column_values(dataset: Any, where: str) -> None:
 
 
 def check_batch(batch: dict[str, Any]) -> None:
-    """Raise `ValueError` if a value of a collated batch is not finite."""
+    """Raise `ValueError` if a value in the columns of a collated batch is not finite."""
     for column in COLUMNS:
         if not torch.isfinite(batch[column]).all():
             raise ValueError(f"`{column}` must contain finite numbers, got {batch[column]} in a batch. {_WHAT_TO_DO}")

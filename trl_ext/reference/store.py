@@ -16,7 +16,7 @@ from .sequences import Sequences
 
 logger = logging.getLogger("trl_ext")
 
-# How many files of about the same size are merged, and the limit of the result. An entry is written log n times
+# How many files of similar size are merged, and the most bytes of the result. An entry is written about log n times
 _MERGED, _LARGEST = 8, 128 * 2**20
 
 
@@ -31,7 +31,7 @@ class MemoryStore:
         return self._held.get(key)
 
     def find(self, sequences: Sequences) -> dict[int, NDArray[np.float32]]:
-        """Return the log-probs of the rows of a batch that are stored."""
+        """Return the stored log-probs of a batch, by row; rows that are not stored are absent."""
         found = {}
         for row, key in enumerate(sequences.keys or []):
             values = self.get(key)
@@ -82,7 +82,7 @@ class DiskStore(MemoryStore):
         self._flush_bytes, self._flush_seconds = flush_bytes, flush_seconds
         self._bytes, self._flushed_at = 0, time.monotonic()
         self._seen: set[str] = set()
-        # Entries are numbered across files: `_places` has the number of a key, `_starts` of a file's first entry
+        # Entries are numbered across files: `_places` has the number of each key's, `_starts` of each file's first
         self._files: list[Segment | None] = []
         self._starts: list[int] = []
         self._entries = 0
@@ -159,12 +159,12 @@ class DiskStore(MemoryStore):
             self._scan_folder()
 
     def _reads(self, number: int, segment: Segment) -> bool:
-        """Whether an entry is read from this file."""
+        """Whether `get` reads an entry from this file."""
         first = self._starts[number]
         return any(first <= self._places.get(key, -1) < first + len(segment) for key in segment.keys)
 
     def _merge(self) -> None:
-        """Merge several small files into one. They are deleted after the new file is on disk."""
+        """Merge several small files into one, and delete them when the new file is on disk."""
         while self._merges and (segments := _to_merge([x for x in self._files if x is not None])):
             try:
                 entries: Entries = {}

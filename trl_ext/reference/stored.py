@@ -1,4 +1,4 @@
-"""Reference log-probs of a batch, from the store and from one reference pass for the rows that it lacks."""
+"""Reference log-probs of a batch, from the store and, for rows that the store lacks, from one reference pass."""
 
 import logging
 import random
@@ -18,7 +18,7 @@ from .store import DiskStore, MemoryStore
 
 logger = logging.getLogger("trl_ext")
 
-_MOST_FOLDERS = 8  # the newest ones are checked
+_MOST_FOLDERS = 8  # only the newest ones are checked
 
 # A batch of shape `(rows, width)` -> log-probs of shape `(rows, width - 1)`, 0 without a label
 ReferencePass = Callable[[dict[str, Any]], Tensor]
@@ -28,7 +28,7 @@ ReferencePass = Callable[[dict[str, Any]], Tensor]
 class Variants:
     """The folders on disk of one reference.
 
-    The identity does not include every change of a model in memory, so a run uses a folder only if its reference
+    The identity does not cover every change to a model in memory. So a run uses a folder only if its reference
     reproduces the log-probs of the folder's canary.
     """
 
@@ -54,7 +54,7 @@ class Variants:
 
 
 class BatchLogProbs(NamedTuple):
-    """Reference log-probs of one batch, and their cost. Token counts are of all ranks and include padding."""
+    """Reference log-probs of one batch, and their cost. Token counts cover all ranks and include padding."""
 
     log_probs: Tensor  # fp32 `(2B, S - 1)`; 0 without a label, and if not `wanted`
     passes: int  # passes that ran, including canary checks; the same on every rank
@@ -73,7 +73,7 @@ class StoredReference:
         identity (`str`): the identity of the reference, a part of each key.
         gather_counts (`Callable`), gather (`Callable`): gather a list of integers, or an object, from all ranks.
         agreed (`Callable`):
-            Returns the object of the first of the ranks that have the same batch: their passes need the same rows.
+            Returns on all ranks with the same batch the first one's object, because their passes need the same rows.
         variants (`Variants`, *optional*):
             The stores on disk. At the first batch, the first rank chooses the store whose canary the reference
             reproduces, or a new one.
@@ -97,7 +97,7 @@ class StoredReference:
     def __call__(self, batch: dict[str, Any], reference_pass: ReferencePass, wanted: bool = True) -> BatchLogProbs:
         """Return the reference log-probs of `batch`, see [`Sequences`]. Every rank calls it with its own batch.
 
-        `wanted`: whether this rank needs the log-probs; without, it only takes part in passes for other ranks.
+        `wanted`: whether this rank needs the log-probs. If not, it only takes part in passes for other ranks.
         """
         sequences = Sequences(batch, self.identity)
         rows, width = sequences.shape
@@ -132,7 +132,7 @@ class StoredReference:
     def difference(
         self, reference_pass: ReferencePass, device: torch.device, canary: Canary | None = None
     ) -> str | None:
-        """Describe how the reference differs from `canary` (or the open store's), or None. Every rank calls it."""
+        """Return how the reference differs from `canary` (by default the open store's), or None. All ranks call it."""
         canary = canary or self.canary
         if canary is None or self._variants is None:
             return None
@@ -141,7 +141,7 @@ class StoredReference:
         return self._of_first(canary.difference(log_probs, self._variants.tolerance))
 
     def _search(self, sequences: Sequences, reference_pass: ReferencePass, wanted: bool) -> list[int]:
-        """Open this reference's store on disk, if there is one. Return the tokens of each pass that this took."""
+        """Open this reference's store on disk, if there is one. Return how many tokens each pass for this took."""
         if self._variants is None or self._searched:
             return []
         if not any(count[0] for count in self._gather_counts([int(wanted and sequences.keys is not None)])):
@@ -167,7 +167,7 @@ class StoredReference:
 
     def _add(self, sequences: Sequences, fresh: dict[int, Any]) -> None:
         """Store the results of a pass. Open a new store on disk if none was found and a row can be its canary."""
-        # Not finite values are not stored: another pass may not overflow
+        # Values that are not finite are not stored, because another pass may not overflow
         finite = {row: values for row, values in fresh.items() if np.isfinite(values).all()}
         keys = sequences.keys or []
         for entries in self._gather({keys[row]: values for row, values in finite.items()}):
@@ -187,7 +187,7 @@ class StoredReference:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Restore the random state on exit, so that draws within do not change training."""
+    """Restore the random state on exit, so that random draws in the `with` block do not change training."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""The identity of a reference, which is equal in two runs if the reference has the same log-probs in both."""
+"""The identity of a reference: a hash of the weights, settings, code and versions that determine its log-probs."""
 
 import enum
 import hashlib
@@ -24,7 +24,7 @@ from .segments import write_file
 _WORKERS = 4
 _VERSIONS = ("torch", "transformers", "peft")
 
-# The origin of the model, and settings that only generation reads. All other settings may change logits
+# Settings that say where the weights came from, or that do not affect a forward pass. All others may change logits
 _NOT_IN_LOGITS = {"_name_or_path", "transformers_version", "use_cache"}
 _NOT_IN_ADAPTER = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
 
@@ -77,7 +77,7 @@ class ReferenceWeights:
         return {"model": _without_origin(self.base.config.to_dict()), **chosen}
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name and parameter of each tensor that training changes."""
+        """Yield name and parameter of each tensor that training changes and the reference reads."""
         return ((name, p) for name, p in self.base.named_parameters() if p.requires_grad and self._reads(name))
 
     def shares_with(self, policy: nn.Module, trained: bool = True) -> str | None:
@@ -109,7 +109,7 @@ class ReferenceWeights:
         return None
 
     def dropout(self, in_training: bool = True) -> str | None:
-        """Return the name of a module with dropout in training, or else in its current mode; None if there is none."""
+        """Return the name of a module with dropout in training (not `in_training`: in its current mode), or None."""
         on = ((name, x) for name, x in self.base.named_modules() if self._reads(name) and (in_training or x.training))
         return next((name for name, module in on if draws_at_random(module)), None)
 
@@ -159,7 +159,7 @@ class ReferenceWeights:
         return not beside or not beside.isdisjoint(self.adapters)
 
     def _beside_base(self, name: str) -> set[str]:
-        """Return the segments of a name below a wrapper, if it is not part of the wrapper's base model child."""
+        """Return the segments of `name` below a wrapper of PEFT; an empty set if it is part of the base model."""
         segments = name.split(".")
         for i in range(len(segments)):
             child = self._wrappers.get(".".join(segments[:i]))
@@ -179,7 +179,7 @@ def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _places(param: Tensor) -> set[tuple[str, int]]:
-    """Return the object and the memory of a parameter. Two parameters that share one of them are one."""
+    """Return the object and the memory of a parameter. Parameters that share either are the same."""
     places = {("object", id(param))}
     with suppress(RuntimeError, NotImplementedError):  # a tensor made of several others has no storage
         places.add(("memory", param.untyped_storage().data_ptr()))
@@ -187,7 +187,7 @@ def _places(param: Tensor) -> set[tuple[str, int]]:
 
 
 def adapter_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of an adapter without the fields that say where it came from."""
+    """Return an adapter's configuration without settings that do not change its logits, such as its base's name."""
     return {key: value for key, value in config.items() if key not in _NOT_IN_ADAPTER}
 
 

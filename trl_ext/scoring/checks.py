@@ -1,4 +1,4 @@
-"""Checks before the first step: the LM head, its adapters, and the token ids."""
+"""Checks of the LM head and its adapters on the first batch, and of the token ids in each batch."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,14 +25,14 @@ from .weight_layout import WHOLE_HERE, WeightLayout
 _SELF_TEST_TOKENS, _HIDDEN, _CLASSES = 64, 128, 1000
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
-# Tokens to compare
+# Number of tokens to compare
 _TOKENS = 8
 # Tolerance of values, in units of max(1, largest logit / 32). The head is exact to 1e-5 of this unit
 _VALUES = 1e-3
 # Tolerance of a gradient, relative to its norm. Half-precision products are exact to 2e-3
 _GRADIENT = 2e-2
-# Relative to the gradient at p = 0: if every 1 - p is below this, 1 - p has no correct digits in float64 either. A
-# softcap's slope 1 - tanh^2 has an absolute error of 1e-7 in fp32, however small the slope is
+# Tolerance of a gradient, relative to its size at p = 0: if every 1 - p is below this, 1 - p has no correct digits in
+# float64 either. With a softcap, the slope 1 - tanh^2 has an absolute error of 1e-7 in fp32, however small it is
 _NEGLIGIBLE, _NEGLIGIBLE_CAPPED = 1e-10, 1e-5
 # Tolerance of an adapter, relative to a norm. PEFT's module rounds its logits and gradients to its compute dtype
 _ADAPTER = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -151,7 +151,7 @@ class _Comparison:
         (self.part,) = self.exchange.parts(n, hidden_NH.device)
         real_M = self.part.gathered(torch.ones(n, device=hidden_NH.device))
         upstream_M = torch.linspace(1, 2, len(real_M), device=real_M.device)
-        # For log-probs, entropy and mean log-probs
+        # The incoming gradients of log-probs, entropy and mean log-probs
         self.upstreams_M = upstream_M * real_M, upstream_M.flip(0) * real_M, -upstream_M * real_M
         # Rows of this rank's weight whose gradients are compared: those of the targets and a few others
         local = self.part.gathered(self.targets_n) - (0 if sharded is None else sharded.blocks[0][0])
@@ -214,7 +214,7 @@ class _Comparison:
         return {f"gradient of the {name}": size for name, size in sizes.items()}
 
     def _leaves(self, hidden: Tensor) -> tuple[Tensor, WeightLayout, dict[str, Tensor]]:
-        """Return hidden states and weights as leaves of a new graph, and those with a gradient by name."""
+        """Return hidden states and weights as leaves of a new graph, and by name those that require a gradient."""
         rows, hidden = self.rows, hidden.detach().requires_grad_()
         weight = rows.weight.detach().requires_grad_(rows.trained[0])
         bias = None if rows.bias is None else rows.bias.detach().requires_grad_(rows.trained[1])
@@ -239,7 +239,7 @@ class _Comparison:
 def _logits(
     hidden: Tensor, rows: WeightLayout, transform: LogitTransform, accumulate: torch.dtype, weight: Tensor
 ) -> Tensor:
-    """Return logits by definition, for the rows `weight` of the layout, from the operands of the head."""
+    """Return the logits by definition, from the head's operands, for the layout's rows `weight`."""
     dtype, term = operand_dtype(hidden, weight), rows.adapter.low_rank(hidden, weight, accumulate)
     return dense_logits(
         Operands.of(hidden, weight, rows.bias, term, rows.adapter.rows),
@@ -270,7 +270,7 @@ def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> N
     PEFT's layers. It skips a module that an engine shards, because calling it needs the engine's hooks.
 
     Raises:
-        `RuntimeError`: they differ by more than rounding.
+        `RuntimeError`: the two differ by more than rounding.
     """
     if any(isinstance(x, FSDPModule) for x in module.modules()):
         return
@@ -285,7 +285,7 @@ def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> N
         return {"product": product.detach()} | _gradients(product, inputs, upstream.view_as(product), allow_unused=True)
 
     with _own_graph():
-        head = resolve_head(module)  # read again, because the tensors of the pass belong to its graph
+        head = resolve_head(module)  # resolved again, because the pass's tensors belong to its graph
         if isinstance(head, OpaqueHead) or head.module is None:
             return
         own, other = (hidden_NH[some].detach().requires_grad_() for _ in range(2))
@@ -311,13 +311,13 @@ def _norm(x: Tensor | None) -> float:
 
 
 def missing_rows(model: Any, tokens: int) -> int | None:
-    """Return the rows of the token embedding if the tokenizer has more `tokens`. Otherwise every id is valid: None."""
+    """Return the number of rows of the token embedding if the tokenizer has more `tokens`, else None: all are valid."""
     rows: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
     return rows if rows is not None and rows < tokens else None
 
 
 def check_token_ids(largest: Iterable[int | None], rows: int, tokens: int, name: str = "model") -> None:
-    """Raise `ValueError` if an id is not below `rows`, the tokens of the model; the tokenizer has `tokens`."""
+    """Raise `ValueError` if an id is not below `rows`, the number of the model's tokens; the tokenizer has `tokens`."""
     for token in largest:
         if token is not None and token >= rows:
             hint = "Pass a reference with the policy's vocabulary, or leave `ref_model` out."
@@ -332,8 +332,8 @@ def check_token_ids(largest: Iterable[int | None], rows: int, tokens: int, name:
 def watch_token_ids(model: Any, tokens: int, name: str = "model") -> None:
     """Check the token ids of each batch, if the tokenizer has more tokens than the model.
 
-    On a GPU an invalid id is a device-side assertion, after which nothing runs. Only ids that
-    occur in a batch are an error: a tokenizer may hold others, such as a padding token that no forward reads.
+    On a GPU, an invalid id triggers a device-side assertion, after which nothing runs. Only ids that occur in a batch
+    are an error: a tokenizer may have other invalid ones, such as a padding token that no forward reads.
     """
     rows = missing_rows(model, tokens)
     if rows is None:
@@ -347,7 +347,7 @@ def watch_token_ids(model: Any, tokens: int, name: str = "model") -> None:
 
 
 def has_position_table(model: Any, positions: int) -> bool:
-    """Whether the model looks up positions in a table of `positions` rows, like GPT-2, and supports no others."""
+    """Whether the model looks up positions in a table of `positions` rows, like GPT-2, and supports no more."""
     tokens = model.get_input_embeddings()
     return any(
         isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - positions <= 2

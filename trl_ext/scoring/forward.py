@@ -40,7 +40,7 @@ class ScoringOptions:
     kernels: str | None = None  # one of `KERNELS`; None chooses from the device
     entropy_requires_grad: bool = False  # whether a loss term needs the entropy's gradient
     padding_free: bool = True  # whether padding is removed, for models that allow it
-    share_prompts: bool = True  # whether a start that rows share is computed once, where that is exact
+    share_prompts: bool = True  # whether a prefix that rows share is computed once, where that is exact
 
 
 class ScoringForward:
@@ -55,7 +55,7 @@ class ScoringForward:
         self.vocabulary: int = config.get_text_config().vocab_size
         self.used = False  # every call sets it; the caller resets and reads it
         self.token_counts = [0, 0, 0]  # tokens so far: processed with a gradient, without a gradient, and scored
-        self.head_rows: str | None = None  # which rows of the head's weight scored the last pass, and why
+        self.head_rows: str | None = None  # which rows of the head's weight the last pass used, and why
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._dropout: bool | None = None
         self._checked: set[tuple[bool, bool, str]] = set()
@@ -81,7 +81,7 @@ class ScoringForward:
 
         Raises:
             `ValueError`: neither `labels` nor `shift_labels` is given.
-            `RuntimeError`: ranks that split a batch got different ones, or the head fails its check.
+            `RuntimeError`: ranks that split a batch got different batches, or the head fails its check.
         """
         self.used = True
         kwargs["use_cache"] = False
@@ -113,14 +113,14 @@ class ScoringForward:
             hidden_NH = hidden[:, width].to(mask_BS.device)[mask_BS]
             scored = self._score(hidden_NH, head, targets_N, outputs)
         else:
-            # By index, because the host would wait for the number of a mask's tokens
+            # By index, because with a mask the host would wait for the number of its tokens
             row_N, column_N, same_N = (x.to(held.device) for x in (layout.row_N, layout.column_N, layout.same_N))
             at_N = layout.at_N.to(hidden.device)
             targets_N = shift_labels[row_N, column_N]
             scored = self._score_row(hidden.squeeze(0), at_N, shard, head, targets_N, outputs)
             if layout.shared and scored.entropy is not None:
-                # Those of equal tokens differ by rounding, which depends on the target, and TRL compares them
-                # (`top_entropy_quantile`)
+                # Rows that share a token may differ in its entropy, because rounding depends on the target. TRL
+                # compares entropies (`top_entropy_quantile`)
                 scored = scored._replace(entropy=scored.entropy[same_N])
         self.token_counts[2] += len(targets_N)
         if factor != 1.0:
@@ -130,7 +130,7 @@ class ScoringForward:
             zeros = x.new_zeros(mask_BS.shape)
             return zeros.masked_scatter(mask_BS, x) if layout is None else zeros.index_put_((row_N, column_N), x)
 
-        # Without labels the loss is a zero in the graph, so its backward runs
+        # Without labels, the loss is 0 and still has a graph, so its backward runs
         fields = {name: None if x is None else spread(x) for name, x in scored._asdict().items()}
         assert scored.log_probs is not None
         count = max(1, len(targets_N)) if num_items_in_batch is None else num_items_in_batch
@@ -147,7 +147,7 @@ class ScoringForward:
         return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=aux_loss, **fields)
 
     def _split(self, layout: Layout | None, *batch: Tensor | None) -> tuple[Shard | None, float]:
-        """Return this rank's shard of the row, and the factor of the gradient."""
+        """Return this rank's shard of the row, and the factor that scales the gradient."""
         group = self.sequence_group
         if group is None or group.processes is None:
             return None, 1.0
@@ -180,7 +180,7 @@ class ScoringForward:
         targets_N: Tensor,
         outputs: tuple[str, ...],
     ) -> LinearLogProbs:
-        """Score each target from index `at_N` of the packed row. `hidden_TH` is this rank's shard of the row."""
+        """Score each target at its index `at_N` in the packed row. `hidden_TH` is this rank's shard of the row."""
         device = targets_N.device
         if shard is None:
             return self._score(index_select_fp32_grad(hidden_TH, at_N).to(device), head, targets_N, outputs)

@@ -132,7 +132,7 @@ def _refuse_sharded(reason: str) -> NoReturn:
 
 
 def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
-    """Remove PEFT's layers one by one, and collect what each adds."""
+    """Return the layer below PEFT's layers, unwrapped one by one, with what each of them adds."""
     factors: list[Factors] = []
     rows: dict[int, Tensor] = {}
     module: Any = lm_head

@@ -1,4 +1,4 @@
-"""The scoring forwards of a trainer's models: attach, check, count tokens, and describe them in the plan."""
+"""Attach scoring forwards to a trainer's models, check them, count their tokens, and describe them in the plan."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ _HOW = {"tiled": "log-probs in tiles, without storing all logits", "dense": "log
 
 
 class Scorer:
-    """Attributes: `forwards` (`list[ScoringForward]`): the policy's, and the reference model's if there is one."""
+    """The `forwards` of a trainer: the policy's, then the reference model's if there is one."""
 
     def __init__(self, options: Any, *, smoothed: bool = False) -> None:
         self.options, self.smoothed = options, smoothed
@@ -48,7 +48,7 @@ class Scorer:
         )
 
     def check(self, device: Any, padded_reason: str | None) -> None:
-        """Check the kernels on the trainer's device. If there is a `padded_reason`, pack no batch."""
+        """Check the kernels on the trainer's device. If there is a `padded_reason`, keep all batches padded."""
         check_kernels(self.options.head_kernels, device, "head_kernels")
         if padded_reason:
             for packing in self.packings:
@@ -74,7 +74,7 @@ class Scorer:
 
     @contextmanager
     def policy_scored(self, here: bool = True) -> Iterator[None]:
-        """Check that our forward scores the policy within (if `here`). Afterwards the ranks agree on the packing."""
+        """Check, if `here`, that our forward scores the policy in the `with` block. Then the ranks agree on packing."""
         self.policy.used = False
         yield
         if here and not self.policy.used:
@@ -92,7 +92,7 @@ class Scorer:
 
     @contextmanager
     def padded(self) -> Iterator[None]:
-        """Inside the `with` block, batches stay padded, and none counts as the first batch, which packing checks."""
+        """Keep batches padded in the `with` block. None of them counts as the first batch, which packing checks."""
         held = [(packing, packing.padded_reason) for packing in self.packings]
         for packing, _ in held:
             packing.padded_reason = "this pass needs padded batches"
@@ -103,7 +103,7 @@ class Scorer:
                 packing.padded_reason = reason
 
     def take_counts(self) -> list[int]:
-        """Return the tokens since the last call: removed, processed with and without a gradient, scored by the head."""
+        """Return token counts since the last call: removed, run with and without a gradient, scored by the head."""
         counts = [[x.packing.left_out, *x.token_counts] for x in self.forwards]
         for x in self.forwards:
             x.packing.left_out, x.token_counts = 0, [0, 0, 0]

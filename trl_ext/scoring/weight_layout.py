@@ -26,7 +26,7 @@ class WeightLayout(NamedTuple):
     trained: tuple[bool, bool]  # whether the weight and the bias get a gradient
     shard: VocabularyShard | None  # which rank has which rows; None if this rank has all
     sharded: ShardedWeight | None  # how the engine shards the weight; given with `shard`
-    readable: Callable[[], AbstractContextManager[Any]]  # returns a context to read weight and bias in
+    readable: Callable[[], AbstractContextManager[Any]]  # a context in which weight and bias can be read
     reason: str  # the choice and why, for the plan
     adapter: HeadAdapter = HeadAdapter()
 
@@ -84,18 +84,18 @@ def bytes_moved(
     gradient: bool,
     entropy_grad: bool,
 ) -> tuple[int, int]:
-    """Return the bytes that each rank receives over a ring if the tokens move, and if the weight moves.
+    """Return the bytes that each rank receives over a ring: if the ranks exchange tokens, and if they exchange weights.
 
-    Both are means, equal on all ranks. Tokens: hidden states and targets of the other ranks, a few fp32 numbers per
-    token to sum, and the gradients of the hidden states in fp32. Weight: the other ranks' rows, and their gradient if
-    the weight is trained.
+    Both are means over the ranks. Tokens: hidden states and targets of the other ranks, a few fp32 numbers per token
+    to sum, and the gradients of the hidden states in fp32. Weights: the other ranks' rows, and their gradient if the
+    weight is trained.
     """
     ranks, width, item = len(counts), hidden_NH.shape[1], hidden_NH.element_size()
     accumulated, target = max(4, item), 8
     mean_grad = "mean_log_probs" in outputs
     # Whether the backward reads hidden states or weight again
     again = gradient and (sharded.trained or entropy_grad or mean_grad)
-    # A max, two sums, and one number for each output besides the log-probs. An all-reduce sends each twice
+    # A max, two sums, and one number for each output besides the log-probs. An all-reduce sends each number twice
     statistics = 3 + len({*outputs} - {"log_probs"})
     of_token = width * item + target + 2 * statistics * accumulated
     if gradient:
@@ -112,7 +112,7 @@ def _local(sharded: ShardedWeight, counts: tuple[int, ...] | None, reason: str) 
     first, weight, bias = sharded.blocks[0]
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
     if counts is not None:
-        # The engine averages gradients over its ranks, but this gradient is that of the sum of their losses
+        # The engine averages gradients over its ranks, but this is the gradient of the sum of their losses
         mean = 1 / sharded.group.size()
         weight, bias = scale_grad(weight, mean), None if bias is None else scale_grad(bias, mean)
     blocks = tuple(Block(*block) for block in sharded.blocks)

@@ -84,7 +84,7 @@ class TorchWork:
     def finish(
         self, statistics: RunningStatistics, outputs: tuple[str, ...], group: dist.ProcessGroup | None = None
     ) -> Finished:
-        """Combine the ranks of `group`, and return what follows, after every tile is folded in."""
+        """Combine the ranks of `group`, and return what follows. All tiles must have been added."""
         return statistics.finish_(outputs, group)
 
     def gradient(
