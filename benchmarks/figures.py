@@ -66,7 +66,7 @@ def draw_packing(axes: Any) -> None:
     axes.set_xlabel(f"prompt length in tokens, log scale\ncompletions of 1 to 256 tokens, mean of {DRAWS} draws")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("processed / padded batch's tokens\nlower is better")
-    axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9, columnspacing=1)
 
 
 def draw_bytes(axes: Any) -> None:
@@ -81,9 +81,9 @@ def draw_bytes(axes: Any) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("ranks, log scale; hidden size 4096, vocabulary 131072,\nbf16, frozen weight", fontsize=9)
-    axes.set_ylabel("MiB received per rank, log scale; lower is better", fontsize=9)
-    axes.legend(frameon=False)
+    axes.set_xlabel("ranks, log scale; hidden size 4096, vocabulary 131072,\nbf16, frozen weight")
+    axes.set_ylabel("MiB received per rank, log scale\nlower is better")
+    axes.figure.legend(loc="outside lower center", ncols=1, frameon=False)
 
 
 FIGURES: dict[str, Callable[[Any], None]] = {

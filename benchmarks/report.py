@@ -127,7 +127,7 @@ def head_section(runs: list[Run], device: str) -> list[str]:
     if has_peaks(runs):
         text += ["Peak memory of a call, MiB:", head_peaks(runs)]
     rows = [[NAMES[name], *(number(x, ".1e") for x in errors.values())] for name, errors in worst_errors(runs).items()]
-    text += ["Errors against float64, the largest over all uses and shapes:", table(["", *ERRORS.values()], rows)]
+    text += ["Errors against float64, the largest over all uses and shapes:", table(["head", *ERRORS.values()], rows)]
     plots = ["times", *(["peaks"] if has_peaks(runs) else []), "errors"]
     return [*text, *(f"![The head: {plot}](images/head-{plot}-{device}.png)" for plot in plots)]
 
@@ -137,7 +137,7 @@ def steps_section(runs: list[Run]) -> list[str]:
     text = ["#### Whole steps"]
     for first, second in dict.fromkeys(tuple(run.lines) for run in runs):
         names = NAMES.get(first, first), NAMES.get(second, second)
-        header = ["", *(f"{name}, ms" for name in names), " / ".join(names), "share of the tokens", "peak, MiB"]
+        header = ["step", *(f"{name}, ms" for name in names), " / ".join(names), "share of the tokens", "peak, MiB"]
         text.append(table(header, (_step(run) for run in runs if tuple(run.lines) == (first, second))))
     shared = set.intersection(*({*run.shape.items()} for run in runs)) if runs[1:] else set()
     sizes = {"all": [x for x in runs[0].shape.items() if x in shared and x[1] is not None]} if shared else {}
@@ -171,7 +171,7 @@ def longest_section(runs: list[Run]) -> list[str]:
     ]
     return [
         "#### The longest completion that fits",
-        table(["", "", "fits, tokens", "does not fit", "MiB at most"], rows),
+        table(["run", "head", "fits, tokens", "does not fit", "MiB at most"], rows),
     ]
 
 

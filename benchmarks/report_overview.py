@@ -83,7 +83,7 @@ def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
     device = shown_device(runs)
     here = [run for run in runs if run.device == device]
     heads: list[tuple[str, str, dict[str, Bars], bool]] = [
-        ("Error of the LM head's log-probs", "largest error against float64, bf16", _named(largest_errors(here)), True),
+        ("Error of the LM head's log-probs against float64", "largest error, bf16", _named(largest_errors(here)), True),
         (f"Time of the LM head\n{_shape(here)}", "time over the device's limit", over_limit(here), True),
         (f"Peak memory of the LM head\n{_shape(here)}", "MiB", peaks(here), False),
     ]
@@ -107,7 +107,7 @@ def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
                 marks |= draw_marks(axes, *panel, names=names)
             else:
                 draw_bars(axes, *panel)
-        figure.suptitle(f"{device}, {max(run.date for run in here)[:10]}", fontsize=9, color="#555555")
+        figure.suptitle(f"{device}, {max(run.date for run in here)[:10]}", fontsize=10, color="#555555")
         if marks:
             figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=2, frameon=False)
         save(figure, path)
@@ -116,9 +116,9 @@ def draw_overview(runs: list[Run], names: dict[str, str], path: Path) -> None:
 def draw_error(runs: list[Run], names: dict[str, str], path: Path) -> None:
     """Draw the panel of the errors alone, over all devices."""
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(WIDTH, 1.9), layout="constrained")
+        figure, axes = plt.subplots(figsize=(WIDTH, 2.4), layout="constrained")
         errors = _named(largest_errors(runs))
-        marks = draw_marks(axes, "", "largest error of a log-prob against float64, bf16", errors, True, names=names)
+        marks = draw_marks(axes, "", "largest error of a log-prob against float64\nbf16", errors, True, names=names)
         figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=2, frameon=False)
         save(figure, path)
 
@@ -128,8 +128,11 @@ def draw_marks(
 ) -> dict[str, Any]:
     """Draw a row for each entry of `rows`, with a mark for each subject; return the marks by the subject's name."""
     marks = {}
-    for name, (marker, colour) in LOOKS.items():
-        points = [(values[name], row) for row, values in enumerate(rows.values()) if name in values]
+    looks = {name: look for name, look in LOOKS.items() if any(name in values for values in rows.values())}
+    for place, (name, (marker, colour)) in enumerate(looks.items()):
+        # A single row has the room to part equal values
+        shift = 0.0 if len(rows) > 1 else 0.8 * ((place + 0.5) / len(looks) - 0.5)
+        points = [(values[name], row + shift) for row, values in enumerate(rows.values()) if name in values]
         if points:
             marks[names[name]] = axes.scatter(*zip(*points, strict=True), marker=marker, color=colour, zorder=3)
     if log:
@@ -144,8 +147,8 @@ def draw_marks(
         axes.set_xlim(0, None)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.set_xlabel(f"{label}{', log scale' if log else ''}; lower is better", fontsize=8)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(f"{label}{', log scale' if log else ''}; lower is better")
     return marks
 
 
@@ -158,8 +161,8 @@ def draw_bars(axes: Any, title: str, label: str, bars: Bars) -> None:
     axes.set_xlim(0, max(*bars.values(), 1.0) * 1.1)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.set_xlabel(f"{label} (red line); lower is better", fontsize=8)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(f"{label} (red line); lower is better")
 
 
 def _named(bars: Bars) -> dict[str, Bars]:

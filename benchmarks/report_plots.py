@@ -57,7 +57,7 @@ def draw_errors(worst: dict[str, dict[str, float | None]], names: dict[str, str]
         axes.set_xscale("log")
         axes.set_yticks(range(len(worst)), [names[name] for name in worst])
         axes.set_ylim(len(worst) - 0.5, -0.5)
-        axes.set_xlabel("error against float64, log scale; lower is better", fontsize=9)
+        axes.set_xlabel("error against float64, log scale; lower is better")
         figure.legend(loc="outside lower center", ncols=1, frameon=False)
         save(figure, path)
 
@@ -91,7 +91,7 @@ def _draw_shapes(
     with plt.rc_context(STYLE):
         size = (WIDTH, 1.2 + 0.24 * sum(heights))
         figure, grid = plt.subplots(
-            len(panels), figsize=size, height_ratios=heights, squeeze=False, layout="constrained"
+            len(panels), figsize=size, height_ratios=heights, sharex=True, squeeze=False, layout="constrained"
         )
         marks: dict[str, Any] = {}
         for axes, (use, shown) in zip(grid[:, 0], panels.items(), strict=True):
@@ -107,12 +107,10 @@ def _draw_shapes(
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 20 * low else (1, 3)))
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_locator(NullLocator())
-            axes.set_yticks(range(len(shown)), [" x ".join(map(str, run.shape.values())) for run in shown], fontsize=8)
+            axes.set_yticks(range(len(shown)), [" x ".join(map(str, run.shape.values())) for run in shown], fontsize=9)
             axes.set_ylim(len(shown) - 0.4, -0.6)
             axes.set_title(titles[use], fontsize=10, loc="left")
-        grid[-1, 0].set_xlabel(
-            f"{label}, log scale; lower is better\nrows: tokens x hidden size x vocabulary", fontsize=8
-        )
+        grid[-1, 0].set_xlabel(f"{label}\nlog scale; lower is better\nrows: tokens x hidden size x vocabulary")
         figure.legend(marks.values(), marks.keys(), loc="outside lower center", ncols=2, frameon=False)
         save(figure, path)
 

@@ -1,9 +1,11 @@
 """MkDocs hook: what the docs link to in the repository is in the site too, so that every link is checked and works.
 
 The README is the first page. A file outside docs/ that a page links to becomes a page under repository/: Markdown as it
-is, anything else as a block of code. Links are written as they work in the repository, and are turned here.
+is, a notebook as its cells, anything else as a block of code. Links are written as they work in the repository, and are
+turned here.
 """
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -58,9 +60,21 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def notebook(text: str) -> str:
+    """A notebook's cells as Markdown, each with what it printed."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"````python\n{source}\n````")
+        parts += [f"````text\n{''.join(x['text']).rstrip()}\n````" for x in cell.get("outputs", ()) if "text" in x]
+    return "\n\n".join(parts) + "\n"
+
+
 def page_of(path: str) -> str:
     text = (ROOT / path).read_text()
-    if not path.endswith(".md"):
+    if path.endswith(".ipynb"):
+        text = notebook(text)
+    elif not path.endswith(".md"):
         text = f"# {path}\n\n````{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}\n````\n"
     return f"---\nsearch:\n  exclude: true\n---\n\n{text}"
 
