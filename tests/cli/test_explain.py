@@ -56,14 +56,14 @@ CASES = {
     ),
     "dpo, sft alone": _dpo("--loss_type", "sft", reference="skip"),
     "dpo, padded": _dpo("--padding_free", "false", "--reference_store", "off", reference="run", packing="skip"),
-    "dpo, prompts apart": _dpo(*_LORA, "--share_prompts", "false", reference="reuse", words=("its own prompt",)),
+    "dpo, prompts apart": _dpo(*_LORA, "--share_prompts", "false", reference="reuse", words=("computed separately",)),
     "dpo, evaluation": _dpo(*_LORA, *_EVALUATION, "--gradient_accumulation_steps", "2", reference="reuse"),
     "dpo, dropout": _dpo(
         *(*_LORA[:-1], "0.5", "--disable_dropout", "false", *_EVALUATION), reference="reuse", words=("dropout is",)
     ),
     "grpo": _grpo(words=("fully masked completions are skipped",), reward="half_dead"),
     "grpo, LoRA, beta": _grpo(
-        *(*_LORA, "--beta", "0.1"), reference="run", words=("Zero-advantage completions run",), reward="half_dead"
+        *(*_LORA, "--beta", "0.1"), reference="run", words=("Zero-advantage completions are processed",), reward="half_dead"
     ),
     "grpo, a reference model": _grpo("--beta", "0.1", reference="run"),
     "grpo, two iterations": _grpo("--num_iterations", "2", "--max_steps", "4", words=("for the later iterations",)),
@@ -74,7 +74,7 @@ CASES = {
         *(*_slices(2, 2, 2), "--keep_groups_together", "false"), **{"micro-batches": "skip"}
     ),
     "grpo, padded": _grpo("--padding_free", "false", packing="skip", reward="half_dead"),
-    "grpo, prompts apart": _grpo("--share_prompts", "false", *_slices(2, 2, 2), words=("its own prompt",)),
+    "grpo, prompts apart": _grpo("--share_prompts", "false", *_slices(2, 2, 2), words=("computed separately",)),
     "grpo, dead groups, two iterations": _grpo(*_slices(2, 2, 4), "--num_iterations", "2", reward="half_dead"),
     "grpo, parts": _grpo("--max_tokens_per_micro_batch", "12", words=("at most 12 tokens",)),
     "grpo, evaluation": _grpo(*_EVALUATION, "--beta", "0.1", reference="run"),

@@ -244,8 +244,8 @@ def _table(method: str, step: Step, policy: _Policy, memory: StepMemory) -> str:
         ("gradients", memory.gradients, "after the backward pass"),
         *[("buckets", memory.buckets, "of DDP, which averages gradients in them")] * (step.engine == "ddp"),
         ("activations", memory.activations, "after the forward pass of the backbone" + gathered),
-        ("head", memory.head, "the LM head's forward pass, on top of the activations"),
-        ("peak", memory.peak, "less than the sum: the backward pass frees activations"),
+        ("head", memory.head, "added by the LM head's forward pass"),
+        ("peak", memory.peak, "below the sum: the backward pass frees activations"),
     ]
     title = wrapped(
         f"{rows} of {step.tokens + 1:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "
