@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="runs Triton's kernels by its interpreter"),
 ]
 # Launches, and GB of 1e9 bytes. 8.6 of the GB without a gradient are the logits, written and read in fp32
-MOST = {"no-grad": (37, 10.8), "frozen": (69, 21.5), "trained": (185, 44.7)}
+MOST = {"forward": (37, 10.8), "frozen": (69, 21.5), "trained": (185, 44.7)}
 PERFORMANCE = Path(__file__).parents[2] / "docs" / "performance.md"
 
 

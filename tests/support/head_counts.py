@@ -14,8 +14,8 @@ import sys
 from typing import Any
 
 N, H, V = 8192, 4096, 131072
-USES = {"no-grad": (False, False), "frozen": (True, False), "trained": (True, True)}
-PRODUCTS = {"no-grad": 1, "frozen": 2, "trained": 4}
+USES = {"forward": (False, False), "frozen": (True, False), "trained": (True, True)}
+PRODUCTS = {"forward": 1, "frozen": 2, "trained": 4}
 _FLOPS, _BYTES, _LAUNCH = 798e12, 0.8 * 3.0e12, 2e-6  # an H100's products a second, bytes a second, seconds a launch
 _GATHERS = {"index", "index_select", "gather", "embedding"}
 
