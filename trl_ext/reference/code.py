@@ -55,7 +55,7 @@ def _source_hash(part: type) -> str:
 def state_of(module: nn.Module) -> list[Any]:
     """Return the class of `module`, its attributes that are plain values, and the code of foreign functions on it.
 
-    These are attributes and hooks from other packages than those above, for example replaced methods.
+    Foreign functions are attributes and hooks that another package defines, for example replaced methods.
     """
     attributes = {
         name: value
