@@ -63,7 +63,7 @@ CASES = {
     ),
     "grpo": _grpo(words=("fully masked completions are skipped",), reward="half_dead"),
     "grpo, LoRA, beta": _grpo(
-        *(*_LORA, "--beta", "0.1"), reference="run", words=("Zero-advantage completions are processed",), reward="half_dead"
+        *(*_LORA, "--beta", "0.1"), reference="run", words=("completions are processed, because",), reward="half_dead"
     ),
     "grpo, a reference model": _grpo("--beta", "0.1", reference="run"),
     "grpo, two iterations": _grpo("--num_iterations", "2", "--max_steps", "4", words=("for the later iterations",)),

@@ -126,8 +126,8 @@ def _whole(x: Any) -> Any:
 def _refuse_sharded(reason: str) -> NoReturn:
     raise NotImplementedError(
         f"The LM head is sharded over ranks, and {reason}. This combination is not supported. Leave `lm_head` out of "
-        "the adapter, train it with `modules_to_save`, or use DDP or one process. FSDP2 also supports LoRA and "
-        "`trainable_token_indices` on the head."
+        "the adapter, or use DDP or one process. On the head, FSDP2 and ZeRO-3 support `modules_to_save`, and FSDP2 "
+        "also LoRA and `trainable_token_indices`."
     )
 
 
