@@ -156,7 +156,7 @@ class _Policy(NamedTuple):
 
 
 def _policy(parsed: Parsed) -> _Policy:
-    """Return a function that makes the policy as the trainer does, from its config alone; its positions and dtype."""
+    """Return a function that makes the policy from its config alone, and the policy's longest row and dtype."""
     _, training, model_args, *_ = parsed
     name, adapter = model_args.model_name_or_path, get_peft_config(model_args)
     if is_adapter(name):

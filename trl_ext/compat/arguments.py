@@ -162,7 +162,7 @@ def check_numbers(config: Any) -> None:
 
 
 def _number_to_write(value: Any, takes_floats: bool) -> str | None:
-    """Return how to write a number that is in quotes, or a whole number with a decimal point; `None` for others."""
+    """Return the spelling of a number without quotes, or of a whole number without a decimal point; else `None`."""
     try:
         number = float(value)
     except (TypeError, ValueError):

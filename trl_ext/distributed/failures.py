@@ -122,7 +122,7 @@ class RankMonitor:
         return diagnosis
 
     def _collect(self) -> str:
-        """Return the diagnosis from all answers."""
+        """Return one diagnosis from the answers of all ranks."""
         silent = self._wait("answer", range(self.world))
         if silent:
             what = "does not answer: it was killed, ran out of memory, crashed or hangs."

@@ -1,4 +1,4 @@
-"""Writes a trainer's checkpoints, which are marked until they are complete, and finds the one to resume from."""
+"""Writes a trainer's checkpoints, marked as incomplete until all is written, and finds the one to resume from."""
 
 import logging
 import re

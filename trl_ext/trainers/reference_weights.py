@@ -86,7 +86,7 @@ class ReferenceOfPolicy:
     # Training
 
     def copy_trained(self) -> None:
-        """Copy, before the first step, the weights of the reference that training changes."""
+        """Before the first step, copy those weights of the reference that training will change."""
         if self.own is not None:
             self.own.copy_trained()
             self._check_copies(self.own)
