@@ -1,0 +1,207 @@
+"""GRPO with vLLM in a server: weights arrive without NCCL, and the server samples from the policy to rounding."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+
+import trl_ext
+from tiny import Workshop
+from trl_ext.compat.replaced import module_of, replaced
+from trl_ext.sampler import client as client_module
+from trl_ext.sampler.client import FileClient
+
+SETTINGS = {
+    **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+    **{"VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
+}
+# `vllm serve` of the wheel for CPUs looks for a distribution called "vllm"
+SERVE = (
+    *("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "64"),
+    *("--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
+    *("--max-num-seqs", "16", "--block-size", "32"),
+)
+BY_FILES = ("--weight-transfer-config", '{"backend": "trl_ext"}')
+LORA = ("--enable-lora", "--max-lora-rank", "8")
+SERVERS = {
+    "tied": ("sampled_tied", BY_FILES),
+    "untied": ("sampled", (*BY_FILES, *LORA)),
+    "adapter only": ("sampled", LORA),  # no test changes its base model
+}
+KL = "sampling/mismatch_kl"  # only ours
+AGREES = {KL: 1e-9, "sampling/sampling_logp_difference/max": 5e-5}
+CONFIG = {
+    **{"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 6},
+    **{"learning_rate": 1e-2, "lr_scheduler_type": "constant", "bf16": False, "use_cpu": True, "report_to": "none"},
+    **{"logging_steps": 1, "save_strategy": "no", "use_vllm": True, "vllm_mode": "server"},
+    "generation_kwargs": {"seed": 7},  # the server draws the same completions for each trainer
+}
+
+
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """Return a function from a name of `SERVERS` to the URL of its server, which is started at the first call."""
+    urls: dict[str, str] = {}
+    processes: list[subprocess.Popen] = []
+    folder = tmp_path_factory.mktemp("server")
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(folder / "compiled")
+
+    def start(name: str) -> str:
+        if name in urls:
+            return urls[name]
+        (model, options), url, log = SERVERS[name], f"http://127.0.0.1:{_free_port()}", folder / f"{name}.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, *SERVE, "--model", workshop.model(model), "--port", url.rpartition(":")[2], *options],
+                env={**os.environ, **SETTINGS, "TORCHINDUCTOR_CACHE_DIR": compiled},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        processes.append(process)
+        until = time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < until:
+            with suppress(OSError), urlopen(f"{url}/health"):
+                urls[name] = url
+                return url
+            time.sleep(0.5)
+        raise AssertionError(log.read_text()[-8000:])
+
+    yield start
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait(60)
+
+
+def distinct(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [len(set(ids)) + 0.01 * sum(ids) for ids in completion_ids]
+
+
+def of_url(url: str, output: Path, used: type = trl_ext.GRPOTrainer, lora: LoraConfig | None = None, **config: Any) -> Any:
+    """Return a trainer whose `VLLMGeneration` has our client."""
+
+    class Generation(VLLMGeneration):
+        def _init_vllm(self) -> None:
+            with replaced(module_of(VLLMGeneration), VLLMClient=partial(FileClient, policy=self.model)):
+                super()._init_vllm()
+
+    model = VLLMClient(base_url=url)._get(f"{url}/v1/models")["data"][0]["root"]
+    of_config = trl_ext.GRPOConfig if used is trl_ext.GRPOTrainer else trl.GRPOConfig
+    with replaced(module_of(trl.GRPOTrainer), VLLMGeneration=Generation):
+        return used(
+            model=model,
+            reward_funcs=distinct,
+            peft_config=lora,
+            args=of_config(str(output), vllm_server_base_url=url, **{**CONFIG, **config}),
+            # More than a block of the prefix cache, and few prompts: later steps find the blocks of earlier ones
+            train_dataset=Dataset.from_list(
+                [{"prompt": " ".join(f"w{(3 * (i % 2) + j) % 90}" for j in range(40))} for i in range(64)]
+            ),
+        )
+
+
+def column(trainer: Any, name: str) -> list[float]:
+    return [float(entry[name]) for entry in trainer.state.log_history if name in entry]
+
+
+def assert_agrees(trainer: Any, steps: int = 6) -> None:
+    before = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+    trainer.train()
+    for name, most in AGREES.items():
+        assert len(column(trainer, name)) == (steps if name != KL or isinstance(trainer, trl_ext.GRPOTrainer) else 0)
+        assert max(column(trainer, name), default=0) <= most
+    assert any(not torch.equal(x, before[name]) for name, x in trainer.model.named_parameters())
+    assert len(set(column(trainer, "entropy"))) == steps  # the policy moved at each step
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_full_fine_tuning_agrees_with_the_server_and_equals_stock_trl(server, model, tmp_path):
+    ours = of_url(server(model), tmp_path)
+    assert_agrees(ours)
+    sent = sum(x.numel() * x.element_size() for x in ours.model.parameters())
+    assert ours.vllm_generation.vllm_client.bytes_sent == sent
+    stock = of_url(server(model), tmp_path, trl.GRPOTrainer)
+    assert_agrees(stock)
+    for name in ("loss", "reward", "grad_norm"):
+        assert column(ours, name) == pytest.approx(column(stock, name), rel=1e-4, abs=1e-5), name
+
+
+def test_a_layer_may_be_split_over_files(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(client_module, "FILE_BYTES", 30_000)
+    assert_agrees(of_url(server("tied"), tmp_path, max_steps=2), steps=2)
+
+
+def test_merged_adapter_agrees_with_the_server(server, tmp_path, caplog):
+    trainer = of_url(server("untied"), tmp_path, lora=LoraConfig(r=16, target_modules="all-linear"))
+    assert "merged weights instead of the adapter: vLLM was started with `--max-lora-rank 8`" in caplog.text
+    assert_agrees(trainer)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]}])
+def test_the_adapter_alone_agrees_with_the_server(server, tmp_path, options):
+    trainer = of_url(
+        server("adapter only"), tmp_path, lora=LoraConfig(**{"r": 4, "target_modules": "all-linear", **options})
+    )
+    client = trainer.vllm_generation.vllm_client
+    # Each adapter has a new name, so that the blocks of an earlier one are not found
+    client.reset_prefix_cache = lambda: None
+    assert client.sends_adapter
+    assert_agrees(trainer)
+    assert client.bytes_sent == sum(
+        x.numel() * x.element_size() for name, x in trainer.model.named_parameters() if "lora_" in name
+    )
+    assert [path.name for path in client.folder.iterdir()] == [client.model]
+
+
+def test_stock_trl_cannot_sync_with_a_cpu(server):
+    with pytest.raises(NotImplementedError, match="needs a CUDA device"):
+        VLLMClient(base_url=server("tied")).init_communicator("cpu")
+
+
+def test_a_server_without_the_backend_is_refused(server):
+    client = FileClient(base_url=server("adapter only"))
+    with pytest.raises(ValueError, match=r"no weight-transfer backend.* Start it with .*\"backend\": \"trl_ext\""):
+        client.init_communicator("cpu")
+
+
+def test_a_folder_that_the_server_does_not_see_is_named(server, tmp_path):
+    client = FileClient(base_url=server("tied"), folder=str(tmp_path))
+    client.folder.rename(tmp_path / "elsewhere")
+    client.folder.symlink_to("elsewhere")  # below, the trainer's folder is one that only it sees
+    client.init_communicator("cpu")
+    client.folder.unlink()
+    with pytest.raises(RuntimeError, match="cannot read the trainer's folder.*No such file"):
+        client._ask("init_weight_transfer_engine", {"init_info": {"folder": str(client.folder), "file": "trainer"}})
+
+
+def test_after_a_failed_update_the_next_one_succeeds(server, tmp_path):
+    trainer = of_url(server("tied"), tmp_path, max_steps=2)
+    client = trainer.vllm_generation.vllm_client
+    named = [("model.norm.weight", torch.ones(64)), ("no.such.weight", torch.ones(1))]
+    with pytest.raises(RuntimeError, match="refused `/update_weights`: .*no"):
+        client.update_named_params([], iter(named))
+    assert_agrees(trainer, steps=2)

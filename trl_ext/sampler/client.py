@@ -1,0 +1,181 @@
+"""The trainer's side of vLLM's server: weights as files, or the adapter alone, where TRL needs NCCL."""
+
+import json
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..compat.choices import VLLMClient
+from .adapter import adapter_files, on_host, unsupported_adapter
+
+logger = logging.getLogger("trl_ext")
+
+FILE_BYTES = 2**30
+_MEMORY = Path("/dev/shm")
+_NOT_REPEATED = (
+    *("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
+    "v1/load_lora_adapter",
+)
+_NEEDS = {"v1/load_lora_adapter": "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` in its environment"}
+_SERVE = """`--weight-transfer-config '{"backend": "trl_ext"}'`"""
+
+
+class FileClient(VLLMClient):
+    """
+    TRL's [`VLLMClient`], which also reaches a server without NCCL.
+
+    What is sent depends on the server. One with `--enable-lora` gets the adapter of `policy`. One with the weight-transfer
+    backend "trl_ext" gets weights in files of 1 GiB, or of one larger tensor. Any other gets TRL's NCCL broadcast.
+
+    Args:
+        policy (`torch.nn.Module`, *optional*):
+            The policy, if this process holds all of it.
+        folder (`str`, *optional*):
+            A folder that the server sees by the same path. By default a new one, in memory if there is room.
+
+    Attributes:
+        bytes_sent (`int`): bytes of the weights in the last sync; 0 with NCCL.
+        sends_adapter (`bool`): whether only the adapter is sent.
+
+    Raises:
+        `ValueError`: the server cannot receive weights from this device, or does not see the folder.
+        `RuntimeError`: the server could not load what was sent.
+    """
+
+    def __init__(self, *positional: Any, policy: Any = None, folder: str | None = None, **keywords: Any) -> None:
+        self.policy = policy
+        self.bytes_sent = 0
+        self.sends_adapter = False
+        self.by_files = False
+        self._parent = folder
+        self._folder: Path | None = None
+        self._numbers = count()
+        self._adapter: str | None = None  # the name of the one that the server has
+        super().__init__(*positional, **keywords)
+        for route in _NOT_REPEATED:  # TRL repeats a request after an error, but an update that failed cannot be repeated
+            self.session.mount(f"{self.base_url}/{route}", type(self.session.get_adapter(self.base_url))())
+
+    @property
+    def folder(self) -> Path:
+        """A new folder, which is removed with this client, or when the process ends."""
+        if self._folder is None:
+            in_memory = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= 4 * FILE_BYTES
+            parent = self._parent or (str(_MEMORY) if in_memory else None)
+            self._folder = Path(tempfile.mkdtemp(prefix="trl_ext-", dir=parent))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        server = self.get_server_info()
+        self.sends_adapter = server["lora_config"] is not None and self._takes_adapter(server["lora_config"])
+        if self.sends_adapter:
+            return
+        backend = (server["weight_transfer_config"] or {}).get("backend")
+        self.by_files = backend == "trl_ext"
+        if self.by_files:
+            (self.folder / "trainer").touch()
+            self._ask("init_weight_transfer_engine", {"init_info": {"folder": str(self.folder), "file": "trainer"}})
+        elif isinstance(device, int) or torch.device(device).type == "cuda":
+            super().init_communicator(device)
+        else:
+            found = "no weight-transfer backend" if backend is None else f"the weight-transfer backend {backend!r}"
+            raise ValueError(
+                f"The vLLM server at {self.base_url} has {found}, which cannot receive weights from the device "
+                f"'{device}'. Start it with {_SERVE}."
+            )
+
+    def _takes_adapter(self, lora: dict[str, Any]) -> bool:
+        """Return whether the server samples with the adapter; if it does not, say why."""
+        if not hasattr(self.policy, "peft_config"):
+            return False
+        reason = unsupported_adapter(self.policy, lora["max_lora_rank"])
+        if reason is None:
+            try:
+                self.update_adapter()
+                return True
+            except RuntimeError as error:
+                reason = str(error)
+        logger.warning("vLLM's server gets merged weights instead of the adapter: %s", reason)
+        return False
+
+    def update_named_params(
+        self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        self.bytes_sent = 0
+        if self.sends_adapter:
+            self.update_adapter()
+        elif self.by_files:
+            self._update_by_files(named_params)
+        else:
+            super().update_named_params(metadata, named_params)
+
+    def update_adapter(self) -> None:
+        """Send the adapter, and sample with it.
+
+        Each sync gives it another name. vLLM keeps keys and values of prompts by an adapter's name, and reads the files
+        of an adapter that it loaded "in place" at every forward pass.
+        """
+        before, name = self._adapter, f"{self.folder.name}-{next(self._numbers)}"
+        self.bytes_sent = adapter_files(self.policy, self.folder / name)
+        self._ask("v1/load_lora_adapter", {"lora_name": name, "lora_path": str(self.folder / name)})
+        self.model = self._adapter = name
+        if before is not None:
+            self._ask("v1/unload_lora_adapter", {"lora_name": before})
+            shutil.rmtree(self.folder / before)
+
+    def _update_by_files(self, named_params: Iterator[tuple[str, Tensor]]) -> None:
+        if not self._updating_weights:
+            self._start_weight_update()
+        try:
+            for tensors in _of_size(FILE_BYTES, named_params):
+                self._send(tensors)
+        except BaseException:
+            with suppress(Exception):  # the server has ended the update if the error is its own
+                self._finish_weight_update()
+            raise
+        if not self._updating_weights:
+            self._finish_weight_update()
+
+    def _send(self, tensors: dict[str, Tensor]) -> None:
+        path = self.folder / f"{next(self._numbers)}.safetensors"
+        try:
+            save_file(tensors, path)
+            self.bytes_sent += sum(x.numel() * x.element_size() for x in tensors.values())
+            self._ask("update_weights", {"update_info": {"path": str(path)}})
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _ask(self, route: str, body: dict[str, Any]) -> None:
+        answer = self.session.post(f"{self.base_url}/{route}", json=body)
+        if answer.status_code == 404 and route in _NEEDS:
+            raise RuntimeError(f"The vLLM server at {self.base_url} has no `/{route}`. Start it with {_NEEDS[route]}.")
+        if answer.status_code != 200:
+            said = answer.text
+            with suppress(ValueError, LookupError, TypeError):
+                said = json.loads(said)["error"]["message"]
+            raise RuntimeError(f"The vLLM server at {self.base_url} refused `/{route}`: {said}")
+
+
+def _of_size(most: int, named_params: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield copies in host memory, together as many as fit into `most` bytes, but at least one."""
+    held: dict[str, Tensor] = {}
+    size = 0
+    for name, param in named_params:
+        added = param.numel() * param.element_size()
+        if held and size + added > most:
+            yield held
+            held, size = {}, 0
+        held[name] = on_host(param)
+        size += added
+    if held:
+        yield held

@@ -1,0 +1,80 @@
+"""vLLM's side of a weight sync by files: `--weight-transfer-config '{"backend": "trl_ext"}'`.
+
+Only vLLM's processes import this file, through the entry point `vllm.general_plugins`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+BACKEND = "trl_ext"
+
+
+@dataclass
+class Folder(WeightTransferInitInfo):
+    """The trainer's folder, and a file in it."""
+
+    folder: str
+    file: str
+
+
+@dataclass
+class File(WeightTransferUpdateInfo):
+    """A safetensors file with some of the model's weights, by their names in the checkpoint."""
+
+    path: str
+
+
+class FileEngine(WeightTransferEngine[Folder, File]):
+    """Loads weights from files, as vLLM loads a checkpoint when it starts. The trainer writes and deletes the files."""
+
+    init_info_cls = Folder
+    update_info_cls = File
+
+    def init_transfer_engine(self, init_info: Folder) -> None:
+        """Check that this process can read the trainer's folder.
+
+        Raises:
+            `ValueError`: it cannot.
+        """
+        try:
+            (Path(init_info.folder) / init_info.file).read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"vLLM cannot read the trainer's folder: {error}. Run both as the same user on one host, or give the "
+                "trainer a folder that vLLM sees by the same path."
+            ) from error
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # vLLM's method also waits for the accelerator, which a CPU does not have; copies from pageable memory are complete
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: File) -> None:
+        with safe_open(update_info.path, framework="pt") as file:
+            self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            # The reload packs the embedding of a tied model again, but not the head that shares its weights
+            for module in self.model.modules():
+                if isinstance(module, VocabParallelEmbedding):
+                    module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def register() -> None:
+    """Make `FileEngine` known to vLLM, which may call this more than once."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, FileEngine)
