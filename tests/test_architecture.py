@@ -23,10 +23,11 @@ MAY_IMPORT = {
     "reference": {"version", "packing"},
     "losses": set(),
     "callbacks": set(),
+    "sampler": {"compat"},
     "config": {"compat", "heads", "losses", "planning"},
     "trainers": {
         *("heads", "packing", "distributed", "scoring", "planning", "checkpoints", "reference", "losses", "callbacks"),
-        *("compat", "config"),
+        *("compat", "config", "sampler"),
     },
     "cli": {"config", "trainers", "memory", "heads", "distributed", "scoring", "losses", "compat", "version"},
 }

@@ -101,7 +101,9 @@ def distinct(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len(set(ids)) + 0.01 * sum(ids) for ids in completion_ids]
 
 
-def of_url(url: str, output: Path, used: type = trl_ext.GRPOTrainer, lora: LoraConfig | None = None, **config: Any) -> Any:
+def of_url(
+    url: str, output: Path, used: type = trl_ext.GRPOTrainer, lora: LoraConfig | None = None, **config: Any
+) -> Any:
     """Return a trainer whose `VLLMGeneration` has our client."""
 
     class Generation(VLLMGeneration):
@@ -161,7 +163,9 @@ def test_merged_adapter_agrees_with_the_server(server, tmp_path, caplog):
     assert_agrees(trainer)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]}]
+)
 def test_the_adapter_alone_agrees_with_the_server(server, tmp_path, options):
     trainer = of_url(
         server("adapter only"), tmp_path, lora=LoraConfig(**{"r": 4, "target_modules": "all-linear", **options})
@@ -188,20 +192,28 @@ def test_a_server_without_the_backend_is_refused(server):
         client.init_communicator("cpu")
 
 
-def test_a_folder_that_the_server_does_not_see_is_named(server, tmp_path):
+def test_a_folder_that_the_server_does_not_see_is_named(server, tmp_path, monkeypatch):
     client = FileClient(base_url=server("tied"), folder=str(tmp_path))
-    client.folder.rename(tmp_path / "elsewhere")
-    client.folder.symlink_to("elsewhere")  # below, the trainer's folder is one that only it sees
-    client.init_communicator("cpu")
-    client.folder.unlink()
-    with pytest.raises(RuntimeError, match="cannot read the trainer's folder.*No such file"):
-        client._ask("init_weight_transfer_engine", {"init_info": {"folder": str(client.folder), "file": "trainer"}})
+    monkeypatch.setattr(Path, "touch", lambda path: None)  # as if it had been made in another container
+    with pytest.raises(ValueError, match=rf"does not see the trainer's folder {tmp_path}/.* give a `folder`"):
+        client.init_communicator("cpu")
 
 
-def test_after_a_failed_update_the_next_one_succeeds(server, tmp_path):
+def unknown_to_the_server() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "no.such.weight", torch.ones(1)
+
+
+def fails() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "model.norm.weight", torch.ones(64)
+    raise OSError("the disk is full")
+
+
+@pytest.mark.parametrize(
+    ("weights", "error"),
+    [(unknown_to_the_server, "refused `/update_weights`: .*There is no module"), (fails, "the disk is full")],
+)
+def test_after_a_failed_update_the_next_one_succeeds(server, tmp_path, weights, error):
     trainer = of_url(server("tied"), tmp_path, max_steps=2)
-    client = trainer.vllm_generation.vllm_client
-    named = [("model.norm.weight", torch.ones(64)), ("no.such.weight", torch.ones(1))]
-    with pytest.raises(RuntimeError, match="refused `/update_weights`: .*no"):
-        client.update_named_params([], iter(named))
+    with pytest.raises((RuntimeError, OSError), match=error):
+        trainer.vllm_generation.vllm_client.update_named_params([], weights())
     assert_agrees(trainer, steps=2)

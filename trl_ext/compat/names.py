@@ -12,6 +12,8 @@ _NAMES = {
     "transformers.trainer_callback:TrainerCallback": "on_evaluate on_pre_optimizer_step on_predict on_step_begin",
     "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
     "transformers.training_args": "OptimizerNames",
+    "trl.generation.vllm_client": "VLLMClient",
+    "trl.generation.vllm_client:VLLMClient": "__init__ _updating_weights base_url model session",
     "trl.scripts.utils:TrlParser": "_action_groups add_argument add_argument_group prog",
     "trl.trainer.dpo_config:DPOConfig": "padding_free",
     "trl.trainer.dpo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
@@ -72,6 +74,12 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "trl.cli.accelerate_config": {
         "resolve_accelerate_config_argument": ("(launch_args)",),
+    },
+    "trl.generation.vllm_client:VLLMClient": {
+        "_finish_weight_update": ("(self)",),
+        "_start_weight_update": ("(self)",),
+        "init_communicator": ("(self, device=...)",),
+        "update_named_params": ("(self, metadata, named_params)",),
     },
     "trl.models": {
         "prepare_deepspeed": ("(model, accelerator)",),

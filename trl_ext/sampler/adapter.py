@@ -12,7 +12,15 @@ from safetensors.torch import save_file
 _ANY_VALUE = {
     *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("lora_dropout", "init_lora_weights", "fan_in_fan_out", "runtime_config"),
-    *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
+    *(
+        "task_type",
+        "peft_type",
+        "peft_version",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
 }
 _KEEP_THE_BASE = (True, False, "gaussian", "orthogonal")
 
@@ -36,7 +44,9 @@ def unsupported_adapter(model: Any, max_rank: int | None = None) -> str | None:
         if field.name not in _ANY_VALUE and value != default:
             return f"vLLM does not support `{field.name}={value!r}`"
     if config.init_lora_weights not in _KEEP_THE_BASE:
-        return f"`init_lora_weights={config.init_lora_weights!r}` changes the base model, of which vLLM has another copy"
+        return (
+            f"`init_lora_weights={config.init_lora_weights!r}` changes the base model, of which vLLM has another copy"
+        )
     if max_rank is not None and config.r > max_rank:
         return f"vLLM was started with `--max-lora-rank {max_rank}`, and the adapter has `r={config.r}`"
     for name, param in model.named_parameters():

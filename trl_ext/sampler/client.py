@@ -34,8 +34,9 @@ class FileClient(VLLMClient):
     """
     TRL's [`VLLMClient`], which also reaches a server without NCCL.
 
-    What is sent depends on the server. One with `--enable-lora` gets the adapter of `policy`. One with the weight-transfer
-    backend "trl_ext" gets weights in files of 1 GiB, or of one larger tensor. Any other gets TRL's NCCL broadcast.
+    What is sent depends on the server. One with `--enable-lora` gets the adapter of `policy`. One with the
+    weight-transfer backend "trl_ext" gets weights in files of 1 GiB, or of one larger tensor. Any other gets TRL's NCCL
+    broadcast.
 
     Args:
         policy (`torch.nn.Module`, *optional*):
@@ -62,7 +63,8 @@ class FileClient(VLLMClient):
         self._numbers = count()
         self._adapter: str | None = None  # the name of the one that the server has
         super().__init__(*positional, **keywords)
-        for route in _NOT_REPEATED:  # TRL repeats a request after an error, but an update that failed cannot be repeated
+        # TRL repeats a request after an error of the server, but an update that failed cannot be repeated
+        for route in _NOT_REPEATED:
             self.session.mount(f"{self.base_url}/{route}", type(self.session.get_adapter(self.base_url))())
 
     @property
@@ -76,15 +78,14 @@ class FileClient(VLLMClient):
         return self._folder
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        server = self.get_server_info()
-        self.sends_adapter = server["lora_config"] is not None and self._takes_adapter(server["lora_config"])
+        server = self._server()
+        self.sends_adapter = self._takes_adapter(server["lora_config"])
         if self.sends_adapter:
             return
         backend = (server["weight_transfer_config"] or {}).get("backend")
         self.by_files = backend == "trl_ext"
         if self.by_files:
-            (self.folder / "trainer").touch()
-            self._ask("init_weight_transfer_engine", {"init_info": {"folder": str(self.folder), "file": "trainer"}})
+            self._init_files()
         elif isinstance(device, int) or torch.device(device).type == "cuda":
             super().init_communicator(device)
         else:
@@ -94,9 +95,29 @@ class FileClient(VLLMClient):
                 f"'{device}'. Start it with {_SERVE}."
             )
 
-    def _takes_adapter(self, lora: dict[str, Any]) -> bool:
-        """Return whether the server samples with the adapter; if it does not, say why."""
-        if not hasattr(self.policy, "peft_config"):
+    def _server(self) -> dict[str, Any]:
+        answer = self.session.get(f"{self.base_url}/server_info", params={"config_format": "json"})
+        if answer.status_code != 200:
+            raise ValueError(
+                f"The vLLM server at {self.base_url} answered {answer.status_code} to `/server_info`. Start it with "
+                "`VLLM_SERVER_DEV_MODE=1` in its environment."
+            )
+        return answer.json()["vllm_config"]
+
+    def _init_files(self) -> None:
+        seen = self.folder / "trainer"
+        seen.touch()
+        try:
+            self._ask("init_weight_transfer_engine", {"init_info": {"path": str(seen)}})
+        except RuntimeError as error:
+            raise ValueError(
+                f"The vLLM server at {self.base_url} does not see the trainer's folder {self.folder}. Run both as the "
+                "same user on one host, or give a `folder` that both see by the same path."
+            ) from error
+
+    def _takes_adapter(self, lora: dict[str, Any] | None) -> bool:
+        """Return whether the server samples with the adapter; if it refuses it, say why."""
+        if lora is None or not hasattr(self.policy, "peft_config"):
             return False
         reason = unsupported_adapter(self.policy, lora["max_lora_rank"])
         if reason is None:
@@ -140,8 +161,9 @@ class FileClient(VLLMClient):
             for tensors in _of_size(FILE_BYTES, named_params):
                 self._send(tensors)
         except BaseException:
-            with suppress(Exception):  # the server has ended the update if the error is its own
-                self._finish_weight_update()
+            if not self._updating_weights:
+                with suppress(Exception):  # the server has ended the update if the error is its own
+                    self._finish_weight_update()
             raise
         if not self._updating_weights:
             self._finish_weight_update()
@@ -157,13 +179,14 @@ class FileClient(VLLMClient):
 
     def _ask(self, route: str, body: dict[str, Any]) -> None:
         answer = self.session.post(f"{self.base_url}/{route}", json=body)
-        if answer.status_code == 404 and route in _NEEDS:
+        if answer.status_code == 200:
+            return
+        said, is_vllms = answer.text, False
+        with suppress(ValueError, LookupError, TypeError):
+            said, is_vllms = json.loads(said)["error"]["message"], True
+        if answer.status_code == 404 and not is_vllms and route in _NEEDS:
             raise RuntimeError(f"The vLLM server at {self.base_url} has no `/{route}`. Start it with {_NEEDS[route]}.")
-        if answer.status_code != 200:
-            said = answer.text
-            with suppress(ValueError, LookupError, TypeError):
-                said = json.loads(said)["error"]["message"]
-            raise RuntimeError(f"The vLLM server at {self.base_url} refused `/{route}`: {said}")
+        raise RuntimeError(f"The vLLM server at {self.base_url} refused `/{route}`: {said}")
 
 
 def _of_size(most: int, named_params: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

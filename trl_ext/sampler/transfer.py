@@ -17,11 +17,10 @@ BACKEND = "trl_ext"
 
 
 @dataclass
-class Folder(WeightTransferInitInfo):
-    """The trainer's folder, and a file in it."""
+class FirstFile(WeightTransferInitInfo):
+    """A file in the trainer's folder."""
 
-    folder: str
-    file: str
+    path: str
 
 
 @dataclass
@@ -31,31 +30,20 @@ class File(WeightTransferUpdateInfo):
     path: str
 
 
-class FileEngine(WeightTransferEngine[Folder, File]):
+class FileEngine(WeightTransferEngine[FirstFile, File]):
     """Loads weights from files, as vLLM loads a checkpoint when it starts. The trainer writes and deletes the files."""
 
-    init_info_cls = Folder
+    init_info_cls = FirstFile
     update_info_cls = File
 
-    def init_transfer_engine(self, init_info: Folder) -> None:
-        """Check that this process can read the trainer's folder.
-
-        Raises:
-            `ValueError`: it cannot.
-        """
-        try:
-            (Path(init_info.folder) / init_info.file).read_bytes()
-        except OSError as error:
-            raise ValueError(
-                f"vLLM cannot read the trainer's folder: {error}. Run both as the same user on one host, or give the "
-                "trainer a folder that vLLM sees by the same path."
-            ) from error
+    def init_transfer_engine(self, init_info: FirstFile) -> None:
+        Path(init_info.path).read_bytes()  # an error here is one of the trainer when it starts, not of its first sync
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's method also waits for the accelerator, which a CPU does not have; copies from pageable memory are complete
+        # vLLM's method also waits for the accelerator, and fails on a CPU. Copies from pageable memory are complete
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: File) -> None:
