@@ -225,6 +225,15 @@ class AddedGRPOFields(AddedFields):
     """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone. A
     micro-batch takes as many forward and backward passes as it needs, which changes no gradient. `None`: one pass."""
 
+    sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
+    """What to do when vLLM's log-probs of its samples suddenly differ from the policy's by more than rounding, for example
+    because weights did not reach it. `"warn"`: log one warning, which names the weights if vLLM runs in this process.
+    `"stop"`: raise an error on all ranks."""
+
+    vllm_engine_args: dict[str, Any] | str | None = None
+    """Further arguments of vLLM's engine in colocated mode, such as `{"dtype": "float32"}`. They replace those that TRL
+    passes. Without `dtype`, vLLM loads an fp32 checkpoint in half precision."""
+
     def __post_init__(self) -> None:
         _check_values(self, AddedGRPOFields)
         super().__post_init__()
@@ -262,6 +271,8 @@ class GRPOConfig(AddedGRPOFields, trl.GRPOConfig):
     """
     TRL's [`~trl.GRPOConfig`] with all its arguments and defaults, and the fields below.
     """
+
+    _VALID_DICT_FIELDS = trl.GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_args"]
 
     def __post_init__(self) -> None:
         with sequence_parallelism_hidden(self):

@@ -59,6 +59,8 @@ _SHAPE = {
 }
 _WORD_IDS = {"vocab_size": V_WORDS, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 
+_SAMPLED = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+
 
 def _qwen3(**changes: Any) -> PreTrainedConfig:
     return Qwen3Config(**{**_SHAPE, **_WORD_IDS, "head_dim": 8, "tie_word_embeddings": True, **changes})
@@ -69,6 +71,9 @@ def _qwen3(**changes: Any) -> PreTrainedConfig:
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "tied": lambda: _qwen3(),
     "untied": lambda: LlamaConfig(**{**_SHAPE, **_WORD_IDS, "tie_word_embeddings": False}),
+    # What vLLM serves on a CPU
+    "sampled": lambda: LlamaConfig(**{**_SHAPE, **_WORD_IDS, **_SAMPLED, "tie_word_embeddings": False}),
+    "sampled_tied": lambda: _qwen3(**_SAMPLED, head_dim=32),
     # A head that is larger than a batch's hidden states, with rows that two ranks cannot share evenly
     "odd_vocab": lambda: LlamaConfig(**{**_SHAPE, **_WORD_IDS, "vocab_size": 501, "tie_word_embeddings": False}),
     "chat": lambda: _qwen3(vocab_size=V_CHAT, pad_token_id=256, eos_token_id=258),
@@ -149,7 +154,7 @@ class Workshop:
             head = model.get_output_embeddings()
             if getattr(head, "bias", None) is not None:  # initialised to zero, which would hide a dropped bias
                 torch.nn.init.normal_(head.bias, std=0.5)
-            if name in ("tied", "chat"):  # tied, with small updates of the embedding: predicts repeats of its input
+            if name in ("tied", "chat", "sampled_tied"):  # tied, with small updates of the embedding: predicts repeats of its input
                 torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.2)
                 for part, param in model.named_parameters():
                     if part.endswith(("o_proj.weight", "down_proj.weight")):

@@ -6,6 +6,7 @@ The methods of TRL's trainer that GRPO overrides are here; those that DPO also o
 import functools
 import logging
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..packing.support import has_dropout, trains_expert_modules
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import prompt_of
 from ..planning.sampler_ratio import RatioRule
+from ..sampler.engine import EngineGeneration
 from .base import ExactTrainer
 from .checked_arguments import check_completion_length, check_groups, check_grpo_arguments, check_offloading_device
 from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets
@@ -64,7 +66,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._grpo_scoring = GRPOScoring(self, self._ranks, self._scorer, self._grpo_buffer)
         self._grpo_generation = GRPOGeneration(self, self._ranks, self._grpo_scoring, self._grpo_buffer)
         self._checkpoints.parts.append(self._grpo_generation.save)
-        with self._built(given):
+        with self._built(given, VLLMGeneration=partial(EngineGeneration, engine_args=self._added.vllm_engine_args)):
             super().__init__(**given)
         if self._offloads:
             check_offloading_device(self.accelerator.device)

@@ -30,6 +30,7 @@ from ..planning.parts import Parts
 from ..planning.plan import PackingPlan, SkipCounts, TokenCounts
 from ..planning.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
 from ..planning.sampler_ratio import SamplerRatio, sampler_metrics
+from ..sampler.check import SamplerCheck
 from ..scoring.scorer import Scorer
 
 _LOSS_CHANGED = (
@@ -39,11 +40,16 @@ _LOSS_CHANGED = (
 )
 
 
+_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+
+
 class Trainer(internals.GRPOInternals, Protocol):
     """The trainer members that scoring reads."""
 
     ref_model: Any
     aux_loss_enabled: bool
+    use_vllm: bool
+    vllm_generation: Any
     skipped: SkipCounts
     fed: TokenCounts
 
@@ -64,6 +70,7 @@ class GRPOScoring:
 
     def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
+        self._check = SamplerCheck(trainer)
         self.sampled_at_step = 0
         self._skipped_tokens = 0  # on this rank, since the last loss
         self._gradients: list[Tensor] = []  # with respect to the loss of each part of a micro-batch
@@ -138,8 +145,11 @@ class GRPOScoring:
 
     def _measure_sampler(self, formed: SamplerRatio) -> None:
         gathered = self.ranks.accelerator.gather(formed.statistics().unsqueeze(0))
-        for name, value in sampler_metrics(gathered).items():
+        metrics = sampler_metrics(gathered)
+        for name, value in metrics.items():
             internals.mode_metrics(self.trainer)[name].append(value)
+        if _DIFFERENCE in metrics and self.trainer.model.training and not self.trainer.plan.facts.active_dropout:
+            self._check.observe(metrics[_DIFFERENCE], self.sampled_at_step)
 
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         plan = self.trainer.plan

@@ -1,0 +1,44 @@
+"""GRPO with vLLM in the same process: the sampler's log-probs are those of the policy, to rounding, at every step."""
+
+import pytest
+import torch
+
+KL, DIFFERENCE = "sampling/mismatch_kl", "sampling/sampling_logp_difference/mean"
+KINDS = {
+    "untied": {"model": "sampled"},
+    "tied": {"model": "sampled_tied"},
+    "lora": {"model": "sampled", "lora": True},
+}
+
+
+def column(run, name):
+    return [float(entry[name]) for entry in run["log"] if name in entry]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_fp32_engine_agrees_with_the_policy_and_training_equals_stock_trl(train, kind):
+    ours, stock = train(**KINDS[kind]), train(**KINDS[kind], trainer="stock")
+    assert len(column(ours, KL)) == 6
+    assert max(column(ours, KL)) <= 1e-9
+    assert "vLLM does not sample" not in ours["printed"]
+    for name in ("loss", "reward", "grad_norm"):
+        assert column(ours, name) == pytest.approx(column(stock, name), rel=1e-4, abs=1e-6), name
+    theirs = torch.load(stock["weights"])
+    for name, weight in torch.load(ours["weights"]).items():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-4)
+    assert ours["changed"]
+
+
+def test_stock_trl_cannot_sync_with_a_cpu(train):
+    assert "has no attribute 'weight_loader'" in train(trainer="untouched")["error"]
+
+
+def test_in_bf16_rounding_is_what_remains(train):
+    run = train(engine={"dtype": "bfloat16"})
+    assert 1e-6 < max(column(run, KL)) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["dtyp", "max_num_seq"])
+def test_an_unknown_argument_of_the_engine_is_named(train, name):
+    with pytest.raises(AssertionError, match=f"`vllm_engine_args` names '{name}'"):
+        train(engine={name: 1})

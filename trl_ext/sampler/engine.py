@@ -1,0 +1,179 @@
+"""vLLM as TRL runs it in the training process: the engine's arguments, and the weights that it samples from."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+
+from ..compat.choices import VLLMGeneration
+from ..compat.replaced import module_of, replaced
+
+
+class EngineGeneration(VLLMGeneration):
+    """
+    TRL's [`VLLMGeneration`], with weights that arrive unchanged, also where vLLM packs them after loading.
+
+    Args:
+        engine_args (`dict`, *optional*):
+            Further arguments of vLLM's `LLM`, in place of TRL's where both name one.
+
+    Raises:
+        `ValueError`: vLLM has no such argument.
+    """
+
+    def __init__(self, *positional: Any, engine_args: dict[str, Any] | None = None, **keywords: Any) -> None:
+        self.engine_args = engine_args or {}
+        self.bytes_sent = 0  # by the last sync
+        super().__init__(*positional, **keywords)
+
+    def _init_vllm(self) -> None:
+        with replaced(module_of(VLLMGeneration), **self._engine()):
+            super()._init_vllm()
+
+    def _engine(self) -> dict[str, Any]:
+        """Return the replacement of `LLM` in TRL's module; none in server mode, or where TRL will say what is missing."""
+        llm = vars(module_of(VLLMGeneration)).get("LLM")
+        if self.mode != "colocate" or llm is None or not self.engine_args:
+            return {}
+        from vllm.engine.arg_utils import EngineArgs
+
+        known = {x.name for x in fields(EngineArgs)}
+        unknown = [name for name in self.engine_args if name not in known]
+        if unknown:
+            raise ValueError(
+                f"`vllm_engine_args` names {', '.join(map(repr, unknown))}, which vLLM's `EngineArgs` does not have. "
+                "Correct the name, or leave it out."
+            )
+        return {"LLM": lambda **trls: llm(**{**trls, **self.engine_args})}
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the engine's weights; `None` in server mode."""
+        return self.llm.llm_engine.model_config.dtype if self.mode == "colocate" else None
+
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner in this process. Only in colocated mode."""
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner
+
+    def sync_weights(self) -> None:
+        self.bytes_sent = 0
+        if self.mode == "colocate" and next(self.runner.get_model().parameters()).device.type == "cpu":
+            self._reload()
+        else:
+            super().sync_weights()
+
+    def _reload(self) -> None:
+        """Load the weights as when the engine starts: vLLM packs those of a CPU, where `load_weights` cannot write."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        model = self.runner.get_model()
+        self.runner.reload_weights(weights_iterator=((name, x.clone()) for name, x in self._iter_named_params()))
+        # vLLM 0.31 packs a tied head only when the engine starts, so it would sample with the head of before
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.quant_method.process_weights_after_loading(module)
+        self.llm.reset_prefix_cache()
+
+    def stale_weights(self) -> list[str] | None:
+        """Return the names of the policy's parameters that the engine holds with other values. Every rank must call it.
+
+        A matrix is compared by its product with a random vector, because a CPU's engine holds it packed. Differences below
+        rounding stay unseen. `None` if the engine is in another process, asleep, or holds shards.
+        """
+        if self.mode != "colocate" or self.enable_sleep_mode or self.tensor_parallel_size > 1:
+            return None
+        engine = _Products(self.runner.get_model())
+        return [name for name, param in self._iter_named_params() if engine.differs(name, param)]
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield TRL's parameters, with the adapter merged into copies.
+
+        TRL merges it into the weights and subtracts it afterwards, which leaves a rounding error in them at every sync.
+        """
+        layers = self._mergeable_layers()
+        merges = {"merge_adapter": _nothing, "unmerge_adapter": _nothing} if layers else {}
+        of, merged = "", {}
+        with replaced(self.model, **merges):
+            for name, param in super()._iter_named_params():
+                module, _, kind = name.rpartition(".")
+                if module in layers and module != of:
+                    of, merged = module, _merged(layers[module])
+                sent = merged[kind] if module in layers else param
+                self.bytes_sent += sent.numel() * sent.element_size()
+                yield name, sent
+
+    def _mergeable_layers(self) -> dict[str, Any]:
+        """Return the adapter's layers by their names in vLLM; none if one can only be merged in place."""
+        if not isinstance(self.model, PeftModel) or self._dist.is_fsdp:
+            return {}
+        layers = {name: x for name, x in self.model.named_modules() if isinstance(x, BaseTunerLayer)}
+        for layer in layers.values():
+            base = layer.get_base_layer()
+            own = dict(base.named_parameters(recurse=False))
+            if base is not getattr(layer, "base_layer", None) or "weight" not in own:
+                return {}
+            if not all(x.is_floating_point() for x in own.values()):
+                return {}
+        return {name.removeprefix("base_model.model."): x for name, x in layers.items()}
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@torch.no_grad()
+def _merged(layer: Any) -> dict[str, Tensor]:
+    """Return the parameters of an adapter's layer as PEFT merges them, and leave the layer's own as they are."""
+    before = {name: (param, param.data) for name, param in layer.get_base_layer().named_parameters(recurse=False)}
+    try:
+        for param, data in before.values():
+            param.data = data.clone()
+        layer.merge()
+        merged = {name: param.data.clone() for name, (param, _) in before.items()}
+        layer.unmerge()
+    finally:
+        for param, data in before.values():
+            param.data = data
+    return merged
+
+
+class _Products:
+    """The products of an engine's matrices with a random vector, by the names of the checkpoint."""
+
+    def __init__(self, model: Any) -> None:
+        self.modules = dict(model.named_modules())
+        # Name of a matrix -> the module that holds it with others, and which one it is
+        self.packed = {
+            f"{owner}{part}": (f"{owner}{name}", parts.index(part))
+            for name, parts in getattr(model, "packed_modules_mapping", {}).items()
+            for owner in {path.removesuffix(name) for path in self.modules if path.endswith(f".{name}")}
+            for part in parts
+        }
+
+    @torch.no_grad()
+    def differs(self, name: str, param: Tensor) -> bool:
+        """Return whether the engine holds other values than `param`; False where it cannot be compared."""
+        path, _, kind = name.rpartition(".")
+        holder, place = self.packed.get(path, (path, 0))
+        module = self.modules.get(holder)
+        ours = param.detach()
+        if module is None or kind != "weight":
+            return False
+        if ours.dim() == 1 and module.weight.shape == ours.shape:
+            return not torch.equal(module.weight.cpu(), ours.to(module.weight).cpu())
+        if ours.dim() != 2 or not hasattr(module, "quant_method"):
+            return False
+        dtype = next(iter(self.modules[""].parameters())).dtype
+        weight_OI = ours.to(dtype).float()
+        x_I = torch.randn(weight_OI.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_OI.device)
+        x_I = x_I.to(dtype)
+        theirs = module.quant_method.apply(module, x_I[None], None)[0].float()
+        sizes = getattr(module, "output_sizes", [len(theirs)])
+        theirs_O = theirs.split(sizes)[place][: len(weight_OI)]
+        rounding_O = 4 * torch.finfo(dtype).eps * (weight_OI.abs() @ x_I.float().abs())
+        return bool(((weight_OI @ x_I.float() - theirs_O).abs() > rounding_O).any())
