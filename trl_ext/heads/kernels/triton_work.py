@@ -53,7 +53,8 @@ class TritonWork:
     ) -> Finished:
         combined = None if group is None else statistics.combine_(group)
         held = (statistics.max, statistics.sum_exp.log(), statistics.target_logit, statistics.shift, statistics.sum_exp)
-        rescale, log_odds, log_p, entropy = statistics.max.new_empty(4, len(statistics.max)).unbind()
+        # Not views of one tensor: the caller may write into a result
+        rescale, log_odds, log_p, entropy = (torch.empty_like(statistics.max) for _ in range(4))
         written = entropy if statistics.sum_shifted_exp is not None else None
         with _current(statistics.max.device):
             triton_kernels.finish[(triton.cdiv(len(rescale), _TOKENS),)](

@@ -1,5 +1,6 @@
 """What runs on a tile between the matrix products: the torch version, and the choice of torch or Triton."""
 
+import math
 import os
 import warnings
 from functools import cache
@@ -170,12 +171,13 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
 
 
 def _difference(device: torch.device) -> float:
-    """Return the largest difference of Triton and torch in a small problem, relative to the largest number."""
+    """Return the largest difference of Triton and torch in a small problem, relative to the largest number; NaN is inf."""
     from .triton_work import TritonWork
 
     transform = LogitTransform(0.7, 1.3, 30.0)
     pairs = zip(*(_numbers(work(transform), transform, device) for work in (TorchWork, TritonWork)), strict=True)
-    return max(float((ours - right).abs().max() / right.abs().max()) for right, ours in pairs)
+    off_by = [float((ours - right).abs().max()) / (float(right.abs().max()) or 1.0) for right, ours in pairs]
+    return math.inf if any(map(math.isnan, off_by)) else max(off_by)
 
 
 def _numbers(work: TileWork, transform: LogitTransform, device: torch.device) -> list[Tensor]:
