@@ -197,6 +197,28 @@ def with_methods_put_on_the_trainer(trainer):
     return Patched
 
 
+def with_entropies_of_other_rows(base):
+    """Overrides a method that TRL's loss calls, and runs the policy in it."""
+
+    class WithEntropiesOfOtherRows(base):
+        def _prepare_inputs(self, batch):
+            self.seen = super()._prepare_inputs(batch)
+            return self.seen
+
+        def get_high_entropy_mask(self, entropies, mask, threshold):
+            ids, attended = (
+                torch.cat([self.seen[f"prompt_{name}"], self.seen[f"completion_{name}"]], dim=1).roll(1, 0)
+                for name in ("ids", "mask")
+            )
+            with torch.no_grad():
+                found = self._get_per_token_logps_and_entropies(
+                    self.model, ids, attended, mask.size(1), compute_entropy=True
+                )
+            return super().get_high_entropy_mask(found[1], mask, threshold)
+
+    return WithEntropiesOfOtherRows
+
+
 def case(name, **config):
     chosen = config.pop("rewards", ("id",))
     rollout = config.pop("rollout", "scripted")
@@ -224,6 +246,7 @@ SUBCLASSES = [
     (with_a_cloned_batch, {**ITERATIONS, **HALF_DEAD}),
     (with_a_loss_without_ours, {**ITERATIONS, **HALF_DEAD, "beta": 0.1}),
     (with_log_probs_changed_at_generation, {**ITERATIONS, **HALF_DEAD}),
+    (with_entropies_of_other_rows, {"top_entropy_quantile": 0.5}),
 ]
 SLOW_SUBCLASSES = [
     (plain, ITERATIONS),

@@ -102,13 +102,16 @@ def answered_by(
     trainer: GRPOInternals, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
 ) -> AbstractContextManager[None]:
     """Make TRL's pass of `model` over `batch`, and no other, return `answer`: log-probs, entropies, router loss."""
-    # Only a subclass's loss may run other passes: comparing rows makes the host wait for the device
+    # TRL's loss runs its pass first, and what a subclass adds comes later. Only a subclass's loss may have another order:
+    # then rows are compared, which makes the host wait for the device
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) if has_own_loss(trainer) else None
-    unanswered = getattr(trainer, PASS)
+    unanswered, to_come = getattr(trainer, PASS), [answer]
 
     def answered(called: Any, input_ids: torch.Tensor, *positional: Any, **options: Any) -> Any:
-        if called is model and (ids is None or torch.equal(input_ids, ids)):
+        if called is model and ids is not None and torch.equal(input_ids, ids):
             return answer
+        if called is model and ids is None and to_come:
+            return to_come.pop()
         return unanswered(called, input_ids, *positional, **options)
 
     return replaced(trainer, **{PASS: answered})
