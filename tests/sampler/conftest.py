@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,14 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
+    "MASTER_ADDR": "127.0.0.1",
 }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +48,7 @@ def train(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory, compiled
         script = Path(__file__).with_name("run_vllm.py")
         ended = subprocess.run(
             [sys.executable, script, json.dumps(case)],
-            env={**os.environ, **SETTINGS, "TORCHINDUCTOR_CACHE_DIR": compiled},
+            env={**os.environ, **SETTINGS, "TORCHINDUCTOR_CACHE_DIR": compiled, "MASTER_PORT": str(free_port())},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

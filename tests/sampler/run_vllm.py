@@ -2,9 +2,10 @@
 
     python tests/sampler/run_vllm.py '{"model": FOLDER, "output": FOLDER, ...}'
 
-Options: `trainer` ("ours", "stock": TRL's with our engine, "untouched": TRL's with its own), `lora`, `steps`, `engine`
+Options: `trainer` ("ours", "stock": TRL's with our engine, "untouched": TRL's with its own), `lora`, `dtype` (of the policy), `steps`, `engine`
 (arguments of vLLM), `config` (arguments of the trainer), and `broken`, what the sync leaves out from step 3 on:
-"everything", "cache" (the prefix cache stays), or a part of the names of the weights.
+"everything", "cache" (the prefix cache stays), or a part of the names of the weights; and `syncs`, how often the adapter is then merged
+for a sync, by our way and by TRL's.
 """
 
 import json
@@ -14,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-torch.set_num_threads(1)
-
 import trl
 from datasets import Dataset
 from peft import LoraConfig
 
 import trl_ext
+from trl_ext.compat.choices import VLLMGeneration
 from trl_ext.compat.replaced import names_replaced
 from trl_ext.sampler.engine import EngineGeneration
 
@@ -52,6 +51,7 @@ def break_sync(trainer: Any, broken: str) -> None:
 
 
 def main(case: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
     output, engine = Path(case["output"]), {**ENGINE, **case.get("engine", {})}
     kind = case.get("trainer", "ours")
     config = {
@@ -72,13 +72,17 @@ def main(case: dict[str, Any]) -> None:
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": 0.1,
         "vllm_max_model_length": 64,
+        "model_init_kwargs": {"dtype": case.get("dtype", "float32")},
         **case.get("config", {}),
     }
+    # Two prompts in turn, each longer than a block of the prefix cache
+    prompts = [" ".join(f"w{first + j}" for j in range(40)) for first in (0, 30)]
     given = {
         "model": case["model"],
         "reward_funcs": distinct,
-        # More than a block of the prefix cache
-        "train_dataset": Dataset.from_list([{"prompt": " ".join(f"w{(3 * i + j) % 90}" for j in range(40))} for i in range(64)]),
+        "train_dataset": Dataset.from_list(
+            [{"prompt": " ".join(f"w{(3 * (i % 2) + j) % 90}" for j in range(40))} for i in range(64)]
+        ),
         "peft_config": LoraConfig(r=4, target_modules="all-linear") if case.get("lora") else None,
     }
     if kind == "ours":
@@ -95,6 +99,16 @@ def main(case: dict[str, Any]) -> None:
         trainer.train()
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
+    drift = {}
+    for way, named_params in (
+        ("ours", EngineGeneration._iter_named_params),
+        ("trl", VLLMGeneration._iter_named_params),
+    ):
+        start = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+        for _ in range(case.get("syncs", 0)):
+            sum(1 for _ in named_params(trainer.vllm_generation))
+        ended = trainer.model.named_parameters()
+        drift[way] = max(float((x - start[name]).abs().max()) for name, x in ended)
     weights = {name: x.detach() for name, x in trainer.model.named_parameters()}
     torch.save(weights, output / "weights.pt")
     result = {
@@ -102,6 +116,7 @@ def main(case: dict[str, Any]) -> None:
         "log": trainer.state.log_history,
         "weights": str(output / "weights.pt"),
         "changed": [name for name, x in weights.items() if not torch.equal(x, before[name])],
+        "drift": drift,
         "bytes_sent": getattr(trainer.vllm_generation, "bytes_sent", None),
     }
     (output / "result.json").write_text(json.dumps(result))

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-
 from run_vllm import BROKEN_AT
 from test_colocated import column
 

@@ -22,7 +22,7 @@ def test_an_fp32_engine_agrees_with_the_policy_and_training_equals_stock_trl(tra
     assert max(column(ours, KL)) <= 1e-9
     assert "vLLM does not sample" not in ours["printed"]
     for name in ("loss", "reward", "grad_norm"):
-        assert column(ours, name) == pytest.approx(column(stock, name), rel=1e-4, abs=1e-6), name
+        assert column(ours, name) == pytest.approx(column(stock, name), rel=1e-3, abs=1e-5), name
     theirs = torch.load(stock["weights"])
     for name, weight in torch.load(ours["weights"]).items():
         torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-4)
@@ -42,3 +42,9 @@ def test_in_bf16_rounding_is_what_remains(train):
 def test_an_unknown_argument_of_the_engine_is_named(train, name):
     with pytest.raises(AssertionError, match=f"`vllm_engine_args` names '{name}'"):
         train(engine={name: 1})
+
+
+def test_100_syncs_of_an_adapter_leave_the_weights_as_they_are(train):
+    drift = train(lora=True, dtype="bfloat16", engine={"dtype": "bfloat16"}, steps=2, syncs=100)["drift"]
+    assert drift["ours"] == 0
+    assert drift["trl"] > 1e-3

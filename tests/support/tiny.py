@@ -154,7 +154,11 @@ class Workshop:
             head = model.get_output_embeddings()
             if getattr(head, "bias", None) is not None:  # initialised to zero, which would hide a dropped bias
                 torch.nn.init.normal_(head.bias, std=0.5)
-            if name in ("tied", "chat", "sampled_tied"):  # tied, with small updates of the embedding: predicts repeats of its input
+            if name in (
+                "tied",
+                "chat",
+                "sampled_tied",
+            ):  # tied, with small updates of the embedding: predicts repeats of its input
                 torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.2)
                 for part, param in model.named_parameters():
                     if part.endswith(("o_proj.weight", "down_proj.weight")):

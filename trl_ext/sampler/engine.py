@@ -35,7 +35,7 @@ class EngineGeneration(VLLMGeneration):
             super()._init_vllm()
 
     def _engine(self) -> dict[str, Any]:
-        """Return the replacement of `LLM` in TRL's module; none in server mode, or where TRL will say what is missing."""
+        """Return the replacement of `LLM` in TRL's module, in colocated mode and if vLLM is installed."""
         llm = vars(module_of(VLLMGeneration)).get("LLM")
         if self.mode != "colocate" or llm is None or not self.engine_args:
             return {}
@@ -80,10 +80,11 @@ class EngineGeneration(VLLMGeneration):
         self.llm.reset_prefix_cache()
 
     def stale_weights(self) -> list[str] | None:
-        """Return the names of the policy's parameters that the engine holds with other values. Every rank must call it.
+        """Return the names of the policy's parameters that the engine holds with other values.
 
-        A matrix is compared by its product with a random vector, because a CPU's engine holds it packed. Differences below
-        rounding stay unseen. `None` if the engine is in another process, asleep, or holds shards.
+        A matrix is compared by its product with a random vector, because a CPU's engine holds it packed. Differences
+        below rounding stay unseen. `None` if the engine is in another process, asleep, or holds shards. Every rank must
+        call it.
         """
         if self.mode != "colocate" or self.enable_sleep_mode or self.tensor_parallel_size > 1:
             return None

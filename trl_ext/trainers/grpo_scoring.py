@@ -48,8 +48,7 @@ class Trainer(internals.GRPOInternals, Protocol):
 
     ref_model: Any
     aux_loss_enabled: bool
-    use_vllm: bool
-    vllm_generation: Any
+    rollout_func: Any
     skipped: SkipCounts
     fed: TokenCounts
 
