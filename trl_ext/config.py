@@ -226,9 +226,9 @@ class AddedGRPOFields(AddedFields):
     micro-batch takes as many forward and backward passes as it needs, which changes no gradient. `None`: one pass."""
 
     sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
-    """What to do when vLLM's log-probs suddenly differ from the policy's by more than rounding, for example because weights
-    did not reach it. `"warn"`: log one warning, which names the weights if vLLM runs in this process. `"stop"`: raise an
-    error on all ranks."""
+    """What to do when vLLM's log-probs suddenly differ from the policy's by more than rounding, for example because
+    weights did not reach it. `"warn"`: log one warning, which names the weights if vLLM runs in this process. `"stop"`:
+    raise an error on all ranks."""
 
     vllm_engine_args: dict[str, Any] | str | None = None
     """Further arguments of vLLM's engine in colocated mode, such as `{"dtype": "float32"}`. They replace those that TRL

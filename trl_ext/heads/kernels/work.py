@@ -171,7 +171,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
 
 
 def _difference(device: torch.device) -> float:
-    """Return the largest difference of Triton and torch in a small problem, relative to the largest number; NaN is inf."""
+    """Return the largest relative difference of Triton and torch in a small problem; infinity if there is a NaN."""
     from .triton_work import TritonWork
 
     transform = LogitTransform(0.7, 1.3, 30.0)
