@@ -102,8 +102,8 @@ def answered_by(
     trainer: GRPOInternals, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
 ) -> AbstractContextManager[None]:
     """Make TRL's pass of `model` over `batch`, and no other, return `answer`: log-probs, entropies, router loss."""
-    # TRL's loss runs its pass first; what a subclass adds comes later. Only a subclass's loss may have another order. Then
-    # rows are compared, and the host waits for the device
+    # TRL's loss runs its pass first, before what a subclass adds. Only a subclass's loss may have another order: then rows
+    # are compared, and the host waits for the device
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) if has_own_loss(trainer) else None
     unanswered, to_come = getattr(trainer, PASS), [answer]
 
