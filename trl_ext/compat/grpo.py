@@ -102,7 +102,7 @@ def answered_by(
     trainer: GRPOInternals, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
 ) -> AbstractContextManager[None]:
     """Make TRL's pass of `model` over `batch`, and no other, return `answer`: log-probs, entropies, router loss."""
-    # TRL's loss runs its pass first, before what a subclass adds. Only a subclass's loss may have another order: then rows
+    # TRL's loss runs its pass before what a subclass adds. Only a subclass's own loss may have another order. Then rows
     # are compared, and the host waits for the device
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) if has_own_loss(trainer) else None
     unanswered, to_come = getattr(trainer, PASS), [answer]
@@ -132,7 +132,9 @@ def completion_log_probs(
 
 
 def has_own_loss(trainer: GRPOInternals) -> bool:
-    return "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss
+    trls = trl.GRPOTrainer._compute_loss
+    is_patched = trls.__module__ != trl.GRPOTrainer.__module__
+    return is_patched or "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trls
 
 
 def own_step(trainer: GRPOInternals) -> str | None:

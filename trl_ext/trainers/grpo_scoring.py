@@ -1,5 +1,6 @@
 """GRPO's log-prob passes: the rows and tokens of each pass, its number of forwards, and the log-probs that it keeps."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -158,7 +159,7 @@ class GRPOScoring:
         # The passes of a micro-batch share the result, so the host waits for the device only once
         given = [inputs.get(name) for name in ("completion_mask", "tool_mask", "advantages", "prompt_mask")]
         skips = {"skip_masked": plan.skips_masked, "skip_zero_advantages": plan.skips_zero_advantages}
-        found = self._scored.setdefault(given[0], LastResult())
+        found = self._scored.setdefault(given[0], defaultdict(LastResult))[tuple(skips.values())]
         return found.of(*given, make=partial(scored_tokens, inputs, **skips))  # type: ignore[no-any-return]
 
     # The passes
