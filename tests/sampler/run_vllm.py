@@ -2,10 +2,10 @@
 
     python tests/sampler/run_vllm.py '{"model": FOLDER, "output": FOLDER, ...}'
 
-Options: `trainer` ("ours", "stock": TRL's with our engine, "untouched": TRL's with its own), `lora`, `dtype` (of the
-policy), `steps`, `engine` (arguments of vLLM), `config` (arguments of the trainer), `broken`, what the sync leaves out
-from step 3 on: "everything", "cache" (the prefix cache stays), or a part of the names of the weights; and `syncs`, how
-often the adapter is then merged for a sync, by our way and by TRL's.
+Options: `trainer` ("ours", "stock": TRL's with our engine, "untouched": TRL's with its own), `lora`, `peft` (arguments of
+`LoraConfig`), `dtype` (of the policy), `steps`, `engine` (arguments of vLLM), `config` (arguments of the trainer),
+`broken`, what the sync leaves out from step 3 on: "everything", "cache" (the prefix cache stays), or a part of the names
+of the weights; and `syncs`, how often the adapter is then merged for a sync, by our way and by TRL's.
 """
 
 import json
@@ -81,7 +81,9 @@ def main(case: dict[str, Any]) -> None:
         "model": case["model"],
         "reward_funcs": distinct,
         "train_dataset": Dataset.from_list([{"prompt": prompts[i % 2]} for i in range(64)]),
-        "peft_config": LoraConfig(r=4, target_modules="all-linear") if case.get("lora") else None,
+        "peft_config": LoraConfig(r=4, target_modules="all-linear", **case.get("peft", {}))
+        if case.get("lora")
+        else None,
     }
     if kind == "ours":
         trainer = trl_ext.GRPOTrainer(args=trl_ext.GRPOConfig(vllm_engine_args=engine, **config), **given)

@@ -29,6 +29,19 @@ def test_an_fp32_engine_agrees_with_the_policy_and_training_equals_stock_trl(tra
     assert ours["changed"]
 
 
+def test_with_enable_lora_the_adapter_alone_is_sent(train):
+    merged, adapter = (train(lora=True, engine={"enable_lora": x, "max_lora_rank": 8}) for x in (False, True))
+    assert max(column(adapter, KL)) <= 1e-9
+    assert column(adapter, "loss") == pytest.approx(column(merged, "loss"), rel=1e-3, abs=1e-5)
+    assert adapter["bytes_sent"] < merged["bytes_sent"] / 4
+
+
+def test_an_adapter_that_vllm_does_not_support_is_merged(train):
+    run = train(lora=True, engine={"enable_lora": True, "max_lora_rank": 8}, peft={"use_dora": True}, steps=3)
+    assert "vLLM gets merged weights instead of the adapter: vLLM does not support `use_dora=True`." in run["printed"]
+    assert max(column(run, KL)) <= 1e-9
+
+
 def test_stock_trl_cannot_sync_with_a_cpu(train):
     assert "has no attribute 'weight_loader'" in train(trainer="untouched")["error"]
 

@@ -1,21 +1,33 @@
 """vLLM as TRL runs it in the training process: the engine's arguments, and the weights that it samples from."""
 
+import logging
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..compat.choices import VLLMGeneration
 from ..compat.replaced import module_of, replaced
+from .adapter import adapter_files, unsupported_adapter
+
+logger = logging.getLogger("trl_ext")
 
 
 class EngineGeneration(VLLMGeneration):
     """
     TRL's [`VLLMGeneration`], with weights that arrive unchanged, also where vLLM packs them after loading.
+
+    With `enable_lora` among the engine's arguments, a sync sends the LoRA adapter alone.
 
     Args:
         engine_args (`dict`, *optional*):
@@ -28,11 +40,26 @@ class EngineGeneration(VLLMGeneration):
     def __init__(self, *positional: Any, engine_args: dict[str, Any] | None = None, **keywords: Any) -> None:
         self.engine_args = engine_args or {}
         self.bytes_sent = 0  # by the last sync
+        self._adapters: tempfile.TemporaryDirectory[str] | None = None
+        self._request: Any = None  # vLLM's, for the adapter that it samples with
         super().__init__(*positional, **keywords)
 
     def _init_vllm(self) -> None:
         with replaced(module_of(VLLMGeneration), **self._engine()):
             super()._init_vllm()
+        if self.mode == "colocate" and self.engine_args.get("enable_lora"):
+            reason = self._merged_reason()
+            if reason is None:
+                self._adapters = tempfile.TemporaryDirectory(prefix="trl_ext-")
+            elif self.accelerator.is_main_process:
+                logger.warning(f"vLLM gets merged weights instead of the adapter: {reason}.")
+
+    def _merged_reason(self) -> str | None:
+        if self.enable_sleep_mode:
+            return "`vllm_enable_sleep_mode` discards the weights of the base model"
+        if any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in self.model.parameters()) or self._dist.is_fsdp:
+            return "the adapter is sharded"
+        return unsupported_adapter(self.model, self.llm.llm_engine.vllm_config.lora_config.max_lora_rank)
 
     def _engine(self) -> dict[str, Any]:
         """Return the replacement of `LLM` in TRL's module, in colocated mode and if vLLM is installed."""
@@ -62,10 +89,29 @@ class EngineGeneration(VLLMGeneration):
 
     def sync_weights(self) -> None:
         self.bytes_sent = 0
-        if self.mode == "colocate" and next(self.runner.get_model().parameters()).device.type == "cpu":
+        if self._adapters is not None:
+            self._send_adapter(Path(self._adapters.name))
+        elif self.mode == "colocate" and next(self.runner.get_model().parameters()).device.type == "cpu":
             self._reload()
         else:
             super().sync_weights()
+
+    def _send_adapter(self, folder: Path) -> None:
+        """Give vLLM the adapter under a new name, because it keeps keys and values of prompts by an adapter's name."""
+        from vllm.lora.request import LoRARequest
+
+        before, number = self._request, 1 if self._request is None else self._request.lora_int_id + 1
+        self.bytes_sent = adapter_files(self.model, folder / str(number))
+        self._request = LoRARequest(f"policy-{number}", number, str(folder / str(number)))
+        self.llm.llm_engine.add_lora(self._request)
+        if before is not None:
+            self.llm.llm_engine.remove_lora(before.lora_int_id)
+            shutil.rmtree(before.lora_path)
+
+    def generate(self, *positional: Any, **keywords: Any) -> Any:
+        generate = {"generate": partial(self.llm.generate, lora_request=self._request)} if self._request else {}
+        with replaced(self.llm, **generate) if generate else nullcontext():
+            return super().generate(*positional, **keywords)
 
     def _reload(self) -> None:
         """Load the weights as when the engine starts: vLLM packs those of a CPU, where `load_weights` cannot write."""
@@ -83,10 +129,10 @@ class EngineGeneration(VLLMGeneration):
         """Return the names of the policy's parameters that the engine holds with other values.
 
         A matrix is compared by its product with a random vector, because a CPU's engine holds it packed. Differences
-        below rounding stay unseen. `None` if the engine is in another process, asleep, or holds shards. Every rank must
-        call it.
+        below rounding stay unseen. `None` if the engine is in another process or asleep, or holds shards or an adapter.
+        Every rank must call it.
         """
-        if self.mode != "colocate" or self.enable_sleep_mode or self.tensor_parallel_size > 1:
+        if self.mode != "colocate" or self._adapters or self.enable_sleep_mode or self.tensor_parallel_size > 1:
             return None
         engine = _Products(self.runner.get_model())
         return [name for name, param in self._iter_named_params() if engine.differs(name, param)]
