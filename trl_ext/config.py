@@ -230,7 +230,7 @@ class AddedGRPOFields(AddedFields):
     weights did not reach it. `"warn"`: log one warning, which names the weights if vLLM runs in this process. `"stop"`:
     raise an error on all ranks."""
 
-    vllm_engine_args: dict | str | None = None
+    vllm_engine_args: dict | str | None = None  # type: ignore[type-arg]  # the parser's own form
     """Further arguments of vLLM's engine in colocated mode, such as `{"dtype": "float32"}`. They replace those that TRL
     passes. Without `dtype`, vLLM loads an fp32 checkpoint in half precision."""
 
