@@ -36,10 +36,10 @@ _NAMES = {
         "is_deepspeed_enabled is_fsdp_enabled is_world_process_zero loss_type lr_scheduler model "
         "model_wrapped multi_objective_aggregation num_generations num_iterations optimizer "
         "processing_class push_to_hub ref_model reward_func_names reward_funcs reward_weights "
-        "rollout_func save_model scale_rewards shuffle_dataset state top_entropy_quantile train "
-        "train_dataset training_step use_vllm vllm_importance_sampling_clip_max "
-        "vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
-        "vllm_importance_sampling_mode"
+        "rollout_func save_model scale_rewards shuffle_dataset state tools top_entropy_quantile train "
+        "train_dataset training_step use_transformers_continuous_batching use_vllm vllm_generation "
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_mode"
     ),
 }
 # Functions, with the parameters of every supported release

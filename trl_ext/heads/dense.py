@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .adapters import Operands, ReplacedRows
 from .gradients import Coefficients
+from .kept import KeptClasses
 from .logits import LinearLogProbs, LogitTransform, without_gradient
 from .products import ExactLinear, exact_arithmetic, refuse_second_derivative
 from .statistics import ABSENT, RunningStatistics
@@ -33,6 +34,13 @@ def dense_logits(
         if x.down is not None:
             product = product + ExactLinear.apply(x.down, x.up, None, (accumulate, up_dtype), accumulate, nullcontext)
         return transform(product)
+
+
+def over_kept(logits_NV: Tensor, kept: KeptClasses | None) -> Tensor:
+    """Return the logits, with `ABSENT` for classes that a token does not keep. `kept` includes the targets."""
+    if kept is None:
+        return logits_NV
+    return logits_NV.masked_fill(kept.absent(*(slice(0, size) for size in logits_NV.shape)), ABSENT)
 
 
 def log_probs_of(
@@ -72,8 +80,8 @@ def log_probs_from_logits(
 ) -> LinearLogProbs:
     """Return per-token results from the product `(n, V)` before scale, softcap and temperature; differentiable.
 
-    Computes in fp32, or in float64 for a float64 product, with the formulas of the tiled head. `absent` (n, V) marks the
-    classes that count as if the vocabulary did not have them.
+    Computes in fp32, or in float64 for a float64 product, with the formulas of the tiled head. `absent` (n, V) marks
+    classes that the vocabulary of a token does not have.
     """
     product = product.to(torch.float64 if product.dtype == torch.float64 else torch.float32)
     entropy_grad = entropy_requires_grad and "entropy" in outputs

@@ -1,6 +1,7 @@
 """The classes over which tokens are normalised, where a sampler chose from only some of the vocabulary.
 
-Dimensions: N tokens, C completion tokens of a row, (n, v) tokens and columns of a tile, S entries of a row, E entries.
+Dimensions: N tokens, B rows, C completion tokens of a row, K pairs of a row, (n, v) tokens and columns of a tile, E
+pairs.
 """
 
 from typing import NamedTuple
@@ -17,22 +18,22 @@ class KeptClasses(NamedTuple):
     limited: Tensor  # (N,) bool: which tokens have a pair
 
     @classmethod
-    def of_rows(cls, ids_BS: Tensor, counts_BC: Tensor, token_BC: Tensor, tokens: int) -> "KeptClasses":
+    def of_rows(cls, ids_BK: Tensor, counts_BC: Tensor, token_BC: Tensor, tokens: int) -> "KeptClasses":
         """Return the kept classes of N `tokens`. The host does not wait for the device.
 
         Args:
-            ids_BS (`Tensor`): the kept classes of each row's tokens, one token after another.
+            ids_BK (`Tensor`): the kept classes of each row's tokens, one token after another.
             counts_BC (`Tensor`): how many of them each token has; 0 keeps every class.
             token_BC (`Tensor`): index of each token among the N, -1 for a token that is not scored.
         """
         ends_BC = counts_BC.long().cumsum(1)
-        entry_BS = torch.arange(ids_BS.size(1), device=ids_BS.device).expand(ids_BS.shape).contiguous()
-        column_BS = torch.searchsorted(ends_BC, entry_BS, right=True)
+        entry_BK = torch.arange(ids_BK.size(1), device=ids_BK.device).expand(ids_BK.shape).contiguous()
+        column_BK = torch.searchsorted(ends_BC, entry_BK, right=True)
         # Beyond a row's last entry there is padding
         padded_BC = torch.nn.functional.pad(token_BC, (0, 1), value=-1)
-        limited = torch.zeros(tokens + 1, dtype=torch.bool, device=ids_BS.device)  # the last is for -1
+        limited = torch.zeros(tokens + 1, dtype=torch.bool, device=ids_BK.device)  # the last is for -1
         limited[token_BC] = counts_BC > 0
-        return cls(padded_BC.gather(1, column_BS).flatten(), ids_BS.long().flatten(), limited[:-1])
+        return cls(padded_BC.gather(1, column_BK).flatten(), ids_BK.long().flatten(), limited[:-1])
 
     def with_targets(self, targets_N: Tensor) -> "KeptClasses":
         """Return the kept classes together with each token's target."""

@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .adapters import LowRank, Operands, ReplacedRows
-from .dense import dense_logits, log_probs_of
+from .dense import dense_logits, log_probs_of, over_kept
 from .kept import KeptClasses
 from .kernels.work import check_kernels
 from .logits import OUTPUTS, LinearLogProbs, LogitTransform
 from .parallel import VocabularyShard, check_range, range_of, shard_of_group
 from .products import statistics_dtype
-from .statistics import ABSENT
 from .tiled import Head, tiled_log_probs
 
 HEADS = ("tiled", "dense")
@@ -191,9 +190,9 @@ def run_head(
     if name == "dense":
         accumulate = statistics_dtype(dtype)
         logits_NV = dense_logits(x, transform, dtype, accumulate, readable, up_dtype=up_dtype, replaced=replaced)
-        if kept is not None:
-            logits_NV = logits_NV.masked_fill(kept.absent(*(slice(0, size) for size in logits_NV.shape)), ABSENT)
-        results = log_probs_of(logits_NV, targets_N, outputs, entropy_requires_grad=entropy_requires_grad)
+        results = log_probs_of(
+            over_kept(logits_NV, kept), targets_N, outputs, entropy_requires_grad=entropy_requires_grad
+        )
     else:
         head = Head(
             *(dtype, transform, outputs, shard or VocabularyShard()),

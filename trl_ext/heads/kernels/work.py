@@ -35,8 +35,8 @@ class Tile(NamedTuple):
     """The product x = h W^T of some tokens and consecutive classes, and its operands.
 
     `product` (n, v), a view by `as_tile`, includes the low-rank term of `down` (n, R) and `up` (v, R), but not yet
-    `bias` (v,), which may have any dtype. The next tile overwrites `product`. `absent` (n, v), if given, marks logits that
-    count as `ABSENT`; they get no gradient.
+    `bias` (v,), which may have any dtype. The next tile overwrites `product`. `absent` (n, v), if given, marks
+    logits that count as `ABSENT` and get no gradient.
     """
 
     tokens: slice

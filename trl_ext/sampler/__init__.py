@@ -1,0 +1,1 @@
+"""The sampler beside the trainer: which tokens it could choose."""
