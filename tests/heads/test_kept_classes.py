@@ -1,13 +1,16 @@
 """Values and gradients over kept classes equal float64 over the same classes, in every head, dtype and tile size."""
 
 import functools
+import shutil
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import pretended_gpu
 from head_definition import defined, floats_apart
+from sharded_head_cases import over_kept_on
 from trl_ext.heads import tiled
 from trl_ext.heads.adapters import Factors, ReplacedRows, low_rank_term
 from trl_ext.heads.dense import log_probs_from_logits
@@ -227,3 +230,35 @@ def test_pairs_of_rows_reach_their_tokens():
     chosen = torch.tensor([True, False, True, True])
     assert torch.equal(kept.of_tokens(chosen).absent(slice(0, 3), slice(2, 9)), absent[chosen, 2:9])
     assert torch.equal(kept.absent(slice(1, 3), slice(4, 8)), absent[1:3, 4:8])
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("way", "trained"), [("local", True), ("local", False), ("in turn", False)])
+def test_rows_of_the_weight_on_several_ranks_give_the_definition_over_the_kept_classes(ranks, way, trained, softcap):
+    for errors in ranks.run(over_kept_on, 3, way, softcap, trained):
+        assert max(errors) < 1e-11
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the pretended GPU needs g++")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the pretended GPU needs a build of torch for the CPU")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_the_host_never_waits_for_the_kept_classes(kernels):
+    script = f"""
+import pretended_gpu, torch
+pretended_gpu.start()
+from trl_ext.heads.kept import KeptClasses
+from trl_ext.heads.linear_log_probs import run_head
+from trl_ext.heads.logits import LogitTransform
+with pretended_gpu.DeviceMode():
+    ids = torch.tensor([[4, 5, 6, 0, 0], [7, 8, 9, 3, 2]]).cuda()
+    counts, index = (torch.tensor(x).cuda() for x in ([[1, 0, 2], [0, 4, 1]], [[1, -1, 0], [3, 2, -1]]))
+    hidden, weight = (torch.randn(n, 8).cuda().requires_grad_() for n in (4, 30))
+    targets = torch.arange(4).cuda()
+    with pretended_gpu.RECORD.counting(True):
+        kept = KeptClasses.of_rows(ids, counts, index, 4)
+        scored = run_head("tiled", hidden, weight, targets, bias=None, transform=LogitTransform(), kernels="{kernels}",
+                          outputs=("log_probs", "entropy"), kept=kept, tile_columns=16)
+        scored.log_probs.sum().backward()
+    print(len(pretended_gpu.RECORD.waits))
+"""
+    assert pretended_gpu.python("-c", script) == "0"

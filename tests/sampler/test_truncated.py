@@ -5,15 +5,14 @@ import pytest
 pytest.importorskip("vllm")
 
 RATIO, MEAN = "sampling/importance_sampling_ratio_unclipped", "sampling/importance_sampling_ratio/mean"
-CUT = {"top_p": 0.9, "top_k": 20, "vllm_importance_sampling_clip_max": 100.0}
-WIDE = {"max_logprobs": -1}
+CUT = {"top_p": 0.9, "top_k": 20, "vllm_importance_sampling_mode": "token_truncate"}
 CASES = {
     "top_p and top_k": {"config": CUT},
-    "iterations": {"config": {**CUT, "num_iterations": 2, "gradient_accumulation_steps": 2}},
-    "more than 20 tokens": {"config": {**CUT, "top_k": 30}, "engine": WIDE},
-    "min_p": {"config": {"top_k": 40, "min_p": 0.2}, "engine": WIDE},
-    "every token": {"config": {"top_k": 97}, "engine": WIDE},
-    "lora": {"config": CUT, "lora": True},
+    "sequences": {
+        "config": {"top_k": 40, "min_p": 0.2, "vllm_importance_sampling_mode": "sequence_truncate"},
+        "engine": {"max_logprobs": -1},
+    },
+    "iterations with lora": {"config": {**CUT, "num_iterations": 2, "gradient_accumulation_steps": 2}, "lora": True},
 }
 
 

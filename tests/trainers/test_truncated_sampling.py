@@ -164,3 +164,117 @@ def test_the_ratio_to_the_sampler_is_one_before_the_first_step(
     else:  # stock's is the probability of the tokens that the sampler kept
         assert float(found.mean()) < 0.95
     print(f"{masked=} mean {float(found.mean()):.6f} max |ratio - 1| {float((found - 1).abs().max()):.2e}")
+
+
+def updates(trainer: Any) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+
+
+def test_a_resumed_run_keeps_the_tokens_of_completions_that_are_left(workshop: Workshop, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {**CUTS["top_p"], "keep_sampling_mask": True, "save_strategy": "steps", "save_steps": 1}
+    fields |= {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
+    whole = made(trl_ext.GRPOTrainer, workshop, tmp_path / "whole", **fields)
+    whole.train()
+    resumed = made(trl_ext.GRPOTrainer, workshop, tmp_path / "resumed", **fields)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert all(torch.equal(x, y) for x, y in zip(updates(whole).values(), updates(resumed).values(), strict=True))
+
+
+def test_completions_sampled_without_the_option_are_sampled_again(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields: dict[str, Any] = {**CUTS["top_p"], "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+    fields |= {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
+    made(trl_ext.GRPOTrainer, workshop, tmp_path / "off", **fields).train()
+    resumed = made(trl_ext.GRPOTrainer, workshop, tmp_path / "on", **fields, keep_sampling_mask=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "off" / "checkpoint-3"))
+    assert "keep_sampling_mask was 0 and is 1" in caplog.text
+
+
+def test_groups_drawn_later_bring_their_tokens(workshop: Workshop, sampled: Contexts, tmp_path: Path) -> None:
+    def of_some(completion_ids: list[list[int]], prompts: list[str], **_: Any) -> list[float]:
+        pairs = zip(completion_ids, prompts, strict=True)
+        return [float(len(set(ids))) if len(text) % 2 else 0.5 for ids, text in pairs]
+
+    trainer = made(
+        *(trl_ext.GRPOTrainer, workshop, tmp_path),
+        **{**CUTS["top_p_and_top_k"], "keep_sampling_mask": True, "dynamic_sampling": True, "num_iterations": 2},
+        **{"max_steps": 1, "beta": 0.0, "gradient_accumulation_steps": 2},
+    )
+    trainer.reward_funcs = [of_some]
+    trainer.train()
+    (draws,) = [x["dynamic_sampling/draws"] for x in trainer.state.log_history if "dynamic_sampling/draws" in x]
+    assert draws > 1
+    assert float((ratios(trainer, sampled) - 1).abs().max()) < 1e-5
+
+
+class DropsEntries(trl_ext.GRPOTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+        inputs = {name: x for name, x in inputs.items() if not name.startswith("kept_")}
+        return super().compute_loss(model, inputs, *rest, **named)
+
+
+def test_a_subclass_that_drops_the_tokens_is_told(workshop: Workshop, tmp_path: Path) -> None:
+    trainer = made(DropsEntries, workshop, tmp_path, **CUTS["top_p"], keep_sampling_mask=True, max_steps=1)
+    with pytest.raises(RuntimeError, match=r"`DropsEntries\.compute_loss` has removed"):
+        trainer.train()
+
+
+def sampled_elsewhere(prompts: list[str], **_: Any) -> dict[str, Any]:
+    ids = [[3, 4, 1] for _ in prompts]
+    return {"prompt_ids": [[5, 6] for _ in prompts], "completion_ids": ids, "logprobs": None}
+
+
+class OwnPass(trl_ext.GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *positional: Any, **named: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(*positional, **named)
+
+
+UNKNOWN: dict[str, tuple[type, dict[str, Any], str]] = {
+    "own pass": (OwnPass, {}, "this trainer overrides TRL's log-prob pass"),
+    "beams": (trl_ext.GRPOTrainer, {"generation_kwargs": {"num_beams": 2}}, "beam search (`num_beams`)"),
+    "continuous": (trl_ext.GRPOTrainer, {"use_transformers_continuous_batching": True}, "continuous batching"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_the_plan_says_why_the_tokens_are_not_known(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    trainer, fields, reason = UNKNOWN[name]
+    plan = made(trainer, workshop, tmp_path, top_k=5, keep_sampling_mask=True, **fields).explain()
+    (warning,) = plan.warnings
+    assert warning.startswith("`keep_sampling_mask=True` has no effect, because ")
+    assert reason in warning
+    assert not plan.keeps_sampling_mask
+
+
+def test_a_rollout_function_does_not_tell_the_tokens(workshop: Workshop, tmp_path: Path) -> None:
+    trainer = trl_ext.GRPOTrainer(
+        workshop.model("untied"),
+        reward_funcs=reward,
+        args=trl_ext.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, top_k=5, keep_sampling_mask=True),
+        train_dataset=prompts(32, seed=1),
+        rollout_func=sampled_elsewhere,
+    )
+    assert "`rollout_func`" in trainer.explain().warnings[0]
+
+
+def test_without_truncation_the_option_changes_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    found = []
+    for fields in ({}, {"keep_sampling_mask": True}):
+        trainer = made(trl_ext.GRPOTrainer, workshop, tmp_path, **fields)
+        trainer.train()
+        assert not trainer.explain().warnings
+        found.append(updates(trainer))
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+
+
+def test_in_evaluation_the_loss_is_over_the_same_tokens(workshop: Workshop, sampled: Contexts, tmp_path: Path) -> None:
+    found = []
+    for trainer, fields in ((OverKept, {}), (trl_ext.GRPOTrainer, {"keep_sampling_mask": True})):
+        evaluated = made(trainer, workshop, tmp_path, **CUTS["top_p"], **fields, per_device_eval_batch_size=8)
+        sampled.clear()
+        if trainer is OverKept:
+            evaluated.contexts = sampled
+        found.append(evaluated.evaluate(prompts(2, seed=2)))
+    for name in ("eval_loss", "eval_entropy", "eval_kl"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-4, abs=2e-5), name

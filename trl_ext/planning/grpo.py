@@ -5,7 +5,6 @@ token in the loss.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .non_finite import steps_in_backward
@@ -89,7 +88,18 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     skips_zero_advantages = _zero_advantage_reason(facts) is None
     misaligned = facts.gradient_accumulation_steps % (facts.steps_per_generation * facts.num_iterations) != 0
     micro_batches = _micro_batches(facts)
-    keeps_mask = facts.keep_sampling_mask and bool(facts.truncated_sampling) and _mask_reason(facts) is None
+    unknown = "this trainer overrides TRL's log-prob pass" if facts.has_own_pass else facts.unknown_mask
+    keeps_mask = facts.keep_sampling_mask and bool(facts.truncated_sampling) and unknown is None
+    warnings = []
+    if facts.keep_sampling_mask and facts.truncated_sampling and unknown is not None:
+        warnings.append(f"`keep_sampling_mask=True` has no effect, because {unknown}.")
+    if facts.sampler_ratio is not None and facts.truncated_sampling and not keeps_mask:
+        advice = "Set `keep_sampling_mask=True`. " if unknown is None else ""
+        warnings.append(
+            "The importance ratio to the sampler is biased: completions are drawn from a truncated distribution "
+            f"({', '.join(facts.truncated_sampling)}), but the policy's log-probs are those of the full one. {advice}"
+            "Sample without truncation, or set `vllm_importance_sampling_correction=False`."
+        )
     return GRPOPlan(
         decisions=(
             _policy(facts, keeps_mask),
@@ -97,7 +107,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
             _reference(facts),
             _in_parts(facts, micro_batches),
         ),
-        warnings=tuple(_warnings(facts, keeps_mask)),
+        warnings=tuple(warnings),
         facts=facts,
         skips_masked=not _reads_every_row(facts),
         skips_zero_advantages=skips_zero_advantages,
@@ -110,29 +120,6 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         keeps_groups_together=micro_batches.action == "run",
         keeps_sampling_mask=keeps_mask,
     )
-
-
-def _mask_reason(facts: GRPOFacts) -> str | None:
-    """Return why log-probs cannot be normalised over the tokens that the sampler could choose."""
-    if facts.has_own_pass:
-        return "this trainer overrides TRL's log-prob pass"
-    return facts.unknown_mask
-
-
-def _warnings(facts: GRPOFacts, keeps_mask: bool) -> Iterator[str]:
-    if not facts.truncated_sampling or keeps_mask:
-        return
-    remedy = "Sample without truncation, or set `vllm_importance_sampling_correction=False`."
-    reason = _mask_reason(facts)
-    if facts.keep_sampling_mask:
-        yield f"`keep_sampling_mask=True` has no effect, because {reason}."
-    elif reason is None:
-        remedy = f"Set `keep_sampling_mask=True`. {remedy}"
-    if facts.sampler_ratio is not None:
-        yield (
-            "The importance ratio to the sampler is biased: completions are drawn from a truncated distribution "
-            f"({', '.join(facts.truncated_sampling)}), but the policy's log-probs are those of the full one. {remedy}"
-        )
 
 
 def _check_options(facts: GRPOFacts) -> None:

@@ -85,11 +85,10 @@ def log_probs_to_ask(top_k: int, most: int) -> int:
     return min(top_k + max(_TIES, top_k), most)
 
 
-def warn_of_missing(mask: SamplingMask) -> None:
+def warn_of_missing(mask: SamplingMask, top_k: int) -> None:
     """Warn if vLLM kept more tokens than it returned log-probs for."""
     if mask.missing > 1e-3:
         logger.warning(
-            "vLLM kept tokens beyond the log-probs that it returned, because their logits tie with the last of "
-            f"`top_k`: up to {mask.missing:.1%} of a step's probability. The log-probs leave them out. Give the engine "
-            "a larger `max_logprobs`, or an fp32 head."
+            f"`top_k={top_k}` kept more tokens than vLLM returned log-probs for, because logits tie: up to "
+            f"{mask.missing:.1%} of a step's probability is missing. Raise vLLM's `max_logprobs`."
         )

@@ -94,12 +94,12 @@ class GRPOGeneration:
         trainer = self.trainer
         if not trainer.plan.keeps_sampling_mask:
             return self._drawn(inputs)
-        mask, asked = SamplingMask(), None
+        mask, asked, top_k = SamplingMask(), None, int(sampling_values(trainer.args)["top_k"])
         if trainer.use_vllm:
-            asked = log_probs_to_ask(int(sampling_values(trainer.args)["top_k"]), self._most_log_probs)
+            asked = log_probs_to_ask(top_k, self._most_log_probs)
         with internals.sampling_recorded(trainer, mask, asked):
             batch = self._drawn(inputs)
-        warn_of_missing(mask)
+        warn_of_missing(mask, top_k)
         completions = batch["completion_ids"]
         entries = self.ranks.agreed(mask.entries(completions.size(1), completions.device))
         return {**batch, **{name: x.to(completions.device) for name, x in zip(KEPT_CLASSES, entries, strict=True)}}
@@ -116,18 +116,21 @@ class GRPOGeneration:
             is_asked (`bool`): whether `keep_sampling_mask` is set. If not, a vLLM server is not asked what it supports.
         """
         trainer, top_k = self.trainer, sampling_values(self.trainer.args)["top_k"]
+        given = trainer.args.generation_kwargs or {}
         if overridden or trainer.rollout_func is not None:
             return "the completions come from a `rollout_func` or an overridden method"
         if trainer.tools:
             return "completions with tools are sampled in several turns"
         if trainer.use_vllm and top_k <= 0:
             return "vLLM returns the log-probs of a fixed number of tokens (set `top_k` too)"
+        if trainer.use_vllm and "logprobs" in given:
+            return "`generation_kwargs` sets `logprobs`"
         if trainer.use_vllm and is_asked and self._most_log_probs < top_k:
             most = self._most_log_probs
             return f"vLLM returns the log-probs of {most} tokens, fewer than `top_k={top_k}` (raise its `max_logprobs`)"
         if not trainer.use_vllm and trainer.use_transformers_continuous_batching:
             return "transformers' continuous batching does not return the tokens that it could choose"
-        if not trainer.use_vllm and ((trainer.args.generation_kwargs or {}).get("num_beams") or 1) > 1:
+        if not trainer.use_vllm and (given.get("num_beams") or 1) > 1:
             return "beam search (`num_beams`) does not sample"
         return None
 
