@@ -1,5 +1,6 @@
 """With `keep_sampling_mask`, training equals stock TRL with log-probs over the tokens left to the sampler."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,32 +8,19 @@ import pytest
 import torch
 import trl
 from torch import Tensor
-from transformers import GenerationMixin, LogitsProcessorList
 
 import trl_ext
-from tiny import Workshop, lora_config, prompts
+from tiny import Workshop, prompts
+from truncated_runs import Contexts, made, ratios, reward, sampler_noted
 
-Contexts = dict[tuple[int, ...], Tensor]
 CUTS = {"top_p_and_top_k": {"top_p": 0.9, "top_k": 20}, "top_p": {"top_p": 0.7}, "min_p": {"min_p": 0.1}}
 CUTS["generation_kwargs"] = {"generation_kwargs": {"top_k": 3}}
 
 
 @pytest.fixture
-def sampled(monkeypatch: pytest.MonkeyPatch) -> Contexts:
-    """Return the log-probs (V,) of the sampler for each context of a run, -inf where it could not choose a token."""
-    contexts: Contexts = {}
-    processors = GenerationMixin._get_logits_processor
-
-    def note(ids: Tensor, scores: Tensor) -> Tensor:
-        for row, of_row in zip(ids, scores.log_softmax(-1), strict=True):
-            contexts.setdefault(tuple(row[int((row != 0).int().argmax()) :].tolist()), of_row)
-        return scores
-
-    def noted(*positional: Any, **keywords: Any) -> LogitsProcessorList:
-        return LogitsProcessorList([*processors(*positional, **keywords), note])
-
-    monkeypatch.setattr(GenerationMixin, "_get_logits_processor", noted)
-    return contexts
+def sampled() -> Iterator[Contexts]:
+    with sampler_noted() as contexts:
+        yield contexts
 
 
 class OverKept(trl.GRPOTrainer):
@@ -55,35 +43,6 @@ class OverKept(trl.GRPOTrainer):
         log_p = logits.masked_fill(absent, -1e300).log_softmax(-1)
         log_probs = log_p.gather(-1, targets[..., None])[..., 0].float()
         return log_probs, -(log_p.exp() * log_p).sum(-1).detach().float() if compute_entropy else None, None
-
-
-def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [len(set(ids)) + 0.01 * sum(ids) for ids in completion_ids]
-
-
-def made(trainer: Any, workshop: Workshop, folder: Path, lora: bool = False, **config: Any) -> Any:
-    config = {
-        **{"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6, "max_steps": 3},
-        **{
-            "learning_rate": 0.05,
-            "optim": "sgd",
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-            "logging_steps": 1,
-            "seed": 3,
-        },
-        **{"save_strategy": "no", "temperature": 0.8, "beta": 0.1},
-        **config,
-    }
-    config_class = trl_ext.GRPOConfig if issubclass(trainer, trl_ext.GRPOTrainer) else trl.GRPOConfig
-    return trainer(
-        workshop.model("untied"),
-        reward_funcs=reward,
-        args=config_class(str(folder), **config),
-        train_dataset=prompts(32, seed=1),
-        peft_config=lora_config() if lora else None,
-    )
 
 
 def logged(trainer: Any) -> dict[str, list[float]]:
@@ -117,10 +76,10 @@ def test_training_equals_stock_over_the_tokens_left_to_the_sampler(
 ) -> None:
     fields = {**CUTS[cut], **SCHEDULES[schedule]}
     added = {"keep_sampling_mask": True, "zero_advantages_of_equal_rewards": False, **fields.pop("ours", {})}
-    stock = made(OverKept, workshop, tmp_path, **fields)
+    stock = made(OverKept, workshop.model("untied"), tmp_path, **fields)
     stock.contexts = sampled
     stock.train()
-    ours = made(trl_ext.GRPOTrainer, workshop, tmp_path, **fields, **added)
+    ours = made(trl_ext.GRPOTrainer, workshop.model("untied"), tmp_path, **fields, **added)
     sampled.clear()
     ours.train()
     want, found = logged(stock), logged(ours)
@@ -133,19 +92,6 @@ def test_training_equals_stock_over_the_tokens_left_to_the_sampler(
         assert torch.allclose(a, b, atol=2e-6), name
 
 
-def ratios(trainer: Any, contexts: Contexts) -> Tensor:
-    """Return the ratio of the old policy to the sampler for each token of the buffer."""
-    found = []
-    for inputs in trainer._buffered_inputs:
-        scored = inputs.get("old_policy_scored", inputs["completion_mask"]).bool()
-        for row, step in scored.nonzero().tolist():
-            prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
-            ids = inputs["completion_ids"][row].tolist()
-            sampler = contexts[tuple(prompt + ids[:step])][ids[step]]
-            found.append((inputs["old_per_token_logps"][row, step] - sampler).exp())
-    return torch.stack(found)
-
-
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_ratio_to_the_sampler_is_one_before_the_first_step(
     masked: bool, workshop: Workshop, sampled: Contexts, tmp_path: Path
@@ -153,9 +99,9 @@ def test_the_ratio_to_the_sampler_is_one_before_the_first_step(
     fields: dict[str, Any] = {"num_iterations": 2, "max_steps": 1, "beta": 0.0, **CUTS["top_p_and_top_k"]}
     fields["gradient_accumulation_steps"] = 2
     if masked:
-        trainer = made(trl_ext.GRPOTrainer, workshop, tmp_path, keep_sampling_mask=True, **fields)
+        trainer = made(trl_ext.GRPOTrainer, workshop.model("untied"), tmp_path, keep_sampling_mask=True, **fields)
     else:
-        trainer = made(trl.GRPOTrainer, workshop, tmp_path, **fields)
+        trainer = made(trl.GRPOTrainer, workshop.model("untied"), tmp_path, **fields)
     trainer.train()
     found = ratios(trainer, sampled)
     assert len(found) > 40
@@ -173,9 +119,9 @@ def updates(trainer: Any) -> dict[str, Tensor]:
 def test_a_resumed_run_keeps_the_tokens_of_completions_that_are_left(workshop: Workshop, tmp_path: Path) -> None:
     fields: dict[str, Any] = {**CUTS["top_p"], "keep_sampling_mask": True, "save_strategy": "steps", "save_steps": 1}
     fields |= {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
-    whole = made(trl_ext.GRPOTrainer, workshop, tmp_path / "whole", **fields)
+    whole = made(trl_ext.GRPOTrainer, workshop.model("untied"), tmp_path / "whole", **fields)
     whole.train()
-    resumed = made(trl_ext.GRPOTrainer, workshop, tmp_path / "resumed", **fields)
+    resumed = made(trl_ext.GRPOTrainer, workshop.model("untied"), tmp_path / "resumed", **fields)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert all(torch.equal(x, y) for x, y in zip(updates(whole).values(), updates(resumed).values(), strict=True))
 
@@ -185,8 +131,8 @@ def test_completions_sampled_without_the_option_are_sampled_again(
 ) -> None:
     fields: dict[str, Any] = {**CUTS["top_p"], "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
     fields |= {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
-    made(trl_ext.GRPOTrainer, workshop, tmp_path / "off", **fields).train()
-    resumed = made(trl_ext.GRPOTrainer, workshop, tmp_path / "on", **fields, keep_sampling_mask=True)
+    made(trl_ext.GRPOTrainer, workshop.model("untied"), tmp_path / "off", **fields).train()
+    resumed = made(trl_ext.GRPOTrainer, workshop.model("untied"), tmp_path / "on", **fields, keep_sampling_mask=True)
     resumed.train(resume_from_checkpoint=str(tmp_path / "off" / "checkpoint-3"))
     assert "keep_sampling_mask was 0 and is 1" in caplog.text
 
@@ -197,7 +143,7 @@ def test_groups_drawn_later_bring_their_tokens(workshop: Workshop, sampled: Cont
         return [float(len(set(ids))) if len(text) % 2 else 0.5 for ids, text in pairs]
 
     trainer = made(
-        *(trl_ext.GRPOTrainer, workshop, tmp_path),
+        *(trl_ext.GRPOTrainer, workshop.model("untied"), tmp_path),
         **{**CUTS["top_p_and_top_k"], "keep_sampling_mask": True, "dynamic_sampling": True, "num_iterations": 2},
         **{"max_steps": 1, "beta": 0.0, "gradient_accumulation_steps": 2},
     )
@@ -215,7 +161,9 @@ class DropsEntries(trl_ext.GRPOTrainer):
 
 
 def test_a_subclass_that_drops_the_tokens_is_told(workshop: Workshop, tmp_path: Path) -> None:
-    trainer = made(DropsEntries, workshop, tmp_path, **CUTS["top_p"], keep_sampling_mask=True, max_steps=1)
+    trainer = made(
+        DropsEntries, workshop.model("untied"), tmp_path, **CUTS["top_p"], keep_sampling_mask=True, max_steps=1
+    )
     with pytest.raises(RuntimeError, match=r"`DropsEntries\.compute_loss` has removed"):
         trainer.train()
 
@@ -240,7 +188,7 @@ UNKNOWN: dict[str, tuple[type, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_the_plan_says_why_the_tokens_are_not_known(name: str, workshop: Workshop, tmp_path: Path) -> None:
     trainer, fields, reason = UNKNOWN[name]
-    plan = made(trainer, workshop, tmp_path, top_k=5, keep_sampling_mask=True, **fields).explain()
+    plan = made(trainer, workshop.model("untied"), tmp_path, top_k=5, keep_sampling_mask=True, **fields).explain()
     (warning,) = plan.warnings
     assert warning.startswith("`keep_sampling_mask=True` has no effect, because ")
     assert reason in warning
@@ -261,7 +209,7 @@ def test_a_rollout_function_does_not_tell_the_tokens(workshop: Workshop, tmp_pat
 def test_without_truncation_the_option_changes_nothing(workshop: Workshop, tmp_path: Path) -> None:
     found = []
     for fields in ({}, {"keep_sampling_mask": True}):
-        trainer = made(trl_ext.GRPOTrainer, workshop, tmp_path, **fields)
+        trainer = made(trl_ext.GRPOTrainer, workshop.model("untied"), tmp_path, **fields)
         trainer.train()
         assert not trainer.explain().warnings
         found.append(updates(trainer))
@@ -271,7 +219,9 @@ def test_without_truncation_the_option_changes_nothing(workshop: Workshop, tmp_p
 def test_in_evaluation_the_loss_is_over_the_same_tokens(workshop: Workshop, sampled: Contexts, tmp_path: Path) -> None:
     found = []
     for trainer, fields in ((OverKept, {}), (trl_ext.GRPOTrainer, {"keep_sampling_mask": True})):
-        evaluated = made(trainer, workshop, tmp_path, **CUTS["top_p"], **fields, per_device_eval_batch_size=8)
+        evaluated = made(
+            trainer, workshop.model("untied"), tmp_path, **CUTS["top_p"], **fields, per_device_eval_batch_size=8
+        )
         sampled.clear()
         if trainer is OverKept:
             evaluated.contexts = sampled
