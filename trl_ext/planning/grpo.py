@@ -94,11 +94,11 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     if facts.keep_sampling_mask and facts.truncated_sampling and unknown is not None:
         warnings.append(f"`keep_sampling_mask=True` has no effect, because {unknown}.")
     if facts.sampler_ratio is not None and facts.truncated_sampling and not keeps_mask:
-        advice = "Set `keep_sampling_mask=True`. " if unknown is None else ""
+        advice = "Set `keep_sampling_mask=True`, sample" if unknown is None else "Sample"
         warnings.append(
             "The importance ratio to the sampler is biased: completions are drawn from a truncated distribution "
-            f"({', '.join(facts.truncated_sampling)}), but the policy's log-probs are those of the full one. {advice}"
-            "Sample without truncation, or set `vllm_importance_sampling_correction=False`."
+            f"({', '.join(facts.truncated_sampling)}), but the policy's log-probs are those of the full one. {advice} "
+            "without truncation, or set `vllm_importance_sampling_correction=False`."
         )
     return GRPOPlan(
         decisions=(
