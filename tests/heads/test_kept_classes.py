@@ -22,8 +22,8 @@ from trl_ext.heads.logits import LogitTransform
 # Triton's interpreter runs NumPy, which warns where a device does not
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "is_top1")
-VALUES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 1e-5}
-GRADIENTS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 4e-3}
+VALUES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 1e-5}
+GRADIENTS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 
 
 @st.composite
@@ -159,7 +159,8 @@ def assert_defined(monkeypatch, kernels, problem):
     loss.backward()
     loss_of(wanted, problem).backward()
     for name, x in leaves.items():
-        rounded_twice = name == "hidden" and leaves["first"] is not None and problem["dtype"] == torch.bfloat16
+        half = problem["dtype"] in (torch.bfloat16, torch.float16)
+        rounded_twice = name == "hidden" and leaves["first"] is not None and half
         if x is not None and x.requires_grad and not rounded_twice:
             want, bound = exact[name].grad, GRADIENTS[problem["dtype"]]
             assert float((x.grad.double() - want).norm()) <= bound * max(float(want.norm()), 1.0) * scale, name

@@ -26,10 +26,12 @@ def test_the_ratio_is_one_and_vllm_returns_the_same_completions(train, name):
     assert max(abs(x - 1) for x in lowest + highest) <= 1e-5
     assert "biased" not in ours["printed"]
     assert "(`keep_sampling_mask`)" in " ".join(ours["printed"].split())
-    stock = train(**case, trainer="stock")
-    assert column(ours, "reward")[0] == column(stock, "reward")[0]
-    print(name, "largest |ratio - 1|", max(abs(x - 1) for x in lowest + highest), "stock's mean", column(stock, MEAN))
-    assert column(stock, MEAN)[0] < 0.95
+    print(name, "largest |ratio - 1|", max(abs(x - 1) for x in lowest + highest))
+    if name == "top_p and top_k":
+        stock = train(**case, trainer="stock")
+        assert column(ours, "reward")[0] == column(stock, "reward")[0]
+        print("stock's ratio, mean", column(stock, MEAN))
+        assert column(stock, MEAN)[0] < 0.95
 
 
 UNKNOWN = {
