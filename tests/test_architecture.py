@@ -22,11 +22,12 @@ MAY_IMPORT = {
     "checkpoints": set(),
     "reference": {"version", "packing"},
     "losses": set(),
+    "sampler": {"compat"},
     "callbacks": set(),
     "config": {"compat", "heads", "losses", "planning"},
     "trainers": {
         *("heads", "packing", "distributed", "scoring", "planning", "checkpoints", "reference", "losses", "callbacks"),
-        *("compat", "config"),
+        *("compat", "config", "sampler"),
     },
     "cli": {"config", "trainers", "memory", "heads", "distributed", "scoring", "losses", "compat", "version"},
 }

@@ -203,6 +203,11 @@ class AddedGRPOFields(AddedFields):
     """Use the sampler's log-probs (vLLM's, or those of a `rollout_func`) as the old policy's. This is an approximation:
     the difference between sampler and policy biases the ratio."""
 
+    keep_sampling_mask: bool = False
+    """With `top_k`, `top_p` or `min_p`, normalise log-probs of policy, old policy and reference over the tokens that
+    the sampler could choose ("Keep Sampling Mask" of DeepSeek-V3.2, arXiv:2512.02556). The entropy is that of these
+    tokens too. `False`: over the whole vocabulary, as in TRL. With vLLM, `top_k` must be set."""
+
     zero_advantages_of_equal_rewards: bool = True
     """Set the advantages of a group to 0 if all its rewards are bitwise equal. In TRL they may be fp32 rounding noise
     of about 6e-4, for which AdamW takes steps of the full learning rate. Takes effect only where zero-advantage

@@ -5,6 +5,7 @@ Written by `python tests/support/compat_names.py`.
 
 # The names of a class include the attributes of `self`, and the quoted words in its source
 _NAMES = {
+    "transformers.generation.utils:GenerationMixin": "_get_logits_processor",
     "transformers.modeling_layers": "GradientCheckpointingLayer",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "transformers.trainer": "OPTIMIZER_NAME SCHEDULER_NAME TRAINING_ARGS_NAME",
@@ -12,6 +13,7 @@ _NAMES = {
     "transformers.trainer_callback:TrainerCallback": "on_evaluate on_pre_optimizer_step on_predict on_step_begin",
     "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
     "transformers.training_args": "OptimizerNames",
+    "trl.generation.vllm_generation:VLLMGeneration": "generate llm logprobs vllm_client",
     "trl.scripts.utils:TrlParser": "_action_groups add_argument add_argument_group prog",
     "trl.trainer.dpo_config:DPOConfig": "padding_free",
     "trl.trainer.dpo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
@@ -36,10 +38,10 @@ _NAMES = {
         "is_deepspeed_enabled is_fsdp_enabled is_world_process_zero loss_type lr_scheduler model "
         "model_wrapped multi_objective_aggregation num_generations num_iterations optimizer "
         "processing_class push_to_hub ref_model reward_func_names reward_funcs reward_weights "
-        "rollout_func save_model scale_rewards shuffle_dataset state top_entropy_quantile train "
-        "train_dataset training_step use_vllm vllm_importance_sampling_clip_max "
-        "vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
-        "vllm_importance_sampling_mode"
+        "rollout_func save_model scale_rewards shuffle_dataset state tools top_entropy_quantile train "
+        "train_dataset training_step use_transformers_continuous_batching use_vllm vllm_generation "
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_mode"
     ),
 }
 # Functions, with the parameters of every supported release

@@ -108,6 +108,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         args = self.args
         options = AddedGRPOFields.of(args)
         own = self._reference_weights.own
+        truncated = truncated_sampling(args)
         rule = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
             bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
@@ -142,7 +143,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 active_dropout=has_dropout(self.model),
                 sampler_ratio=rule,
                 sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
-                truncated_sampling=() if CORRECTS_TRUNCATED_SAMPLING else truncated_sampling(args),
+                truncated_sampling=truncated if options.keep_sampling_mask or not CORRECTS_TRUNCATED_SAMPLING else (),
+                unknown_mask=self._unknown_mask_reason(options.keep_sampling_mask) if truncated else None,
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
                 shares_prompts=self._packing_plan().share_in_training,
                 optimizer=OptimizerNames(args.optim).value,
@@ -150,9 +152,14 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
                 force_on_policy_ratio=options.force_on_policy_ratio,
                 trust_sampling_log_probs=options.trust_sampling_log_probs,
+                keep_sampling_mask=options.keep_sampling_mask,
                 zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
             )
         )
+
+    def _unknown_mask_reason(self, is_asked: bool) -> str | None:
+        overridden = self._replaces("generation") or self._replaces("batches")
+        return self._grpo_generation.unknown_mask_reason(overridden=overridden, is_asked=is_asked)
 
     # Training: the run
 

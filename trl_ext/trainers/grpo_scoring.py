@@ -29,7 +29,7 @@ from ..planning.loss_inputs import (
 )
 from ..planning.parts import Parts
 from ..planning.plan import PackingPlan, SkipCounts, TokenCounts
-from ..planning.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
+from ..planning.rows import KEPT_CLASSES, ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
 from ..planning.sampler_ratio import SamplerRatio, sampler_metrics
 from ..sampler.check import SamplerCheck
 from ..scoring.scorer import Scorer
@@ -305,8 +305,18 @@ class GRPOScoring:
     def _run(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
         if not self.trainer.plan.facts.has_own_pass:
             outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
-            model = scored.labelled(model, outputs)
+            model = scored.labelled(model, outputs, self._kept_classes(batch))
         return internals.completion_log_probs(self.trainer, model, scored.fed(batch), **options)
+
+    def _kept_classes(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        if not self.trainer.plan.keeps_sampling_mask:
+            return ()
+        if not batch.keys() >= {*KEPT_CLASSES}:
+            raise RuntimeError(
+                f"`keep_sampling_mask=True` needs {' and '.join(map(repr, KEPT_CLASSES))} of a micro-batch, which "
+                f"{self.trainer._own_loss()} has removed. Pass every entry of the batch on."
+            )
+        return tuple(batch[name] for name in KEPT_CLASSES)
 
     def _parts(self, inputs: dict[str, Any], scored: ScoredTokens, budget: int) -> Parts:
         packing, accelerator = self.trainer._packing_plan(), self.trainer.accelerator
