@@ -13,7 +13,10 @@ _NAMES = {
     "transformers.trainer_callback:TrainerCallback": "on_evaluate on_pre_optimizer_step on_predict on_step_begin",
     "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
     "transformers.training_args": "OptimizerNames",
-    "trl.generation.vllm_generation:VLLMGeneration": "generate llm logprobs vllm_client",
+    "trl.generation.vllm_generation": "VLLMGeneration",
+    "trl.generation.vllm_generation:VLLMGeneration": (
+        "__init__ _dist accelerator enable_sleep_mode generate llm logprobs mode model tensor_parallel_size vllm_client"
+    ),
     "trl.scripts.utils:TrlParser": "_action_groups add_argument add_argument_group prog",
     "trl.trainer.dpo_config:DPOConfig": "padding_free",
     "trl.trainer.dpo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
@@ -27,7 +30,8 @@ _NAMES = {
         "optimizer padding_free precompute_ref_logps push_to_hub ref_model save_model state train "
         "train_dataset training_step"
     ),
-    "trl.trainer.grpo_trainer": "BaseTunerLayer gather gather_object get_peft_model is_peft_model",
+    "trl.trainer.grpo_config:GRPOConfig": "_VALID_DICT_FIELDS",
+    "trl.trainer.grpo_trainer": "BaseTunerLayer VLLMGeneration gather gather_object get_peft_model is_peft_model",
     "trl.trainer.grpo_trainer:GRPOTrainer": (
         '"completion_ids" "completion_mask" "pixel_values" "prompt_ids" "prompt_mask" "tool_mask" '
         "__init__ _buffered_inputs _entropy_bonus_enabled _get_train_sampler _init_training_state "
@@ -74,6 +78,11 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "trl.cli.accelerate_config": {
         "resolve_accelerate_config_argument": ("(launch_args)",),
+    },
+    "trl.generation.vllm_generation:VLLMGeneration": {
+        "_init_vllm": ("(self)",),
+        "_iter_named_params": ("(self)",),
+        "sync_weights": ("(self)",),
     },
     "trl.models": {
         "prepare_deepspeed": ("(model, accelerator)",),

@@ -68,19 +68,19 @@ class SamplerCheck:
         return _MOST_OF_FP32 if computes_fp32 and samples_fp32 else _MOST
 
     def _message(self, generation: Any, difference: float, sampled_at: int) -> str:
-        usual = f"Until then they differed by {median(self._usual):.1e}. " if self._usual else ""
+        usual = f"Until then it was {median(self._usual):.1e}. " if self._usual else ""
         is_policy = sampled_at == self.trainer.state.global_step  # otherwise the weights have changed since
         stale = generation.stale_weights() if is_policy else None
         if stale is None:
-            known = "Its weights cannot be read here."
+            known = "The weights that vLLM holds cannot be read here."
         elif stale:
-            known = f"vLLM's weights are not the policy's in {', '.join(stale[:5])}"
+            known = f"vLLM has other weights than the policy: {', '.join(stale[:5])}"
             known += f" and {len(stale) - 5} more." if len(stale) > 5 else "."
         else:
             known = (
                 "The weights that vLLM holds are the policy's, so look at its prefix cache and its sampling options."
             )
         return (
-            f"vLLM does not sample from the policy: since step {sampled_at} their log-probs differ by {difference:.1e} "
-            f"per token. {usual}{known} (`sampler_check`)"
+            f"Completions are not samples of the policy: since step {sampled_at}, vLLM's log-probs differ from the "
+            f"policy's by {difference:.1e} per token. {usual}{known} (`sampler_check`)"
         )

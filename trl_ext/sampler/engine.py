@@ -52,7 +52,7 @@ class EngineGeneration(VLLMGeneration):
             if reason is None:
                 self._adapters = tempfile.TemporaryDirectory(prefix="trl_ext-")
             elif self.accelerator.is_main_process:
-                logger.warning(f"vLLM gets merged weights instead of the adapter: {reason}.")
+                logger.warning(f"The adapter is merged into the weights that vLLM gets: {reason}.")
 
     def _merged_reason(self) -> str | None:
         if self.enable_sleep_mode:

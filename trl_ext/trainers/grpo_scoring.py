@@ -148,7 +148,9 @@ class GRPOScoring:
         metrics = sampler_metrics(gathered)
         for name, value in metrics.items():
             internals.mode_metrics(self.trainer)[name].append(value)
-        if _DIFFERENCE in metrics and self.trainer.model.training and not self.trainer.plan.facts.active_dropout:
+        plan, training = self.trainer.plan, self.trainer.model.training
+        one_distribution = plan.keeps_sampling_mask or not plan.facts.truncated_sampling
+        if _DIFFERENCE in metrics and training and one_distribution and not plan.facts.active_dropout:
             self._check.observe(metrics[_DIFFERENCE], self.sampled_at_step)
 
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
