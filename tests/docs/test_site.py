@@ -20,7 +20,7 @@ WORDS = {
     "less-memory.md": 800,
     "several-gpus.md": 800,
     "adapters.md": 800,
-    "vllm.md": 800,
+    "vllm.md": 900,
     "migrating.md": 800,
     "watching.md": 400,
     "checkpoints.md": 500,
