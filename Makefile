@@ -6,7 +6,7 @@ TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short smoke t test test-all fuzz test-part test-torch-newest test-nightly lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
+.PHONY: demo demo-check demo-short smoke t test test-all fuzz test-part test-torch-newest test-nightly test-sampler lint types bench bench-training bench-passes bench-packing bench-scaling bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -76,6 +76,25 @@ test-part: $(VENV)
 # The fast tier on it
 test-torch-newest: .venv-torch-newest/installed
 	$(TORCH_NEWEST) -m pytest -n 2 -m 'not slow and not nightly'
+
+# GRPO beside a real vLLM on the CPU. Its environment has about 4 GB and is in the user's cache, named after its pins, so
+# that a machine makes it once
+PINS := tests/sampler/requirements.txt
+SAMPLER := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trl_ext/sampler-$(shell cksum < $(PINS) | cut -d' ' -f1)
+$(SAMPLER)/installed:
+	@echo "Making $(SAMPLER) and installing vLLM into it; this takes some minutes"
+	python3 -m venv $(SAMPLER)
+	$(SAMPLER)/bin/python -m pip install --quiet $(TORCH)
+	$(SAMPLER)/bin/python -m pip install --quiet --requirement $(PINS)
+	$(SAMPLER)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	touch $@
+
+# SAMPLED=tests/sampler/test_colocated.py: one file of them. vLLM finds its plugins by the metadata of an installation
+SAMPLED ?= tests/sampler
+test-sampler: $(SAMPLER)/installed
+	$(SAMPLER)/bin/python -m pip install --quiet --no-deps --upgrade --target build/sampler .
+	PYTHONPATH=$(CURDIR):build/sampler TORCHINDUCTOR_CACHE_DIR=$(SAMPLER)/inductor \
+	    $(SAMPLER)/bin/python -m pytest -n 2 $(SAMPLED)
 
 # The launch matrix on 3 and 4 processes
 test-nightly: $(VENV)

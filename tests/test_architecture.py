@@ -22,8 +22,8 @@ MAY_IMPORT = {
     "checkpoints": set(),
     "reference": {"version", "packing"},
     "losses": set(),
-    "callbacks": set(),
     "sampler": {"compat"},
+    "callbacks": set(),
     "config": {"compat", "heads", "losses", "planning"},
     "trainers": {
         *("heads", "packing", "distributed", "scoring", "planning", "checkpoints", "reference", "losses", "callbacks"),

@@ -203,6 +203,11 @@ class AddedGRPOFields(AddedFields):
     """Use the sampler's log-probs (vLLM's, or those of a `rollout_func`) as the old policy's. This is an approximation:
     the difference between sampler and policy biases the ratio."""
 
+    keep_sampling_mask: bool = False
+    """With `top_k`, `top_p` or `min_p`, normalise log-probs of policy, old policy and reference over the tokens that
+    the sampler could choose ("Keep Sampling Mask" of DeepSeek-V3.2, arXiv:2512.02556). The entropy is that of these
+    tokens too. `False`: over the whole vocabulary, as in TRL. With vLLM, `top_k` must be set."""
+
     zero_advantages_of_equal_rewards: bool = True
     """Set the advantages of a group to 0 if all its rewards are bitwise equal. In TRL they may be fp32 rounding noise
     of about 6e-4, for which AdamW takes steps of the full learning rate. Takes effect only where zero-advantage
@@ -224,6 +229,15 @@ class AddedGRPOFields(AddedFields):
     max_tokens_per_micro_batch: int | None = None
     """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone. A
     micro-batch takes as many forward and backward passes as it needs, which changes no gradient. `None`: one pass."""
+
+    sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
+    """What to do when vLLM's log-probs suddenly differ from the policy's by more than rounding, for example because
+    weights did not reach it. `"warn"`: log one warning, which names the weights if vLLM runs in this process. `"stop"`:
+    raise an error on all ranks."""
+
+    vllm_engine_args: dict | str | None = None  # type: ignore[type-arg]  # the parser's own form
+    """Further arguments of vLLM's engine in colocated mode, such as `{"dtype": "float32"}`. They replace those that TRL
+    passes. Without `dtype`, vLLM loads an fp32 checkpoint in half precision."""
 
     def __post_init__(self) -> None:
         _check_values(self, AddedGRPOFields)
@@ -262,6 +276,8 @@ class GRPOConfig(AddedGRPOFields, trl.GRPOConfig):
     """
     TRL's [`~trl.GRPOConfig`] with all its arguments and defaults, and the fields below.
     """
+
+    _VALID_DICT_FIELDS = trl.GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_args"]
 
     def __post_init__(self) -> None:
         with sequence_parallelism_hidden(self):

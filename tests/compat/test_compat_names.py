@@ -42,7 +42,7 @@ class UsesMore(trl_ext.GRPOTrainer):
     def _set_signature_columns_if_needed(self):
         self._epoch_of_rewards = 0  # ours
         super()._set_signature_columns_if_needed()
-        self.add_callback(self.vllm_generation)
+        self.add_callback(self.epsilon_low)
         return self._tokenise
 
 
@@ -50,7 +50,7 @@ def test_a_new_use_of_an_internal_is_noticed():
     found, nowhere = used([UsesMore])
     of_grpo = found["trl.trainer.grpo_trainer:GRPOTrainer"]
     new = {name: of_grpo[name] for name in of_grpo.keys() - NAMES["trl.trainer.grpo_trainer:GRPOTrainer"].keys()}
-    assert new == {"_set_signature_columns_if_needed": "(self)", "vllm_generation": ""}
+    assert new == {"_set_signature_columns_if_needed": "(self)", "epsilon_low": ""}
     assert nowhere == ["trl.trainer.grpo_trainer:GRPOTrainer has no `_tokenise`"]
 
 

@@ -313,6 +313,7 @@ CASES: dict[str, Callable[[Rank], Any]] = {
 CASES |= {
     "grpo-parts": partial(on_rank, kind="grpo", adapter=None, max_tokens_per_micro_batch=24, dynamic_sampling=True),
     "grpo-dapo": partial(on_rank, kind="grpo", adapter=None, loss_type="dapo", scale_rewards="batch", beta=0.0),
+    "grpo-kept": partial(on_rank, kind="grpo", adapter=None, keep_sampling_mask=True, top_k=8, top_p=0.9),
     # The head's rows are split, trained and frozen
     "dpo-smoothed": partial(on_rank, kind="dpo", adapter=None, **SMOOTHED),
     "dpo-smoothed-adapter": partial(on_rank, kind="dpo", adapter="adapter", **SMOOTHED),
@@ -403,7 +404,7 @@ def assert_fresh(on_ranks: list[dict[str, Any]], workshop: Workshop) -> None:
         pytest.param(
             [
                 *("dpo-adapter", "dpo-precomputed", "dpo-smoothed", "dpo-smoothed-adapter"),
-                *("grpo-full", "grpo-adamw", "grpo-dapo", "grpo-parts"),
+                *("grpo-full", "grpo-adamw", "grpo-dapo", "grpo-parts", "grpo-kept"),
             ],
             marks=pytest.mark.slow,
         ),

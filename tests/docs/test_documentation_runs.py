@@ -24,7 +24,7 @@ NOT_RUN = {
     "a piece of a script": 2,
     "installs": 4,
     "needs several GPUs and a network; the same launches, of small models, are test_accelerate_configs.py's": 2,
-    "needs vLLM and a GPU": 2,
+    "needs vLLM": 2,
     "takes minutes, and its parts have tests of their own": 3,
 }
 WITH_DEMO = [block for block in BLOCKS if block.with_demo]

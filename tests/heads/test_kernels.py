@@ -1,5 +1,6 @@
 """Triton's kernels equal torch for every tile in Triton's interpreter, they compile, and the right ones are chosen."""
 
+import math
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,7 @@ from trl_ext import DPOConfig, DPOTrainer, linear_log_probs
 from trl_ext.heads import products
 from trl_ext.heads.gradients import Coefficients
 from trl_ext.heads.kernels import work as kernels_work
+from trl_ext.heads.kernels.triton_work import TritonWork
 from trl_ext.heads.kernels.work import (
     Tile,
     TorchWork,
@@ -380,6 +382,32 @@ def test_the_check_of_a_device_detects_a_wrong_kernel(monkeypatch):
     assert kernels_work._difference(DEVICE) < 1e-4
     monkeypatch.setattr("trl_ext.heads.kernels.triton_work.FAR", 80.0)
     assert kernels_work._difference(DEVICE) > 1e-4
+
+
+@pytest.mark.parametrize("written", ["rescale", "log_odds", "results"])
+def test_the_check_of_a_device_detects_nan(monkeypatch, written):
+    finish = TritonWork.finish
+
+    def spoilt(*positional):
+        finished = finish(*positional)
+        for x in finished.results if written == "results" else [getattr(finished, written)]:
+            if x is not None and x.is_floating_point():
+                x.fill_(torch.nan)
+        return finished
+
+    monkeypatch.setattr(TritonWork, "finish", spoilt)
+    assert kernels_work._difference(DEVICE) == math.inf
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_caller_may_write_into_the_log_probs(kernels):
+    hidden, weight, targets = torch.randn(5, 8, requires_grad=True), torch.randn(10, 8), torch.arange(5)
+    found = linear_log_probs(hidden, weight, targets, kernels=kernels, outputs=("log_probs", "entropy"))
+    log_probs = found.log_probs
+    log_probs[targets < 2] = 0.0
+    log_probs.sum().backward()
+    assert hidden.grad[:2].eq(0).all()
+    assert hidden.grad[2:].ne(0).all()
 
 
 @pytest.mark.parametrize("default", ["dtype", "device"])

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -21,13 +20,13 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration
 
 import trl_ext
 from tiny import Workshop
-from trl_ext.compat.replaced import module_of, replaced
+from trl_ext.compat.replaced import names_replaced
 from trl_ext.sampler import client as client_module
 from trl_ext.sampler.client import FileClient
+from trl_ext.sampler.engine import EngineGeneration
 
 SETTINGS = {
     **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
@@ -104,16 +103,11 @@ def distinct(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def of_url(
     url: str, output: Path, used: type = trl_ext.GRPOTrainer, lora: LoraConfig | None = None, **config: Any
 ) -> Any:
-    """Return a trainer whose `VLLMGeneration` has our client."""
-
-    class Generation(VLLMGeneration):
-        def _init_vllm(self) -> None:
-            with replaced(module_of(VLLMGeneration), VLLMClient=partial(FileClient, policy=self.model)):
-                super()._init_vllm()
+    """Return a trainer whose vLLM is the server at `url`. TRL's gets our client."""
 
     model = VLLMClient(base_url=url)._get(f"{url}/v1/models")["data"][0]["root"]
     of_config = trl_ext.GRPOConfig if used is trl_ext.GRPOTrainer else trl.GRPOConfig
-    with replaced(module_of(trl.GRPOTrainer), VLLMGeneration=Generation):
+    with names_replaced(trl.GRPOTrainer, VLLMGeneration=EngineGeneration):
         return used(
             model=model,
             reward_funcs=distinct,
@@ -145,7 +139,7 @@ def test_full_fine_tuning_agrees_with_the_server_and_equals_stock_trl(server, mo
     ours = of_url(server(model), tmp_path)
     assert_agrees(ours)
     sent = sum(x.numel() * x.element_size() for x in ours.model.parameters())
-    assert ours.vllm_generation.vllm_client.bytes_sent == sent
+    assert ours.vllm_generation.bytes_sent == sent
     stock = of_url(server(model), tmp_path, trl.GRPOTrainer)
     assert_agrees(stock)
     for name in ("loss", "reward", "grad_norm"):
@@ -159,7 +153,7 @@ def test_a_layer_may_be_split_over_files(server, tmp_path, monkeypatch):
 
 def test_merged_adapter_agrees_with_the_server(server, tmp_path, caplog):
     trainer = of_url(server("untied"), tmp_path, lora=LoraConfig(r=16, target_modules="all-linear"))
-    assert "merged weights instead of the adapter: vLLM was started with `--max-lora-rank 8`" in caplog.text
+    assert "merged into the weights that vLLM gets: vLLM was started with `--max-lora-rank 8`" in caplog.text
     assert_agrees(trainer)
 
 
@@ -171,11 +165,10 @@ def test_the_adapter_alone_agrees_with_the_server(server, tmp_path, options):
         server("adapter only"), tmp_path, lora=LoraConfig(**{"r": 4, "target_modules": "all-linear", **options})
     )
     client = trainer.vllm_generation.vllm_client
-    # Each adapter has a new name, so that the blocks of an earlier one are not found
-    client.reset_prefix_cache = lambda: None
+    # The prefix cache is not reset: each adapter has a new name, so that the blocks of an earlier one are not found
     assert client.sends_adapter
     assert_agrees(trainer)
-    assert client.bytes_sent == sum(
+    assert trainer.vllm_generation.bytes_sent == sum(
         x.numel() * x.element_size() for name, x in trainer.model.named_parameters() if "lora_" in name
     )
     assert [path.name for path in client.folder.iterdir()] == [client.model]
@@ -192,10 +185,10 @@ def test_a_server_without_the_backend_is_refused(server):
         client.init_communicator("cpu")
 
 
-def test_a_folder_that_the_server_does_not_see_is_named(server, tmp_path, monkeypatch):
-    client = FileClient(base_url=server("tied"), folder=str(tmp_path))
+def test_a_folder_that_the_server_does_not_see_is_named(server, monkeypatch):
+    client = FileClient(base_url=server("tied"))
     monkeypatch.setattr(Path, "touch", lambda path: None)  # as if it had been made in another container
-    with pytest.raises(ValueError, match=rf"does not see the trainer's folder {tmp_path}/.* give a `folder`"):
+    with pytest.raises(ValueError, match=rf"does not see the trainer's folder {client.folder}\. Run both on one host"):
         client.init_communicator("cpu")
 
 

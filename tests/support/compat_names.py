@@ -22,6 +22,7 @@ from typing import Any
 
 import transformers
 import trl
+from trl.generation.vllm_generation import VLLMGeneration
 
 import trl_ext
 from trl_ext.compat.choices import REPLACEABLE
@@ -37,6 +38,12 @@ BOTH = (trl.DPOTrainer, trl.GRPOTrainer)
 BATCH_ENTRIES: dict[type, tuple[str, ...]] = {
     trl.GRPOTrainer: ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "pixel_values"),
     trl.DPOTrainer: ("input_ids", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"),
+}
+
+# What `compat/grpo.py` reads and replaces of the objects that sample; it passes their parameters on
+SAMPLERS: dict[type, tuple[str, ...]] = {
+    transformers.GenerationMixin: ("_get_logits_processor",),
+    VLLMGeneration: ("generate", "llm", "logprobs", "vllm_client"),
 }
 
 Names = dict[str, dict[str, str]]
@@ -78,6 +85,9 @@ def used(classes: Iterable[type] = ()) -> tuple[Names, list[str]]:
             add(owner, name, counts, is_needed)
     for name in sorted({name for methods in REPLACEABLE.values() for name in methods}):
         add(trl.GRPOTrainer, name, name == PASS)
+    for sampler, names in SAMPLERS.items():
+        for name in names:
+            add(sampler, name, False)
     for trainer, entries in BATCH_ENTRIES.items():
         for entry in entries:
             add(trainer, f'"{entry}"', False)

@@ -29,8 +29,12 @@ def defined(
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    kept: Tensor | None = None,
 ) -> Defined:
-    """Compute all outputs from operands of any dtype, cast to float64; differentiable."""
+    """Compute all outputs from operands of any dtype, cast to float64; differentiable.
+
+    `kept` (N, V), if given, marks the classes that have a probability; means over the vocabulary then mean nothing.
+    """
     logits = hidden.double() @ weight.double().t()
     if bias is not None:
         logits = logits + bias.double()
@@ -38,6 +42,8 @@ def defined(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits / temperature
+    if kept is not None:
+        logits = logits.masked_fill(~kept, -1e300)
     log_p = logits - logits.logsumexp(-1, keepdim=True)
     p = log_p.exp()
     return Defined(

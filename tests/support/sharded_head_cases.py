@@ -11,12 +11,13 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
-from head_definition import ALL, FROZEN
+from head_definition import ALL, FROZEN, defined, floats_apart
 from trl_ext import linear_log_probs
 from trl_ext.heads import parallel as exchange
 from trl_ext.heads import tiled
 from trl_ext.heads.adapters import Operands as HeadOperands
-from trl_ext.heads.linear_log_probs import operand_dtype
+from trl_ext.heads.kept import KeptClasses
+from trl_ext.heads.linear_log_probs import operand_dtype, run_head
 from trl_ext.heads.logits import LogitTransform
 from trl_ext.heads.parallel import Block, BroadcastShards, Exchange, LocalShards, VocabularyShard
 from trl_ext.heads.tiled import Head, tiled_log_probs
@@ -241,3 +242,48 @@ def _shard(group: dist.ProcessGroup, problem: Problem, way: str, own: Block) -> 
 def _cut(edge: tuple[int, int], blocks: int) -> list[tuple[int, int]]:
     first, count = edge
     return [edge] if blocks == 1 else [(first, count // 3), (first + count // 3, count - count // 3)]
+
+
+def over_kept_on(
+    group: dist.ProcessGroup, way: str, softcap: float | None, trained: bool
+) -> tuple[float, float, float]:
+    """Score over kept classes on a rank. Returns the largest errors of log-probs and of gradients, against float64.
+
+    Args:
+        way (`str`): `"local"`: each rank has rows of the weight, and all have the same tokens; or `"in turn"`.
+    """
+    vocabulary, width, ranks, rank = 23, 6, group.size(), group.rank()
+    generator = torch.Generator().manual_seed(rank if way == "in turn" else 0)
+    common = torch.Generator().manual_seed(9)
+    weight = torch.randn(vocabulary, width, generator=common, dtype=torch.float64)
+    hidden = torch.randn(9, width, generator=generator, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(vocabulary, (9,), generator=generator)
+    mask = torch.rand(9, vocabulary, generator=generator) < 0.2
+    mask[0], mask[1], mask[2] = True, False, torch.arange(vocabulary) < 3
+    tokens, classes = mask.nonzero().unbind(1)
+    kept = KeptClasses(tokens, classes, torch.ones(9, dtype=torch.bool))
+    mask = mask.scatter(1, targets[:, None], True)
+    edges = [(i * vocabulary // ranks, (i + 1) * vocabulary // ranks) for i in range(ranks)]
+    first, last = edges[rank]
+    own = weight[first:last].clone().requires_grad_(trained)
+    if way == "in turn":
+        ranges = [[(start, stop - start)] for start, stop in edges]
+        block = (Block(first, own.detach(), None),)
+        shard = VocabularyShard(vocabulary, rows_for=lambda x: BroadcastShards(block, ranges, group, own.detach(), x))
+    else:
+        shard = VocabularyShard(vocabulary, first, Exchange(group))
+    scored = run_head(
+        *("tiled", hidden, own.detach() if way == "in turn" else own, targets),
+        bias=None,
+        transform=LogitTransform(0.7, 1.0, softcap),
+        outputs=("log_probs", "entropy"),
+        entropy_requires_grad=True,
+        shard=shard,
+        kept=kept,
+    )
+    (scored.log_probs.sum() + scored.entropy.square().sum()).backward()
+    exact_hidden, exact_weight = hidden.detach().requires_grad_(), weight.requires_grad_()
+    exact = defined(exact_hidden, exact_weight, targets, temperature=0.7, softcap=softcap, kept=mask)
+    (exact.log_probs.sum() + exact.entropy.square().sum()).backward()
+    of_weight = 0.0 if own.grad is None else floats_apart(own.grad, exact_weight.grad[first:last])
+    return floats_apart(scored.log_probs, exact.log_probs), floats_apart(hidden.grad, exact_hidden.grad), of_weight

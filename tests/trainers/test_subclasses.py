@@ -9,6 +9,7 @@ import trl
 
 import trl_ext
 from drop_in_cases import Case
+from rewards import half_dead_reward
 from run_losses import Record, Trainers, build, train
 from short_training import Bench
 from tiny import ROLLOUTS, Workshop, near_sampler_rollout
@@ -197,6 +198,28 @@ def with_methods_put_on_the_trainer(trainer):
     return Patched
 
 
+def with_entropies_of_other_rows(base):
+    """Overrides a method that TRL's loss calls, and runs the policy in it."""
+
+    class WithEntropiesOfOtherRows(base):
+        def _prepare_inputs(self, batch):
+            self.seen = super()._prepare_inputs(batch)
+            return self.seen
+
+        def get_high_entropy_mask(self, entropies, mask, threshold):
+            ids, attended = (
+                torch.cat([self.seen[f"prompt_{name}"], self.seen[f"completion_{name}"]], dim=1).roll(1, 0)
+                for name in ("ids", "mask")
+            )
+            with torch.no_grad():
+                found = self._get_per_token_logps_and_entropies(
+                    self.model, ids, attended, mask.size(1), compute_entropy=True
+                )
+            return super().get_high_entropy_mask(found[1], mask, threshold)
+
+    return WithEntropiesOfOtherRows
+
+
 def case(name, **config):
     chosen = config.pop("rewards", ("id",))
     rollout = config.pop("rollout", "scripted")
@@ -224,6 +247,7 @@ SUBCLASSES = [
     (with_a_cloned_batch, {**ITERATIONS, **HALF_DEAD}),
     (with_a_loss_without_ours, {**ITERATIONS, **HALF_DEAD, "beta": 0.1}),
     (with_log_probs_changed_at_generation, {**ITERATIONS, **HALF_DEAD}),
+    (with_entropies_of_other_rows, {"top_entropy_quantile": 0.5}),
 ]
 SLOW_SUBCLASSES = [
     (plain, ITERATIONS),
@@ -249,6 +273,23 @@ def test_a_subclass_trains_as_the_same_subclass_of_trls_trainer(workshop: Worksh
     assert (ours - stock).norm() <= 1e-4 * stock.norm()
 
 
+def test_a_patched_loss_of_trl_may_run_other_passes(workshop: Workshop, monkeypatch):
+    trls = trl.GRPOTrainer._compute_loss
+
+    def patched(self, model, inputs):
+        ids, attended = (
+            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1).roll(1, 0)
+            for name in ("ids", "mask")
+        )
+        columns = inputs["completion_ids"].size(1)
+        of_others, *_ = self._get_per_token_logps_and_entropies(model, ids, attended, columns)
+        return 0.1 * (of_others * inputs["completion_mask"]).mean() + trls(self, model, inputs)
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", patched)
+    ours, stock = (updates(case("patched"), workshop, library, lambda base: base) for library in (trl_ext, trl))
+    assert (ours - stock).norm() <= 1e-4 * stock.norm()
+
+
 @pytest.mark.parametrize("budget", [None, 24])
 def test_methods_set_on_the_trainer_stay_set(workshop: Workshop, budget):
     run = case("patched", num_iterations=2, beta=0.1)
@@ -270,6 +311,14 @@ def test_advantages_that_change_after_generation_are_an_error(workshop: Workshop
     run = case("shifting", steps_per_generation=2, per_device_train_batch_size=4, **HALF_DEAD)
     with pytest.raises(RuntimeError, match="changed the advantages"):
         updates(run, workshop, trl_ext, shifting)
+
+
+def test_a_plan_that_changes_in_mid_cycle_does_not_reuse_its_choice_of_rows(workshop: Workshop, tmp_path):
+    bench = Bench(workshop, tmp_path, trl_ext)
+    bench.grpo(reward_funcs=half_dead_reward, per_device_train_batch_size=8, num_iterations=2)
+    bench.trainer.top_entropy_quantile = 0.5
+    with pytest.raises(RuntimeError, match="Something has changed the advantages"):
+        bench.trainer.train()
 
 
 def test_with_dropout_the_ratio_is_1_if_it_is_1_in_trl(workshop: Workshop):

@@ -5,10 +5,17 @@ from dataclasses import dataclass
 import torch
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import FusedCausalLMOutput as TRLFusedCausalLMOutput
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-__all__ = ["FusedCausalLMOutput", "VLLMClient", "maybe_gather_lm_head_ctx", "resolve_accelerate_config_argument"]
+__all__ = [
+    "FusedCausalLMOutput",
+    "VLLMClient",
+    "VLLMGeneration",
+    "maybe_gather_lm_head_ctx",
+    "resolve_accelerate_config_argument",
+]
 
 
 @dataclass

@@ -3,14 +3,16 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 import trl
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import nn
+from transformers import LogitsProcessorList
 from transformers.trainer_utils import has_length
 from trl.trainer.utils import is_async_callable
 
@@ -83,6 +85,12 @@ class GRPOInternals(Protocol):
     _last_loaded_step: int
     _tokenizer: Any
     _ranks: Any  # ours
+    use_vllm: bool
+    vllm_mode: str
+    vllm_generation: Any
+    use_transformers_continuous_batching: bool
+    rollout_func: Any
+    tools: Any
     _compute_loss: Callable[..., Any]
     _generate: Callable[..., Any]
     _generate_single_turn: Callable[..., Any]
@@ -102,13 +110,16 @@ def answered_by(
     trainer: GRPOInternals, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
 ) -> AbstractContextManager[None]:
     """Make TRL's pass of `model` over `batch`, and no other, return `answer`: log-probs, entropies, router loss."""
-    # Only a subclass's loss may run other passes: comparing rows makes the host wait for the device
+    # TRL's loss runs its pass before what a subclass adds. Only a subclass's own loss may have another order. Then rows
+    # are compared, and the host waits for the device
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) if has_own_loss(trainer) else None
-    unanswered = getattr(trainer, PASS)
+    unanswered, to_come = getattr(trainer, PASS), [answer]
 
     def answered(called: Any, input_ids: torch.Tensor, *positional: Any, **options: Any) -> Any:
-        if called is model and (ids is None or torch.equal(input_ids, ids)):
+        if called is model and ids is not None and torch.equal(input_ids, ids):
             return answer
+        if called is model and ids is None and to_come:
+            return to_come.pop()
         return unanswered(called, input_ids, *positional, **options)
 
     return replaced(trainer, **{PASS: answered})
@@ -129,7 +140,9 @@ def completion_log_probs(
 
 
 def has_own_loss(trainer: GRPOInternals) -> bool:
-    return "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trl.GRPOTrainer._compute_loss
+    trls = trl.GRPOTrainer._compute_loss
+    is_patched = trls.__module__ != trl.GRPOTrainer.__module__
+    return is_patched or "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trls
 
 
 def own_step(trainer: GRPOInternals) -> str | None:
@@ -189,6 +202,50 @@ class Generation:
         of_rank[torch.tensor(sorted(self.gave_nan_at), dtype=torch.long, device=device)] = True
         are_models = [isinstance(reward, torch.nn.Module) for reward in self.trainer.reward_funcs]
         return accelerator.gather(of_rank) | self.rewards[:, are_models].isnan().any(dim=1)
+
+
+@contextmanager
+def sampling_recorded(trainer: GRPOInternals, mask: Any, log_probs: int | None) -> Iterator[None]:
+    """Record the tokens that the sampler can choose in `mask`, a `SamplingMask`, in the `with` block.
+
+    Args:
+        log_probs (`int`, *optional*): with vLLM, how many log-probs to ask for.
+    """
+    one_turn = trainer._generate_single_turn
+
+    def turn(*positional: Any, **keywords: Any) -> Any:
+        completion_ids, sampled = one_turn(*positional, **keywords)
+        mask.finished(completion_ids)
+        return completion_ids, sampled
+
+    owner: Any
+    if trainer.use_vllm:
+        owner = trainer.vllm_generation
+        generate = owner.generate
+        changed = {"generate": lambda *args, **options: mask.of_vllm(generate(*args, **options)), "logprobs": log_probs}
+    else:
+        owner = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+        processors = owner._get_logits_processor
+        # `generate` puts the caller's processors before `top_k`, `top_p` and `min_p`
+        changed = {"_get_logits_processor": lambda *args, **options: _then(processors(*args, **options), mask.record)}
+    with replaced(owner, **changed), replaced(trainer, _generate_single_turn=turn):
+        yield
+
+
+def _then(processors: LogitsProcessorList, last: Callable[..., Any]) -> LogitsProcessorList:
+    return LogitsProcessorList([*processors, last])
+
+
+def most_log_probs(trainer: GRPOInternals) -> int:
+    """Return how many log-probs vLLM returns at most, at most the vocabulary. In server mode, every rank calls it."""
+    generation, vocabulary = trainer.vllm_generation, trainer.model.config.get_text_config().vocab_size
+    if trainer.vllm_mode == "colocate":
+        most = generation.llm.model_config.max_logprobs
+    else:
+        server = generation.vllm_client.get_server_info() if trainer.accelerator.is_main_process else None
+        answer = [server and server["model_config"]["max_logprobs"]]
+        most = broadcast_object_list(answer, from_process=0)[0]
+    return vocabulary if most == -1 else min(most, vocabulary)
 
 
 class Buffer:
@@ -258,7 +315,7 @@ class Buffer:
 
     def padding(self) -> dict[str, float]:
         pad = self.trainer._tokenizer.pad_token_id
-        return {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1}
+        return {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1, "kept_ids": -1}
 
 
 def _same_rows(inputs: dict[str, Any], present: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ Written by `python tests/support/compat_names.py`.
 
 # The names of a class include the attributes of `self`, and the quoted words in its source
 _NAMES = {
+    "transformers.generation.utils:GenerationMixin": "_get_logits_processor",
     "transformers.modeling_layers": "GradientCheckpointingLayer",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "transformers.trainer": "OPTIMIZER_NAME SCHEDULER_NAME TRAINING_ARGS_NAME",
@@ -14,6 +15,10 @@ _NAMES = {
     "transformers.training_args": "OptimizerNames",
     "trl.generation.vllm_client": "VLLMClient",
     "trl.generation.vllm_client:VLLMClient": "__init__ _updating_weights base_url model session",
+    "trl.generation.vllm_generation": "VLLMGeneration",
+    "trl.generation.vllm_generation:VLLMGeneration": (
+        "__init__ _dist accelerator enable_sleep_mode generate llm logprobs mode model tensor_parallel_size vllm_client"
+    ),
     "trl.scripts.utils:TrlParser": "_action_groups add_argument add_argument_group prog",
     "trl.trainer.dpo_config:DPOConfig": "padding_free",
     "trl.trainer.dpo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
@@ -27,7 +32,8 @@ _NAMES = {
         "optimizer padding_free precompute_ref_logps push_to_hub ref_model save_model state train "
         "train_dataset training_step"
     ),
-    "trl.trainer.grpo_trainer": "BaseTunerLayer gather gather_object get_peft_model is_peft_model",
+    "trl.trainer.grpo_config:GRPOConfig": "_VALID_DICT_FIELDS",
+    "trl.trainer.grpo_trainer": "BaseTunerLayer VLLMGeneration gather gather_object get_peft_model is_peft_model",
     "trl.trainer.grpo_trainer:GRPOTrainer": (
         '"completion_ids" "completion_mask" "pixel_values" "prompt_ids" "prompt_mask" "tool_mask" '
         "__init__ _buffered_inputs _entropy_bonus_enabled _get_train_sampler _init_training_state "
@@ -38,10 +44,10 @@ _NAMES = {
         "is_deepspeed_enabled is_fsdp_enabled is_world_process_zero loss_type lr_scheduler model "
         "model_wrapped multi_objective_aggregation num_generations num_iterations optimizer "
         "processing_class push_to_hub ref_model reward_func_names reward_funcs reward_weights "
-        "rollout_func save_model scale_rewards shuffle_dataset state top_entropy_quantile train "
-        "train_dataset training_step use_vllm vllm_importance_sampling_clip_max "
-        "vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
-        "vllm_importance_sampling_mode"
+        "rollout_func save_model scale_rewards shuffle_dataset state tools top_entropy_quantile train "
+        "train_dataset training_step use_transformers_continuous_batching use_vllm vllm_generation "
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_mode"
     ),
 }
 # Functions, with the parameters of every supported release
@@ -80,6 +86,11 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "_start_weight_update": ("(self)",),
         "init_communicator": ("(self, device=...)",),
         "update_named_params": ("(self, metadata, named_params)",),
+    },
+    "trl.generation.vllm_generation:VLLMGeneration": {
+        "_init_vllm": ("(self)",),
+        "_iter_named_params": ("(self)",),
+        "sync_weights": ("(self)",),
     },
     "trl.models": {
         "prepare_deepspeed": ("(model, accelerator)",),

@@ -35,7 +35,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 _OF_BOTH = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_model")
 REPLACED: dict[type, tuple[str, ...]] = {
     trl.DPOTrainer: (*_OF_BOTH, "create_model_from_path", "hash_module"),
-    trl.GRPOTrainer: (*_OF_BOTH, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter"),
+    trl.GRPOTrainer: (*_OF_BOTH, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
     transformers.Trainer: ("rotate_checkpoints",),
 }
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from .adapters import Operands, ReplacedRows
 from .gradients import Coefficients
+from .kept import KeptClasses
 from .logits import LinearLogProbs, LogitTransform, without_gradient
 from .products import ExactLinear, exact_arithmetic, refuse_second_derivative
-from .statistics import RunningStatistics
+from .statistics import ABSENT, RunningStatistics
 
 
 def dense_logits(
@@ -33,6 +34,13 @@ def dense_logits(
         if x.down is not None:
             product = product + ExactLinear.apply(x.down, x.up, None, (accumulate, up_dtype), accumulate, nullcontext)
         return transform(product)
+
+
+def over_kept(logits_NV: Tensor, kept: KeptClasses | None) -> Tensor:
+    """Return the logits, with `ABSENT` for classes that a token does not keep. `kept` includes the targets."""
+    if kept is None:
+        return logits_NV
+    return logits_NV.masked_fill(kept.absent(*(slice(0, size) for size in logits_NV.shape)), ABSENT)
 
 
 def log_probs_of(
@@ -68,14 +76,16 @@ def log_probs_from_logits(
     outputs: tuple[str, ...],
     *,
     entropy_requires_grad: bool = False,
+    absent: Tensor | None = None,
 ) -> LinearLogProbs:
     """Return per-token results from the product `(n, V)` before scale, softcap and temperature; differentiable.
 
-    Computes in fp32, or in float64 for a float64 product, with the formulas of the tiled head.
+    Computes in fp32, or in float64 for a float64 product, with the formulas of the tiled head. `absent` (n, V) marks
+    classes that the vocabulary of a token does not have.
     """
     product = product.to(torch.float64 if product.dtype == torch.float64 else torch.float32)
     entropy_grad = entropy_requires_grad and "entropy" in outputs
-    return LinearLogProbs(*_LogProbsFromLogits.apply(product, targets, transform, outputs, entropy_grad))
+    return LinearLogProbs(*_LogProbsFromLogits.apply(product, targets, transform, outputs, entropy_grad, absent))
 
 
 class _LogProbsFromLogits(torch.autograd.Function):
@@ -87,17 +97,20 @@ class _LogProbsFromLogits(torch.autograd.Function):
         transform: LogitTransform,
         outputs: tuple[str, ...],
         entropy_grad: bool,
+        absent: Tensor | None,
     ) -> LinearLogProbs:
         ctx.set_materialize_grads(False)
         every = slice(0, len(product))
         with exact_arithmetic(product.device):
             logits = transform.apply_(product.clone())
+            if absent is not None:
+                logits.masked_fill_(absent, ABSENT)
             scratch = torch.empty_like(logits)
             statistics = RunningStatistics(targets, product.shape[1], outputs, product.dtype)
             statistics.fold_(every, 0, logits, scratch)
             results = statistics.finish_(outputs).results
         numbers = statistics.shift, statistics.sum_exp, statistics.target_logit
-        ctx.save_for_backward(product, targets, *numbers, results.entropy if entropy_grad else None)
+        ctx.save_for_backward(product, targets, *numbers, results.entropy if entropy_grad else None, absent)
         ctx.transform = transform
         ctx.mark_non_differentiable(*without_gradient(results, entropy_grad=entropy_grad))
         return results
@@ -105,14 +118,16 @@ class _LogProbsFromLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        product, targets, maximum, sum_exp, target_logit, entropy = ctx.saved_tensors
+        product, targets, maximum, sum_exp, target_logit, entropy, absent = ctx.saved_tensors
         if all(x is None for x in gradients):
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         every = slice(0, len(product))
         with exact_arithmetic(product.device):
             numbers = maximum, sum_exp, target_logit, entropy, LinearLogProbs(*gradients)
             coefficients = Coefficients(*numbers, ctx.transform, product.shape[1])
             logits = ctx.transform.apply_(product.clone())
             nontarget_grad = coefficients.nontarget_grad_(every, targets, logits, torch.empty_like(logits))
+            if absent is not None:
+                nontarget_grad.masked_fill_(absent, 0.0)
             gradient = coefficients.add_target_grad_(every, targets, nontarget_grad).mul_(coefficients.size[:, None])
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .adapters import LowRank, Operands, ReplacedRows
-from .dense import dense_logits, log_probs_of
+from .dense import dense_logits, log_probs_of, over_kept
+from .kept import KeptClasses
 from .kernels.work import check_kernels
 from .logits import OUTPUTS, LinearLogProbs, LogitTransform
 from .parallel import VocabularyShard, check_range, range_of, shard_of_group
@@ -158,6 +159,7 @@ def run_head(
     low_rank: LowRank | None = None,
     replaced: ReplacedRows | None = None,
     rows: Tensor | None = None,
+    kept: KeptClasses | None = None,
 ) -> LinearLogProbs:
     """Call the head `name` of `HEADS` on checked input. Shapes, dtypes and results are those of [`linear_log_probs`].
 
@@ -172,15 +174,25 @@ def run_head(
             The term that an adapter adds to the product. Not with `shard`.
         replaced (`ReplacedRows`, *optional*), rows (`torch.Tensor` of shape `(K, H)`, *optional*):
             The classes whose rows of the weight are replaced by `rows`. Not with `shard`.
+        kept (`KeptClasses`, *optional*):
+            The classes over which each token's probabilities are normalised; its target is always one. Results are
+            those of a vocabulary without the other classes, which get no gradient. Not with means over the vocabulary,
+            and not with a `shard` whose ranks have their own tokens.
     """
     dtype = operand_dtype(hidden, weight)
     up_dtype = dtype if low_rank is None else low_rank.dtype
     x = Operands.of(hidden.reshape(-1, hidden.shape[-1]), weight, bias, low_rank, rows)
     targets_N = targets.reshape(-1).long()
+    if kept is not None:
+        assert {"mean_logits", "mean_log_probs"}.isdisjoint(outputs), outputs
+        assert shard is None or shard.exchange.counts is None, shard
+        kept = kept.with_targets(targets_N)
     if name == "dense":
         accumulate = statistics_dtype(dtype)
         logits_NV = dense_logits(x, transform, dtype, accumulate, readable, up_dtype=up_dtype, replaced=replaced)
-        results = log_probs_of(logits_NV, targets_N, outputs, entropy_requires_grad=entropy_requires_grad)
+        results = log_probs_of(
+            over_kept(logits_NV, kept), targets_N, outputs, entropy_requires_grad=entropy_requires_grad
+        )
     else:
         head = Head(
             *(dtype, transform, outputs, shard or VocabularyShard()),
@@ -189,6 +201,7 @@ def run_head(
             kernels=kernels,
             up_dtype=up_dtype,
             replaced=replaced,
+            kept=kept,
             readable=readable,
         )
         results = tiled_log_probs(head, x, targets_N, entropy_requires_grad=entropy_requires_grad)

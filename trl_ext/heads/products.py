@@ -104,7 +104,7 @@ def project_into(out: Tensor, hidden_NH: Tensor, weight_VH: Tensor) -> None:
         out.copy_(hidden_NH.double() @ weight_VH.double().t())
     else:
         if out.is_cuda and hidden_NH.dtype == weight_VH.dtype == torch.float32:
-            _warn_of_fp32("The LM head", "Train with `bf16=True`.")
+            _warn_of_fp32("The LM head", "Train with `bf16=True` and without `cast_lm_head_to_fp32`.")
         matmul_into(out, hidden_NH, weight_VH.t(), accumulate=False)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .adapters import Operands, ReplacedRows
 from .gradients import Coefficients
+from .kept import KeptClasses
 from .kernels.work import Tile, TileWork, as_tile, row_stride, work_of
 from .logits import LinearLogProbs, LogitTransform, without_gradient
 from .parallel import Block, LocalShards, Part, Rows, VocabularyShard
@@ -97,6 +98,7 @@ class Head:
     kernels: str | None = None  # one of `KERNELS`; None chooses from the device
     up_dtype: torch.dtype = torch.float32  # the dtype to which the second factor of a low-rank term is rounded
     replaced: ReplacedRows | None = None
+    kept: KeptClasses | None = None
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @cached_property
@@ -106,7 +108,9 @@ class Head:
 
     def work(self, device: torch.device) -> TileWork:
         """Return the kernels that run between the matrix products of a tile."""
-        return work_of(self.kernels, device, self.accumulate, self.transform)
+        # In Triton, the product of an absent class must give any logit, which a softcap bounds
+        bounded = self.kept is not None and (self.transform.softcap is not None or self.transform.slope == 0)
+        return work_of("torch" if bounded else self.kernels, device, self.accumulate, self.transform)
 
     def rows(self, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Rows:
         """Return the rows of the weight that this rank folds."""
@@ -142,7 +146,8 @@ class Head:
                     down_nR = None if x.down is None else x.down[tokens]
                     if down_nR is not None and up_vR is not None:
                         matmul_into(product, down_nR, up_vR.t(), accumulate=True)
-                    yield Tile(tokens, classes, product, bias_v, hidden_nH, weight_vH, down_nR, up_vR)
+                    absent = None if self.kept is None else self.kept.absent(tokens, classes)
+                    yield Tile(tokens, classes, product, bias_v, hidden_nH, weight_vH, down_nR, up_vR, absent)
 
     def add_targets_(
         self, sums_NH: Tensor, coefficient_N: Tensor, rows: Rows, targets_N: Tensor, replacing: Tensor | None

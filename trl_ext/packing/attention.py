@@ -319,8 +319,8 @@ def _varlen_supports(query_THD: Tensor, value_THD: Tensor, options: dict[str, An
 def _warn_of_batches(reason: str) -> None:
     logger.warning(
         f"Attention {reason}, which torch's varlen kernel does not support. Packed rows run in padded batches instead: "
-        "several calls in each layer, and in eager attention memory for all pairs of a query and a key. Try "
-        "FlashAttention, by `attn_implementation`."
+        "several calls in each layer, and in eager attention memory for all pairs of a query and a key. If "
+        "FlashAttention supports it, set `attn_implementation`."
     )
 
 

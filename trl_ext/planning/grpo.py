@@ -44,6 +44,7 @@ class GRPOFacts:
     sampler_ratio: RatioRule | None  # None: the loss does not correct for the sampler
     sampler_gives_log_probs: bool
     truncated_sampling: tuple[str, ...]  # arguments that truncate the sampling distribution, unless TRL corrects for it
+    unknown_mask: str | None  # why it is not known which tokens the sampler could choose
     # What a subclass overrides
     has_own_pass: bool  # TRL's scoring pass
     has_own_batches: bool  # `_generate_and_score_completions`
@@ -57,6 +58,7 @@ class GRPOFacts:
     max_tokens_per_micro_batch: int | None
     force_on_policy_ratio: bool
     trust_sampling_log_probs: bool
+    keep_sampling_mask: bool
     zero_advantages_of_equal_rewards: bool
 
 
@@ -73,6 +75,7 @@ class GRPOPlan(Plan):
     trl_scores_old_policy: bool  # stock TRL scores every generation batch
     scores_at_generation: bool  # every row is scored when it is generated, as in stock TRL
     keeps_groups_together: bool
+    keeps_sampling_mask: bool  # log-probs are normalised over the tokens that the sampler could choose
 
 
 def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
@@ -85,15 +88,25 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     skips_zero_advantages = _zero_advantage_reason(facts) is None
     misaligned = facts.gradient_accumulation_steps % (facts.steps_per_generation * facts.num_iterations) != 0
     micro_batches = _micro_batches(facts)
+    unknown = "this trainer overrides TRL's log-prob pass" if facts.has_own_pass else facts.unknown_mask
+    keeps_mask = facts.keep_sampling_mask and bool(facts.truncated_sampling) and unknown is None
     warnings = []
-    if facts.sampler_ratio is not None and facts.truncated_sampling:
+    if facts.keep_sampling_mask and facts.truncated_sampling and unknown is not None:
+        warnings.append(f"`keep_sampling_mask=True` has no effect, because {unknown}.")
+    if facts.sampler_ratio is not None and facts.truncated_sampling and not keeps_mask:
+        advice = "Set `keep_sampling_mask=True`, sample" if unknown is None else "Sample"
         warnings.append(
             "The importance ratio to the sampler is biased: completions are drawn from a truncated distribution "
-            f"({', '.join(facts.truncated_sampling)}), but the policy's log-probs are those of the full one. Sample "
+            f"({', '.join(facts.truncated_sampling)}), but the policy's log-probs are those of the full one. {advice} "
             "without truncation, or set `vllm_importance_sampling_correction=False`."
         )
     return GRPOPlan(
-        decisions=(_policy(facts), _old_policy(facts, misaligned), _reference(facts), _in_parts(facts, micro_batches)),
+        decisions=(
+            _policy(facts, keeps_mask),
+            _old_policy(facts, misaligned),
+            _reference(facts),
+            _in_parts(facts, micro_batches),
+        ),
         warnings=tuple(warnings),
         facts=facts,
         skips_masked=not _reads_every_row(facts),
@@ -105,6 +118,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
         scores_at_generation=facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss,
         keeps_groups_together=micro_batches.action == "run",
+        keeps_sampling_mask=keeps_mask,
     )
 
 
@@ -175,7 +189,7 @@ def _every_row_reason(facts: GRPOFacts) -> str:
     return "in TRL, an expert that only such completions reach has a gradient of 0, instead of none"
 
 
-def _policy(facts: GRPOFacts) -> Decision:
+def _policy(facts: GRPOFacts, keeps_mask: bool) -> Decision:
     reason = _zero_advantage_reason(facts)
     if _reads_every_row(facts):
         rows = f"Every completion is processed, zero-advantage and fully masked ones too: {reason}."
@@ -192,6 +206,12 @@ def _policy(facts: GRPOFacts) -> Decision:
         )
     if facts.max_draws > 1:
         rows += f" Before that, `dynamic_sampling` replaces zero-advantage groups, with up to {facts.max_draws} draws."
+    if keeps_mask:
+        arguments = " and ".join(f"`{x}`" for x in facts.truncated_sampling)
+        rows += (
+            f" The log-probs of every pass and the entropy are normalised over the tokens that {arguments} left to the "
+            "sampler (`keep_sampling_mask`)."
+        )
     return Decision("policy", "run", rows)
 
 

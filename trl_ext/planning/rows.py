@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Entries of a batch: the tokens that the sampler could choose at each step of a completion, one step after another,
+# (B, K); and how many at each step, (B, C), 0 for the whole vocabulary
+KEPT_CLASSES = ("kept_ids", "kept_counts")
+
 
 @dataclass(frozen=True)
 class ScoredTokens:
@@ -41,18 +45,23 @@ class ScoredTokens:
         """Return the number of skipped tokens of `batch`, padding included."""
         return tokens_of(batch) // len(self.tokens_BC) * (len(self.tokens_BC) - len(self.rows_R))
 
-    def labelled(self, model: Callable[..., Any], outputs: tuple[str, ...]) -> Callable[..., Any]:
+    def labelled(
+        self, model: Callable[..., Any], outputs: tuple[str, ...], kept: tuple[Tensor, ...] = ()
+    ) -> Callable[..., Any]:
         """Return a function that calls `model(..., labels=labels)` to compute `outputs` for these tokens only.
 
-        Call it with the R rows, all at once or in successive chunks.
+        Call it with the R rows, all at once or in successive chunks. `kept` are the entries `KEPT_CLASSES` of the
+        batch, if it has them.
         """
-        unscored_RC = self.unscored_BC if self.every_row else self.unscored_BC[self.rows_R]
+        unscored_RC, *kept_R = (x if self.every_row else x[self.rows_R] for x in (self.unscored_BC, *kept))
         start = 0
 
         def call(*args: Any, labels: Tensor, **inputs: Any) -> Any:
             nonlocal start
-            chunk_rC = unscored_RC[start : start + len(labels)]
-            start += len(labels)
+            chunk = slice(start, start + len(labels))
+            chunk_rC, start = unscored_RC[chunk], chunk.stop
+            if kept_R:
+                inputs["kept"] = tuple(x[chunk] for x in kept_R)
             unscored_rS = torch.nn.functional.pad(chunk_rC, (labels.size(1) - chunk_rC.size(1), 0), value=True)
             return model(*args, **inputs, labels=labels.masked_fill(unscored_rS, -100), head_outputs=outputs)
 

@@ -1,1 +1,1 @@
-"""GRPO's sampler: vLLM's engine, the weights that reach it, and the check that it samples from the policy."""
+"""GRPO's sampler: vLLM's engine, the weights that reach it, a check of both, and which tokens it could choose."""

@@ -5,18 +5,19 @@ import logging
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..compat.choices import VLLMClient
-from .adapter import adapter_files, on_host, unsupported_adapter
+from .adapter import adapter_files, on_host
 
 logger = logging.getLogger("trl_ext")
 
@@ -39,13 +40,13 @@ class FileClient(VLLMClient):
     broadcast.
 
     Args:
-        policy (`torch.nn.Module`, *optional*):
-            The policy, if this process holds all of it.
-        folder (`str`, *optional*):
-            A folder that the server sees by the same path. By default a new one, in memory if there is room.
+        policy (`peft.PeftModel`, *optional*):
+            The model whose adapter may be sent alone.
+        merged_reason (`Callable`, *optional*):
+            Returns why it may not, or `None`, for the server's `max_lora_rank`.
 
     Attributes:
-        bytes_sent (`int`): bytes of the weights in the last sync; 0 with NCCL.
+        bytes_sent (`int`): bytes of the weights in the last sync.
         sends_adapter (`bool`): whether only the adapter is sent.
 
     Raises:
@@ -53,12 +54,18 @@ class FileClient(VLLMClient):
         `RuntimeError`: the server could not load what was sent.
     """
 
-    def __init__(self, *positional: Any, policy: Any = None, folder: str | None = None, **keywords: Any) -> None:
+    def __init__(
+        self,
+        *positional: Any,
+        policy: PeftModel | None = None,
+        merged_reason: Callable[[int], str | None] | None = None,
+        **keywords: Any,
+    ) -> None:
         self.policy = policy
+        self.merged_reason = merged_reason
         self.bytes_sent = 0
         self.sends_adapter = False
         self.by_files = False
-        self._parent = folder
         self._folder: Path | None = None
         self._numbers = count()
         self._adapter: str | None = None  # the name of the one that the server has
@@ -69,11 +76,10 @@ class FileClient(VLLMClient):
 
     @property
     def folder(self) -> Path:
-        """A new folder, which is removed with this client, or when the process ends."""
+        """A new folder, in memory if there is room. It is removed with this client, or when the process ends."""
         if self._folder is None:
             in_memory = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= 4 * FILE_BYTES
-            parent = self._parent or (str(_MEMORY) if in_memory else None)
-            self._folder = Path(tempfile.mkdtemp(prefix="trl_ext-", dir=parent))
+            self._folder = Path(tempfile.mkdtemp(prefix="trl_ext-", dir=_MEMORY if in_memory else None))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         return self._folder
 
@@ -111,42 +117,46 @@ class FileClient(VLLMClient):
             self._ask("init_weight_transfer_engine", {"init_info": {"path": str(seen)}})
         except RuntimeError as error:
             raise ValueError(
-                f"The vLLM server at {self.base_url} does not see the trainer's folder {self.folder}. Run both as the "
-                "same user on one host, or give a `folder` that both see by the same path."
+                f"The vLLM server at {self.base_url} does not see the trainer's folder {self.folder}. Run both on one "
+                f"host, as the same user, and in containers with the same {self.folder.parent}."
             ) from error
 
     def _takes_adapter(self, lora: dict[str, Any] | None) -> bool:
         """Return whether the server samples with the adapter; if it refuses it, say why."""
-        if lora is None or not hasattr(self.policy, "peft_config"):
+        if lora is None or self.policy is None or self.merged_reason is None:
             return False
-        reason = unsupported_adapter(self.policy, lora["max_lora_rank"])
+        reason = self.merged_reason(lora["max_lora_rank"])
         if reason is None:
             try:
-                self.update_adapter()
+                self.send_adapter()
                 return True
             except RuntimeError as error:
-                reason = str(error)
-        logger.warning("vLLM's server gets merged weights instead of the adapter: %s", reason)
+                reason = str(error).removesuffix(".")
+        logger.warning(f"The adapter is merged into the weights that vLLM gets: {reason}.")
         return False
 
     def update_named_params(
         self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, Tensor]]
     ) -> None:
         self.bytes_sent = 0
-        if self.sends_adapter:
-            self.update_adapter()
-        elif self.by_files:
-            self._update_by_files(named_params)
+        if self.by_files:
+            self._send_files(self._counted(named_params))
         else:
-            super().update_named_params(metadata, named_params)
+            super().update_named_params(metadata, self._counted(named_params))
 
-    def update_adapter(self) -> None:
+    def _counted(self, named_params: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, param in named_params:
+            self.bytes_sent += param.numel() * param.element_size()
+            yield name, param
+
+    def send_adapter(self) -> None:
         """Send the adapter, and sample with it.
 
         Each sync gives it another name. vLLM keeps keys and values of prompts by an adapter's name, and reads the files
         of an adapter that it loaded "in place" at every forward pass.
         """
         before, name = self._adapter, f"{self.folder.name}-{next(self._numbers)}"
+        assert self.policy is not None
         self.bytes_sent = adapter_files(self.policy, self.folder / name)
         self._ask("v1/load_lora_adapter", {"lora_name": name, "lora_path": str(self.folder / name)})
         self.model = self._adapter = name
@@ -154,7 +164,7 @@ class FileClient(VLLMClient):
             self._ask("v1/unload_lora_adapter", {"lora_name": before})
             shutil.rmtree(self.folder / before)
 
-    def _update_by_files(self, named_params: Iterator[tuple[str, Tensor]]) -> None:
+    def _send_files(self, named_params: Iterator[tuple[str, Tensor]]) -> None:
         if not self._updating_weights:
             self._start_weight_update()
         try:
@@ -172,7 +182,6 @@ class FileClient(VLLMClient):
         path = self.folder / f"{next(self._numbers)}.safetensors"
         try:
             save_file(tensors, path)
-            self.bytes_sent += sum(x.numel() * x.element_size() for x in tensors.values())
             self._ask("update_weights", {"update_info": {"path": str(path)}})
         finally:
             path.unlink(missing_ok=True)

@@ -1,12 +1,13 @@
 """vLLM's side of a weight sync by files: `--weight-transfer-config '{"backend": "trl_ext"}'`.
 
-Only vLLM's processes import this file, through the entry point `vllm.general_plugins`.
+It imports vLLM, whose processes import it through the entry point `vllm.general_plugins`.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -53,13 +54,17 @@ class FileEngine(WeightTransferEngine[FirstFile, File]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            # The reload packs the embedding of a tied model again, but not the head that shares its weights
-            for module in self.model.modules():
-                if isinstance(module, VocabParallelEmbedding):
-                    module.quant_method.process_weights_after_loading(module)
+            pack_tied_head(self.model)
 
     def shutdown(self) -> None:
         pass
+
+
+def pack_tied_head(model: torch.nn.Module) -> None:
+    """Pack the head's weights again. vLLM 0.31's reload packs a tied embedding, but not the head that shares it."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def register() -> None:

@@ -17,6 +17,7 @@ from ..compat.choices import FusedCausalLMOutput
 from ..distributed.gradients import scale_grad
 from ..distributed.sequence_parallel import SequenceGroup, Shard
 from ..distributed.shards import parameter_of
+from ..heads.kept import KeptClasses
 from ..heads.linear_log_probs import run_head
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..packing.attention import index_select_fp32_grad, run_packed
@@ -68,6 +69,7 @@ class ScoringForward:
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         head_outputs: tuple[str, ...] | None = None,
+        kept: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> FusedCausalLMOutput:
         """Score the positions whose next-token label is not -100.
@@ -78,6 +80,9 @@ class ScoringForward:
                 result have shape `(B, S)`.
             head_outputs (`tuple[str, ...]`, *optional*): per-token fields to compute, including `log_probs`. `None`
                 computes those of the options.
+            kept (`tuple[Tensor, Tensor]`, *optional*): with `labels`, the classes over which the last C tokens of each
+                row are normalised: ids `(B, K)`, one token after another, and how many each token has, `(B, C)`. Tokens
+                that have none keep every class.
 
         Raises:
             `ValueError`: neither `labels` nor `shift_labels` is given.
@@ -111,13 +116,22 @@ class ScoringForward:
         if layout is None:
             targets_N = shift_labels[mask_BS]
             hidden_NH = hidden[:, width].to(mask_BS.device)[mask_BS]
-            scored = self._score(hidden_NH, head, targets_N, outputs)
+            classes = None
+            if kept is not None:
+                index_BS = torch.where(mask_BS, mask_BS.flatten().cumsum(0).view(mask_BS.shape) - 1, -1)
+                classes = _kept_classes(*kept, index_BS, len(targets_N))
+            scored = self._score(hidden_NH, head, targets_N, outputs, classes)
         else:
             # By index, because with a mask the host would wait for the number of its tokens
             row_N, column_N, same_N = (x.to(held.device) for x in (layout.row_N, layout.column_N, layout.same_N))
             at_N = layout.at_N.to(hidden.device)
             targets_N = shift_labels[row_N, column_N]
-            scored = self._score_row(hidden.squeeze(0), at_N, shard, head, targets_N, outputs)
+            classes = None
+            if kept is not None:
+                index_BS = torch.full_like(shift_labels, -1)
+                index_BS[row_N, column_N] = torch.arange(len(targets_N), device=held.device)
+                classes = _kept_classes(*kept, index_BS, len(targets_N))
+            scored = self._score_row(hidden.squeeze(0), at_N, shard, head, targets_N, outputs, classes)
             if layout.shared and scored.entropy is not None:
                 # Rows that share a token may differ in its entropy, because rounding depends on the target. TRL
                 # compares entropies (`top_entropy_quantile`)
@@ -179,20 +193,28 @@ class ScoringForward:
         head: LinearHead | OpaqueHead,
         targets_N: Tensor,
         outputs: tuple[str, ...],
+        kept: KeptClasses | None,
     ) -> LinearLogProbs:
         """Score each target at its index `at_N` in the packed row. `hidden_TH` is this rank's shard of the row."""
         device = targets_N.device
         if shard is None:
-            return self._score(index_select_fp32_grad(hidden_TH, at_N).to(device), head, targets_N, outputs)
+            return self._score(index_select_fp32_grad(hidden_TH, at_N).to(device), head, targets_N, outputs, kept)
         owner_N = shard.owner(at_N)
         own_N = owner_N == shard.rank
+        own_on_head_N = own_N.to(device)
         hidden_NH = index_select_fp32_grad(hidden_TH, at_N[own_N] - shard.first).to(device)
-        scored = self._score(hidden_NH, head, targets_N[own_N.to(device)], outputs)
+        own_kept = None if kept is None else kept.of_tokens(own_on_head_N)
+        scored = self._score(hidden_NH, head, targets_N[own_on_head_N], outputs, own_kept)
         owner_N = owner_N.to(device)
         return LinearLogProbs(*(None if x is None else shard.gathered(x, owner_N) for x in scored))
 
     def _score(
-        self, hidden_NH: Tensor, head: LinearHead | OpaqueHead, targets_N: Tensor, outputs: tuple[str, ...]
+        self,
+        hidden_NH: Tensor,
+        head: LinearHead | OpaqueHead,
+        targets_N: Tensor,
+        outputs: tuple[str, ...],
+        kept: KeptClasses | None,
     ) -> LinearLogProbs:
         options = self.options
         common: dict[str, Any] = {
@@ -200,6 +222,7 @@ class ScoringForward:
             "outputs": outputs,
             "entropy_requires_grad": options.entropy_requires_grad,
             "chunk_size": options.chunk_size,
+            "kept": kept,
         }
         if isinstance(head, OpaqueHead):
             self.head_rows = f"the head's own forward runs on tiles of tokens, because {head.reason}"
@@ -212,7 +235,9 @@ class ScoringForward:
             autocast = torch.autocast(hidden_NH.device.type, enabled=False)
         entropy_grad = options.entropy_requires_grad and "entropy" in outputs
         whole = options.head == "dense"
-        rows = weight_layout_of(head, hidden_NH, outputs=outputs, whole=whole, entropy_grad=entropy_grad)
+        rows = weight_layout_of(
+            *(head, hidden_NH), outputs=outputs, whole=whole, entropy_grad=entropy_grad, limited=kept is not None
+        )
         self.head_rows = rows.reason
         # Every rank enters once, even one without a token to check
         with autocast, rows.readable():
@@ -245,6 +270,12 @@ class ScoringForward:
             self._checked.add(way)
             if head.module is not None:
                 check_adapter(hidden_NH, head.module, rows)
+
+
+def _kept_classes(ids_BK: Tensor, counts_BC: Tensor, index_BS: Tensor, tokens: int) -> KeptClasses:
+    """Return the kept classes of the scored tokens, whose index is in `index_BS`, -1 elsewhere."""
+    ids_BK, counts_BC = ids_BK.to(index_BS.device), counts_BC.to(index_BS.device)
+    return KeptClasses.of_rows(ids_BK, counts_BC, index_BS[:, -counts_BC.size(1) :], tokens)
 
 
 def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForward:

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..distributed.shards import is_zero3, parameter_of, whole_tensor
 from ..heads.adapters import Factors, LowRank, ReplacedRows, low_rank_term
-from ..heads.dense import log_probs_from_logits, log_probs_of
+from ..heads.dense import log_probs_from_logits, log_probs_of, over_kept
+from ..heads.kept import KeptClasses
 from ..heads.linear_log_probs import operand_dtype
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..heads.products import statistics_dtype
@@ -233,25 +234,31 @@ def score_by_module(
     head: str,  # "dense" computes all tokens at once, by the definition
     entropy_requires_grad: bool,
     chunk_size: int | None,
+    kept: KeptClasses | None = None,
 ) -> LinearLogProbs:
     """Return per-token results from the forward of `lm_head`, with its precision and dropout.
 
     The backward recomputes each tile's product with the same random numbers. At least one tile runs, so every parameter
     gets a gradient even without tokens.
     """
+    kept = None if kept is None else kept.with_targets(targets_N)
     if head == "dense":
         product = lm_head(hidden_NH)
         logits_NV = transform(product.to(torch.float64 if product.dtype == torch.float64 else torch.float32))
+        logits_NV = over_kept(logits_NV, kept)
         return log_probs_of(logits_NV, targets_N, outputs, entropy_requires_grad=entropy_requires_grad)
 
-    def scored(hidden_nH: Tensor, targets_n: Tensor) -> Any:
-        return log_probs_from_logits(
-            lm_head(hidden_nH), targets_n, transform, outputs, entropy_requires_grad=entropy_requires_grad
-        )
+    def scored(hidden_nH: Tensor, targets_n: Tensor, first: int) -> Any:
+        product = lm_head(hidden_nH)
+        absent = None
+        if kept is not None:
+            absent = kept.absent(slice(first, first + len(product)), slice(0, product.shape[1]))
+        options: dict[str, Any] = {"entropy_requires_grad": entropy_requires_grad, "absent": absent}
+        return log_probs_from_logits(product, targets_n, transform, outputs, **options)
 
     fitting = _ELEMENTS["cpu" if hidden_NH.device.type == "cpu" else "cuda"] // vocabulary
     n = max(1, min(fitting, chunk_size or fitting))
     run = partial(checkpoint, scored, use_reentrant=False) if torch.is_grad_enabled() else scored
     starts = range(0, max(1, len(hidden_NH)), n)
-    found = [run(hidden_NH[first : first + n], targets_N[first : first + n]) for first in starts]
+    found = [run(hidden_NH[first : first + n], targets_N[first : first + n], first) for first in starts]
     return LinearLogProbs(*(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True)))

@@ -38,6 +38,7 @@ def weight_layout_of(
     outputs: tuple[str, ...],
     whole: bool,
     entropy_grad: bool,
+    limited: bool = False,
     counts: tuple[int, ...] | None = None,
 ) -> WeightLayout:
     """Return the layout for one pass over the hidden states `(N, H)` of this rank.
@@ -48,6 +49,7 @@ def weight_layout_of(
         outputs (`tuple[str, ...]`): the fields that the head computes.
         whole (`bool`): whether the head needs the whole weight.
         entropy_grad (`bool`): whether the entropy has a gradient, which needs one more read of the weight.
+        limited (`bool`): whether tokens keep only some classes; then the ranks do not exchange tokens.
         counts (`tuple[int, ...]`, *optional*): tokens of each rank. `None`: the ranks exchange them.
     """
     if head.module is not None:
@@ -60,17 +62,16 @@ def weight_layout_of(
         counts = counts or tokens_of_ranks(len(hidden_NH), sharded.group, hidden_NH.device)
         options: dict[str, Any] = {"gradient": torch.is_grad_enabled(), "entropy_grad": entropy_grad}
         tokens, weight = bytes_moved(sharded, counts, hidden_NH, outputs=outputs, **options)
-        if tokens <= weight:
+        if tokens <= weight and not limited:
             reason = (
                 f"each rank scores the tokens of all ranks with its rows of the weight ({sharded.engine}), because a "
                 f"pass exchanges {_mib(tokens)} for the tokens and {_mib(weight)} for the weight"
             )
             return _local(sharded, counts, reason)
         if not sharded.trained and sharded.blocks[0][2] is None:
-            reason = (
-                f"the ranks broadcast their rows of the weight in slices ({sharded.engine}), because a pass exchanges "
-                f"{_mib(weight)} for the weight and {_mib(tokens)} for the tokens"
-            )
+            cost = f"a pass exchanges {_mib(weight)} for the weight and {_mib(tokens)} for the tokens"
+            why = "each token keeps only some classes" if limited else cost
+            reason = f"the ranks broadcast their rows of the weight in slices ({sharded.engine}), because {why}"
             return _in_turn(sharded, reason)
     return _whole(head.linear)
 

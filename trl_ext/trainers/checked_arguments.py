@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..compat.arguments import check_numbers, refuse_unknown
 from ..compat.choices import ADVANTAGE_CHOICES, DPO_CHOICES, DPO_LOSS_TYPES, GRPO_CHOICES, TRUNCATION_MODES
+from ..config import AddedGRPOFields
 from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES
 from ..scoring.checks import has_position_table
@@ -58,6 +59,12 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -
     With `own_loss` or `own_advantages`, a subclass replaces TRL's: the values that only these read are not checked.
     """
     _check_reference_sync(config)
+    engine_args = AddedGRPOFields.of(config).vllm_engine_args
+    if engine_args is not None and not (config.use_vllm and config.vllm_mode == "colocate"):
+        raise ValueError(
+            f"`vllm_engine_args={engine_args!r}` is for vLLM in this process. Set `use_vllm=True` and "
+            '`vllm_mode="colocate"`, or give the arguments to `vllm serve`.'
+        )
     _check_number(config, "num_iterations", 1)
     if config.max_completion_length is not None:
         _check_number(config, "max_completion_length", 1)

@@ -6,6 +6,7 @@ The methods of TRL's trainer that GRPO overrides are here; those that DPO also o
 import functools
 import logging
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..packing.support import has_dropout, trains_expert_modules
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import prompt_of
 from ..planning.sampler_ratio import RatioRule
+from ..sampler.engine import EngineGeneration
 from .base import ExactTrainer
 from .checked_arguments import check_completion_length, check_groups, check_grpo_arguments, check_offloading_device
 from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets
@@ -64,7 +66,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._grpo_scoring = GRPOScoring(self, self._ranks, self._scorer, self._grpo_buffer)
         self._grpo_generation = GRPOGeneration(self, self._ranks, self._grpo_scoring, self._grpo_buffer)
         self._checkpoints.parts.append(self._grpo_generation.save)
-        with self._built(given):
+        with self._built(given, VLLMGeneration=partial(EngineGeneration, engine_args=self._added.vllm_engine_args)):
             super().__init__(**given)
         if self._offloads:
             check_offloading_device(self.accelerator.device)
@@ -106,6 +108,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         args = self.args
         options = AddedGRPOFields.of(args)
         own = self._reference_weights.own
+        truncated = truncated_sampling(args)
         rule = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
             bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
@@ -140,7 +143,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 active_dropout=has_dropout(self.model),
                 sampler_ratio=rule,
                 sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
-                truncated_sampling=() if CORRECTS_TRUNCATED_SAMPLING else truncated_sampling(args),
+                truncated_sampling=truncated if options.keep_sampling_mask or not CORRECTS_TRUNCATED_SAMPLING else (),
+                unknown_mask=self._unknown_mask_reason(options.keep_sampling_mask) if truncated else None,
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
                 shares_prompts=self._packing_plan().share_in_training,
                 optimizer=OptimizerNames(args.optim).value,
@@ -148,9 +152,14 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
                 force_on_policy_ratio=options.force_on_policy_ratio,
                 trust_sampling_log_probs=options.trust_sampling_log_probs,
+                keep_sampling_mask=options.keep_sampling_mask,
                 zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
             )
         )
+
+    def _unknown_mask_reason(self, is_asked: bool) -> str | None:
+        overridden = self._replaces("generation") or self._replaces("batches")
+        return self._grpo_generation.unknown_mask_reason(overridden=overridden, is_asked=is_asked)
 
     # Training: the run
 

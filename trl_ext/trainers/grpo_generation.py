@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,8 @@ from ..planning.loss_inputs import with_scored
 from ..planning.micro_batches import RowTokens, kept_together, micro_batches_per_step
 from ..planning.non_finite import check_first_rewards
 from ..planning.plan import Plan
-from ..planning.rows import loss_mask, rows_of_equal_rewards
+from ..planning.rows import KEPT_CLASSES, loss_mask, rows_of_equal_rewards
+from ..sampler.kept import SamplingMask, log_probs_to_ask, warn_of_missing
 from .grpo_scoring import GRPOScoring
 from .non_finite import NonFiniteLoss
 
@@ -89,6 +91,50 @@ class GRPOGeneration:
             yield
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
+        trainer = self.trainer
+        if not trainer.plan.keeps_sampling_mask:
+            return self._drawn(inputs)
+        mask, asked, top_k = SamplingMask(), None, int(sampling_values(trainer.args)["top_k"])
+        if trainer.use_vllm:
+            asked = log_probs_to_ask(top_k, self._most_log_probs)
+        with internals.sampling_recorded(trainer, mask, asked):
+            batch = self._drawn(inputs)
+        warn_of_missing(mask, top_k)
+        completions = batch["completion_ids"]
+        entries = self.ranks.agreed(mask.entries(completions.size(1), completions.device))
+        return {**batch, **{name: x.to(completions.device) for name, x in zip(KEPT_CLASSES, entries, strict=True)}}
+
+    @cached_property
+    def _most_log_probs(self) -> int:
+        return internals.most_log_probs(self.trainer)
+
+    def unknown_mask_reason(self, *, overridden: bool, is_asked: bool) -> str | None:
+        """Return why it is not known which tokens the sampler could choose; `None` if it is known.
+
+        Args:
+            overridden (`bool`): whether a subclass overrides TRL's generation.
+            is_asked (`bool`): whether `keep_sampling_mask` is set. If not, a vLLM server is not asked what it supports.
+        """
+        trainer, top_k = self.trainer, sampling_values(self.trainer.args)["top_k"]
+        given = trainer.args.generation_kwargs or {}
+        if overridden or trainer.rollout_func is not None:
+            return "the completions come from a `rollout_func` or an overridden method"
+        if trainer.tools:
+            return "completions with tools are sampled in several turns"
+        if trainer.use_vllm and top_k <= 0:
+            return "vLLM returns the log-probs of a fixed number of tokens (set `top_k` too)"
+        if trainer.use_vllm and "logprobs" in given:
+            return "`generation_kwargs` sets `logprobs`"
+        if trainer.use_vllm and is_asked and self._most_log_probs < top_k:
+            most = self._most_log_probs
+            return f"vLLM returns the log-probs of {most} tokens, fewer than `top_k={top_k}` (raise its `max_logprobs`)"
+        if not trainer.use_vllm and trainer.use_transformers_continuous_batching:
+            return "transformers' continuous batching does not return the tokens that it could choose"
+        if not trainer.use_vllm and (given.get("num_beams") or 1) > 1:
+            return "beam search (`num_beams`) does not sample"
+        return None
+
+    def _drawn(self, inputs: Any) -> dict[str, Any]:
         ranks, group = self.ranks, self.ranks.sequence
         if ranks.tensor_parallel is not None:
             ranks.tensor_parallel.share_random_state(ranks.device)
@@ -210,7 +256,9 @@ class GRPOGeneration:
 
     def _schedule(self) -> dict[str, int]:
         args = self.trainer.args
-        return {
+        # Only when on, because earlier checkpoints lack it
+        masked = {"keep_sampling_mask": 1} if self.trainer.plan.keeps_sampling_mask else {}
+        return masked | {
             "per_device_train_batch_size": args.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "steps_per_generation": args.steps_per_generation,
@@ -253,14 +301,21 @@ class GRPOGeneration:
         if saved is None:
             return "the checkpoint lacks them, for example because stock TRL wrote it, or `save_only_model` was set"
         now = self._schedule()
-        changed = [f"{x} was {saved.schedule.get(x)} and is {now[x]}" for x in now if now[x] != saved.schedule.get(x)]
+        before = saved.schedule
+        names = [x for x in {**now, **before} if now.get(x) != before.get(x)]
+        changed = [f"{x} was {before.get(x, 0)} and is {now.get(x, 0)}" for x in names]
         return saved.lost if not changed else "; ".join(changed)
+
+
+def sampling_values(args: Any) -> dict[str, float]:
+    """Return the values of `top_p`, `top_k` and `min_p` that the sampler gets."""
+    whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    # `generation_kwargs` override the arguments
+    return {name: (args.generation_kwargs or {}).get(name, getattr(args, name)) or whole[name] for name in whole}
 
 
 def truncated_sampling(args: Any) -> tuple[str, ...]:
     """Return the arguments, as "name=value", that truncate the distribution of sampled tokens."""
-    whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    # `generation_kwargs` override the arguments
-    given = {name: (args.generation_kwargs or {}).get(name, getattr(args, name)) or whole[name] for name in whole}
+    given = sampling_values(args)
     cuts = {"top_p": given["top_p"] < 1.0, "top_k": given["top_k"] > 0, "min_p": given["min_p"] > 0.0}
     return tuple(f"{name}={given[name]}" for name, is_cut in cuts.items() if is_cut)

@@ -1,5 +1,6 @@
 """GRPO's log-prob passes: the rows and tokens of each pass, its number of forwards, and the log-probs that it keeps."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -28,8 +29,9 @@ from ..planning.loss_inputs import (
 )
 from ..planning.parts import Parts
 from ..planning.plan import PackingPlan, SkipCounts, TokenCounts
-from ..planning.rows import ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
+from ..planning.rows import KEPT_CLASSES, ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
 from ..planning.sampler_ratio import SamplerRatio, sampler_metrics
+from ..sampler.check import SamplerCheck
 from ..scoring.scorer import Scorer
 
 _LOSS_CHANGED = (
@@ -39,11 +41,15 @@ _LOSS_CHANGED = (
 )
 
 
+_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+
+
 class Trainer(internals.GRPOInternals, Protocol):
     """The trainer members that scoring reads."""
 
     ref_model: Any
     aux_loss_enabled: bool
+    rollout_func: Any
     skipped: SkipCounts
     fed: TokenCounts
 
@@ -64,6 +70,7 @@ class GRPOScoring:
 
     def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
+        self._check = SamplerCheck(trainer)
         self.sampled_at_step = 0
         self._skipped_tokens = 0  # on this rank, since the last loss
         self._gradients: list[Tensor] = []  # with respect to the loss of each part of a micro-batch
@@ -138,8 +145,13 @@ class GRPOScoring:
 
     def _measure_sampler(self, formed: SamplerRatio) -> None:
         gathered = self.ranks.accelerator.gather(formed.statistics().unsqueeze(0))
-        for name, value in sampler_metrics(gathered).items():
+        metrics = sampler_metrics(gathered)
+        for name, value in metrics.items():
             internals.mode_metrics(self.trainer)[name].append(value)
+        plan, training = self.trainer.plan, self.trainer.model.training
+        one_distribution = plan.keeps_sampling_mask or not plan.facts.truncated_sampling
+        if _DIFFERENCE in metrics and training and one_distribution and not plan.facts.active_dropout:
+            self._check.observe(metrics[_DIFFERENCE], self.sampled_at_step)
 
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         plan = self.trainer.plan
@@ -149,7 +161,7 @@ class GRPOScoring:
         # The passes of a micro-batch share the result, so the host waits for the device only once
         given = [inputs.get(name) for name in ("completion_mask", "tool_mask", "advantages", "prompt_mask")]
         skips = {"skip_masked": plan.skips_masked, "skip_zero_advantages": plan.skips_zero_advantages}
-        found = self._scored.setdefault(given[0], LastResult())
+        found = self._scored.setdefault(given[0], defaultdict(LastResult))[tuple(skips.values())]
         return found.of(*given, make=partial(scored_tokens, inputs, **skips))  # type: ignore[no-any-return]
 
     # The passes
@@ -295,8 +307,18 @@ class GRPOScoring:
     def _run(self, model: Any, batch: dict[str, Any], scored: ScoredTokens, **options: Any) -> tuple[Any, Any, Any]:
         if not self.trainer.plan.facts.has_own_pass:
             outputs = ("log_probs", "entropy") if options.get("compute_entropy") else ("log_probs",)
-            model = scored.labelled(model, outputs)
+            model = scored.labelled(model, outputs, self._kept_classes(batch))
         return internals.completion_log_probs(self.trainer, model, scored.fed(batch), **options)
+
+    def _kept_classes(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+        if not self.trainer.plan.keeps_sampling_mask:
+            return ()
+        if not batch.keys() >= {*KEPT_CLASSES}:
+            raise RuntimeError(
+                f"`keep_sampling_mask=True` needs {' and '.join(map(repr, KEPT_CLASSES))} of a micro-batch, which "
+                f"{self.trainer._own_loss()} has removed. Pass every entry of the batch on."
+            )
+        return tuple(batch[name] for name in KEPT_CLASSES)
 
     def _parts(self, inputs: dict[str, Any], scored: ScoredTokens, budget: int) -> Parts:
         packing, accelerator = self.trainer._packing_plan(), self.trainer.accelerator

@@ -18,7 +18,10 @@ _TOKENS = 1024  # of a program of `finish`
 
 
 class TritonWork:
-    """Computes the same as `TorchWork` up to fp32 rounding, but does not overwrite the product."""
+    """Computes the same as `TorchWork` up to fp32 rounding, but overwrites only the absent numbers of the product.
+
+    A tile with `absent` must have no softcap, which would bound the number that is written there.
+    """
 
     def __init__(self, transform: LogitTransform) -> None:
         self.scale, self.cap = transform.slope, 0.0
@@ -31,6 +34,7 @@ class TritonWork:
         self, statistics: RunningStatistics, tile: Tile, coefficients: torch.dtype | None, sums_nH: Tensor | None
     ) -> Tensor | None:
         n, v = tile.product.shape
+        self._leave_out(tile)
         written = self._buffer("coefficients", tile.product, coefficients)
         numbers = (
             *(statistics.max, statistics.shift, statistics.sum_exp, statistics.target_logit),
@@ -53,7 +57,8 @@ class TritonWork:
     ) -> Finished:
         combined = None if group is None else statistics.combine_(group)
         held = (statistics.max, statistics.sum_exp.log(), statistics.target_logit, statistics.shift, statistics.sum_exp)
-        rescale, log_odds, log_p, entropy = statistics.max.new_empty(4, len(statistics.max)).unbind()
+        # Not views of one tensor: the caller may write into a result
+        rescale, log_odds, log_p, entropy = (torch.empty_like(statistics.max) for _ in range(4))
         written = entropy if statistics.sum_shifted_exp is not None else None
         with _current(statistics.max.device):
             triton_kernels.finish[(triton.cdiv(len(rescale), _TOKENS),)](
@@ -75,6 +80,7 @@ class TritonWork:
         grad_logits: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         n, v = tile.product.shape
+        self._leave_out(tile)
         written = (
             self._buffer("coefficients", tile.product, nontarget_grad),
             self._buffer("grad_logits", tile.product, grad_logits),
@@ -92,6 +98,11 @@ class TritonWork:
                 **_of_width(v),
             )
         return written
+
+    def _leave_out(self, tile: Tile) -> None:
+        """Overwrite the absent numbers of the product, so that their logits are `ABSENT`."""
+        if tile.absent is not None:
+            tile.product.masked_fill_(tile.absent, ABSENT / self.scale)
 
     def _buffer(self, name: str, product: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         """Return a buffer of the product's shape and stride, which the next tile overwrites; None if no dtype."""

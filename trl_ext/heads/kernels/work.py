@@ -1,5 +1,6 @@
 """What runs on a tile between the matrix products: the torch version, and the choice of torch or Triton."""
 
+import math
 import os
 import warnings
 from functools import cache
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..gradients import Coefficients
 from ..logits import LinearLogProbs, LogitTransform
-from ..statistics import Finished, RunningStatistics
+from ..statistics import ABSENT, Finished, RunningStatistics
 
 if TYPE_CHECKING:
     from .triton_work import TritonWork
@@ -35,7 +36,8 @@ class Tile(NamedTuple):
     """The product x = h W^T of some tokens and consecutive classes, and its operands.
 
     `product` (n, v), a view by `as_tile`, includes the low-rank term of `down` (n, R) and `up` (v, R), but not yet
-    `bias` (v,), which may have any dtype. The next tile overwrites `product`.
+    `bias` (v,), which may have any dtype. The next tile overwrites `product`. `absent` (n, v), if given, marks
+    logits that count as `ABSENT` and get no gradient.
     """
 
     tokens: slice
@@ -46,6 +48,7 @@ class Tile(NamedTuple):
     weight: Tensor
     down: Tensor | None
     up: Tensor | None
+    absent: Tensor | None = None
 
 
 class TorchWork:
@@ -73,6 +76,8 @@ class TorchWork:
         logits, scratch = self._logits(tile)
         # Before `fold_`, which overwrites the logits
         softcap_derivative = self.transform.softcap_derivative(logits) if coefficients is not None else None
+        if tile.absent is not None:
+            logits.masked_fill_(tile.absent, ABSENT)
         rescale = statistics.fold_(tile.tokens, tile.classes.start, logits, scratch)
         # On other devices the condition would wait for the device
         if sums_nH is not None and (sums_nH.device.type != "cpu" or bool((rescale != 1).any())):
@@ -103,6 +108,8 @@ class TorchWork:
         logits, scratch = self._logits(tile)
         local = targets - tile.classes.start
         nontarget = coefficients.nontarget_grad_(tile.tokens, local, logits, scratch)
+        if tile.absent is not None:
+            nontarget.masked_fill_(tile.absent, 0.0)
         result = nontarget.to(nontarget_grad) if nontarget_grad is not None else None
         if grad_logits is None:
             return result, None
@@ -170,12 +177,13 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
 
 
 def _difference(device: torch.device) -> float:
-    """Return the largest difference of Triton and torch in a small problem, relative to the largest number."""
+    """Return the largest relative difference of Triton and torch in a small problem; infinity if there is a NaN."""
     from .triton_work import TritonWork
 
     transform = LogitTransform(0.7, 1.3, 30.0)
     pairs = zip(*(_numbers(work(transform), transform, device) for work in (TorchWork, TritonWork)), strict=True)
-    return max(float((ours - right).abs().max() / right.abs().max()) for right, ours in pairs)
+    off_by = [float((ours - right).abs().max()) / (float(right.abs().max()) or 1.0) for right, ours in pairs]
+    return math.inf if any(map(math.isnan, off_by)) else max(off_by)
 
 
 def _numbers(work: TileWork, transform: LogitTransform, device: torch.device) -> list[Tensor]:

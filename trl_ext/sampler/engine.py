@@ -1,0 +1,236 @@
+"""vLLM as TRL runs it, in the training process or as a server: its arguments, and the weights that it samples from."""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..compat.choices import VLLMGeneration
+from ..compat.replaced import module_of, replaced
+from .adapter import adapter_files, unsupported_adapter
+from .client import FileClient
+
+logger = logging.getLogger("trl_ext")
+
+
+class EngineGeneration(VLLMGeneration):
+    """
+    TRL's [`VLLMGeneration`], with weights that arrive unchanged, also where vLLM packs them after loading.
+
+    With `enable_lora` among the engine's arguments, a sync sends the LoRA adapter alone.
+
+    Args:
+        engine_args (`dict`, *optional*):
+            Further arguments of vLLM's `LLM`, in place of TRL's where both name one.
+
+    Raises:
+        `ValueError`: vLLM has no such argument.
+    """
+
+    def __init__(self, *positional: Any, engine_args: dict[str, Any] | None = None, **keywords: Any) -> None:
+        self.engine_args = engine_args or {}
+        self.bytes_sent = 0  # by the last sync
+        self._adapters: tempfile.TemporaryDirectory[str] | None = None
+        self._request: Any = None  # vLLM's, for the adapter that it samples with
+        self._server_has_adapter = False  # the same on all ranks
+        super().__init__(*positional, **keywords)
+
+    def _init_vllm(self) -> None:
+        with replaced(module_of(VLLMGeneration), **self._engine()):
+            super()._init_vllm()
+        if self.mode == "colocate" and self.engine_args.get("enable_lora"):
+            reason = self.merged_reason(self.llm.llm_engine.vllm_config.lora_config.max_lora_rank)
+            if reason is None:
+                self._adapters = tempfile.TemporaryDirectory(prefix="trl_ext-")
+            elif self.accelerator.is_main_process:
+                logger.warning(f"The adapter is merged into the weights that vLLM gets: {reason}.")
+        elif self.mode == "server":
+            answer = [self.accelerator.is_main_process and self.vllm_client.sends_adapter]
+            self._server_has_adapter = broadcast_object_list(answer, from_process=0)[0]
+
+    def merged_reason(self, max_rank: int) -> str | None:
+        """Return why vLLM gets merged weights instead of the adapter, or `None` if it can sample with the adapter."""
+        if self.mode == "colocate" and self.enable_sleep_mode:
+            return "`vllm_enable_sleep_mode` discards the weights of the base model"
+        if any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in self.model.parameters()) or self._dist.is_fsdp:
+            return "the adapter is sharded"
+        return unsupported_adapter(self.model, max_rank)
+
+    def _engine(self) -> dict[str, Any]:
+        """Return the replacements of `LLM` and `VLLMClient` in TRL's module."""
+        if self.mode == "server":
+            policy = self.model if isinstance(self.model, PeftModel) else None
+            return {"VLLMClient": partial(FileClient, policy=policy, merged_reason=self.merged_reason)}
+        llm = vars(module_of(VLLMGeneration)).get("LLM")
+        if self.mode != "colocate" or llm is None or not self.engine_args:
+            return {}
+        from vllm.engine.arg_utils import EngineArgs
+
+        known = {x.name for x in fields(EngineArgs)}
+        unknown = [name for name in self.engine_args if name not in known]
+        if unknown:
+            raise ValueError(
+                f"`vllm_engine_args` names {', '.join(map(repr, unknown))}, which vLLM's `EngineArgs` does not have. "
+                "Correct the name, or leave it out."
+            )
+        return {"LLM": lambda **trls: llm(**{**trls, **self.engine_args})}
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the engine's weights; `None` in server mode."""
+        return self.llm.llm_engine.model_config.dtype if self.mode == "colocate" else None
+
+    @property
+    def runner(self) -> Any:
+        """vLLM's model runner in this process. Only in colocated mode."""
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner
+
+    def sync_weights(self) -> None:
+        self.bytes_sent = 0
+        if self._adapters is not None:
+            self._send_adapter(Path(self._adapters.name))
+        elif self.mode == "colocate" and next(self.runner.get_model().parameters()).device.type == "cpu":
+            self._reload()
+        elif not self._server_has_adapter:
+            super().sync_weights()
+        elif self.accelerator.is_main_process:
+            self.vllm_client.send_adapter()
+        if self.mode == "server" and self.accelerator.is_main_process:
+            self.bytes_sent = self.vllm_client.bytes_sent
+
+    def _send_adapter(self, folder: Path) -> None:
+        """Give vLLM the adapter under a new name, because it keeps keys and values of prompts by an adapter's name."""
+        from vllm.lora.request import LoRARequest
+
+        before, number = self._request, 1 if self._request is None else self._request.lora_int_id + 1
+        self.bytes_sent = adapter_files(self.model, folder / str(number))
+        self._request = LoRARequest(f"policy-{number}", number, str(folder / str(number)))
+        self.llm.llm_engine.add_lora(self._request)
+        if before is not None:
+            self.llm.llm_engine.remove_lora(before.lora_int_id)
+            shutil.rmtree(before.lora_path)
+
+    def generate(self, *positional: Any, **keywords: Any) -> Any:
+        generate = {"generate": partial(self.llm.generate, lora_request=self._request)} if self._request else {}
+        with replaced(self.llm, **generate) if generate else nullcontext():
+            return super().generate(*positional, **keywords)
+
+    def _reload(self) -> None:
+        """Load the weights as when the engine starts: vLLM packs those of a CPU, where `load_weights` cannot write."""
+        from .transfer import pack_tied_head
+
+        self.runner.reload_weights(weights_iterator=((name, x.clone()) for name, x in self._iter_named_params()))
+        pack_tied_head(self.runner.get_model())
+        self.llm.reset_prefix_cache()
+
+    def stale_weights(self) -> list[str] | None:
+        """Return the names of the policy's parameters that the engine holds with other values.
+
+        A matrix is compared by its product with a random vector, because a CPU's engine holds it packed. Differences
+        below rounding stay unseen. `None` if the engine is in another process or asleep, or holds shards or an adapter.
+        Every rank must call it.
+        """
+        if self.mode != "colocate" or self._adapters or self.enable_sleep_mode or self.tensor_parallel_size > 1:
+            return None
+        engine = _Products(self.runner.get_model())
+        return [name for name, param in self._iter_named_params() if engine.differs(name, param)]
+
+    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield TRL's parameters, with the adapter merged into copies.
+
+        TRL merges it into the weights and subtracts it afterwards, which leaves a rounding error in them at every sync.
+        """
+        layers = self._mergeable_layers()
+        merges = {"merge_adapter": _nothing, "unmerge_adapter": _nothing} if layers else {}
+        of, merged = "", {}
+        with replaced(self.model, **merges):
+            for name, param in super()._iter_named_params():
+                module, _, kind = name.rpartition(".")
+                if module in layers and module != of:
+                    of, merged = module, _merged(layers[module])
+                sent = merged[kind] if module in layers else param
+                self.bytes_sent += sent.numel() * sent.element_size()
+                yield name, sent
+
+    def _mergeable_layers(self) -> dict[str, Any]:
+        """Return the adapter's layers by their names in vLLM; none if one can only be merged in place."""
+        if not isinstance(self.model, PeftModel) or self._dist.is_fsdp:
+            return {}
+        layers = {name: x for name, x in self.model.named_modules() if isinstance(x, BaseTunerLayer)}
+        for layer in layers.values():
+            base = layer.get_base_layer()
+            own = dict(base.named_parameters(recurse=False))
+            if base is not getattr(layer, "base_layer", None) or "weight" not in own:
+                return {}
+            if not all(x.is_floating_point() for x in own.values()):
+                return {}
+        return {name.removeprefix("base_model.model."): x for name, x in layers.items()}
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@torch.no_grad()
+def _merged(layer: Any) -> dict[str, Tensor]:
+    """Return the parameters of an adapter's layer as PEFT merges them, and leave the layer's own as they are."""
+    before = {name: (param, param.data) for name, param in layer.get_base_layer().named_parameters(recurse=False)}
+    try:
+        for param, data in before.values():
+            param.data = data.clone()
+        layer.merge()
+        merged = {name: param.data.clone() for name, (param, _) in before.items()}
+        layer.unmerge()
+    finally:
+        for param, data in before.values():
+            param.data = data
+    return merged
+
+
+class _Products:
+    """The products of an engine's matrices with a random vector, by the names of the checkpoint."""
+
+    def __init__(self, model: Any) -> None:
+        self.modules = dict(model.named_modules())
+        # Name of a matrix -> the module that holds it with others, and which one it is
+        self.packed = {
+            f"{owner}{part}": (f"{owner}{name}", parts.index(part))
+            for name, parts in getattr(model, "packed_modules_mapping", {}).items()
+            for owner in {path.removesuffix(name) for path in self.modules if path.endswith(f".{name}")}
+            for part in parts
+        }
+
+    @torch.no_grad()
+    def differs(self, name: str, param: Tensor) -> bool:
+        """Return whether the engine holds other values than `param`; False where it cannot be compared."""
+        path, _, kind = name.rpartition(".")
+        holder, place = self.packed.get(path, (path, 0))
+        module = self.modules.get(holder)
+        ours = param.detach()
+        if module is None or kind != "weight":
+            return False
+        if ours.dim() == 1 and module.weight.shape == ours.shape:
+            return not torch.equal(module.weight.cpu(), ours.to(module.weight).cpu())
+        if ours.dim() != 2 or not hasattr(module, "quant_method"):
+            return False
+        dtype = next(iter(self.modules[""].parameters())).dtype
+        weight_OI = ours.to(dtype).float()
+        x_I = torch.randn(weight_OI.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_OI.device)
+        x_I = x_I.to(dtype)
+        theirs = module.quant_method.apply(module, x_I[None], None)[0].float()
+        sizes = getattr(module, "output_sizes", [len(theirs)])
+        theirs_O = theirs.split(sizes)[place][: len(weight_OI)]
+        rounding_O = 4 * torch.finfo(dtype).eps * (weight_OI.abs() @ x_I.float().abs())
+        return bool(((weight_OI @ x_I.float() - theirs_O).abs() > rounding_O).any())
