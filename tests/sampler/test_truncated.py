@@ -47,3 +47,4 @@ def test_where_vllm_does_not_tell_the_tokens_the_plan_says_so(train, name):
     assert "`keep_sampling_mask=True` has no effect" in printed
     assert said in printed
     assert "is biased" in printed
+    assert "not samples" not in printed

@@ -83,6 +83,8 @@ NOT_DRAWN = {
     "sft_label_smoothing": "TRL has no counterpart",
     "sft_label_smoothing_convention": "TRL has no counterpart",
     "force_on_policy_ratio": "a check of the schedule",
+    "sampler_check": "needs vLLM: tests/sampler",
+    "vllm_engine_args": "needs vLLM: tests/sampler",
     "keep_sampling_mask": "other numbers than TRL's with a truncated distribution",
     "trust_sampling_log_probs": "an approximation: other numbers than TRL's",
     "dynamic_sampling": "other data than TRL's",
