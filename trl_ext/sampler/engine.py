@@ -217,12 +217,12 @@ class _Products:
         """Return whether the engine holds other values than `param`; False where it cannot be compared."""
         path, _, kind = name.rpartition(".")
         holder, place = self.packed.get(path, (path, 0))
-        module = self.modules.get(holder)
-        ours = param.detach()
-        if module is None or kind != "weight":
+        module, ours = self.modules.get(holder), param.detach()
+        held = getattr(module, "weight", None)
+        if module is None or held is None or kind != "weight":
             return False
-        if ours.dim() == 1 and module.weight.shape == ours.shape:
-            return not torch.equal(module.weight.cpu(), ours.to(module.weight).cpu())
+        if ours.dim() == 1:
+            return held.shape == ours.shape and not torch.equal(held.cpu(), ours.to(held).cpu())
         if ours.dim() != 2 or not hasattr(module, "quant_method"):
             return False
         dtype = next(iter(self.modules[""].parameters())).dtype
@@ -231,6 +231,8 @@ class _Products:
         x_I = x_I.to(dtype)
         theirs = module.quant_method.apply(module, x_I[None], None)[0].float()
         sizes = getattr(module, "output_sizes", [len(theirs)])
+        if sum(sizes) != len(theirs) or min(sizes[place], len(theirs)) < len(weight_OI):
+            return False
         theirs_O = theirs.split(sizes)[place][: len(weight_OI)]
         rounding_O = 4 * torch.finfo(dtype).eps * (weight_OI.abs() @ x_I.float().abs())
         return bool(((weight_OI @ x_I.float() - theirs_O).abs() > rounding_O).any())
