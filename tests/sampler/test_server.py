@@ -53,6 +53,7 @@ CONFIG = {
     **{"logging_steps": 1, "save_strategy": "no", "use_vllm": True, "vllm_mode": "server"},
     "generation_kwargs": {"seed": 7},  # the server draws the same completions for each trainer
 }
+LORA_4 = {"lora": LoraConfig(r=4, target_modules="all-linear")}
 
 
 def _free_port() -> int:
@@ -172,6 +173,21 @@ def test_the_adapter_alone_agrees_with_the_server(server, tmp_path, options):
         x.numel() * x.element_size() for name, x in trainer.model.named_parameters() if "lora_" in name
     )
     assert [path.name for path in client.folder.iterdir()] == [client.model]
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "options"), [("tied", "_send", {}), ("adapter only", "send_adapter", LORA_4)]
+)
+def test_a_sync_that_is_left_out_is_reported_at_its_step(server, tmp_path, caplog, name, method, options):
+    trainer = of_url(server(name), tmp_path, max_steps=5, **options)
+    client = trainer.vllm_generation.vllm_client
+    sent = getattr(client, method)
+    setattr(client, method, lambda *given: sent(*given) if trainer.state.global_step < 3 else None)
+    trainer.train()
+    said = [record.message for record in caplog.records if "not samples of the policy" in record.message]
+    assert len(said) == 1
+    assert "since step 3, " in said[0]
+    assert "cannot be read here" in said[0]
 
 
 def test_stock_trl_cannot_sync_with_a_cpu(server):
