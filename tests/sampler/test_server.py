@@ -12,9 +12,6 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-
-pytest.importorskip("vllm")
-
 import torch
 import trl
 from datasets import Dataset

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("vllm")
-
 RATIO, MEAN = "sampling/importance_sampling_ratio_unclipped", "sampling/importance_sampling_ratio/mean"
 CUT = {"top_p": 0.9, "top_k": 20, "vllm_importance_sampling_mode": "token_truncate"}
 CASES = {
