@@ -1,15 +1,19 @@
-"""Which adapters vLLM samples with, and the files that it gets of one."""
+"""Which adapters vLLM samples with, the files that it gets of one, and the weights that it gets of the others."""
 
 import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from trl.distributed import DistributedBackend
 
 from tiny import Workshop, lora_config
+from trl_ext.compat.choices import VLLMGeneration
 from trl_ext.sampler.adapter import adapter_files, unsupported_adapter
+from trl_ext.sampler.engine import EngineGeneration
 
 SUPPORTED = {
     "every linear layer": {},
@@ -72,3 +76,35 @@ def test_the_files_are_those_of_the_active_adapter(workshop: Workshop, base, tmp
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(workshop.model("untied")), str(tmp_path))
     ids = torch.arange(2, 20)[None]
     torch.testing.assert_close(again(ids).logits, model.eval()(ids).logits, rtol=0, atol=0)
+
+
+STREAMED = {
+    "lora": ("untied", lora_config()),
+    "bf16": ("untied", lora_config()),
+    "tied": ("tied", lora_config()),
+    "dora": ("untied", lora_config(use_dora=True)),
+    "biases": ("head_bias", lora_config(bias="all")),
+    "saved modules": ("untied", lora_config(modules_to_save=["lm_head"])),
+    "embedding": ("untied", lora_config(target_modules=["embed_tokens", "q_proj"])),
+    "ia3": (
+        "untied",
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_merged_weights_are_trls_and_the_policys_own_stay(workshop, name):
+    model, config = STREAMED[name]
+    dtype = torch.bfloat16 if name == "bf16" else torch.float32
+    torch.manual_seed(0)
+    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(workshop.model(model), dtype=dtype), config)
+    generation = object.__new__(EngineGeneration)  # without an engine
+    generation.model, generation.accelerator, generation.bytes_sent = policy, Accelerator(cpu=True), 0
+    generation._dist = DistributedBackend(generation.accelerator)
+    before = {part: x.detach().clone() for part, x in policy.named_parameters()}
+    ours, own = ({part: x.detach().clone() for part, x in generation._iter_named_params()} for _ in range(2))
+    assert all(torch.equal(x, before[part]) for part, x in policy.named_parameters())
+    theirs = {part: x.detach().clone() for part, x in VLLMGeneration._iter_named_params(generation)}
+    assert list(ours) == list(own) == list(theirs)
+    assert all(torch.equal(ours[part], x) and torch.equal(own[part], x) for part, x in theirs.items())
