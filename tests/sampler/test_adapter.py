@@ -93,6 +93,8 @@ STREAMED = {
 }
 
 
+# PEFT, where it merges IA3 in place
+@pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate")
 @pytest.mark.parametrize("name", STREAMED)
 def test_merged_weights_are_trls_and_the_policys_own_stay(workshop, name):
     model, config = STREAMED[name]
