@@ -251,6 +251,18 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
         lambda b: b.grpo(model=b.with_position_table(), processing_class=tokenizer(), max_completion_length=64),
         ("`max_completion_length=64`", "positions for 64 tokens", "Lower it"),
     ),
+    "arguments of vLLM without it": (
+        lambda b: b.grpo(vllm_engine_args={"dtype": "float32"}),
+        ("`vllm_engine_args={'dtype': 'float32'}`", "is for vLLM in this process", "Set `use_vllm=True`"),
+    ),
+    "arguments of vLLM that are no dictionary": (
+        lambda b: b.grpo(use_vllm=True, vllm_engine_args="dtype=float32"),
+        ("`vllm_engine_args`", "'dtype=float32'", "must be a dictionary", "give JSON"),
+    ),
+    "an action of the sampler's check": (
+        lambda b: b.grpo(sampler_check="error"),
+        ("`sampler_check`", "'error'", "one of ['warn', 'stop', 'off']"),
+    ),
     "a temperature of 0": (lambda b: b.grpo(temperature=0.0), ("`temperature`", "0.0", "must be above 0")),
     "no iteration": (lambda b: b.grpo(num_iterations=0), ("`num_iterations`", "got 0", "must be 1 or more")),
     "a reference that moves every 0 steps": (

@@ -60,6 +60,11 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -
     """
     _check_reference_sync(config)
     engine_args = AddedGRPOFields.of(config).vllm_engine_args
+    if not isinstance(engine_args, dict | None):
+        raise ValueError(
+            f"`vllm_engine_args` must be a dictionary, got {engine_args!r}. On the command line, give JSON: "
+            """'{"dtype": "float32"}'."""
+        )
     if engine_args is not None and not (config.use_vllm and config.vllm_mode == "colocate"):
         raise ValueError(
             f"`vllm_engine_args={engine_args!r}` is for vLLM in this process. Set `use_vllm=True` and "
