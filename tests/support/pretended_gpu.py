@@ -117,8 +117,9 @@ def _place() -> tuple[str, int]:
     while frame is not None:
         file = frame.f_code.co_filename
         for package in _PACKAGES:
-            if package in file:
-                return file[file.rindex(package) + 1 :], frame.f_lineno
+            place = file[file.rindex(package) + 1 :] if package in file else ""
+            if place and not place.startswith("trl_ext/tests/"):  # the clone's folder may be called trl_ext
+                return place, frame.f_lineno
         frame = frame.f_back
     return "elsewhere", 0
 
