@@ -14,12 +14,15 @@ BROKEN = {
     "a layer of LoRA": ({"broken": "layers.1.", "lora": True}, "model.layers.1.self_attn.q_proj.weight"),
     "the prefix cache": ({"broken": "cache", "config": {"num_train_epochs": 3}}, "look at its prefix cache"),
 }
+# Rounding hides the prefix cache of one step before
+IN_BF16 = ["everything", "a layer", "the head", "a tied head"]
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_sync_is_reported_at_its_step_and_named(train, kind):
+@pytest.mark.parametrize(("kind", "dtype"), [*((x, "float32") for x in BROKEN), *((x, "bfloat16") for x in IN_BF16)])
+def test_a_broken_sync_is_reported_at_its_step_and_named(train, kind, dtype):
     case, named = BROKEN[kind]
-    said = re.findall(r"Completions are not samples of the policy.*", train(steps=5, **case)["printed"])
+    printed = train(steps=5, engine={"dtype": dtype}, **case)["printed"]
+    said = re.findall(r"Completions are not samples of the policy.*", printed)
     assert len(said) == 1, said
     assert f"since step {BROKEN_AT}," in said[0]
     assert named in said[0]

@@ -142,7 +142,8 @@ def train(name: str, root: Path, record: Any = None) -> Outcome:
     updates = {n: (after[n].detach() - was).cpu().flatten().tolist() for n, was in counts.before.items()}
     (loss,) = (log["train_loss"] for log in trainer.state.log_history if "train_loss" in log)
     outcome = Outcome(loss, updates)
-    outcome.warnings = logged + [str(x.message) for x in warned if Path(x.filename).is_relative_to(Path(trl_ext.__file__).parent)]
+    package = Path(trl_ext.__file__).parent
+    outcome.warnings = logged + [str(x.message) for x in warned if Path(x.filename).is_relative_to(package)]
     if record is not None:
         outcome.waits = {f"{file}:{line} {why}": n for (file, line, why), n in record.waits.most_common()}
         outcome.launches, outcome.mixed = dict(record.launches.most_common()), record.mixed

@@ -24,6 +24,8 @@ from .client import FileClient
 
 logger = logging.getLogger("trl_ext")
 
+_COLUMNS = 8  # of a matrix that are compared
+
 
 class EngineGeneration(VLLMGeneration):
     """
@@ -138,13 +140,13 @@ class EngineGeneration(VLLMGeneration):
     def stale_weights(self) -> list[str] | None:
         """Return the names of the policy's parameters that the engine holds with other values.
 
-        A matrix is compared by its product with a random vector, because a CPU's engine holds it packed. Differences
-        below rounding stay unseen. `None` if the engine is in another process or asleep, or holds shards or an adapter.
+        Some columns of a matrix are compared, as products with unit vectors, because a CPU's engine holds it packed.
+        `None` if the engine is in another process or asleep, or holds shards or an adapter.
         Every rank must call it.
         """
         if self.mode != "colocate" or self._adapters or self.enable_sleep_mode or self.tensor_parallel_size > 1:
             return None
-        engine = _Products(self.runner.get_model())
+        engine = _Held(self.runner.get_model())
         return [name for name, param in self._iter_named_params() if engine.differs(name, param)]
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -199,8 +201,8 @@ def _merged(layer: Any) -> dict[str, Tensor]:
     return merged
 
 
-class _Products:
-    """The products of an engine's matrices with a random vector, by the names of the checkpoint."""
+class _Held:
+    """What an engine holds, by the names of the checkpoint."""
 
     def __init__(self, model: Any) -> None:
         self.modules = dict(model.named_modules())
@@ -226,13 +228,13 @@ class _Products:
         if ours.dim() != 2 or not hasattr(module, "quant_method"):
             return False
         dtype = next(iter(self.modules[""].parameters())).dtype
-        weight_OI = ours.to(dtype).float()
-        x_I = torch.randn(weight_OI.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_OI.device)
-        x_I = x_I.to(dtype)
-        theirs = module.quant_method.apply(module, x_I[None], None)[0].float()
-        sizes = getattr(module, "output_sizes", [len(theirs)])
-        if sum(sizes) != len(theirs) or min(sizes[place], len(theirs)) < len(weight_OI):
+        columns = torch.linspace(0, ours.shape[1] - 1, _COLUMNS).long().unique().to(ours.device)
+        units_NI = torch.nn.functional.one_hot(columns, ours.shape[1]).to(dtype)
+        theirs_NO = module.quant_method.apply(module, units_NI, None)
+        sizes = getattr(module, "output_sizes", [theirs_NO.shape[1]])
+        if sum(sizes) != theirs_NO.shape[1] or sizes[place] < len(ours):
             return False
-        theirs_O = theirs.split(sizes)[place][: len(weight_OI)]
-        rounding_O = 4 * torch.finfo(dtype).eps * (weight_OI.abs() @ x_I.float().abs())
-        return bool(((weight_OI @ x_I.float() - theirs_O).abs() > rounding_O).any())
+        ours_NO = ours[:, columns].t().to(dtype)
+        theirs_NO = theirs_NO.split(sizes, dim=1)[place][:, : len(ours)]
+        exact = dtype != torch.float32 or not ours.is_cuda  # a GPU may round fp32 operands to TF32
+        return not torch.allclose(theirs_NO, ours_NO, rtol=0.0 if exact else 2**-10, atol=0.0)
