@@ -3,9 +3,10 @@
     python tests/sampler/run_vllm.py '{"model": FOLDER, "output": FOLDER, ...}'
 
 Options: `trainer` ("ours", "stock": TRL's with our engine, "untouched": TRL's with its own), `lora`, `peft` (arguments
-of `LoraConfig`), `dtype` (of the policy), `steps`, `engine` (arguments of vLLM), `config` (arguments of the trainer),
-`broken`, what the sync leaves out from step 3 on: "everything", "cache" (the prefix cache stays), or a part of the
-names of the weights; and `syncs`, how often the adapter is then merged for a sync, by our way and by TRL's.
+of `LoraConfig`), `dtype` (of the policy), `changed` (a weight that is not as on disk), `steps`, `engine` (arguments of
+vLLM), `config` (arguments of the trainer), `broken`, what the sync leaves out from step 3 on: "everything", "cache"
+(the prefix cache stays), or a part of the names of the weights; and `syncs`, how often the adapter is then merged for a
+sync, by our way and by TRL's.
 """
 
 import json
@@ -18,6 +19,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM
 
 import trl_ext
 from trl_ext.compat.choices import VLLMGeneration
@@ -85,6 +87,9 @@ def main(case: dict[str, Any]) -> None:
         if case.get("lora")
         else None,
     }
+    if case.get("changed"):
+        given["model"] = AutoModelForCausalLM.from_pretrained(case["model"])
+        given["model"].get_parameter(case["changed"]).data += 0.02
     if kind == "ours":
         trainer = trl_ext.GRPOTrainer(args=trl_ext.GRPOConfig(vllm_engine_args=engine, **config), **given)
     else:

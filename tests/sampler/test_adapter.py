@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LNTuningConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trl.distributed import DistributedBackend
@@ -86,6 +86,7 @@ STREAMED = {
     "biases": ("head_bias", lora_config(bias="all")),
     "saved modules": ("untied", lora_config(modules_to_save=["lm_head"])),
     "embedding": ("untied", lora_config(target_modules=["embed_tokens", "q_proj"])),
+    "ln tuning": ("untied", LNTuningConfig(target_modules=["input_layernorm", "norm"])),
     "ia3": (
         "untied",
         IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False),
@@ -93,8 +94,8 @@ STREAMED = {
 }
 
 
-# PEFT, where it merges IA3 in place
-@pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate")
+# PEFT, of IA3 and of LN tuning on the norms of Llama
+@pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate", "ignore:Unsupported layer type")
 @pytest.mark.parametrize("name", STREAMED)
 def test_merged_weights_are_trls_and_the_policys_own_stay(workshop, name):
     model, config = STREAMED[name]

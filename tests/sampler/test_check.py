@@ -12,7 +12,7 @@ BROKEN = {
     "the head": ({"broken": "lm_head"}, "lm_head.weight."),
     "a tied head": ({"broken": "embed_tokens", "model": "sampled_tied"}, "model.embed_tokens.weight."),
     "a layer of LoRA": ({"broken": "layers.1.", "lora": True}, "model.layers.1.self_attn.q_proj.weight"),
-    "the prefix cache": ({"broken": "cache", "config": {"num_train_epochs": 3}}, "look at its prefix cache"),
+    "the prefix cache": ({"broken": "cache", "config": {"num_train_epochs": 3}}, "look at vLLM's prefix cache"),
 }
 # Rounding hides the prefix cache of one step before
 IN_BF16 = ["everything", "a layer", "the head", "a tied head"]

@@ -45,6 +45,13 @@ def test_an_adapter_that_vllm_does_not_support_is_merged(train):
     assert max(column(run, KL)) <= 1e-9
 
 
+def test_a_base_model_that_is_not_as_on_disk_is_sent_whole(train):
+    changed = "model.layers.1.mlp.up_proj.weight"
+    run = train(lora=True, changed=changed, engine={"enable_lora": True, "max_lora_rank": 8}, steps=2)
+    assert f"the base model on disk, which vLLM reads, is not the policy's (`{changed}`)" in run["printed"]
+    assert max(column(run, KL)) <= 1e-9
+
+
 def test_stock_trl_cannot_sync_with_a_cpu(train):
     assert "has no attribute 'weight_loader'" in train(trainer="untouched")["error"]
 

@@ -93,3 +93,9 @@ def sampler_metrics(statistics: Tensor) -> dict[str, float]:
         metrics["sampling/sampling_logp_difference/mean"] = means[4]
         metrics["sampling/sampling_logp_difference/max"] = most[4]
     return metrics
+
+
+def largest_difference(statistics: Tensor) -> float:
+    """Return the largest mean difference of the log-probs on a rank, from what `sampler_metrics` takes."""
+    sums, counts = statistics[:, 4, 0], statistics[:, 4, 3]
+    return float((sums / counts)[counts > 0].amax())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
+from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -54,6 +55,8 @@ class EngineGeneration(VLLMGeneration):
             super()._init_vllm()
         if self.mode == "colocate" and self.engine_args.get("enable_lora"):
             reason = self.merged_reason(self.llm.llm_engine.vllm_config.lora_config.max_lora_rank)
+            if reason is None and (other := self._other_base()):
+                reason = f"the base model on disk, which vLLM reads, is not the policy's (`{other[0]}`)"
             if reason is None:
                 self._adapters = tempfile.TemporaryDirectory(prefix="trl_ext-")
             elif self.accelerator.is_main_process:
@@ -146,16 +149,30 @@ class EngineGeneration(VLLMGeneration):
         """
         if self.mode != "colocate" or self._adapters or self.enable_sleep_mode or self.tensor_parallel_size > 1:
             return None
+        if isinstance(self.model, PeftModel) and self._layers()[1]:
+            return None  # merging in place, between a forward and its backward, would change the weights
+        engine, sent = _Held(self.runner.get_model()), self.bytes_sent
+        found = [name for name, param in self._iter_named_params() if engine.differs(name, param)]
+        self.bytes_sent = sent
+        return found
+
+    def _other_base(self) -> list[str]:
+        """Return the base model's parameters that vLLM, which reads them from disk, holds with other values."""
         engine = _Held(self.runner.get_model())
-        return [name for name, param in self._iter_named_params() if engine.differs(name, param)]
+        with replaced(self.model, merge_adapter=_nothing, unmerge_adapter=_nothing):
+            return [name for name, param in super()._iter_named_params() if engine.differs(name, param)]
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yield TRL's parameters, with the adapter merged into copies.
 
         TRL merges it into the weights and subtracts it afterwards, which leaves a rounding error in them at every sync.
+        Here only sharded and quantized weights, experts' parameters and LN tuning are merged so.
         """
-        layers = self._mergeable_layers()
-        merges = {"merge_adapter": _nothing, "unmerge_adapter": _nothing} if layers else {}
+        layers, others = self._layers()
+        merges = {}
+        if layers:
+            merges["merge_adapter"] = lambda: [x.merge() for x in others]
+            merges["unmerge_adapter"] = lambda: [x.unmerge() for x in others]
         of, merged = "", {}
         with replaced(self.model, **merges):
             for name, param in super()._iter_named_params():
@@ -166,19 +183,24 @@ class EngineGeneration(VLLMGeneration):
                 self.bytes_sent += sent.numel() * sent.element_size()
                 yield name, sent
 
-    def _mergeable_layers(self) -> dict[str, Any]:
-        """Return the adapter's layers by their names in vLLM; none if one can only be merged in place."""
-        if not isinstance(self.model, PeftModel) or self._dist.is_fsdp:
-            return {}
+    def _layers(self) -> tuple[dict[str, Any], list[Any]]:
+        """Return the adapter's layers that merge into copies, by their names in vLLM, and those that cannot."""
+        if not isinstance(self.model, PeftModel):
+            return {}, []
         layers = {name: x for name, x in self.model.named_modules() if isinstance(x, BaseTunerLayer)}
-        for layer in layers.values():
-            base = layer.get_base_layer()
-            own = dict(base.named_parameters(recurse=False))
-            if base is not getattr(layer, "base_layer", None) or "weight" not in own:
-                return {}
-            if not all(x.is_floating_point() for x in own.values()):
-                return {}
-        return {name.removeprefix("base_model.model."): x for name, x in layers.items()}
+        if self._dist.is_fsdp:
+            return {}, [*layers.values()]
+        copied = {name: x for name, x in layers.items() if _merges_into_copies(x)}
+        others = [x for name, x in layers.items() if name not in copied]
+        return {name.removeprefix("base_model.model."): x for name, x in copied.items()}, others
+
+
+def _merges_into_copies(layer: Any) -> bool:
+    base = layer.get_base_layer()
+    own = dict(base.named_parameters(recurse=False))
+    # LN tuning merges by exchanging modules
+    is_plain = base is getattr(layer, "base_layer", None) and not isinstance(layer, LNTuningLayer)
+    return is_plain and "weight" in own and all(x.is_floating_point() for x in own.values())
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -220,10 +242,13 @@ class _Held:
         path, _, kind = name.rpartition(".")
         holder, place = self.packed.get(path, (path, 0))
         module, ours = self.modules.get(holder), param.detach()
-        held = getattr(module, "weight", None)
-        if module is None or held is None or kind != "weight":
+        module = getattr(module, "base_layer", module)  # below vLLM's LoRA
+        held = getattr(module, kind, None)
+        if module is None or held is None or kind not in ("weight", "bias"):
             return False
         if ours.dim() == 1:
+            sizes = getattr(module, "output_sizes", [len(held)])
+            held = held.split(sizes)[place] if sum(sizes) == len(held) else held
             return held.shape == ours.shape and not torch.equal(held.cpu(), ours.to(held).cpu())
         if ours.dim() != 2 or not hasattr(module, "quant_method"):
             return False

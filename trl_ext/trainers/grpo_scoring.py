@@ -30,7 +30,7 @@ from ..planning.loss_inputs import (
 from ..planning.parts import Parts
 from ..planning.plan import PackingPlan, SkipCounts, TokenCounts
 from ..planning.rows import KEPT_CLASSES, ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
-from ..planning.sampler_ratio import SamplerRatio, sampler_metrics
+from ..planning.sampler_ratio import SamplerRatio, largest_difference, sampler_metrics
 from ..sampler.check import SamplerCheck
 from ..scoring.scorer import Scorer
 
@@ -150,8 +150,9 @@ class GRPOScoring:
             internals.mode_metrics(self.trainer)[name].append(value)
         plan, training = self.trainer.plan, self.trainer.model.training
         one_distribution = plan.keeps_sampling_mask or not plan.facts.truncated_sampling
+        one_distribution = one_distribution and self.trainer.args.repetition_penalty == 1.0
         if _DIFFERENCE in metrics and training and one_distribution and not plan.facts.active_dropout:
-            self._check.observe(metrics[_DIFFERENCE], self.sampled_at_step)
+            self._check.observe(largest_difference(gathered), self.sampled_at_step)
 
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         plan = self.trainer.plan
