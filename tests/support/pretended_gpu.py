@@ -118,7 +118,8 @@ def _place() -> tuple[str, int]:
         file = frame.f_code.co_filename
         for package in _PACKAGES:
             place = file[file.rindex(package) + 1 :] if package in file else ""
-            if place and not place.startswith("trl_ext/tests/"):  # the clone's folder may be called trl_ext
+            # The clone's folder may be called trl_ext, and hold the environment
+            if place and not place.startswith("trl_ext/tests/") and "site-packages/" not in place:
                 return place, frame.f_lineno
         frame = frame.f_back
     return "elsewhere", 0
