@@ -94,7 +94,7 @@ SAMPLED ?= tests/sampler
 test-sampler: $(SAMPLER)/installed
 	$(SAMPLER)/bin/python -m pip install --quiet --no-deps --upgrade --target build/sampler .
 	PYTHONPATH=$(CURDIR):build/sampler TORCHINDUCTOR_CACHE_DIR=$(SAMPLER)/inductor \
-	    $(SAMPLER)/bin/python -m pytest -n 2 --dist loadfile $(SAMPLED)
+	    $(SAMPLER)/bin/python -m pytest -n 2 --dist loadgroup $(SAMPLED)
 
 # The launch matrix on 3 and 4 processes
 test-nightly: $(VENV)

@@ -25,6 +25,9 @@ from trl_ext.sampler import client as client_module
 from trl_ext.sampler.client import FileClient
 from trl_ext.sampler.engine import EngineGeneration
 
+# One worker starts the servers, and has all tests of them
+pytestmark = pytest.mark.xdist_group("server")
+
 SETTINGS = {
     **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
     **{"VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
