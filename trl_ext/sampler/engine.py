@@ -16,7 +16,6 @@ from peft import PeftModel
 from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..compat.choices import VLLMGeneration
 from ..compat.replaced import module_of, replaced
@@ -69,9 +68,12 @@ class EngineGeneration(VLLMGeneration):
         """Return why vLLM gets merged weights instead of the adapter, or `None` if it can sample with the adapter."""
         if self.mode == "colocate" and self.enable_sleep_mode:
             return "`vllm_enable_sleep_mode` discards the weights of the base model"
-        if any(isinstance(x, DTensor) or hasattr(x, "ds_id") for x in self.model.parameters()) or self._dist.is_fsdp:
+        if self._is_sharded():
             return "the adapter is sharded"
         return unsupported_adapter(self.model, max_rank)
+
+    def _is_sharded(self) -> bool:
+        return self._dist.is_fsdp or self._dist.is_zero3
 
     def _engine(self) -> dict[str, Any]:
         """Return the replacements of `LLM` and `VLLMClient` in TRL's module."""
@@ -144,13 +146,14 @@ class EngineGeneration(VLLMGeneration):
         """Return the names of the policy's parameters that the engine holds with other values.
 
         Some columns of a matrix are compared, as products with unit vectors, because a CPU's engine holds it packed.
-        `None` if the engine is in another process or asleep, or holds shards or an adapter.
-        Every rank must call it.
+        `None` if the engine is in another process or asleep, or holds shards or an adapter; and if reading the policy
+        would gather its shards or merge in place, which must not happen between a forward and its backward. Every rank
+        must call it.
         """
         if self.mode != "colocate" or self._adapters or self.enable_sleep_mode or self.tensor_parallel_size > 1:
             return None
-        if isinstance(self.model, PeftModel) and self._layers()[1]:
-            return None  # merging in place, between a forward and its backward, would change the weights
+        if self._is_sharded() or self._layers()[1]:
+            return None
         engine, sent = _Held(self.runner.get_model()), self.bytes_sent
         found = [name for name, param in self._iter_named_params() if engine.differs(name, param)]
         self.bytes_sent = sent
@@ -250,12 +253,15 @@ class _Held:
             sizes = getattr(module, "output_sizes", [len(held)])
             held = held.split(sizes)[place] if sum(sizes) == len(held) else held
             return held.shape == ours.shape and not torch.equal(held.cpu(), ours.to(held).cpu())
-        if ours.dim() != 2 or not hasattr(module, "quant_method"):
+        if ours.dim() != 2 or not ours.is_floating_point() or not hasattr(module, "quant_method"):
             return False
         dtype = next(iter(self.modules[""].parameters())).dtype
         columns = torch.linspace(0, ours.shape[1] - 1, _COLUMNS).long().unique().to(ours.device)
         units_NI = torch.nn.functional.one_hot(columns, ours.shape[1]).to(dtype)
-        theirs_NO = module.quant_method.apply(module, units_NI, None)
+        try:
+            theirs_NO = module.quant_method.apply(module, units_NI, None)
+        except (RuntimeError, TypeError, NotImplementedError):  # a layer that computes something else
+            return False
         sizes = getattr(module, "output_sizes", [theirs_NO.shape[1]])
         if sum(sizes) != theirs_NO.shape[1] or sizes[place] < len(ours):
             return False
