@@ -231,6 +231,7 @@ class _Held:
 
     def __init__(self, model: Any) -> None:
         self.modules = dict(model.named_modules())
+        self.some = next(model.parameters())  # for the engine's device and dtype
         # Name of a matrix -> the module that holds it with others, and which one it is
         self.packed = {
             f"{owner}{part}": (f"{owner}{name}", parts.index(part))
@@ -250,22 +251,24 @@ class _Held:
         if module is None or held is None or kind not in ("weight", "bias"):
             return False
         if ours.dim() == 1:
-            sizes = getattr(module, "output_sizes", [len(held)])
-            held = held.split(sizes)[place] if sum(sizes) == len(held) else held
-            return held.shape == ours.shape and not torch.equal(held.cpu(), ours.to(held).cpu())
+            part = self._part(module, held, place)
+            return part.shape == ours.shape and not torch.equal(part.cpu(), ours.to(part).cpu())
         if ours.dim() != 2 or not ours.is_floating_point() or not hasattr(module, "quant_method"):
             return False
-        dtype = next(iter(self.modules[""].parameters())).dtype
-        columns = torch.linspace(0, ours.shape[1] - 1, _COLUMNS).long().unique().to(ours.device)
-        units_NI = torch.nn.functional.one_hot(columns, ours.shape[1]).to(dtype)
+        columns = torch.linspace(0, ours.shape[1] - 1, _COLUMNS).long().unique()
+        units_NI = torch.nn.functional.one_hot(columns, ours.shape[1]).to(self.some)
         try:
             theirs_NO = module.quant_method.apply(module, units_NI, None)
         except (RuntimeError, TypeError, NotImplementedError):  # a layer that computes something else
             return False
-        sizes = getattr(module, "output_sizes", [theirs_NO.shape[1]])
-        if sum(sizes) != theirs_NO.shape[1] or sizes[place] < len(ours):
+        part_ON = self._part(module, theirs_NO.t(), place)[: len(ours)]  # an embedding has rows of padding
+        if len(part_ON) < len(ours):
             return False
-        ours_NO = ours[:, columns].t().to(dtype)
-        theirs_NO = theirs_NO.split(sizes, dim=1)[place][:, : len(ours)]
-        exact = dtype != torch.float32 or not ours.is_cuda  # a GPU may round fp32 operands to TF32
-        return not torch.allclose(theirs_NO, ours_NO, rtol=0.0 if exact else 2**-10, atol=0.0)
+        ours_ON = ours[:, columns.to(ours.device)].to(self.some)
+        exact = self.some.dtype != torch.float32 or not self.some.is_cuda  # a GPU may round fp32 operands to TF32
+        return not torch.allclose(part_ON, ours_ON, rtol=0.0 if exact else 2**-10, atol=0.0)
+
+    def _part(self, module: Any, of_all: Tensor, place: int) -> Tensor:
+        """Return the rows of one of the layers that a module holds together; none if they are not found."""
+        sizes = getattr(module, "output_sizes", [len(of_all)])
+        return of_all.split(sizes)[place] if sum(sizes) == len(of_all) and place < len(sizes) else of_all[:0]
