@@ -74,6 +74,15 @@ class AddedFields:
     """Whether to process leading tokens once for all rows that share them. `None`: where this does not change training,
     as it would with active dropout. `True`: raise an error before training if it is not possible."""
 
+    balance: bool = True
+    """Whether completions (pairs in DPO) move between ranks and micro-batches of an optimizer step, so that all have
+    about the same number of tokens. Only where this changes no gradient. `False`: each rank trains on its own."""
+
+    max_tokens_per_micro_batch: int | None = None
+    """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone. The
+    rows of an optimizer step run in as few passes as this allows, which changes no gradient. `None`: a pass for each
+    micro-batch."""
+
     reference_device: str | None = field(default=None, metadata={"choices": ["cpu"]})
     """Where to keep the weights of a separate reference model. `"cpu"`: in pinned host memory, copied to the device
     layer by layer in each reference pass. `None`: on the device, as in TRL."""
@@ -225,10 +234,6 @@ class AddedGRPOFields(AddedFields):
     """Whether to put the completions of a prompt into one micro-batch if there is room, within one optimizer step.
     `None`: if this changes no gradient. `True`: raise an error before training if it would, or would save nothing;
     assume that a subclass's overrides do not depend on the micro-batch as a whole. `False`: TRL's order."""
-
-    max_tokens_per_micro_batch: int | None = None
-    """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone. A
-    micro-batch takes as many forward and backward passes as it needs, which changes no gradient. `None`: one pass."""
 
     sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
     """What to do when vLLM's log-probs suddenly differ from the policy's by more than rounding, for example because

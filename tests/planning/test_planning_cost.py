@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_ext.planning.micro_batches import RowTokens, grouped_order
+from trl_ext.planning.micro_batches import RowTokens, row_order
 from trl_ext.planning.parts import Parts
 from trl_ext.planning.rows import ScoredTokens
 
@@ -66,7 +66,7 @@ SHAPES: dict[str, Callable[[int], tuple[RowTokens, int]]] = {
 def test_four_times_the_rows_are_ordered_in_about_four_times_the_steps(name: str) -> None:
     def call_with(rows: int) -> Callable[[], Any]:
         fed, capacity = SHAPES[name](rows)
-        return lambda: grouped_order(fed, rows_of_a_slice=capacity, micro_batches_per_step=rows // capacity)
+        return lambda: row_order(fed, rows_of_a_slice=capacity, micro_batches_per_step=rows // capacity)
 
     assert_grows_as_n_log_n(call_with, 192)
 

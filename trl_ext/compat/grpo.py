@@ -83,6 +83,7 @@ class GRPOInternals(Protocol):
     _step: int
     _buffered_inputs: Any
     _last_loaded_step: int
+    current_gradient_accumulation_steps: int
     _tokenizer: Any
     _ranks: Any  # ours
     use_vllm: bool
@@ -264,13 +265,32 @@ class Buffer:
         loader = self.trainer.callback_handler.train_dataloader
         return len(loader) if has_length(loader) else None
 
+    def merged(self, micro_batches: int) -> dict[str, Any]:
+        """Put the rows of each `micro_batches` slices into the last of them. Returns the current slice."""
+        buffer = self.trainer._buffered_inputs
+        for first in range(0, len(buffer), micro_batches):
+            parts = buffer[first : first + micro_batches]
+            rowwise = {name for name, x in parts[0].items() if isinstance(x, torch.Tensor) and x.ndim > 0}
+            joined = {name: torch.cat([x[name] for x in parts]) for name in rowwise}
+            buffer[first : first + micro_batches] = [*({} for _ in parts[1:]), {**parts[0], **joined}]
+        current: dict[str, Any] = buffer[self.trainer._step % len(buffer)]
+        return current
+
+    def merged_in(self, inputs: dict[str, Any]) -> int:
+        """Return how many of TRL's micro-batches a slice holds."""
+        return max(1, len(inputs["completion_ids"]) // self.trainer.args.per_device_train_batch_size)
+
     def to_come(self) -> list[dict[str, Any]]:
-        """Return the slices left before the next generation, the current one first, and again last if it recurs."""
+        """Return the slices left before the next generation, the next one first, and again last if it recurs.
+
+        Slices whose rows run with a later one are left out.
+        """
         step, buffer = self.trainer._step, self.trainer._buffered_inputs
         if buffer is None:
             return []
         every = len(buffer) * self.trainer.num_iterations
-        return [buffer[(step + i) % len(buffer)] for i in range(min(every - step % every, len(buffer) + 1))]
+        places = range(step, step + min(every - step % every, len(buffer) + 1))
+        return [buffer[i % len(buffer)] for i in places if buffer[i % len(buffer)]]
 
     def keep(self, inputs: dict[str, Any], entries: dict[str, Any]) -> None:
         """Add `entries` to the slice of `inputs`, if it is trained on again."""
@@ -316,6 +336,19 @@ class Buffer:
     def padding(self) -> dict[str, float]:
         pad = self.trainer._tokenizer.pad_token_id
         return {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1, "kept_ids": -1}
+
+
+@contextmanager
+def as_one_micro_batch(trainer: GRPOInternals, micro_batches: int) -> Iterator[None]:
+    """Make TRL's loss divide as if the rows of `micro_batches` were a single one, in the `with` block."""
+    if micro_batches == 1:
+        yield
+        return
+    accumulated = trainer.current_gradient_accumulation_steps / micro_batches
+    slices = trainer.args.steps_per_generation / micro_batches
+    accumulates = replaced(trainer, current_gradient_accumulation_steps=accumulated)
+    with accumulates, replaced(trainer.args, steps_per_generation=slices):
+        yield
 
 
 def _same_rows(inputs: dict[str, Any], present: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
@@ -93,6 +94,26 @@ class Ranks:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] if self.accelerator.num_processes == 1 else gather_object([value])
+
+    def exchange(self, sent: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Send `sent[i]`, bytes, to process i. Returns the `sizes[i]` bytes that process i sent.
+
+        The ranks of a group have the same batch, and each exchanges with those in its own place of the other groups.
+        """
+        me, count = self.accelerator.process_index, self.accelerator.num_processes
+        every = dist.get_world_size()
+        members = every // count
+        give, take = [0] * every, [0] * every
+        for i in range(count):
+            if i != me:
+                place = i * members + dist.get_rank() % members
+                give[place], take[place] = len(sent[i]), sizes[i]
+        received = torch.empty(sum(take), dtype=torch.uint8, device=self.device)
+        others = torch.cat([x for i, x in enumerate(sent) if i != me])
+        dist.all_to_all_single(received, others, take, give)
+        pieces = list(received.split([0 if i == me else size for i, size in enumerate(sizes)]))
+        pieces[me] = sent[me]
+        return pieces
 
     def of_main(self, value: Any) -> Any:
         """Call `value` on the main process only, and return its result on all processes."""

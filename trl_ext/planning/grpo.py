@@ -53,6 +53,7 @@ class GRPOFacts:
     has_own_loss: bool  # TRL's loss, so any row or token may count
     own_step: str | None  # a method that gets whole micro-batches
     # Fields of our config
+    balance: bool
     max_draws: int  # the most generation batches drawn to fill one; 1 without dynamic sampling
     keep_groups_together: bool | None
     max_tokens_per_micro_batch: int | None
@@ -75,6 +76,8 @@ class GRPOPlan(Plan):
     trl_scores_old_policy: bool  # stock TRL scores every generation batch
     scores_at_generation: bool  # every row is scored when it is generated, as in stock TRL
     keeps_groups_together: bool
+    balances: bool  # rows move between ranks, within an optimizer step
+    merges: bool  # micro-batches of an optimizer step run together, in parts of at most `max_tokens_per_micro_batch`
     keeps_sampling_mask: bool  # log-probs are normalised over the tokens that the sampler could choose
 
 
@@ -87,7 +90,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     _check_options(facts)
     skips_zero_advantages = _zero_advantage_reason(facts) is None
     misaligned = facts.gradient_accumulation_steps % (facts.steps_per_generation * facts.num_iterations) != 0
-    micro_batches = _micro_batches(facts)
+    micro_batches, balance = _micro_batches(facts), _balance(facts)
+    merges = facts.max_tokens_per_micro_batch is not None and _merge_reason(facts) is None
     unknown = "this trainer overrides TRL's log-prob pass" if facts.has_own_pass else facts.unknown_mask
     keeps_mask = facts.keep_sampling_mask and bool(facts.truncated_sampling) and unknown is None
     warnings = []
@@ -105,7 +109,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
             _policy(facts, keeps_mask),
             _old_policy(facts, misaligned),
             _reference(facts),
-            _in_parts(facts, micro_batches),
+            _in_parts(facts, micro_batches, merges),
+            balance,
         ),
         warnings=tuple(warnings),
         facts=facts,
@@ -118,6 +123,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
         scores_at_generation=facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss,
         keeps_groups_together=micro_batches.action == "run",
+        balances=balance.action == "run",
+        merges=merges,
         keeps_sampling_mask=keeps_mask,
     )
 
@@ -278,7 +285,47 @@ def _micro_batches(facts: GRPOFacts) -> Decision:
     return Decision("micro-batches", "skip", f"Completions stay in TRL's order: {reason}.", routine=nothing_to_save)
 
 
-def _in_parts(facts: GRPOFacts, decision: Decision) -> Decision:
+def _balance(facts: GRPOFacts) -> Decision:
+    """Return the decision on moving completions between ranks."""
+    reason = None
+    if facts.processes == 1:
+        reason = "there is one rank"
+    elif not facts.balance:
+        reason = "`balance=False`"
+    elif facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss:
+        reason = "this trainer overrides methods that make or read generation batches"
+    elif (rule := _micro_batch_reason(facts)) is not None:
+        reason = rule if facts.has_images else f"{rule}, so moving them would change the gradient"
+    elif facts.own_step is not None and not facts.keep_groups_together:
+        reason = (
+            f"this trainer overrides `{facts.own_step}`, which may depend on the whole micro-batch "
+            "(if it does not, set `keep_groups_together=True`)"
+        )
+    if reason is not None:
+        return Decision("balance", "skip", f"Completions stay on their rank: {reason}.", routine=facts.processes == 1)
+    moved = (
+        "Before an optimizer step, completions move between ranks, so that each has about the same number of tokens. "
+        "The gradient of the step is the same."
+    )
+    return Decision("balance", "run", moved)
+
+
+def _merge_reason(facts: GRPOFacts) -> str | None:
+    """Return why each micro-batch runs apart; `None` if those of an optimizer step run together."""
+    if facts.keep_groups_together is False:
+        return "`keep_groups_together=False`"
+    if facts.own_step is not None and not facts.keep_groups_together:
+        return f"this trainer overrides `{facts.own_step}`"
+    if facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss:
+        return "this trainer overrides methods that make or read generation batches"
+    if not facts.epoch_is_known:
+        return "an epoch of a streaming data set can end after any micro-batch"
+    if _micro_batches_of_a_step(facts) == 1:
+        return "no two micro-batches of a generation batch are certain to share an optimizer step"
+    return None
+
+
+def _in_parts(facts: GRPOFacts, decision: Decision, merges: bool) -> Decision:
     budget = facts.max_tokens_per_micro_batch
     if budget is None:
         return decision
@@ -292,7 +339,8 @@ def _in_parts(facts: GRPOFacts, decision: Decision) -> Decision:
             f"`max_tokens_per_micro_batch={budget}` is not supported here: {reason}. Leave "
             "`max_tokens_per_micro_batch` at None."
         )
-    parts = f"Each micro-batch runs in parts of at most {budget} tokens, or one row (`max_tokens_per_micro_batch`)."
+    which = "The micro-batches of an optimizer step run together," if merges else "Each micro-batch runs"
+    parts = f"{which} in parts of at most {budget} tokens, or one row (`max_tokens_per_micro_batch`)."
     return Decision(decision.name, "run", parts if decision.routine else f"{decision.reason} {parts}")
 
 

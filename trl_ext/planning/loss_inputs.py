@@ -103,7 +103,7 @@ SCORED = "old_policy_scored"
 KEPT = ("old_per_token_logps", SCORED)
 
 # Entries of TRL's micro-batch with a column for each token of the completion
-_BY_TOKEN = (
+BY_TOKEN = (
     *("completion_ids", "completion_mask", "tool_mask"),
     *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
 )
@@ -114,7 +114,7 @@ def with_padding(inputs: dict[str, Any], *scored_BC: Tensor) -> tuple[dict[str, 
 
     TRL reads a tensor of shape (B, 1) as one value per sequence, and would count masked rows in its metrics.
     """
-    padded = {name: pad(inputs[name], (0, 1)) for name in _BY_TOKEN if inputs.get(name) is not None}
+    padded = {name: pad(inputs[name], (0, 1)) for name in BY_TOKEN if inputs.get(name) is not None}
     return {**inputs, **padded}, [pad(x, (0, 1)) for x in scored_BC]
 
 

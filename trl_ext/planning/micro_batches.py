@@ -1,27 +1,37 @@
-"""Which rows of a generation batch share a micro-batch: few prompts in each, and similar token counts."""
+"""Which rows of an optimizer step share a micro-batch, and on which rank: few prompts in each, and similar costs.
 
+Dimensions: B rows, R ranks, M slices of a rank, K slices of all ranks, S rows of a slice, A pairs of slices.
+"""
+
+import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heapreplace
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
-from .rows import ScoredTokens, is_rowwise
+from .rows import ScoredTokens
+
+Array = np.ndarray[Any, Any]
+
+
+def content_hash(ids: Array) -> int:
+    """Return a hash of token ids, the same on every rank: 63 bits."""
+    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
 class RowTokens:
     """The tokens that each row adds to a forward, in which rows with the same prompt share the prompt's tokens."""
 
-    prompt_B: list[int]  # an id of each row's prompt, the same for rows that share it; -1 for a row that does not run
+    prompt_B: list[int]  # a hash of each row's prompt, the same for rows that share it; -1 for a row that does not run
     prompt_tokens_B: list[int]
     own_tokens_B: list[int]  # of the completion
+    scored_tokens_B: list[int] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -39,16 +49,15 @@ class RowTokens:
         on_host = torch.cat([batch["prompt_ids"], batch["prompt_mask"], scored.tokens_BC], dim=1).cpu().numpy()
         ids_BP, mask_BP, tokens_BC = np.split(on_host, [P, 2 * P], axis=1)
         prompt_tokens, own_tokens = [P] * rows, [C] * rows
-        prompts: Iterable[Hashable] = range(rows)
+        prompts = list(range(rows))
         if packed:
             prompt_tokens = np.count_nonzero(mask_BP, axis=1).tolist()
             # The last scored token is only predicted; it is not an input
             own_tokens = (tokens_BC.any(axis=1) * (C - 1 - tokens_BC[:, ::-1].argmax(axis=1))).tolist()
         if packed and shared:
-            prompts = (prompt_P.tobytes() for prompt_P in np.where(mask_BP, ids_BP, -1))
-        numbers: dict[Hashable, int] = {}
-        prompt_B = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts]
-        return cls([x if row in runs else -1 for row, x in enumerate(prompt_B)], prompt_tokens, own_tokens)
+            prompts = [content_hash(ids_P[mask_P != 0]) for ids_P, mask_P in zip(ids_BP, mask_BP, strict=True)]
+        prompt_B = [x if row in runs else -1 for row, x in enumerate(prompts)]
+        return cls(prompt_B, prompt_tokens, own_tokens, tokens_BC.sum(axis=1).tolist())
 
     def by_prompt(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """Return `rows` grouped by prompt, in their order; those that do not run are under -1."""
@@ -81,39 +90,151 @@ def micro_batches_per_step(
     return math.gcd(steps_per_generation, accumulation_steps, micro_batches_of_an_epoch, window_began)
 
 
-def kept_together(
-    batch: dict[str, Any], tokens: RowTokens, *, slices: int, micro_batches_per_step: int
-) -> dict[str, Any]:
-    """Return `batch`, which TRL has shuffled, with its rows in the order of `grouped_order`."""
-    rows_of_a_slice = len(tokens.prompt_B) // slices
-    order = grouped_order(tokens, rows_of_a_slice=rows_of_a_slice, micro_batches_per_step=micro_batches_per_step)
-    order_on = cache(lambda device: torch.tensor(order, device=device))  # one copy from the host
+def row_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_step: int, ranks: int = 1) -> list[int]:
+    """Return the rows of all ranks, one rank after another, reordered within each unit: the slices of one optimizer
+    step on every rank.
 
-    def ordered(value: Any) -> Any:
-        if is_rowwise(value):
-            return value[order_on(value.device)]
-        return [value[row] for row in order] if isinstance(value, list) else value
-
-    return {name: ordered(value) for name, value in batch.items()}
-
-
-def grouped_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_step: int) -> list[int]:
-    """Return the rows, reordered within each unit (the slices of one optimizer step) so that a slice has few prompts.
-
-    A unit is reordered only if it then has fewer tokens, or the same number and a smaller largest slice. It is never
-    reordered if its largest slice, which determines the memory, would grow.
+    Slices of a unit keep their number of rows. On one rank, a prompt's rows share a slice where there is room. On
+    several, slices then exchange rows until they have about the same cost. A unit is reordered only if that lowers the
+    cost of its steps, if every rank waits for the slowest in each slice. It is never reordered if that raises the cost
+    of the largest slice, which determines the memory, or that of the largest rank.
     """
-    rows = len(tokens.prompt_B)
+    order_RB = np.arange(len(tokens.prompt_B)).reshape(ranks, -1)
     size = rows_of_a_slice * micro_batches_per_step
-    order: list[int] = []
-    for start in range(0, rows - size + 1, size):
-        unit = list(range(start, start + size))
-        before = [unit[i : i + rows_of_a_slice] for i in range(0, size, rows_of_a_slice)]
-        after = _grouped(tokens, unit, rows_of_a_slice)
-        ours, theirs = ([tokens.of_rows(rows) for rows in slices] for slices in (after, before))
-        is_better = max(ours) <= max(theirs) and (sum(ours), max(ours)) < (sum(theirs), max(theirs))
-        order += chain.from_iterable(after if is_better else before)
-    return order + list(range(len(order), rows))
+    rows = _Rows.of(tokens)
+    for start in range(0, order_RB.shape[1] - size + 1, size):
+        theirs_RMS = order_RB[:, start : start + size].reshape(ranks, micro_batches_per_step, rows_of_a_slice)
+        highest = best = _costs(rows, theirs_RMS)
+        chosen_RMS = theirs_RMS
+        for slices_KS in _candidates(tokens, rows, theirs_RMS):
+            ours_RMS = _over_ranks(slices_KS, rows.of_slices(slices_KS), ranks)
+            ours = _costs(rows, ours_RMS)
+            if ours < best and all(x <= y for x, y in zip(ours, highest, strict=True)):
+                best, chosen_RMS = ours, ours_RMS
+        order_RB[:, start : start + size] = chosen_RMS.reshape(ranks, size)
+    return order_RB.flatten().tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """`RowTokens` as arrays. Integers, so that all ranks decide the same."""
+
+    prompt_B: Array  # each row that does not run has its own
+    shared_B: Array  # tokens of the prompt
+    own_B: Array
+
+    @classmethod
+    def of(cls, tokens: RowTokens) -> "_Rows":
+        prompt_B, shared_B, own_B = (
+            np.array(x, dtype=np.int64) for x in (tokens.prompt_B, tokens.prompt_tokens_B, tokens.own_tokens_B)
+        )
+        dead_B = prompt_B == -1
+        numbers_B = np.where(dead_B, -1 - np.arange(len(prompt_B)), prompt_B)
+        return cls(numbers_B, np.where(dead_B, 0, shared_B), np.where(dead_B, 0, own_B))
+
+    def of_slices(self, slices_KS: Array) -> Array:
+        """Return the tokens of each of K slices of S rows: `(K,)`, at least 1."""
+        by_prompt_KS = np.argsort(self.prompt_B[slices_KS], axis=1, kind="stable")
+        slices_KS = np.take_along_axis(slices_KS, by_prompt_KS, axis=1)
+        first_KS = np.ones(slices_KS.shape, dtype=bool)
+        first_KS[:, 1:] = np.diff(self.prompt_B[slices_KS], axis=1) != 0
+        tokens_K = self.own_B[slices_KS].sum(axis=1) + (self.shared_B[slices_KS] * first_KS).sum(axis=1)
+        return np.maximum(tokens_K, 1)  # type: ignore[no-any-return]
+
+
+def _costs(rows: _Rows, slices_RMS: Array) -> tuple[int, int, int]:
+    """Return the cost of a unit if ranks wait for each other in each slice; of its largest rank; and slice."""
+    cost_RM = rows.of_slices(slices_RMS.reshape(-1, slices_RMS.shape[2])).reshape(slices_RMS.shape[:2])
+    return int(cost_RM.max(axis=0).sum()), int(cost_RM.sum(axis=1).max()), int(cost_RM.max())
+
+
+def max_over_mean(
+    tokens: RowTokens, order: list[int], *, rows_of_a_slice: int, micro_batches_per_step: int, ranks: int
+) -> float:
+    """Return the tokens of the rank with the most, over the mean of all ranks: the mean over optimizer steps."""
+    order_RB = np.array(order).reshape(ranks, -1)
+    whole = order_RB.shape[1] // rows_of_a_slice * rows_of_a_slice
+    slices_KS = order_RB[:, :whole].reshape(-1, rows_of_a_slice)
+    tokens_RM = _Rows.of(tokens).of_slices(slices_KS).reshape(ranks, -1)
+    steps = np.add.reduceat(tokens_RM, range(0, tokens_RM.shape[1], micro_batches_per_step), axis=1)
+    return float((steps.max(axis=0) / steps.mean(axis=0)).mean())
+
+
+def _candidates(tokens: RowTokens, rows: _Rows, theirs_RMS: Array) -> Iterator[Array]:
+    ranks, _, capacity = theirs_RMS.shape
+    slices_KS = theirs_RMS.reshape(-1, capacity)
+    if capacity > 1:
+        slices_KS = np.array(_grouped(tokens, theirs_RMS.flatten().tolist(), capacity))
+    yield slices_KS
+    if ranks > 1 and capacity > 1:
+        yield _evened(rows, slices_KS)
+
+
+def _over_ranks(slices_KS: Array, cost_K: Array, ranks: int) -> Array:
+    """Return slices as (ranks, slices of a rank, S): similar ones run at the same time, and ranks get equal totals."""
+    by_cost_MR = np.argsort(-cost_K, kind="stable").reshape(-1, ranks)
+    at_RM = np.empty_like(by_cost_MR.T)
+    total_R = np.zeros(ranks, dtype=np.int64)
+    for i, largest_first_R in enumerate(by_cost_MR):
+        lightest_first_R = np.argsort(total_R, kind="stable")
+        at_RM[lightest_first_R, i] = largest_first_R
+        total_R[lightest_first_R] += cost_K[largest_first_R]
+    return slices_KS[at_RM]  # type: ignore[no-any-return]
+
+
+_ROUNDS, _SHIFTS, _ROWS_TRIED = 40, 6, 32  # limits on the time of `_evened`
+
+
+def _evened(rows: _Rows, slices_KS: Array) -> Array:
+    """Return slices of about equal cost: large ones exchange single rows with small ones.
+
+    In each round, each large slice makes the exchange with one small slice that lowers the larger of the two costs the
+    most. If the largest slice finds none, it tries the next small slice.
+    """
+    slices_KS, cost_K = slices_KS.copy(), rows.of_slices(slices_KS)
+    pairs, shift = len(cost_K) // 2, 0
+    tried = np.linspace(0, slices_KS.shape[1] - 1, min(slices_KS.shape[1], _ROWS_TRIED)).astype(np.int64)
+    for _ in range(_ROUNDS):
+        if cost_K.max() * len(cost_K) * 100 <= cost_K.sum() * 102:  # within 2 % of the mean
+            break
+        by_cost_K = np.argsort(-cost_K, kind="stable")
+        large_A, small_A = by_cost_K[:pairs], np.roll(by_cost_K[::-1][:pairs], -shift)
+        after_ATT = _after_exchange(rows, slices_KS[large_A], slices_KS[small_A], tried)
+        after_ATT = cost_K[[large_A, small_A]][:, :, None, None] + after_ATT
+        larger_AE = after_ATT.max(axis=0).reshape(pairs, -1)
+        best_A = larger_AE.argmin(axis=1)
+        gains_A = np.take_along_axis(larger_AE, best_A[:, None], axis=1)[:, 0] < cost_K[large_A]
+        shift = 0 if gains_A[0] else shift + 1
+        if shift > min(_SHIFTS, pairs - 1):
+            break
+        give_A, take_A = (x[gains_A] for x in np.divmod(best_A, len(tried)))
+        large_A, small_A = large_A[gains_A], small_A[gains_A]
+        cost_K[large_A], cost_K[small_A] = after_ATT[:, gains_A, give_A, take_A]
+        give_A, take_A = (large_A, tried[give_A]), (small_A, tried[take_A])
+        slices_KS[give_A], slices_KS[take_A] = slices_KS[take_A], slices_KS[give_A]
+    return slices_KS
+
+
+def _after_exchange(rows: _Rows, large_AS: Array, small_AS: Array, tried: Array) -> Array:
+    """Return what each exchange adds to the cost of both slices: `(2, A, T, T)`, for T rows of each."""
+
+    def gives(from_AS: Array, to_AS: Array) -> tuple[Array, Array, Array]:
+        """Return the tokens that a row takes from its slice and adds to the other, and its own."""
+        prompt_AT1 = rows.prompt_B[from_AS[:, tried]][:, :, None]
+        alone_AT = (prompt_AT1 == rows.prompt_B[from_AS][:, None, :]).sum(axis=2) == 1
+        new_AT = ~(prompt_AT1 == rows.prompt_B[to_AS][:, None, :]).any(axis=2)
+        own_AT, shared_AT = (x[from_AS[:, tried]] for x in (rows.own_B, rows.shared_B))
+        return own_AT + shared_AT * alone_AT, own_AT + shared_AT * new_AT, own_AT
+
+    (leaves_AT, enters_AT, own_AT), (their_leaves_AT, their_enters_AT, their_own_AT) = (
+        gives(large_AS, small_AS),
+        gives(small_AS, large_AS),
+    )
+    same_ATT = rows.prompt_B[large_AS[:, tried]][:, :, None] == rows.prompt_B[small_AS[:, tried]][:, None, :]
+    own_ATT = their_own_AT[:, None, :] - own_AT[:, :, None]
+    of_large_ATT = np.where(same_ATT, own_ATT, their_enters_AT[:, None, :] - leaves_AT[:, :, None])
+    of_small_ATT = np.where(same_ATT, -own_ATT, enters_AT[:, :, None] - their_leaves_AT[:, None, :])
+    return np.stack([of_large_ATT, of_small_ATT])
 
 
 def _grouped(tokens: RowTokens, unit: list[int], capacity: int) -> list[list[int]]:

@@ -47,6 +47,7 @@ from .checked_arguments import bound_arguments, check_given, padding_reason
 from .checkpointing import Checkpoints
 from .non_finite import NonFiniteLoss
 from .reference_weights import ReferenceOfPolicy
+from .row_balance import RowBalance
 
 logger = logging.getLogger("trl_ext")
 
@@ -83,6 +84,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._ranks = Ranks()
         self._scorer = Scorer(self._added)
         self._non_finite = NonFiniteLoss(self, self._ranks)
+        self._balance = RowBalance(self, self._ranks)
         self._reference_weights = ReferenceOfPolicy(self, self._ranks, self._added.reference_device)
         self._checkpoints = Checkpoints(self)
         self._checkpoints.parts.append(self._reference_weights.save)
@@ -206,7 +208,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         head = Decision("head", "run", *self._head())
         if self._scored_elsewhere is not None:
             packing, head = (Decision(name, "skip", self._scored_elsewhere) for name in ("packing", "head"))
-        decisions, warnings = (engine, *plan.decisions, packing, head), (*plan.warnings, *self._checkpoints.warnings())
+        of_plan = (self._balance.measured(x) for x in plan.decisions)
+        decisions, warnings = (engine, *of_plan, packing, head), (*plan.warnings, *self._checkpoints.warnings())
         return dataclasses.replace(plan, decisions=decisions, warnings=warnings, verbose=verbose)
 
     def _head(self) -> tuple[str, bool]:

@@ -145,6 +145,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
                 truncated_sampling=truncated if options.keep_sampling_mask or not CORRECTS_TRUNCATED_SAMPLING else (),
                 unknown_mask=self._unknown_mask_reason(options.keep_sampling_mask) if truncated else None,
+                balance=options.balance,
                 max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
                 shares_prompts=self._packing_plan().share_in_training,
                 optimizer=OptimizerNames(args.optim).value,
@@ -209,6 +210,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         due = self._grpo_buffer.mid_cycle_slices() is None
         with self._grpo_generation.fills_buffer() if due else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
+        if due and self.plan.merges:
+            inputs = self._grpo_buffer.merged(self._grpo_generation.micro_batches_per_step())
         self._grpo_scoring.before_micro_batch()
         return inputs
 
@@ -220,6 +223,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     ) -> torch.Tensor:
         """Compute TRL's loss from the log-probs of the planned passes."""
         self._loss_reached = True
+        if not inputs:  # its rows run with a later micro-batch
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         self._ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
         loss, loss_inputs = self._grpo_scoring.of_micro_batch(

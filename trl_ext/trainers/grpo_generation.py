@@ -15,18 +15,20 @@ from transformers import LogitsProcessorList
 from ..checkpoints.generation import SavedGeneration, position_in_data, read_generation, write_generation
 from ..compat import grpo as internals
 from ..compat.replaced import replaced
+from ..distributed.exchange import Column
 from ..distributed.ranks import Ranks
 from ..distributed.tensor_parallel import TensorParallel
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
 from ..planning.grpo import GRPOPlan
-from ..planning.loss_inputs import with_scored
-from ..planning.micro_batches import RowTokens, kept_together, micro_batches_per_step
+from ..planning.loss_inputs import BY_TOKEN, with_scored
+from ..planning.micro_batches import RowTokens, micro_batches_per_step
 from ..planning.non_finite import check_first_rewards
-from ..planning.plan import Plan
+from ..planning.plan import PackingPlan, Plan
 from ..planning.rows import KEPT_CLASSES, loss_mask, rows_of_equal_rewards
 from ..sampler.kept import SamplingMask, log_probs_to_ask, warn_of_missing
 from .grpo_scoring import GRPOScoring
 from .non_finite import NonFiniteLoss
+from .row_balance import RowBalance
 
 logger = logging.getLogger("trl_ext")
 
@@ -40,10 +42,13 @@ class Trainer(internals.GRPOInternals, Protocol):
     reward_func_names: list[str]
     reward_weights: Tensor
     shuffle_dataset: bool
+    _balance: RowBalance
     _non_finite: NonFiniteLoss
 
     @property
     def plan(self) -> GRPOPlan: ...
+
+    def _packing_plan(self) -> PackingPlan: ...
 
     def _plan_again(self) -> None: ...
 
@@ -213,21 +218,50 @@ class GRPOGeneration:
         return FurtherPrompts(rows, shuffle=trainer.shuffle_dataset, seed=trainer.args.seed + 1, taken=taken)
 
     def rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Reorder a batch that TRL has shuffled: rows of a group then share micro-batches within an optimizer step."""
-        args = self.trainer.args
-        if not self.trainer.plan.keeps_groups_together or internals.has_images(batch):
+        """Reorder the rows of a batch that TRL has shuffled, within each optimizer step.
+
+        Rows of a group then share micro-batches, and ranks and micro-batches have about the same number of tokens.
+        """
+        trainer, plan = self.trainer, self.trainer.plan
+        if not plan.balances and (not plan.keeps_groups_together or internals.has_images(batch)):
             return batch
-        return kept_together(
-            batch,
-            RowTokens.of(batch, self.scoring.policy_tokens(batch)),
-            slices=args.steps_per_generation,
-            micro_batches_per_step=micro_batches_per_step(
-                steps_per_generation=args.steps_per_generation,
-                accumulation_steps=args.gradient_accumulation_steps,
-                micro_batches_of_an_epoch=self.buffer.micro_batches_of_an_epoch,
-                window_began=self.buffer.window_began,
-            ),
+        args, packing, together = trainer.args, trainer._packing_plan(), 1
+        if plan.keeps_groups_together or plan.facts.keep_groups_together is not False:
+            together = self.micro_batches_per_step()
+        size = args.per_device_train_batch_size
+        unit = {"rows_of_a_slice": size, "micro_batches_per_step": together}
+        if plan.merges:
+            unit = {"rows_of_a_slice": size * together, "micro_batches_per_step": 1}
+        shared = packing.share_in_training
+        tokens = RowTokens.of(batch, self.scoring.policy_tokens(batch), packed=packing.padding_free, shared=shared)
+        batch = trainer._balance.arranged(
+            batch, tokens, self._columns(), over_ranks=plan.balances, shared=shared, **unit
         )
+        metrics = internals.mode_metrics(trainer)
+        for name, value in trainer._balance.metrics():
+            metrics[name].append(value)
+        return batch
+
+    def micro_batches_per_step(self) -> int:
+        """Return how many slices of the generation batch that begins now are certain to share an optimizer step."""
+        args = self.trainer.args
+        return micro_batches_per_step(
+            steps_per_generation=args.steps_per_generation,
+            accumulation_steps=args.gradient_accumulation_steps,
+            micro_batches_of_an_epoch=self.buffer.micro_batches_of_an_epoch,
+            window_began=self.buffer.window_began,
+        )
+
+    def _columns(self) -> dict[str, Column]:
+        fills = self.buffer.padding()
+
+        def column(name: str) -> Column:
+            side = "prompt" if name.startswith("prompt_") else "completion"
+            multiple = self.trainer.args.pad_to_multiple_of or 1
+            return Column(fills.get(name, 0), left=side == "prompt", width=side, multiple=multiple)
+
+        names = ("prompt_ids", "prompt_mask", "kept_counts", *BY_TOKEN)
+        return {name: column(name) for name in names} | {"kept_ids": Column(fills["kept_ids"])}
 
     # Checkpoints
 

@@ -127,7 +127,9 @@ class GRPOScoring:
         # A subclass's loss gets the shapes that TRL would give it
         if loss_inputs.policy_BC.size(1) == 1 and not self.trainer.plan.facts.has_own_loss:
             given, scored = with_padding(given, *scored)
-        with internals.answered_by(self.trainer, model, given, (*scored, aux_loss)):
+        merged = self.buffer.merged_in(inputs) if self.trainer.plan.merges and self.trainer.model.training else 1
+        answered = internals.answered_by(self.trainer, model, given, (*scored, aux_loss))
+        with answered, internals.as_one_micro_batch(self.trainer, merged):
             return self._trl_loss(given)
 
     def _measure(self, loss_inputs: LossInputs) -> None:

@@ -1,0 +1,87 @@
+"""Rows move between ranks so that each has about as many tokens, and the weights end as without it."""
+
+import functools
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from balanced_runs import GRPO_CASES, Seen, train
+from launch import LaunchedRank, launch
+from matrix_rows import OneProcess, save_models
+from trained_weights import far
+
+LIMIT, WRONG = 1e-4, 1e-2
+FAST = ("grpo", "dapo", "budget-iterations", "dead")
+# Which groups are replaced, and which rows share an optimizer step after the shuffle, depends on the ranks
+NOT_OF_ONE_PROCESS = ("dynamic", "slices")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def rows_find_them(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATRIX_MODELS", str(models))
+
+
+@functools.cache
+def on_one_process(method: str, mode: str, case: str) -> Seen:
+    with tempfile.TemporaryDirectory() as folder:
+        return train(OneProcess(Path(folder)), method, mode, case)
+
+
+def _case(rank: LaunchedRank, method: str, mode: str, case: str, **options: Any) -> Seen:
+    return train(rank, method, mode, case, **options)
+
+
+CASES: dict[str, Any] = {}
+for _case_name in GRPO_CASES:
+    for _mode in ("full", "lora"):
+        _run = partial(_case, method="grpo", mode=_mode, case=_case_name)
+        CASES[f"grpo-{_mode}-{_case_name}"] = _run
+        CASES[f"grpo-{_mode}-{_case_name}-unbalanced"] = partial(_run, balance=False)
+        CASES[f"grpo-{_mode}-{_case_name}-wrong"] = partial(_run, factor=1.5)
+
+
+def check(engine: str, names: list[str], folder: Path, processes: int) -> None:
+    launched = [f"{name}{suffix}" for name in names for suffix in ("", "-unbalanced")] + [f"{names[0]}-wrong"]
+    results = launch(__file__, launched, engine, folder, processes, timeout=900)
+    problems = []
+    for name in names:
+        method, mode, case = name.split("-", 2)
+        balanced, unbalanced = results[name], results[f"{name}-unbalanced"]
+        far_from = {"unbalanced": max(far(x.change, unbalanced[0].change) for x in balanced)}
+        if case not in NOT_OF_ONE_PROCESS:
+            far_from["one process"] = far(balanced[0].change, on_one_process(method, mode, case).change)
+        ratios = balanced[0].ratios
+        print(engine, processes, name, {k: f"{v:.1e}" for k, v in far_from.items()}, ratios)
+        if max(far_from.values()) > LIMIT:
+            problems.append(f"{name}: {far_from}")
+        if not ratios or any(after > before for before, after in ratios):
+            problems.append(f"{name}: {ratios}, {balanced[0].plan}")
+        if any(x.ratios for x in unbalanced):
+            problems.append(f"{name}: balanced with `balance=False`")
+        if len({len(x.tokens) for x in balanced}) != 1:
+            problems.append(f"{name}: ranks ran {[len(x.tokens) for x in balanced]} forwards")
+    wrong = far(results[f"{names[0]}-wrong"][0].change, results[names[0]][0].change)
+    if wrong < WRONG:
+        problems.append(f"one rank's loss times 1.5 went unnoticed: {wrong}")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("engine", "processes"),
+    [
+        ("ddp", 2),
+        *(pytest.param(x, n, marks=pytest.mark.slow) for x in ("ddp", "fsdp2", "zero2", "zero3") for n in (2, 3)),
+    ],
+)
+def test_grpo_ends_with_the_same_weights(engine: str, processes: int, tmp_path: Path) -> None:
+    check(engine, [f"grpo-{mode}-{case}" for case in GRPO_CASES for mode in ("full", "lora")], tmp_path, processes)

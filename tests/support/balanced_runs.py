@@ -1,0 +1,145 @@
+"""Training runs with completions of very different lengths, with and without `balance`, for one process or any engine.
+
+Rows are known by their tokens, and counted where they enter the model.
+"""
+
+import os
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+import trl_ext
+from drop_in_cases import GRPO_LOSSES
+from matrix_rows import Engine, _policy, trained
+from rewards import half_dead_reward, id_reward
+from tiny import prompts
+
+GENERATIONS = 4
+MICRO_BATCH = 12  # rows or pairs of all ranks
+LONGEST = 48
+
+GRPO_CASES: dict[str, dict[str, Any]] = {
+    **{name: {"loss_type": name, **extra} for name, extra in GRPO_LOSSES.items() if name != "bnpo"},
+    "sequence": {"importance_sampling_level": "sequence", "beta": 0.1},
+    "iterations": {"num_iterations": 2, "beta": 0.1},
+    "dead": {"reward": half_dead_reward, "beta": 0.0},
+    "budget": {"max_tokens_per_micro_batch": 120},
+    "budget-iterations": {"max_tokens_per_micro_batch": 120, "num_iterations": 2, "loss_type": "grpo", "beta": 0.1},
+    "slices": {"steps_per_generation": 4, "beta": 0.1},
+    "padded": {"padding_free": False, "reward": half_dead_reward, "beta": 0.0},
+    "tools": {"masked": True},
+    "dynamic": {"dynamic_sampling": True, "reward": half_dead_reward, "beta": 0.0},
+}
+
+
+@dataclass
+class Seen:
+    """The record of a run on one rank."""
+
+    change: dict[str, torch.Tensor]  # of the weights
+    ratios: list[tuple[float, float]]  # `balance/max_over_mean_before` and `balance/max_over_mean`
+    tokens: list[int] = field(default_factory=list)  # of each forward pass in training
+    plan: str = ""
+
+
+def train(engine: Engine, method: str, mode: str, case: str, *, factor: float | None = None, **config: Any) -> Seen:
+    """Train a few steps. `factor` multiplies the loss of the last rank."""
+    config = {**(GRPO_CASES if method == "grpo" else {})[case], **config}
+    per_device = MICRO_BATCH // engine.processes
+    base = {
+        "output_dir": str(engine.folder / "run"),
+        "per_device_train_batch_size": per_device,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "optim": "sgd",
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e9,
+        "seed": 7,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "show_plan": False,
+        **engine.training_arguments(),
+    }
+    build = _grpo if method == "grpo" else _dpo
+    trainer = build(engine, mode, base, config, factor)
+    watch = _Watch(engine, trainer)
+    trainer.add_callback(watch)
+    trainer.train()
+    engine.check(trainer)
+    end = engine.whole(trained(trainer))
+    logs = [log for log in trainer.state.log_history if "balance/max_over_mean" in log]
+    ratios = [(log["balance/max_over_mean_before"], log["balance/max_over_mean"]) for log in logs]
+    change = {name: weight - watch.start[name] for name, weight in end.items()}
+    return Seen(change, ratios, watch.tokens, trainer.explain(verbose=True).table())
+
+
+class _Watch(TrainerCallback):
+    def __init__(self, engine: Engine, trainer: Any) -> None:
+        self.engine, self.trainer = engine, trainer
+        self.tokens: list[int] = []
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.start = self.engine.whole(trained(self.trainer))
+        policy = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped)
+        policy.get_input_embeddings().register_forward_pre_hook(self._count)
+
+    def _count(self, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        if torch.is_grad_enabled() and self.trainer.model.training:
+            self.tokens.append(inputs[0].numel())
+
+
+def _times(trainer: type, factor: float | None) -> type:
+    if factor is None:
+        return trainer
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        last = self.accelerator.process_index == self.accelerator.num_processes - 1
+        return (factor if last else 1.0) * trainer.compute_loss(self, *args, **kwargs)
+
+    return type(trainer.__name__, (trainer,), {"compute_loss": compute_loss})
+
+
+def _grpo(engine: Engine, mode: str, base: dict[str, Any], config: dict[str, Any], factor: float | None) -> Any:
+    reward, masked = config.pop("reward", id_reward), config.pop("masked", False)
+    arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
+    args = trl_ext.GRPOConfig(
+        **{**base, "num_generations": GENERATIONS, "max_completion_length": LONGEST, "beta": 0.1, **config},
+        model_init_kwargs=arguments,
+    )
+    return _times(trl_ext.GRPOTrainer, factor)(
+        _policy(engine, mode, Path(os.environ["MATRIX_MODELS"]) / "untied"),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=prompts(24, seed=1),
+        rollout_func=partial(rollout, engine, masked),
+    )
+
+
+def rollout(engine: Engine, masked: bool, texts: list[str], trainer: Any) -> dict[str, Any]:
+    """Return completions that depend on the prompt, the index of the sample and the step: many short, a few long."""
+    tokenizer = trainer.processing_class
+    first = engine.index * len(texts)
+    completions, masks = [], []
+    for row, text in enumerate(texts):
+        rng = random.Random(f"{text}|{(first + row) % GENERATIONS}|{trainer.state.global_step}")
+        length = min(LONGEST - 1, int(rng.lognormvariate(2.0, 1.0)) + 1)
+        completions.append([*(rng.randrange(3, 97) for _ in range(length)), tokenizer.eos_token_id])
+        masks.append([1, *(int(rng.random() < 0.6) for _ in range(length))])
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    made = {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+    return made | ({"env_mask": masks} if masked else {})
+
+
+def _dpo(engine: Engine, mode: str, base: dict[str, Any], config: dict[str, Any], factor: float | None) -> Any:
+    raise NotImplementedError

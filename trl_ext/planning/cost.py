@@ -1,0 +1,51 @@
+"""The cost of a row, relative to one token in the backbone's linear layers: from the model's config."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .micro_batches import RowTokens
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """FLOPs of a forward pass. A backward takes twice as many for each part, so the proportions stay.
+
+    Products alone are counted, as in PaLM (https://huggingface.co/papers/2204.02311, appendix B): 2 FLOPs for each
+    weight and token, and in attention 4 for each pair of query and key, layer and feature of the heads.
+    """
+
+    of_token: float  # the backbone's linear layers
+    of_pair: float  # of query and key, in all layers
+    of_scored_token: float  # the head
+
+    @classmethod
+    def of(cls, config: Any) -> "CostModel":
+        """Return the model's constants. Missing fields have a transformer's usual proportions."""
+        hidden = config.hidden_size
+        heads = getattr(config, "num_attention_heads", None) or 1
+        features = getattr(config, "head_dim", None) or hidden // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        experts = getattr(config, "num_experts_per_tok", None)
+        if experts:
+            inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
+        weights = hidden * features * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
+        layers = getattr(config, "num_hidden_layers", None) or 1
+        return cls(2.0 * layers * weights, 4.0 * layers * heads * features, 2.0 * hidden * config.vocab_size)
+
+    def costs(self, tokens: RowTokens) -> RowTokens:
+        """Return the costs of prompts and completions in place of their tokens, as integers."""
+        pair, scored = self.of_pair / self.of_token, self.of_scored_token / self.of_token
+
+        def of_prompt(length: int) -> int:
+            return round(length + pair * length * length / 2)
+
+        def of_completion(prompt: int, length: int, scored_tokens: int) -> int:
+            return round(length + pair * length * (prompt + length / 2) + scored * scored_tokens)
+
+        rows = zip(tokens.prompt_tokens_B, tokens.own_tokens_B, tokens.scored_tokens_B, strict=True)
+        return replace(
+            tokens,
+            prompt_tokens_B=[of_prompt(x) for x in tokens.prompt_tokens_B],
+            own_tokens_B=[of_completion(*row) for row in rows],
+        )
