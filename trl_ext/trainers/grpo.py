@@ -197,7 +197,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
         on_host = activations_on_host(self.model, self.accelerator.device) if self._offloads else nullcontext()
-        with self._grpo_scoring.training_step(), on_host:
+        with self._grpo_scoring.in_parts.training_step(), on_host:
             return self._watched_step(super().training_step, *positional, **keywords)
 
     def _loss_bypassed(self) -> None:
@@ -224,7 +224,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         """Compute TRL's loss from the log-probs of the planned passes."""
         self._loss_reached = True
         if not inputs:  # its rows run with a later micro-batch
-            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True) * 1.0  # DeepSpeed: a `grad_fn`
         self._ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
         loss, loss_inputs = self._grpo_scoring.of_micro_batch(

@@ -1,19 +1,17 @@
 """GRPO's log-prob passes: the rows and tokens of each pass, its number of forwards, and the log-probs that it keeps."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-import transformers
-from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat import grpo as internals
-from ..compat.replaced import replaced, unrecorded_pass
+from ..compat.replaced import unrecorded_pass
 from ..distributed.ranks import Ranks
 from ..packing.packing import LastResult
 from ..planning.grpo import GRPOPlan
@@ -33,13 +31,7 @@ from ..planning.rows import KEPT_CLASSES, ScoredTokens, every_token, loss_mask, 
 from ..planning.sampler_ratio import SamplerRatio, largest_difference, sampler_metrics
 from ..sampler.check import SamplerCheck
 from ..scoring.scorer import Scorer
-
-_LOSS_CHANGED = (
-    "This trainer's `compute_loss` changed the loss after it was computed. With `max_tokens_per_micro_batch`, the "
-    "change affects only the last of several forward passes. Override `_compute_loss` instead, and set "
-    "`max_tokens_per_micro_batch` to None."
-)
-
+from .in_parts import InParts
 
 _DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
@@ -70,12 +62,9 @@ class GRPOScoring:
 
     def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
-        self._check = SamplerCheck(trainer)
+        self._check, self.in_parts = SamplerCheck(trainer), InParts(trainer)
         self.sampled_at_step = 0
         self._skipped_tokens = 0  # on this rank, since the last loss
-        self._gradients: list[Tensor] = []  # with respect to the loss of each part of a micro-batch
-        self._last_parts_to_come = 0
-        self._in_training_step = False
         self._scored: Any = WeakTensorKeyDictionary()  # keyed by `completion_mask`
 
     @property
@@ -84,22 +73,12 @@ class GRPOScoring:
 
     # A micro-batch
 
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Let micro-batches run in parts in the `with` block, because only there a backward follows the loss."""
-        self._in_training_step, self._last_parts_to_come = True, 0
-        try:
-            yield
-        finally:
-            self._in_training_step = False
-        if self._last_parts_to_come:
-            raise RuntimeError(_LOSS_CHANGED)
-
     def of_micro_batch(
         self, model: Any, inputs: Any, num_items: Any, trl_loss: Callable[..., Tensor]
     ) -> tuple[Tensor, LossInputs]:
         trainer, plan = self.trainer, self.trainer.plan
-        self._gradients, self._trl_loss = [], trl_loss
+        self._trl_loss = trl_loss
+        self.in_parts.begins()
         inputs = self.buffer.with_kept(inputs, SCORED)
         scored = self.policy_tokens(inputs)
         own_pass = f"`{type(trainer).__name__}.{internals.PASS}`" if plan.facts.has_own_pass else None
@@ -112,15 +91,8 @@ class GRPOScoring:
         if trainer.model.training and plan.trl_scores_old_policy:
             self.buffer.keep(inputs, loss_inputs.kept)
         self._measure(loss_inputs)
-        if self._gradients:
-            self._last_parts_to_come += 1
-            loss.register_hook(partial(self._last_part_trained, self._gradients))
+        self.in_parts.last(loss)
         return loss, loss_inputs
-
-    def _last_part_trained(self, of_others: list[Tensor], gradient: Tensor) -> None:
-        if any(not torch.equal(other, gradient) for other in of_others):
-            raise RuntimeError(_LOSS_CHANGED)
-        self._last_parts_to_come -= 1
 
     def _loss_of(self, model: Any, inputs: Any, loss_inputs: LossInputs, aux_loss: Any) -> Tensor:
         given, scored = loss_inputs.given_to_loss(inputs), [loss_inputs.policy_BC, loss_inputs.entropies_BC]
@@ -171,7 +143,7 @@ class GRPOScoring:
 
     def _policy_pass(self, model: Any, inputs: Any, scored: ScoredTokens, num_items: Any) -> tuple[Any, Any, Any]:
         budget = self.trainer.plan.facts.max_tokens_per_micro_batch
-        if budget is None or not self._in_training_step or not torch.is_grad_enabled():
+        if budget is None or not self.in_parts.may_run:
             options = {"compute_entropy": True, "compute_aux_loss": self.trainer.aux_loss_enabled}
             return self._pass(model, inputs, scored, **options)
         parts = self._parts(inputs, scored, budget)
@@ -188,33 +160,14 @@ class GRPOScoring:
         """Run forward, loss and backward for a part of a micro-batch. Returns its log-probs and entropies, `(R, C)`."""
         scores: list[tuple[Tensor, Tensor]] = []
 
-        def loss_of_part(*_: Any, **__: Any) -> Tensor:
+        def loss_of_part() -> Tensor:
             log_probs_RC, entropies_RC, aux_loss = self._run(model, inputs, part, compute_entropy=True)
             scores.append((log_probs_RC.detach(), entropies_RC.detach()))
             loss_inputs = LossInputs.of(inputs, part, log_probs_RC, entropies_RC, self.trainer.plan)
-            loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
-            loss.register_hook(self._gradients.append)
-            return loss
+            return self._loss_of(model, inputs, loss_inputs, aux_loss)
 
-        step = {"_prepare_inputs": lambda inputs: inputs, "compute_loss": loss_of_part}
-        with self._window_goes_on(model), internals.metrics_set_aside(self.trainer), replaced(self.trainer, **step):
-            transformers.Trainer.training_step(self.trainer, model, inputs, num_items)
+        self.in_parts.train(model, inputs, num_items, loss_of_part, internals.metrics_set_aside(self.trainer))
         return scores[0]
-
-    @contextmanager
-    def _window_goes_on(self, model: Any) -> Iterator[None]:
-        """Prevent gradient synchronization and engine steps in the `with` block, as if more micro-batches followed."""
-        accelerator = self.trainer.accelerator
-        if not accelerator.sync_gradients:
-            yield
-            return
-        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-        accelerator.gradient_state._set_sync_gradients(False)
-        try:
-            with nullcontext() if is_deepspeed else accelerator.no_sync(model):
-                yield
-        finally:
-            accelerator.gradient_state._set_sync_gradients(True)
 
     def before_micro_batch(self) -> None:
         """Score new slices with the reference and, before an optimizer step, the slices after it with the policy."""
