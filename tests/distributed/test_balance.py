@@ -1,6 +1,7 @@
 """Rows move between ranks so that each has about as many tokens, and the weights end as without it."""
 
 import functools
+import itertools
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from balanced_runs import GRPO_CASES, Seen, train
+from balanced_runs import DPO_CASES, GRPO_CASES, Seen, train
 from launch import LaunchedRank, launch
 from matrix_rows import OneProcess, save_models
 from trained_weights import far
@@ -42,12 +43,17 @@ def _case(rank: LaunchedRank, method: str, mode: str, case: str, **options: Any)
 
 
 CASES: dict[str, Any] = {}
-for _case_name in GRPO_CASES:
-    for _mode in ("full", "lora"):
-        _run = partial(_case, method="grpo", mode=_mode, case=_case_name)
-        CASES[f"grpo-{_mode}-{_case_name}"] = _run
-        CASES[f"grpo-{_mode}-{_case_name}-unbalanced"] = partial(_run, balance=False)
-        CASES[f"grpo-{_mode}-{_case_name}-wrong"] = partial(_run, factor=1.5)
+NAMES = {
+    method: [f"{method}-{mode}-{case}" for case in cases for mode in ("full", "lora")]
+    for method, cases in (("grpo", GRPO_CASES), ("dpo", DPO_CASES))
+}
+for _name in itertools.chain.from_iterable(NAMES.values()):
+    _run = partial(_case, **dict(zip(("method", "mode", "case"), _name.split("-", 2), strict=True)))
+    CASES |= {
+        _name: _run,
+        f"{_name}-unbalanced": partial(_run, balance=False),
+        f"{_name}-wrong": partial(_run, factor=1.5),
+    }
 
 
 def check(engine: str, names: list[str], folder: Path, processes: int) -> None:
@@ -76,6 +82,7 @@ def check(engine: str, names: list[str], folder: Path, processes: int) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize("method", ["grpo", "dpo"])
 @pytest.mark.parametrize(
     ("engine", "processes"),
     [
@@ -83,5 +90,5 @@ def check(engine: str, names: list[str], folder: Path, processes: int) -> None:
         *(pytest.param(x, n, marks=pytest.mark.slow) for x in ("ddp", "fsdp2", "zero2", "zero3") for n in (2, 3)),
     ],
 )
-def test_grpo_ends_with_the_same_weights(engine: str, processes: int, tmp_path: Path) -> None:
-    check(engine, [f"grpo-{mode}-{case}" for case in GRPO_CASES for mode in ("full", "lora")], tmp_path, processes)
+def test_the_weights_end_the_same(method: str, engine: str, processes: int, tmp_path: Path) -> None:
+    check(engine, NAMES[method], tmp_path, processes)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
 import trl_ext
@@ -18,6 +19,7 @@ from drop_in_cases import GRPO_LOSSES
 from matrix_rows import Engine, _policy, trained
 from rewards import half_dead_reward, id_reward
 from tiny import prompts
+from trl_ext.compat.choices import DPO_LOSS_TYPES
 
 GENERATIONS = 4
 MICRO_BATCH = 12  # rows or pairs of all ranks
@@ -36,6 +38,24 @@ GRPO_CASES: dict[str, dict[str, Any]] = {
     "dynamic": {"dynamic_sampling": True, "reward": half_dead_reward, "beta": 0.0},
 }
 
+_OF_WHOLE_BATCH = ("aot", "aot_unpaired", "sft")
+DPO_CASES: dict[str, dict[str, Any]] = {
+    **{name: {"loss_type": [name]} for name in DPO_LOSS_TYPES if name not in _OF_WHOLE_BATCH},
+    "exo_pair": {"loss_type": ["exo_pair"], "label_smoothing": 0.1},
+    "mixed": {"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0, 0.3]},
+    "rpo": {"loss_type": ["rpo_squared"], "columns": True},
+    "cdpo": {"loss_type": ["cdpo"], "label_smoothing": 0.1},
+    "ipo_sum": {"loss_type": ["ipo_sum"]},
+    "ld": {"ld_alpha": 0.5},
+    "wpo": {"use_weighting": True},
+    "alpha": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.5},
+    "budget": {"max_tokens_per_micro_batch": 150},
+    "budget-pass": {"max_tokens_per_micro_batch": 150, "reference_store": "off"},
+    "budget-rpo": {"max_tokens_per_micro_batch": 150, "loss_type": ["rpo_squared"], "columns": True},
+    "multiple": {"pad_to_multiple_of": 8},
+    "precompute": {"precompute_ref_log_probs": True},
+}
+
 
 @dataclass
 class Seen:
@@ -49,7 +69,7 @@ class Seen:
 
 def train(engine: Engine, method: str, mode: str, case: str, *, factor: float | None = None, **config: Any) -> Seen:
     """Train a few steps. `factor` multiplies the loss of the last rank."""
-    config = {**(GRPO_CASES if method == "grpo" else {})[case], **config}
+    config = {**(GRPO_CASES if method == "grpo" else DPO_CASES)[case], **config}
     per_device = MICRO_BATCH // engine.processes
     base = {
         "output_dir": str(engine.folder / "run"),
@@ -133,13 +153,40 @@ def rollout(engine: Engine, masked: bool, texts: list[str], trainer: Any) -> dic
     completions, masks = [], []
     for row, text in enumerate(texts):
         rng = random.Random(f"{text}|{(first + row) % GENERATIONS}|{trainer.state.global_step}")
-        length = min(LONGEST - 1, int(rng.lognormvariate(2.0, 1.0)) + 1)
-        completions.append([*(rng.randrange(3, 97) for _ in range(length)), tokenizer.eos_token_id])
-        masks.append([1, *(int(rng.random() < 0.6) for _ in range(length))])
+        words = [rng.randrange(3, 97) for _ in range(length(rng))]
+        completions.append([*words, tokenizer.eos_token_id])
+        masks.append([1, *(int(rng.random() < 0.6) for _ in words)])
     ids = [tokenizer(text)["input_ids"] for text in texts]
     made = {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
     return made | ({"env_mask": masks} if masked else {})
 
 
 def _dpo(engine: Engine, mode: str, base: dict[str, Any], config: dict[str, Any], factor: float | None) -> Any:
-    raise NotImplementedError
+    columns = config.pop("columns", False)
+    arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
+    args = trl_ext.DPOConfig(
+        **{**base, "reference_store": "memory", "max_steps": 3, **config}, model_init_kwargs=arguments
+    )
+    return _times(trl_ext.DPOTrainer, factor)(
+        _policy(engine, mode, Path(os.environ["MATRIX_MODELS"]) / "untied"),
+        args=args,
+        train_dataset=pairs(4 * 2 * MICRO_BATCH, columns),
+    )
+
+
+def pairs(rows: int, columns: bool) -> Dataset:
+    """Return pairs of which many are short and a few long; every fourth has the prompt of the one before."""
+    rng = random.Random(1)
+    examples: list[dict[str, Any]] = []
+    for row in range(rows):
+        words = [" ".join(f"w{rng.randrange(94)}" for _ in range(length(rng))) for _ in range(3)]
+        prompt = examples[-1]["prompt"] if row % 4 == 3 else words[0]
+        example = {"prompt": prompt, "chosen": f" {words[1]}", "rejected": f" {words[2]}"}
+        if columns:
+            example |= {"chosen_reward": rng.random(), "rejected_reward": -rng.random()}
+        examples.append(example)
+    return Dataset.from_list(examples)
+
+
+def length(rng: random.Random) -> int:
+    return min(LONGEST - 1, int(rng.lognormvariate(2.0, 1.0)) + 1)

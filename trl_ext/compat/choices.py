@@ -1,6 +1,7 @@
 """Values that TRL's arguments accept, methods that subclasses may override, and the output of TRL's fused head."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
@@ -58,3 +59,12 @@ REPLACEABLE = {
     "pass": ("_get_per_token_logps_and_entropies",),
     "sampler": ("_get_train_sampler", "get_train_dataloader"),
 }
+
+
+def own_step(trainer: Any, *others: str) -> str | None:
+    """Return the name of an overridden method that gets whole micro-batches, `others` among them; else `None`."""
+    ours = next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
+    for name in ("training_step", "_prepare_inputs", "compute_loss", *others):
+        if name in vars(trainer) or getattr(type(trainer), name) is not getattr(ours, name):
+            return name
+    return None

@@ -16,7 +16,7 @@ from .choices import FusedCausalLMOutput
 from .replaced import module_of, next_of, replaced
 
 # Columns of a batch with one value per pair, which are not model inputs
-_PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "chosen_reward", "rejected_reward")
+PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "chosen_reward", "rejected_reward")
 
 
 class _Wrapper:
@@ -65,6 +65,7 @@ class DPOInternals(Protocol):
     _total_train_tokens: int
     _precompute_engine: Any
     _is_vision_dataset: bool
+    _tokenizer: Any
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -115,9 +116,10 @@ def _logged(trainer: DPOInternals) -> dict[str, list[float]]:
     return trainer._metrics["train" if trainer.model.training else "eval"]
 
 
-def log_metrics(trainer: DPOInternals, values: dict[str, float]) -> None:
+def log_metrics(trainer: DPOInternals, values: dict[str, float], mode: str | None = None) -> None:
+    logged = _logged(trainer) if mode is None else trainer._metrics[mode]
     for name, value in values.items():
-        _logged(trainer)[name].append(value)
+        logged[name].append(value)
 
 
 def log_tokens(trainer: DPOInternals, count: int) -> None:
@@ -142,26 +144,55 @@ def pairs_not_repeated(trainer: DPOInternals, pairs: int) -> int:
     return min(max(state.remainder - accelerator.process_index * pairs, 0), pairs)
 
 
+def has_repeats(trainer: DPOInternals) -> bool:
+    """Whether the last batches have pairs that Accelerate repeats to fill them, which the metrics leave out."""
+    state = trainer.accelerator.gradient_state
+    return bool(state.end_of_dataloader and state.remainder > 0)
+
+
+def pad_token_id(trainer: DPOInternals) -> int:
+    return int(trainer._tokenizer.pad_token_id)
+
+
 def loss_of_first_pairs(
     trainer: DPOInternals, pairs: int, outputs: Any, batch: dict[str, Any], loss: Callable[[Any, dict[str, Any]], Any]
 ) -> Any:
     """Compute `loss` of the first `pairs` of a batch, from `outputs` of the whole batch, without gradients."""
+    chosen = list(range(pairs))
+    first = rows_of(dict(outputs.items()), rows_of_pairs(batch, chosen))
+    with part_given(trainer, chosen, batch) as part, torch.no_grad():
+        return loss(lambda **_: FusedCausalLMOutput(**first), part)
+
+
+def rows_of_pairs(batch: dict[str, Any], pairs: list[int]) -> torch.Tensor:
+    """Return the rows of `pairs` in a batch: the chosen ones, then the rejected ones."""
     every = len(batch["completion_mask"]) // 2
-    rows = torch.arange(2 * every, device=batch["completion_mask"].device)
-    rows = rows[rows % every < pairs]
+    return torch.tensor([*pairs, *(every + pair for pair in pairs)], device=batch["completion_mask"].device)
 
-    def first(scored: Any) -> Any:
-        parts = {name: x[rows.to(x.device)].detach() if x.dim() > 1 else x for name, x in scored.items()}
-        return FusedCausalLMOutput(**parts)
 
-    batch = {name: x[:pairs] if name in _PAIR_COLUMNS else x for name, x in batch.items()}
-    batch |= {name: batch[name][rows] for name in ("input_ids", "attention_mask", "completion_mask")}
-    given: dict[str, Any] = {}
+def rows_of(values: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+    """Return the rows of all tensors of shape (2B, ...)."""
+    return {name: x[rows.to(x.device)] if torch.is_tensor(x) and x.dim() > 1 else x for name, x in values.items()}
+
+
+def joined(outputs: list[dict[str, Any]], order: torch.Tensor) -> Any:
+    """Return the outputs of several forward passes as one, with their rows in `order`."""
+    last = outputs[-1]
+    whole = {name: torch.cat([x[name] for x in outputs])[order] for name, x in last.items() if x.dim() > 1}
+    return FusedCausalLMOutput(**{**last, **whole})
+
+
+@contextmanager
+def part_given(trainer: DPOInternals, pairs: list[int], batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield some pairs of a batch, and make TRL's loss read their reference log-probs in the `with` block."""
+    rows, given = rows_of_pairs(batch, pairs), {}
+    part = {name: x[pairs] if name in PAIR_COLUMNS else x for name, x in batch.items()}
+    part |= rows_of({name: batch[name] for name in ("input_ids", "attention_mask", "completion_mask")}, rows)
     if not trainer.precompute_ref_logps:
-        reference = first(trainer.ref_model())
+        reference = FusedCausalLMOutput(log_probs=trainer.ref_model().log_probs[rows])
         given["ref_model"] = lambda **_: reference
-    with replaced(trainer, **given), torch.no_grad():
-        return loss(lambda **_: first(outputs), batch)
+    with replaced(trainer, **given):
+        yield part
 
 
 @contextmanager
@@ -188,7 +219,7 @@ def labels_of(batch: dict[str, Any]) -> torch.Tensor:
 
 
 def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-    inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *_PAIR_COLUMNS)}
+    inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *PAIR_COLUMNS)}
     text_config = trainer.accelerator.unwrap_model(model).config.get_text_config()
     if trainer.aux_loss_enabled and hasattr(text_config, "output_router_logits"):
         inputs["output_router_logits"] = True  # as in the policy's pass

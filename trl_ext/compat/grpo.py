@@ -146,14 +146,6 @@ def has_own_loss(trainer: GRPOInternals) -> bool:
     return is_patched or "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trls
 
 
-def own_step(trainer: GRPOInternals) -> str | None:
-    ours = next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
-    for name in ("training_step", "_prepare_inputs", "compute_loss"):
-        if name in vars(trainer) or getattr(type(trainer), name) is not getattr(ours, name):
-            return name
-    return None
-
-
 class Generation:
     """TRL's generation without its log-prob passes, which run later. `rewards` holds the rewards of the last call."""
 

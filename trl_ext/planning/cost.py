@@ -33,15 +33,18 @@ class CostModel:
         layers = getattr(config, "num_hidden_layers", None) or 1
         return cls(2.0 * layers * weights, 4.0 * layers * heads * features, 2.0 * hidden * config.vocab_size)
 
-    def costs(self, tokens: RowTokens) -> RowTokens:
-        """Return the costs of prompts and completions in place of their tokens, as integers."""
+    def costs(self, tokens: RowTokens, completions: int = 1) -> RowTokens:
+        """Return the costs of prompts and completions in place of their tokens, as integers.
+
+        `completions` is the number of completions of a row: 2 for a pair.
+        """
         pair, scored = self.of_pair / self.of_token, self.of_scored_token / self.of_token
 
         def of_prompt(length: int) -> int:
             return round(length + pair * length * length / 2)
 
         def of_completion(prompt: int, length: int, scored_tokens: int) -> int:
-            return round(length + pair * length * (prompt + length / 2) + scored * scored_tokens)
+            return round(length + pair * length * (prompt + length / 2 / completions) + scored * scored_tokens)
 
         rows = zip(tokens.prompt_tokens_B, tokens.own_tokens_B, tokens.scored_tokens_B, strict=True)
         return replace(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from .non_finite import steps_in_backward
 from .plan import Decision, Plan
 
 Source = Literal["store", "pass", "nothing"]
@@ -13,6 +14,14 @@ REFERENCES = {
     "copy": "a copy of the policy before training",
     "loaded": "the policy's checkpoint, loaded a second time",
     "initial": "the policy as it is before training",
+}
+
+
+# Loss types that are not a mean over pairs
+_OF_WHOLE_BATCH = {
+    "aot": "sorts the pairs of a micro-batch",
+    "aot_unpaired": "sorts the pairs of a micro-batch",
+    "sft": "is a mean over the tokens of a micro-batch",
 }
 
 
@@ -33,6 +42,16 @@ class DPOFacts:
     varies: str | None  # why two passes of the reference over the same sequence differ
     uncacheable: str | None  # why a later run cannot tell the reference from another one
     own_loss: str | None  # a subclass's `compute_loss` that does not call ours
+    # Micro-batches
+    is_packed: bool  # a forward has no padding
+    processes: int
+    accumulation_steps: int
+    balance: bool  # a field of our config
+    max_tokens_per_micro_batch: int | None  # likewise
+    optimizer: str  # `args.optim`
+    has_images: bool
+    has_router_loss: bool
+    own_step: str | None  # an overridden method that gets whole micro-batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +61,8 @@ class DPOPlan(Plan):
     facts: DPOFacts
     source: Source  # "pass": TRL's own pass, in every micro-batch
     durable: bool = False  # the store outlives the run
+    balances: bool = False  # pairs move between the ranks and micro-batches of an optimizer step
+    merges: bool = False  # the pairs of an optimizer step run together, in parts
 
     @property
     def gone_in_training(self) -> bool:
@@ -67,7 +88,52 @@ def plan_dpo(facts: DPOFacts) -> DPOPlan:
         reference = Decision("reference", "reuse", f"{columns}{others}")
     elif columns:
         reference = replace(reference, reason=f"{columns}{others}")
-    return DPOPlan(decisions=(policy, reference), facts=facts, source=source, durable=durable)
+    reason, budget = _stay_reason(facts), facts.max_tokens_per_micro_batch
+    if budget is not None:
+        if steps_in_backward(facts.optimizer):
+            reason = f"the optimizer `{facts.optimizer}` would step after the backward of each part"
+        if reason is not None:
+            raise ValueError(
+                f"`max_tokens_per_micro_batch={budget}` is not supported here: {reason}. Leave "
+                "`max_tokens_per_micro_batch` at None."
+            )
+        parts = f"The pairs of an optimizer step run in parts of at most {budget} tokens, or one pair"
+        policy = Decision("policy", "run", f"{parts} (`max_tokens_per_micro_batch`).")
+    against = "`balance=False`" if not facts.balance else reason
+    alone = facts.processes == 1
+    moved = (
+        "Before an optimizer step, pairs move between ranks and micro-batches, so that all have about the same number "
+        "of tokens. The gradient of the step is the same."
+    )
+    balance = Decision("balance", "run", moved, routine=alone)
+    if against is None and not facts.is_packed:
+        against = "batches stay padded, so each pair has as many tokens as the longest"
+    if facts.processes * facts.accumulation_steps == 1:
+        against = "there is one micro-batch"
+    if against is not None:
+        balance = Decision("balance", "skip", f"Pairs stay where they are: {against}.", routine=alone)
+    return DPOPlan(
+        decisions=(policy, reference, balance),
+        facts=facts,
+        source=source,
+        durable=durable,
+        balances=against is None,
+        merges=budget is not None,
+    )
+
+
+def _stay_reason(facts: DPOFacts) -> str | None:
+    """Return why the gradient depends on which pairs share a micro-batch, or why they cannot move; or `None`."""
+    whole = next((name for name in facts.loss_types if name in _OF_WHOLE_BATCH), None)
+    if whole is not None:
+        return f"the loss type '{whole}' {_OF_WHOLE_BATCH[whole]}"
+    if facts.has_router_loss:
+        return "the router loss is computed for each micro-batch"
+    if facts.has_images:
+        return "pairs with images are not moved"
+    if facts.own_loss is not None or facts.own_step is not None:
+        return f"this trainer overrides {facts.own_loss or f'`{facts.own_step}`'}, which may depend on the micro-batch"
+    return None
 
 
 def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:

@@ -29,12 +29,7 @@ class Parts:
         A row with more tokens than `budget` gets its own part.
         """
         tokens = RowTokens.of(batch, scored, packed=packed, shared=shared)
-        pieces: list[list[int]] = []
-        for group in tokens.by_prompt(scored.rows_R.tolist()).values():
-            own_tokens = [(tokens.own_tokens_B[row], [row]) for row in group]
-            pieces += _best_fit(own_tokens, budget - tokens.prompt_tokens_B[group[0]])
-        parts = _best_fit([(tokens.of_group(piece), piece) for piece in pieces], budget)
-        return cls(scored, [sorted(rows) for rows in parts])
+        return cls(scored, few_parts(tokens, scored.rows_R.tolist(), budget))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -60,6 +55,20 @@ class Parts:
         scored = [value for value, rows in zip(values, self.rows, strict=True) if rows]
         order_R = torch.tensor([row for rows in self.rows for row in rows], device=self.whole.rows_R.device)
         return torch.cat(scored)[order_R.argsort()]
+
+
+def few_parts(tokens: RowTokens, rows: list[int], budget: int, *, at_least: int = 1) -> list[list[int]]:
+    """Return `rows` in few parts of at most `budget` tokens, but in `at_least` parts if there are as many rows."""
+    pieces: list[list[int]] = []
+    for group in tokens.by_prompt(rows).values():
+        own_tokens = [(tokens.own_tokens_B[row], [row]) for row in group]
+        pieces += _best_fit(own_tokens, budget - tokens.prompt_tokens_B[group[0]])
+    parts = [sorted(part) for part in _best_fit([(tokens.of_group(piece), piece) for piece in pieces], budget)]
+    while len(parts) < min(at_least, len(rows)):
+        most = max(parts, key=len)
+        parts.remove(most)
+        parts += [most[: len(most) // 2], most[len(most) // 2 :]]
+    return parts
 
 
 def _best_fit(items: list[tuple[int, list[int]]], budget: int) -> list[list[int]]:

@@ -26,8 +26,10 @@ from ..scoring.checks import check_token_ids, missing_rows
 from .base import ExactTrainer
 from .checked_arguments import check_dpo_arguments
 from .checked_data import check_rows_are_left, checked_pairs
+from .dpo_batches import DPOBatches
 from .dpo_loss import DPOLoss
 from .dpo_reference import DPOReference
+from .in_parts import InParts
 
 _ROWS_CHECKED = 1000  # training rows whose token ids are checked if the tokenizer has more tokens than the model
 
@@ -57,7 +59,9 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 "`AutoModelForCausalLM.from_pretrained(...)`, or leave it out to use the model before training."
             )
         self._dpo_reference = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
-        self._dpo_loss = DPOLoss(self, self._ranks, self._scorer, self._dpo_reference.labels_of)
+        self._in_parts = InParts(self, self._ranks)
+        self._dpo_batches = DPOBatches(self, self._ranks, self._balance)
+        self._dpo_loss = DPOLoss(self, self._ranks, self._scorer, self._dpo_reference.labels_of, self._in_parts)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)
@@ -127,6 +131,11 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     # Training: a batch
 
+    def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
+        """Get the micro-batches of an optimizer step as transformers does, and balance them."""
+        samples, items = super().get_batch_samples(*positional, **keywords)
+        return self._dpo_batches.rearranged(samples), items
+
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Prepare as transformers does, but keep rewards in fp32, which DeepSpeed would round to half precision."""
         rewards = {name: inputs[name].to(self.args.device) for name in self._dpo_loss.columns if name in inputs}
@@ -135,13 +144,16 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         return super()._prepare_inputs({name: x for name, x in inputs.items() if name not in rewards}) | rewards
 
     def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
-        return self._watched_step(super().training_step, *positional, **keywords)
+        with self._in_parts.training_step(), self._dpo_batches.as_one():
+            return self._watched_step(super().training_step, *positional, **keywords)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute TRL's loss with reference log-probs from the source in the plan."""
         self._loss_reached = True
+        if not len(inputs["input_ids"]):  # its pairs run with a later micro-batch
+            return self._in_parts.nothing()
         self._ranks.check_same(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
         self._dpo_loss.counted = None
@@ -150,9 +162,14 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         with self._dpo_reference.supplied(inputs, from_columns), self._policy_scored():
             with recorded as policy:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            if not return_outputs:
+                self._in_parts.last(loss)
 
             def rows() -> Any:
-                return not_finite_rows({"policy": policy[0], "reference": self._reference_of(inputs)}, labelled(inputs))
+                return not_finite_rows(
+                    {"policy": self._dpo_loss.in_order(policy), "reference": self._reference_of(inputs)},
+                    labelled(inputs),
+                )
 
             if watched:
                 self._non_finite.watch(loss[0] if return_outputs else loss, rows, lambda row: prompt_of(inputs, row))

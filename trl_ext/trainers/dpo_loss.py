@@ -1,9 +1,11 @@
 """The DPO loss of a batch: TRL's terms without overflow, the terms that TRL lacks, and metrics of all ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..compat import dpo as internals
 from ..config import AddedDPOFields
@@ -12,7 +14,11 @@ from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, pa
 from ..losses.reward_columns import REWARD_COLUMNS
 from ..losses.weighted_metrics import Counts, counts_of, of_all_ranks, weighted
 from ..planning.non_finite import PairExponential, bounded_pairs
+from ..planning.parts import few_parts
+from ..planning.plan import PackingPlan
 from ..scoring.scorer import Scorer
+from .dpo_batches import pair_tokens
+from .in_parts import InParts
 
 
 class Trainer(internals.DPOInternals, Protocol):
@@ -23,12 +29,21 @@ class Trainer(internals.DPOInternals, Protocol):
     f_divergence_type: str
     f_alpha_divergence_coef: float
 
+    def _packing_plan(self) -> PackingPlan: ...
+
 
 class DPOLoss:
     def __init__(
-        self, trainer: Trainer, ranks: Ranks, scorer: Scorer, labels_of: Callable[[dict[str, Any]], torch.Tensor]
+        self,
+        trainer: Trainer,
+        ranks: Ranks,
+        scorer: Scorer,
+        labels_of: Callable[[dict[str, Any]], Tensor],
+        in_parts: InParts,
     ) -> None:
         self.trainer, self.ranks, self.scorer, self._labels_of = trainer, ranks, scorer, labels_of
+        self._in_parts = in_parts
+        self._order: Tensor | None = None  # of the rows of all forward passes, to those of the batch
         self.classes = 0
         self.columns: tuple[str, ...] = ()
         self.counted: list[int] | None = None  # token counts of a batch's passes, if gathered with its metrics
@@ -40,7 +55,12 @@ class DPOLoss:
 
     def of_batch(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
         """Compute the loss in place of TRL's `_compute_loss`. One gather combines the metrics of all ranks."""
-        trainer, model = self.trainer, internals.with_labels(model, self._labels_of(batch))
+        trainer, labels, self._order = self.trainer, self._labels_of(batch), None
+        self._in_parts.begins()
+        if self.options.max_tokens_per_micro_batch is not None and self._in_parts.may_run and not return_outputs:
+            model = self._parts_trained(model, batch, labels, self.options.max_tokens_per_micro_batch)
+        else:
+            model = internals.with_labels(model, labels)
         if trainer.accelerator.state.num_processes == 1:
             return self._of_rank(model, batch, return_outputs)
         every = len(batch["completion_mask"]) // 2
@@ -62,6 +82,40 @@ class DPOLoss:
                 result = (loss, result[1]) if return_outputs else loss
         self._log_of_all_ranks(found, counts)
         return result
+
+    def _parts_trained(self, model: Any, batch: dict[str, Any], labels: Tensor, budget: int) -> Callable[..., Any]:
+        """Train all parts of a batch but the last. Returns a model that runs the last, with the outputs of all."""
+        trainer, every = self.trainer, len(labels) // 2
+        tokens = pair_tokens(batch, trainer._packing_plan())
+        parts = few_parts(tokens, list(range(every)), budget)
+        most = max(count[0] for count in self.ranks.gather_counts([len(parts)]))
+        *first, last = few_parts(tokens, list(range(every)), budget, at_least=most)
+        rows = [internals.rows_of_pairs(batch, pairs) for pairs in (*first, last)]
+        done: list[Any] = []
+
+        def trained(pairs: list[int], rows: Tensor) -> Tensor:
+            scored = internals.Recorded(internals.with_labels(model, labels[rows]))
+            with internals.part_given(trainer, pairs, batch) as part:
+                loss = self._of_rank(scored, part, False) * (len(pairs) / every)
+            done.append({name: x.detach() for name, x in scored.outputs.items()})
+            return loss
+
+        for pairs, of_part in zip(first, rows[:-1], strict=True):
+            aside = internals.metrics_of_this_rank(trainer)
+            self._in_parts.train(model, batch, None, partial(trained, pairs, of_part), aside)
+        order = self._order = torch.cat(rows).argsort()
+
+        def run(**inputs: Any) -> Any:
+            if not inputs.get("fused_lm_head"):
+                return model(**inputs)
+            scored = internals.with_labels(model, labels[rows[-1]])(**internals.rows_of(inputs, rows[-1]))
+            return internals.joined([*done, dict(scored.items())], order)
+
+        return run
+
+    def in_order(self, values: list[Tensor]) -> Tensor:
+        """Return what the forward passes of a batch gave, `(rows, ...)` each, as rows of the batch."""
+        return values[0] if self._order is None else torch.cat(values)[self._order]
 
     def _log_of_all_ranks(self, found: dict[str, list[float]], counts: Counts) -> None:
         values = {name: of_batch[-1] for name, of_batch in found.items()}
@@ -116,7 +170,7 @@ class DPOLoss:
             loss = loss + internals.recompute_trl_loss(trainer, scored.outputs, batch, others, sums)
         return (loss, result[1]) if return_outputs else loss
 
-    def _of_pairs(self, own: list[tuple[str, float]], outputs: Any, batch: dict[str, Any]) -> torch.Tensor:
+    def _of_pairs(self, own: list[tuple[str, float]], outputs: Any, batch: dict[str, Any]) -> Tensor:
         completion_mask = batch["completion_mask"]
         pairs = pairs_of(
             outputs.log_probs[:, 1 - completion_mask.shape[1] :],
@@ -137,7 +191,7 @@ class DPOLoss:
                 internals.log_metrics(self.trainer, {f"rewards/{name}": x.item() for name, x in means.items()})
         return torch.stack([weight * PREFERENCE_LOSSES[name](pairs, options).mean() for name, weight in own]).sum()
 
-    def _of_smoothing(self, outputs: Any, completion_mask: torch.Tensor) -> torch.Tensor:
+    def _of_smoothing(self, outputs: Any, completion_mask: Tensor) -> Tensor:
         mask = completion_mask[:, 1:].chunk(2)[0]
         of_chosen, means = (x[: len(mask), -mask.shape[1] :] for x in (outputs.log_probs, outputs.mean_log_probs))
         return smoothing_term(

@@ -12,21 +12,24 @@ from accelerate.utils import is_peft_model, tqdm
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from torch.utils.data import DataLoader
+from transformers.training_args import OptimizerNames
 
 from ..compat import dpo as internals
-from ..compat.choices import maybe_gather_lm_head_ctx
+from ..compat.choices import maybe_gather_lm_head_ctx, own_step
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields
 from ..distributed.ranks import Ranks
 from ..packing.packing import LastResult
 from ..planning.dpo import DPOFacts, DPOPlan, plan_dpo
-from ..planning.plan import SkipCounts
+from ..planning.parts import few_parts
+from ..planning.plan import PackingPlan, SkipCounts
 from ..reference.canary import Canary, tolerance_of
 from ..reference.sequences import check_batch, check_column_values, have_columns
 from ..reference.store import DiskStore, MemoryStore
 from ..reference.stored import StoredReference, Variants, random_state_kept
 from ..reference.weights import ReferenceWeights, identity_facts, identity_of, write_about
 from ..scoring.scorer import Scorer
+from .dpo_batches import sequence_tokens
 from .reference_weights import ReferenceOfPolicy
 
 _ROWS_CHECKED_TOGETHER = 64
@@ -42,6 +45,8 @@ class Host(internals.DPOInternals, Protocol):
 
     @property
     def plan(self) -> DPOPlan: ...
+
+    def _packing_plan(self) -> PackingPlan: ...
 
     def _plan_again(self) -> None: ...
 
@@ -238,6 +243,15 @@ class DPOReference:
             varies=varies,
             uncacheable=self._uncacheable,
             own_loss=self.host._bypassed_by(),
+            is_packed=self.scorer.policy.packing.padded_reason is None,
+            processes=self.ranks.accelerator.num_processes,
+            accumulation_steps=args.gradient_accumulation_steps,
+            balance=self.options.balance,
+            max_tokens_per_micro_batch=self.options.max_tokens_per_micro_batch,
+            optimizer=OptimizerNames(args.optim).value,
+            has_images=internals.holds_images(self.host),
+            has_router_loss=self.host.aux_loss_enabled,
+            own_step=own_step(self.host, "_compute_loss", "get_batch_samples"),
         )
         return plan_dpo(facts)
 
@@ -263,9 +277,17 @@ class DPOReference:
         """Return the reference's log-probs of `batch`. `prepared`: whether Accelerate has prepared the policy."""
         if not prepared:
             self._labels = LastResult()
-        model = self._model(prepared)
+        model, labels, budget = self._model(prepared), self.labels_of(batch), self.options.max_tokens_per_micro_batch
         with unrecorded_pass(self.host), self.weights.entered():
-            return internals.score_as_reference(self.host, model, batch, self.labels_of(batch))
+            if budget is None or not self.host.model.training or not prepared:
+                return internals.score_as_reference(self.host, model, batch, labels)
+            parts = few_parts(sequence_tokens(batch, self.host._packing_plan()), list(range(len(labels))), budget)
+            most = max(count[0] for count in self.ranks.gather_counts([len(parts)]))
+            log_probs = labels.new_zeros(len(labels), labels.shape[1] - 1, dtype=torch.float32)
+            for rows in parts + [[0]] * (most - len(parts)):  # every rank runs the same number of passes
+                part = {name: x if name in internals.PAIR_COLUMNS else x[rows] for name, x in batch.items()}
+                log_probs[rows] = internals.score_as_reference(self.host, model, part, labels[rows]).float()
+            return log_probs
 
     def labels_of(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the labels of a batch: the same tensor for the reference's and the policy's pass."""

@@ -18,6 +18,7 @@ from transformers.training_args import OptimizerNames
 
 from ..compat import CORRECTS_TRUNCATED_SAMPLING
 from ..compat import grpo as internals
+from ..compat.choices import own_step
 from ..config import AddedGRPOFields
 from ..config import GRPOConfig as GRPOConfig  # earlier `training_args.bin` files refer to it here
 from ..distributed.gradients import activations_on_host
@@ -132,7 +133,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 buffers_batches=self._grpo_generation.buffers_batches,
                 bypasses_loss=self._bypasses_loss,
                 has_own_loss=internals.has_own_loss(self) or self._bypasses_loss,
-                own_step=internals.own_step(self),
+                own_step=own_step(self),
                 of_sequences=self.importance_sampling_level == "sequence",
                 kl_times_ratio=args.use_bias_correction_kl,
                 has_images=bool(self._is_vlm),
@@ -224,7 +225,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         """Compute TRL's loss from the log-probs of the planned passes."""
         self._loss_reached = True
         if not inputs:  # its rows run with a later micro-batch
-            return torch.zeros((), device=self.accelerator.device, requires_grad=True) * 1.0  # DeepSpeed: a `grad_fn`
+            return self._grpo_scoring.in_parts.nothing()
         self._ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
         loss, loss_inputs = self._grpo_scoring.of_micro_batch(

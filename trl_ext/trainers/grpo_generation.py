@@ -222,23 +222,19 @@ class GRPOGeneration:
 
         Rows of a group then share micro-batches, and ranks and micro-batches have about the same number of tokens.
         """
-        trainer, plan = self.trainer, self.trainer.plan
-        if not plan.balances and (not plan.keeps_groups_together or internals.has_images(batch)):
+        trainer, plan, args = self.trainer, self.trainer.plan, self.trainer.args
+        if not plan.balances and (not plan.keeps_groups_together or plan.merges or internals.has_images(batch)):
             return batch
-        args, packing, together = trainer.args, trainer._packing_plan(), 1
-        if plan.keeps_groups_together or plan.facts.keep_groups_together is not False:
-            together = self.micro_batches_per_step()
-        size = args.per_device_train_batch_size
-        unit = {"rows_of_a_slice": size, "micro_batches_per_step": together}
+        together = 1 if plan.facts.keep_groups_together is False else self.micro_batches_per_step()
+        unit = {"rows_of_a_slice": args.per_device_train_batch_size, "micro_batches_per_step": together}
         if plan.merges:
-            unit = {"rows_of_a_slice": size * together, "micro_batches_per_step": 1}
+            unit = {"rows_of_a_slice": args.per_device_train_batch_size * together, "micro_batches_per_step": 1}
+        packing, scored = trainer._packing_plan(), self.scoring.policy_tokens(batch)
         shared = packing.share_in_training
-        tokens = RowTokens.of(batch, self.scoring.policy_tokens(batch), packed=packing.padding_free, shared=shared)
-        batch = trainer._balance.arranged(
-            batch, tokens, self._columns(), over_ranks=plan.balances, shared=shared, **unit
-        )
+        tokens = RowTokens.of(batch, scored, packed=packing.padding_free, shared=shared)
+        batch = trainer._balance.arranged(batch, tokens, self._columns(), unit, shared=shared, over_ranks=plan.balances)
         metrics = internals.mode_metrics(trainer)
-        for name, value in trainer._balance.metrics():
+        for name, value in trainer._balance.metrics().items():
             metrics[name].append(value)
         return batch
 

@@ -62,7 +62,7 @@ class GRPOScoring:
 
     def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
-        self._check, self.in_parts = SamplerCheck(trainer), InParts(trainer)
+        self._check, self.in_parts = SamplerCheck(trainer), InParts(trainer, ranks)
         self.sampled_at_step = 0
         self._skipped_tokens = 0  # on this rank, since the last loss
         self._scored: Any = WeakTensorKeyDictionary()  # keyed by `completion_mask`

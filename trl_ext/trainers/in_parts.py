@@ -1,7 +1,7 @@
 """A micro-batch in parts: forward, loss and backward of each, before the gradients of the step are synchronized."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from ..compat.replaced import replaced
+from ..distributed.ranks import Ranks
 
 _LOSS_CHANGED = (
     "This trainer's `compute_loss` changed the loss after it was computed. With `max_tokens_per_micro_batch`, the "
@@ -28,8 +29,9 @@ class Trainer(Protocol):
 class InParts:
     """Runs all parts of a micro-batch but the last, which TRL's training step runs."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
+        self.trainer, self.ranks = trainer, ranks
+        self._step_ends = ExitStack()
         self._gradients: list[Tensor] = []  # with respect to the loss of each part
         self._last_parts_to_come = 0
         self._in_training_step = False
@@ -39,7 +41,8 @@ class InParts:
         """Let micro-batches run in parts in the `with` block, because only there a backward follows the loss."""
         self._in_training_step, self._last_parts_to_come = True, 0
         try:
-            yield
+            with ExitStack() as self._step_ends:
+                yield
         finally:
             self._in_training_step = False
         if self._last_parts_to_come:
@@ -48,6 +51,11 @@ class InParts:
     @property
     def may_run(self) -> bool:
         return self._in_training_step and torch.is_grad_enabled()
+
+    def nothing(self) -> Tensor:
+        """Return the loss of a micro-batch whose rows run with a later one. It has no backward."""
+        self._step_ends.enter_context(replaced(self.ranks.every, backward=lambda *_, **__: None))
+        return torch.zeros((), device=self.ranks.device)
 
     def begins(self) -> None:
         """Called before a micro-batch."""
@@ -59,7 +67,7 @@ class InParts:
         inputs: Any,
         num_items: Any,
         loss_of_part: Callable[[], Tensor],
-        aside: AbstractContextManager[None],
+        aside: AbstractContextManager[Any],
     ) -> None:
         """Run forward, loss and backward for a part. `aside`: a context in which TRL's metrics are not logged."""
 

@@ -5,7 +5,6 @@ from functools import cache, cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from ..distributed.exchange import Column, Rows
 from ..distributed.ranks import Ranks
@@ -31,10 +30,10 @@ class RowBalance:
     def _cost(self) -> CostModel:
         return CostModel.of(self.trainer.model.config.get_text_config())
 
-    def metrics(self) -> list[tuple[str, float]]:
-        """Return the names and values in the logs; none if no rows moved between ranks."""
+    def metrics(self) -> dict[str, float]:
+        """Return what the logs show of the last rows that moved between ranks; nothing if they did not move."""
         names = ("balance/max_over_mean_before", "balance/max_over_mean")
-        return list(zip(names, self.max_over_mean or (), strict=False))
+        return dict(zip(names, self.max_over_mean or (), strict=False))
 
     def measured(self, decision: Decision) -> Decision:
         """Return a decision; that on the balance with the effect on the last optimizer steps, once it is known."""
@@ -49,45 +48,46 @@ class RowBalance:
         batch: dict[str, Any],
         tokens: RowTokens,
         columns: dict[str, Column],
+        unit: dict[str, int],
         *,
-        over_ranks: bool,
         shared: bool,
-        **unit: int,
+        over_ranks: bool = True,
+        completions: int = 1,
     ) -> dict[str, Any]:
         """Return `batch` with its rows in the order of `row_order`; with `over_ranks`, with rows of all ranks.
 
         Args:
+            batch (`dict`): empty if this rank's rows must stay; then all ranks keep theirs.
             columns (`dict[str, Column]`): how the entries of shape (B, W) are padded.
+            unit (`dict[str, int]`): the slices of an optimizer step, as arguments of `row_order`.
             shared (`bool`): whether rows share equal prompts.
-            unit (`int`): the slices of an optimizer step, in the words of `row_order`.
+            completions (`int`): of a row.
         """
-        if over_ranks and self.ranks.accelerator.num_processes > 1:
-            entries = {name: x for name, x in sorted(batch.items()) if is_rowwise(x)}
-            known = all(x.ndim == 1 or name in columns for name, x in entries.items())
-            known = known and not any(isinstance(x, list) for x in batch.values())
-            rows = Rows(entries, columns)
-            of_ranks = self.ranks.gather_counts([rows.signature if known else -1, len(tokens.prompt_B)])
-            if known and all(x == of_ranks[0] for x in of_ranks):
-                return {**batch, **self._over_ranks(rows, tokens, shared, **unit)}
-        return in_order(batch, row_order(self._cost.costs(tokens), **unit))
-
-    def _over_ranks(self, rows: Rows, tokens: RowTokens, shared: bool, **unit: int) -> dict[str, Tensor]:
-        ranks = self.ranks.accelerator.num_processes
+        if not over_ranks or self.ranks.accelerator.num_processes == 1:
+            return in_order(batch, row_order(self._cost.costs(tokens, completions), **unit)) if batch else batch
+        self.max_over_mean = None
+        rows = Rows({name: x for name, x in sorted(batch.items()) if is_rowwise(x)}, columns)
+        known = batch and all(x.ndim == 1 or name in columns for name, x in rows.entries.items())
+        known = known and not any(isinstance(x, list) for x in batch.values())
+        of_ranks = self.ranks.gather_counts([rows.signature if known else -1, len(tokens.prompt_B)])
+        if any(x != of_ranks[0] or -1 in x for x in of_ranks):
+            return batch
+        count = len(of_ranks)
         of_rank_4B = torch.tensor(
             [tokens.prompt_B, tokens.prompt_tokens_B, tokens.own_tokens_B, tokens.scored_tokens_B],
             device=self.ranks.device,
         )
-        facts = torch.cat([of_rank_4B.T, rows.lengths_BE.to(self.ranks.device)], dim=1)
-        facts_NF = self.ranks.accelerator.gather(facts).cpu()
+        of_rank_BF = torch.cat([of_rank_4B.T, rows.lengths_BE.to(self.ranks.device)], dim=1)
+        facts_NF = self.ranks.accelerator.gather(of_rank_BF).cpu()
         prompt_N, *counts = facts_NF[:, :4].T
         if not shared:
             prompt_N = torch.where(prompt_N == -1, prompt_N, torch.arange(len(prompt_N)))
         every = RowTokens(prompt_N.tolist(), *(x.tolist() for x in counts))
-        order = row_order(self._cost.costs(every), ranks=ranks, **unit)
-        theirs = list(range(len(order)))
-        before, after = (max_over_mean(every, x, ranks=ranks, **unit) for x in (theirs, order))
+        order = row_order(self._cost.costs(every, completions), ranks=count, **unit)
+        orders = list(range(len(order))), order
+        before, after = (max_over_mean(every, x, ranks=count, **unit) for x in orders)
         self.max_over_mean = before, after
-        return rows.exchanged(torch.tensor(order), facts_NF[:, 4:], self.ranks)
+        return {**batch, **rows.exchanged(torch.tensor(order), facts_NF[:, 4:], self.ranks)}
 
 
 def in_order(batch: dict[str, Any], order: list[int]) -> dict[str, Any]:

@@ -1,0 +1,129 @@
+"""The micro-batches of a DPO optimizer step: which pairs they hold, on which rank, and in how many forward passes."""
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..compat import dpo as internals
+from ..compat.replaced import replaced
+from ..distributed.exchange import Column, equally_wide
+from ..distributed.ranks import Ranks
+from ..planning.dpo import DPOPlan
+from ..planning.micro_batches import RowTokens, content_hash
+from ..planning.plan import PackingPlan
+from .row_balance import RowBalance
+
+_SIDES = ("chosen", "rejected")
+
+
+class Trainer(internals.DPOInternals, Protocol):
+    """The trainer members that this file reads."""
+
+    @property
+    def plan(self) -> DPOPlan: ...
+
+    def _packing_plan(self) -> PackingPlan: ...
+
+
+class DPOBatches:
+    def __init__(self, trainer: Trainer, ranks: Ranks, balance: RowBalance) -> None:
+        self.trainer, self.ranks, self.balance = trainer, ranks, balance
+        self._merged = False  # whether a single micro-batch has the pairs of the optimizer step
+
+    def rearranged(self, samples: list[Any]) -> list[Any]:
+        """Return the micro-batches of an optimizer step, with pairs of all ranks, in as few as the plan allows.
+
+        If they are merged, the last one holds all pairs, and those before it have none.
+        """
+        plan, self._merged = self.trainer.plan, False
+        if not samples or not (plan.balances or plan.merges):
+            return samples
+        count, columns = len(samples), self._columns()
+        pairs = self._pairs(samples, columns)
+        size = len(pairs.get("chosen_input_ids", ())) // count
+        if plan.balances:
+            unit = {"rows_of_a_slice": size, "micro_batches_per_step": count}
+            if plan.merges:
+                unit = {"rows_of_a_slice": size * count, "micro_batches_per_step": 1}
+            packing = self.trainer._packing_plan()
+            tokens = pair_tokens(_batch(pairs, columns), packing) if pairs else RowTokens([], [], [])
+            shared = packing.share_in_training
+            pairs = self.balance.arranged(pairs, tokens, columns, unit, shared=shared, completions=2)
+            # Before the first step, the policy may still be in evaluation mode
+            internals.log_metrics(self.trainer, self.balance.metrics(), mode="train")
+        if not pairs:
+            return samples
+        if plan.merges:
+            self._merged, whole = True, _batch(pairs, columns)
+            return [{name: x[:0] for name, x in whole.items()}] * (count - 1) + [whole]
+        starts = range(0, size * count, size)
+        return [_batch({name: x[i : i + size] for name, x in pairs.items()}, columns) for i in starts]
+
+    def as_one(self) -> AbstractContextManager[None]:
+        """Divide the loss as if the pairs of the optimizer step were one micro-batch, if they are."""
+        return replaced(self.trainer, **({"current_gradient_accumulation_steps": 1} if self._merged else {}))
+
+    def _columns(self) -> dict[str, Column]:
+        args = self.trainer.args
+        fills = {"input_ids": internals.pad_token_id(self.trainer), "attention_mask": 0, "completion_mask": 0}
+        return {
+            f"{side}_{name}": Column(fill, width="sequence", multiple=args.pad_to_multiple_of or 1)
+            for side in _SIDES
+            for name, fill in fills.items()
+        }
+
+    def _pairs(self, samples: list[Any], columns: dict[str, Column]) -> dict[str, Tensor]:
+        """Return the pairs of micro-batches, one item for each; none if they must stay where they are."""
+        known = {*internals.PAIR_COLUMNS, "input_ids", "attention_mask", "completion_mask"}
+        names = samples[0].keys()
+        alike = all(x.keys() == names and len(x["input_ids"]) == len(samples[0]["input_ids"]) for x in samples)
+        if not alike or not names <= known or internals.has_repeats(self.trainer):
+            return {}
+        if any((x["attention_mask"][:, 0] == 0).any() for x in samples):  # padded on the left
+            return {}
+        pairs = {}
+        for name in names:
+            if name in internals.PAIR_COLUMNS:
+                pairs[name] = torch.cat([x[name] for x in samples])
+                continue
+            for side, of_samples in zip(_SIDES, zip(*(x[name].chunk(2) for x in samples), strict=True), strict=True):
+                pairs[f"{side}_{name}"] = torch.cat(equally_wide(list(of_samples), columns[f"{side}_{name}"]))
+        return pairs
+
+
+def sequence_tokens(batch: dict[str, Tensor], packing: PackingPlan) -> RowTokens:
+    """Return the tokens of each row of a batch in TRL's form."""
+    names = ("input_ids", "attention_mask", "completion_mask")
+    on_host = torch.stack([batch[name] for name in names]).cpu()  # one copy, so the host waits for the device once
+    (rows, width), (ids_BS, real_BS, scored_BS) = on_host.shape[1:], on_host.unbind()
+    length_B, scored_B = real_BS.sum(dim=1), scored_BS.sum(dim=1)
+    prompt_B = length_B - scored_B
+    # The last token is only predicted; it is not an input
+    own_B = (scored_B - 1).clamp(min=0) if packing.padding_free else width - prompt_B
+    prompts = list(range(rows))
+    if packing.share_in_training:
+        prompts = [content_hash(ids_BS[row, :length].numpy()) for row, length in enumerate(prompt_B.tolist())]
+    return RowTokens(prompts, prompt_B.tolist(), own_B.tolist(), scored_B.tolist())
+
+
+def pair_tokens(batch: dict[str, Tensor], packing: PackingPlan) -> RowTokens:
+    """Return the tokens of each pair of a batch: the prompt once, where rows share it, and both completions."""
+    rows, every = sequence_tokens(batch, packing), len(batch["input_ids"]) // 2
+    prompts, scored = rows.prompt_tokens_B, rows.scored_tokens_B
+    own = [sum(rows.own_tokens_B[pair::every]) for pair in range(every)]
+    if not packing.share_in_training:
+        own = [x + prompts[every + pair] for pair, x in enumerate(own)]
+    return RowTokens(rows.prompt_B[:every], prompts[:every], own, [sum(scored[pair::every]) for pair in range(every)])
+
+
+def _batch(pairs: dict[str, Tensor], columns: dict[str, Column]) -> dict[str, Tensor]:
+    """Return pairs in TRL's form: the chosen rows, then the rejected ones, as wide as the longest."""
+    longest = int(max(pairs[f"{side}_attention_mask"].sum(dim=1).max() for side in _SIDES))
+    multiple = columns["chosen_input_ids"].multiple
+    width = -(-longest // multiple) * multiple
+    batch = {name: x for name, x in pairs.items() if name not in columns}
+    for name in ("input_ids", "attention_mask", "completion_mask"):
+        batch[name] = torch.cat([pairs[f"{side}_{name}"][:, :width] for side in _SIDES])
+    return batch
