@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_ext.planning.micro_batches import RowTokens, micro_batches_per_step
+from trl_ext.planning.micro_batches import RowTokens, micro_batches_per_step, row_order
 from trl_ext.planning.rows import ScoredTokens
+from trl_ext.trainers.row_balance import in_order
 
 
 def costs(fed: RowTokens, slices: list[list[int]]) -> list[int]:
@@ -137,7 +138,7 @@ def test_entries_of_every_kind_follow_their_rows() -> None:
         "count": torch.tensor(7.0),
         "wide": torch.eye(4),
     }
-    got = kept_together(batch, fed, slices=2, micro_batches_per_step=2)
+    got = in_order(batch, order)
     assert got["rows"].tolist() == got["list"] == got["wide"].argmax(dim=1).tolist() == order
     assert got["none"] is None
     assert got["count"] is batch["count"]
