@@ -46,7 +46,7 @@ def test_there_are_no_mixins():
 
 def test_sizes():
     lines = {path.name: len(path.read_text().splitlines()) for path in (PACKAGE / "trainers").glob("*.py")}
-    assert len(lines) <= 14
+    assert len(lines) <= 17
     assert max(lines.values()) <= 400
     assert max(lines["dpo.py"], lines["grpo.py"]) <= 250
     ignores = sum(
@@ -59,8 +59,8 @@ def test_sizes():
 
 def test_the_package_stays_small():
     files = list(PACKAGE.rglob("*.py"))
-    assert len(files) <= 110
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 17_750
+    assert len(files) <= 115
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 18_700
 
 
 def test_protocols_of_parts_are_small():
@@ -119,7 +119,7 @@ def of_grpo(workshop: Workshop, trainer: type, config: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("of_ours", "build", "step", "most_hops"),
     # Before this design: 150 and 151 changes of file, 15 and 10 classes
-    [(trl_ext.DPOTrainer, of_dpo, 3, 100), (trl_ext.GRPOTrainer, of_grpo, 4, 100)],
+    [(trl_ext.DPOTrainer, of_dpo, 3, 105), (trl_ext.GRPOTrainer, of_grpo, 4, 100)],
     ids=["dpo", "grpo"],
 )
 def test_a_micro_batch_enters_few_classes_and_files(

@@ -117,7 +117,7 @@ def test_the_table_leaves_out_what_is_as_in_trl(fields: dict[str, Any], shown: l
             for x in (False, True)
         )
     assert rows == shown
-    assert every == ["engine", "policy", "old policy", "reference", "micro-batches", "packing", "head"]
+    assert every == ["engine", "policy", "old policy", "reference", "micro-batches", "balance", "packing", "head"]
 
 
 @pytest.mark.parametrize("option", [{"head": "dense"}, {"head_kernels": "torch"}], ids=str)

@@ -18,6 +18,8 @@ from .rows import ScoredTokens
 
 Array = np.ndarray[Any, Any]
 
+DEAD, UNSHARED = -1, -2  # in place of a prompt: the row does not run, or shares its prompt with no other
+
 
 def content_hash(ids: Array) -> int:
     """Return a hash of token ids, the same on every rank: 63 bits."""
@@ -28,7 +30,7 @@ def content_hash(ids: Array) -> int:
 class RowTokens:
     """The tokens that each row adds to a forward, in which rows with the same prompt share the prompt's tokens."""
 
-    prompt_B: list[int]  # a hash of each row's prompt, the same for rows that share it; -1 for a row that does not run
+    prompt_B: list[int]  # a hash of each row's prompt, the same for rows that share it; or `DEAD` or `UNSHARED`
     prompt_tokens_B: list[int]
     own_tokens_B: list[int]  # of the completion
     scored_tokens_B: list[int] = field(default_factory=list)
@@ -49,21 +51,22 @@ class RowTokens:
         on_host = torch.cat([batch["prompt_ids"], batch["prompt_mask"], scored.tokens_BC], dim=1).cpu().numpy()
         ids_BP, mask_BP, tokens_BC = np.split(on_host, [P, 2 * P], axis=1)
         prompt_tokens, own_tokens = [P] * rows, [C] * rows
-        prompts = list(range(rows))
+        prompts = [UNSHARED] * rows
         if packed:
             prompt_tokens = np.count_nonzero(mask_BP, axis=1).tolist()
             # The last scored token is only predicted; it is not an input
             own_tokens = (tokens_BC.any(axis=1) * (C - 1 - tokens_BC[:, ::-1].argmax(axis=1))).tolist()
         if packed and shared:
             prompts = [content_hash(ids_P[mask_P != 0]) for ids_P, mask_P in zip(ids_BP, mask_BP, strict=True)]
-        prompt_B = [x if row in runs else -1 for row, x in enumerate(prompts)]
+        prompt_B = [x if row in runs else DEAD for row, x in enumerate(prompts)]
         return cls(prompt_B, prompt_tokens, own_tokens, tokens_BC.sum(axis=1).tolist())
 
     def by_prompt(self, rows: Sequence[int]) -> dict[int, list[int]]:
-        """Return `rows` grouped by prompt, in their order; those that do not run are under -1."""
+        """Return `rows` grouped by prompt, in their order; those that do not run are under `DEAD`."""
         groups: dict[int, list[int]] = defaultdict(list)
         for row in rows:
-            groups[self.prompt_B[row]].append(row)
+            prompt = self.prompt_B[row]
+            groups[UNSHARED - row if prompt == UNSHARED else prompt].append(row)
         return groups
 
     def of_rows(self, rows: Sequence[int]) -> int:
@@ -72,7 +75,7 @@ class RowTokens:
 
     def of_group(self, rows: Sequence[int]) -> int:
         """Return the number of tokens of rows with the same prompt."""
-        if self.prompt_B[rows[0]] == -1:
+        if self.prompt_B[rows[0]] == DEAD:
             return 0
         return self.prompt_tokens_B[rows[0]] + sum(self.own_tokens_B[row] for row in rows)
 
@@ -119,7 +122,7 @@ def row_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_step
 class _Rows:
     """`RowTokens` as arrays. Integers, so that all ranks decide the same."""
 
-    prompt_B: Array  # each row that does not run has its own
+    prompt_B: Array  # each `DEAD` or `UNSHARED` row has its own
     shared_B: Array  # tokens of the prompt
     own_B: Array
 
@@ -128,8 +131,8 @@ class _Rows:
         prompt_B, shared_B, own_B = (
             np.array(x, dtype=np.int64) for x in (tokens.prompt_B, tokens.prompt_tokens_B, tokens.own_tokens_B)
         )
-        dead_B = prompt_B == -1
-        numbers_B = np.where(dead_B, -1 - np.arange(len(prompt_B)), prompt_B)
+        dead_B = prompt_B == DEAD
+        numbers_B = np.where(prompt_B < 0, -1 - np.arange(len(prompt_B)), prompt_B)
         return cls(numbers_B, np.where(dead_B, 0, shared_B), np.where(dead_B, 0, own_B))
 
     def of_slices(self, slices_KS: Array) -> Array:

@@ -1,18 +1,16 @@
 """The micro-batches of a DPO optimizer step: which pairs they hold, on which rank, and in how many forward passes."""
 
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..compat import dpo as internals
-from ..compat.replaced import replaced
 from ..distributed.exchange import Column, equally_wide
-from ..distributed.ranks import Ranks
 from ..planning.dpo import DPOPlan
-from ..planning.micro_batches import RowTokens, content_hash
+from ..planning.micro_batches import UNSHARED, RowTokens, content_hash
 from ..planning.plan import PackingPlan
+from .in_parts import InParts
 from .row_balance import RowBalance
 
 _SIDES = ("chosen", "rejected")
@@ -28,16 +26,15 @@ class Trainer(internals.DPOInternals, Protocol):
 
 
 class DPOBatches:
-    def __init__(self, trainer: Trainer, ranks: Ranks, balance: RowBalance) -> None:
-        self.trainer, self.ranks, self.balance = trainer, ranks, balance
-        self._merged = False  # whether a single micro-batch has the pairs of the optimizer step
+    def __init__(self, trainer: Trainer, balance: RowBalance, in_parts: InParts) -> None:
+        self.trainer, self.balance, self.in_parts = trainer, balance, in_parts
 
     def rearranged(self, samples: list[Any]) -> list[Any]:
         """Return the micro-batches of an optimizer step, with pairs of all ranks, in as few as the plan allows.
 
         If they are merged, the last one holds all pairs, and those before it have none.
         """
-        plan, self._merged = self.trainer.plan, False
+        plan, self.in_parts.divides_loss = self.trainer.plan, True
         if not samples or not (plan.balances or plan.merges):
             return samples
         count, columns = len(samples), self._columns()
@@ -47,23 +44,19 @@ class DPOBatches:
             unit = {"rows_of_a_slice": size, "micro_batches_per_step": count}
             if plan.merges:
                 unit = {"rows_of_a_slice": size * count, "micro_batches_per_step": 1}
-            packing = self.trainer._packing_plan()
-            tokens = pair_tokens(_batch(pairs, columns), packing) if pairs else RowTokens([], [], [])
-            shared = packing.share_in_training
-            pairs = self.balance.arranged(pairs, tokens, columns, unit, shared=shared, completions=2)
+            tokens = RowTokens([], [], [])
+            if pairs:
+                tokens = pair_tokens(_batch(pairs, columns), self.trainer._packing_plan())
+            pairs = self.balance.arranged(pairs, tokens, columns, unit, completions=2)
             # Before the first step, the policy may still be in evaluation mode
             internals.log_metrics(self.trainer, self.balance.metrics(), mode="train")
         if not pairs:
             return samples
         if plan.merges:
-            self._merged, whole = True, _batch(pairs, columns)
+            self.in_parts.divides_loss, whole = False, _batch(pairs, columns)
             return [{name: x[:0] for name, x in whole.items()}] * (count - 1) + [whole]
         starts = range(0, size * count, size)
         return [_batch({name: x[i : i + size] for name, x in pairs.items()}, columns) for i in starts]
-
-    def as_one(self) -> AbstractContextManager[None]:
-        """Divide the loss as if the pairs of the optimizer step were one micro-batch, if they are."""
-        return replaced(self.trainer, **({"current_gradient_accumulation_steps": 1} if self._merged else {}))
 
     def _columns(self) -> dict[str, Column]:
         args = self.trainer.args
@@ -102,7 +95,7 @@ def sequence_tokens(batch: dict[str, Tensor], packing: PackingPlan) -> RowTokens
     prompt_B = length_B - scored_B
     # The last token is only predicted; it is not an input
     own_B = (scored_B - 1).clamp(min=0) if packing.padding_free else width - prompt_B
-    prompts = list(range(rows))
+    prompts = [UNSHARED] * rows
     if packing.share_in_training:
         prompts = [content_hash(ids_BS[row, :length].numpy()) for row, length in enumerate(prompt_B.tolist())]
     return RowTokens(prompts, prompt_B.tolist(), own_B.tolist(), scored_B.tolist())

@@ -65,7 +65,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             check_grpo_arguments(config, **own)
         self._grpo_buffer = internals.Buffer(self)
         self._grpo_scoring = GRPOScoring(self, self._ranks, self._scorer, self._grpo_buffer)
-        self._grpo_generation = GRPOGeneration(self, self._ranks, self._grpo_scoring, self._grpo_buffer)
+        parts = self._grpo_scoring, self._grpo_buffer, self._balance
+        self._grpo_generation = GRPOGeneration(self, self._ranks, *parts)
         self._checkpoints.parts.append(self._grpo_generation.save)
         with self._built(given, VLLMGeneration=partial(EngineGeneration, engine_args=self._added.vllm_engine_args)):
             super().__init__(**given)

@@ -21,9 +21,9 @@ from ..distributed.tensor_parallel import TensorParallel
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
 from ..planning.grpo import GRPOPlan
 from ..planning.loss_inputs import BY_TOKEN, with_scored
-from ..planning.micro_batches import RowTokens, micro_batches_per_step
+from ..planning.micro_batches import micro_batches_per_step
 from ..planning.non_finite import check_first_rewards
-from ..planning.plan import PackingPlan, Plan
+from ..planning.plan import Plan
 from ..planning.rows import KEPT_CLASSES, loss_mask, rows_of_equal_rewards
 from ..sampler.kept import SamplingMask, log_probs_to_ask, warn_of_missing
 from .grpo_scoring import GRPOScoring
@@ -42,13 +42,10 @@ class Trainer(internals.GRPOInternals, Protocol):
     reward_func_names: list[str]
     reward_weights: Tensor
     shuffle_dataset: bool
-    _balance: RowBalance
     _non_finite: NonFiniteLoss
 
     @property
     def plan(self) -> GRPOPlan: ...
-
-    def _packing_plan(self) -> PackingPlan: ...
 
     def _plan_again(self) -> None: ...
 
@@ -56,8 +53,10 @@ class Trainer(internals.GRPOInternals, Protocol):
 
 
 class GRPOGeneration:
-    def __init__(self, trainer: Trainer, ranks: Ranks, scoring: GRPOScoring, buffer: internals.Buffer) -> None:
-        self.trainer, self.ranks, self.scoring, self.buffer = trainer, ranks, scoring, buffer
+    def __init__(
+        self, trainer: Trainer, ranks: Ranks, scoring: GRPOScoring, buffer: internals.Buffer, balance: RowBalance
+    ) -> None:
+        self.trainer, self.ranks, self.scoring, self.buffer, self.balance = trainer, ranks, scoring, buffer, balance
         self._trl = internals.Generation(trainer)
         self._further: FurtherPrompts | None = None
         self.buffers_batches = False  # whether a subclass keeps generation batches in its own buffer
@@ -229,12 +228,10 @@ class GRPOGeneration:
         unit = {"rows_of_a_slice": args.per_device_train_batch_size, "micro_batches_per_step": together}
         if plan.merges:
             unit = {"rows_of_a_slice": args.per_device_train_batch_size * together, "micro_batches_per_step": 1}
-        packing, scored = trainer._packing_plan(), self.scoring.policy_tokens(batch)
-        shared = packing.share_in_training
-        tokens = RowTokens.of(batch, scored, packed=packing.padding_free, shared=shared)
-        batch = trainer._balance.arranged(batch, tokens, self._columns(), unit, shared=shared, over_ranks=plan.balances)
+        tokens = self.scoring.row_tokens(batch)
+        batch = self.balance.arranged(batch, tokens, self._columns(), unit, over_ranks=plan.balances)
         metrics = internals.mode_metrics(trainer)
-        for name, value in trainer._balance.metrics().items():
+        for name, value in self.balance.metrics().items():
             metrics[name].append(value)
         return batch
 

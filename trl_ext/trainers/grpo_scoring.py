@@ -25,6 +25,7 @@ from ..planning.loss_inputs import (
     totals_of_rank,
     with_padding,
 )
+from ..planning.micro_batches import RowTokens
 from ..planning.parts import Parts
 from ..planning.plan import PackingPlan, SkipCounts, TokenCounts
 from ..planning.rows import KEPT_CLASSES, ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
@@ -138,6 +139,12 @@ class GRPOScoring:
         skips = {"skip_masked": plan.skips_masked, "skip_zero_advantages": plan.skips_zero_advantages}
         found = self._scored.setdefault(given[0], defaultdict(LastResult))[tuple(skips.values())]
         return found.of(*given, make=partial(scored_tokens, inputs, **skips))  # type: ignore[no-any-return]
+
+    def row_tokens(self, inputs: dict[str, Any]) -> RowTokens:
+        """Return the tokens of each row in the policy's pass."""
+        packing = self.trainer._packing_plan()
+        scored = self.policy_tokens(inputs)
+        return RowTokens.of(inputs, scored, packed=packing.padding_free, shared=packing.share_in_training)
 
     # The passes
 

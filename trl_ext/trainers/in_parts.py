@@ -31,6 +31,7 @@ class InParts:
 
     def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
         self.trainer, self.ranks = trainer, ranks
+        self.divides_loss = True  # by the number of micro-batches; not if the next one has the rows of all
         self._step_ends = ExitStack()
         self._gradients: list[Tensor] = []  # with respect to the loss of each part
         self._last_parts_to_come = 0
@@ -42,6 +43,8 @@ class InParts:
         self._in_training_step, self._last_parts_to_come = True, 0
         try:
             with ExitStack() as self._step_ends:
+                if not self.divides_loss:
+                    self._step_ends.enter_context(replaced(self.trainer, current_gradient_accumulation_steps=1))
                 yield
         finally:
             self._in_training_step = False

@@ -50,7 +50,6 @@ class RowBalance:
         columns: dict[str, Column],
         unit: dict[str, int],
         *,
-        shared: bool,
         over_ranks: bool = True,
         completions: int = 1,
     ) -> dict[str, Any]:
@@ -60,7 +59,6 @@ class RowBalance:
             batch (`dict`): empty if this rank's rows must stay; then all ranks keep theirs.
             columns (`dict[str, Column]`): how the entries of shape (B, W) are padded.
             unit (`dict[str, int]`): the slices of an optimizer step, as arguments of `row_order`.
-            shared (`bool`): whether rows share equal prompts.
             completions (`int`): of a row.
         """
         if not over_ranks or self.ranks.accelerator.num_processes == 1:
@@ -79,10 +77,7 @@ class RowBalance:
         )
         of_rank_BF = torch.cat([of_rank_4B.T, rows.lengths_BE.to(self.ranks.device)], dim=1)
         facts_NF = self.ranks.accelerator.gather(of_rank_BF).cpu()
-        prompt_N, *counts = facts_NF[:, :4].T
-        if not shared:
-            prompt_N = torch.where(prompt_N == -1, prompt_N, torch.arange(len(prompt_N)))
-        every = RowTokens(prompt_N.tolist(), *(x.tolist() for x in counts))
+        every = RowTokens(*facts_NF[:, :4].T.tolist())
         order = row_order(self._cost.costs(every, completions), ranks=count, **unit)
         orders = list(range(len(order))), order
         before, after = (max_over_mean(every, x, ranks=count, **unit) for x in orders)
