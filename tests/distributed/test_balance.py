@@ -16,11 +16,12 @@ from trained_weights import far
 
 LIMIT, WRONG = 1e-4, 1e-2
 FAST = {
-    "grpo": ["full-grpo", "lora-dapo", "lora-dead", "full-budget-iterations"],
+    "grpo": ["full-grpo", "lora-dapo", "lora-dead", "full-budget-iterations", "full-budget-slices"],
     "dpo": ["lora-sigmoid", "full-rpo", "lora-budget", "full-budget-pass"],
 }
 # Which groups are replaced, and which rows share an optimizer step after the shuffle, depends on the ranks
-NOT_OF_ONE_PROCESS = ("dynamic", "slices")
+NOT_OF_ONE_PROCESS = ("dynamic", "slices", "budget-slices")
+RESUMED = ("slices", "budget-slices", "sigmoid", "budget-pass")
 
 
 @pytest.fixture(scope="session")
@@ -52,12 +53,13 @@ NAMES = {
 }
 for _name in itertools.chain.from_iterable(NAMES.values()):
     _run = partial(_case, **dict(zip(("method", "mode", "case"), _name.split("-", 2), strict=True)))
-    CASES[_name] = _run
+    CASES |= {_name: _run, f"{_name}-resumed": partial(_run, resumed=True)}
     CASES |= {f"{_name}-unbalanced": partial(_run, balance=False), f"{_name}-wrong": partial(_run, factor=1.5)}
 
 
 def check(engine: str, names: list[str], folder: Path, processes: int) -> None:
     launched = [f"{name}{suffix}" for name in names for suffix in ("", "-unbalanced")] + [f"{names[0]}-wrong"]
+    launched += [f"{name}-resumed" for name in names if name.split("-", 2)[2] in RESUMED]
     results = launch(__file__, launched, engine, folder, processes, timeout=900)
     problems = []
     for name in names:
@@ -66,6 +68,8 @@ def check(engine: str, names: list[str], folder: Path, processes: int) -> None:
         far_from = {"unbalanced": max(far(x.change, unbalanced[0].change) for x in balanced)}
         if case not in NOT_OF_ONE_PROCESS:
             far_from["one process"] = far(balanced[0].change, on_one_process(method, mode, case).change)
+        if f"{name}-resumed" in results:  # GRPO's after half of a generation batch
+            far_from["resumed"] = far(results[f"{name}-resumed"][0].change, balanced[0].change)
         ratios = balanced[0].ratios
         print(engine, processes, name, {k: f"{v:.1e}" for k, v in far_from.items()}, ratios)
         if max(far_from.values()) > LIMIT:

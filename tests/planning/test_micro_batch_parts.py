@@ -94,7 +94,6 @@ def test_parts_have_the_gradient_of_the_whole(loss_type: str, setup: str, worksh
 SITUATIONS: dict[str, dict[str, Any]] = {
     "lora": {"setup": "lora"},
     "accumulation": {"gradient_accumulation_steps": 2, "steps": 3},
-    "accumulation-groups-together": {"gradient_accumulation_steps": 2, "shape": {"keep_groups_together": True}},
     "gspo": {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2},
     "beta": {"setup": "ref_model", "beta": 0.1, "num_iterations": 2},
     "off-policy-mask": {"off_policy_mask_threshold": 0.01, "num_iterations": 2},
@@ -114,12 +113,31 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", fast_first(SITUATIONS, "lora", "accumulation-groups-together", "dead-rows", "sampler"))
+@pytest.mark.parametrize("name", fast_first(SITUATIONS, "lora", "accumulation", "dead-rows", "sampler"))
 def test_parts_in_every_situation(name: str, workshop: Workshop, tmp_path: Path) -> None:
     budget = 12 if name == "dead-rows" else BUDGET
     parts, whole = both(workshop, tmp_path, budget, **SITUATIONS[name])
     assert max(sizes(parts, model="policy", training=True)) <= budget < max(sizes(whole, **POLICY_BATCHES))
     assert parts.fed("forwards", **POLICY_BATCHES) > whole.fed("forwards", **POLICY_BATCHES)
+
+
+@pytest.mark.parametrize("loss_type", fast_first(LOSSES, "grpo", "dapo"))
+def test_the_micro_batches_of_a_step_run_together(loss_type: str, workshop: Workshop, tmp_path: Path) -> None:
+    """Four micro-batches of 8 rows for each of two optimizer steps, which a budget for all makes one forward each."""
+    step = {"gradient_accumulation_steps": 4, "steps_per_generation": 8, "num_iterations": 2, "steps": 4}
+    case = case_of(None, loss_type=loss_type, **LOSSES[loss_type], beta=0.1, prompts=16, **step)
+    whole = run(case, workshop, tmp_path / "whole")
+    for budget, forwards in ((BUDGET, None), (10_000, 4)):
+        ours = {"keep_groups_together": True, "max_tokens_per_micro_batch": budget}
+        together = run(replace(case, ours=ours), workshop, tmp_path / str(budget))
+        tokens = sizes(together, **POLICY_BATCHES)
+        assert len(tokens) == forwards or max(tokens) <= BUDGET
+        wrong = tensors_differ("weight update", together.updates, whole.updates)
+        for i, (got, want) in enumerate(zip(together.gradients, whole.gradients, strict=True)):
+            wrong += tensors_differ(f"gradient of step {i}", got, want)
+        assert not wrong, "\n".join(wrong[:20])
+        losses = [[sum(x[i : i + 4]) for i in range(0, 16, 4)] for x in (together.losses, whole.losses)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-6)
 
 
 def test_the_old_policy_is_scored_in_parts_too(workshop: Workshop, tmp_path: Path) -> None:

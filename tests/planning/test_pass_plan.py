@@ -80,6 +80,7 @@ def test_the_plan_says_what_runs_and_why(name: str, workshop: Workshop) -> None:
         "old policy",
         "reference",
         "micro-batches",
+        "balance",
         "packing",
         "head",
     ]

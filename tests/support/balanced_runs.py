@@ -33,6 +33,7 @@ GRPO_CASES: dict[str, dict[str, Any]] = {
     "budget": {"max_tokens_per_micro_batch": 120},
     "budget-iterations": {"max_tokens_per_micro_batch": 120, "num_iterations": 2, "loss_type": "grpo", "beta": 0.1},
     "slices": {"steps_per_generation": 4, "beta": 0.1},
+    "budget-slices": {"steps_per_generation": 4, "beta": 0.1, "max_tokens_per_micro_batch": 120},
     "padded": {"padding_free": False, "reward": half_dead_reward, "beta": 0.0},
     "tools": {"masked": True},
     "dynamic": {"dynamic_sampling": True, "reward": half_dead_reward, "beta": 0.0},
@@ -67,8 +68,20 @@ class Seen:
     plan: str = ""
 
 
-def train(engine: Engine, method: str, mode: str, case: str, *, factor: float | None = None, **config: Any) -> Seen:
-    """Train a few steps. `factor` multiplies the loss of the last rank."""
+def train(
+    engine: Engine,
+    method: str,
+    mode: str,
+    case: str,
+    *,
+    factor: float | None = None,
+    resumed: bool = False,
+    **config: Any,
+) -> Seen:
+    """Train a few steps. `factor` multiplies the loss of the last rank.
+
+    If `resumed`, another trainer repeats all steps but the first.
+    """
     config = {**(GRPO_CASES if method == "grpo" else DPO_CASES)[case], **config}
     per_device = MICRO_BATCH // engine.processes
     base = {
@@ -92,11 +105,17 @@ def train(engine: Engine, method: str, mode: str, case: str, *, factor: float | 
         **engine.training_arguments(),
     }
     build = _grpo if method == "grpo" else _dpo
-    trainer = build(engine, mode, base, config, factor)
+    if resumed:
+        base |= {"save_strategy": "steps", "save_steps": 1, "output_dir": str(engine.folder / f"resumed-{case}")}
+    trainer = build(engine, mode, base, dict(config), factor)
     watch = _Watch(engine, trainer)
     trainer.add_callback(watch)
     trainer.train()
     engine.check(trainer)
+    if resumed:
+        trainer = build(engine, mode, base, config, factor)
+        trainer.train(resume_from_checkpoint=str(Path(base["output_dir"]) / "checkpoint-1"))
+        engine.check(trainer)
     end = engine.whole(trained(trainer))
     logs = [log for log in trainer.state.log_history if "balance/max_over_mean" in log]
     ratios = [(log["balance/max_over_mean_before"], log["balance/max_over_mean"]) for log in logs]

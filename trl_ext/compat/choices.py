@@ -61,10 +61,11 @@ REPLACEABLE = {
 }
 
 
-def own_step(trainer: Any, *others: str) -> str | None:
-    """Return the name of an overridden method that gets whole micro-batches, `others` among them; else `None`."""
+STEP = ("training_step", "_prepare_inputs", "compute_loss")  # methods that get whole micro-batches
+
+
+def overrides(trainer: Any, *methods: str) -> str | None:
+    """Return the first of `methods` that a subclass of our trainers overrides; `None` if there is none."""
     ours = next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
-    for name in ("training_step", "_prepare_inputs", "compute_loss", *others):
-        if name in vars(trainer) or getattr(type(trainer), name) is not getattr(ours, name):
-            return name
-    return None
+    changed = (x for x in methods if x in vars(trainer) or getattr(type(trainer), x) is not getattr(ours, x))
+    return next(changed, None)

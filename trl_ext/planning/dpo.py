@@ -42,6 +42,7 @@ class DPOFacts:
     varies: str | None  # why two passes of the reference over the same sequence differ
     uncacheable: str | None  # why a later run cannot tell the reference from another one
     own_loss: str | None  # a subclass's `compute_loss` that does not call ours
+    overrides_loss: bool  # a subclass overrides `_compute_loss`
     # Micro-batches
     is_packed: bool  # a forward has no padding
     processes: int
@@ -88,51 +89,68 @@ def plan_dpo(facts: DPOFacts) -> DPOPlan:
         reference = Decision("reference", "reuse", f"{columns}{others}")
     elif columns:
         reference = replace(reference, reason=f"{columns}{others}")
-    reason, budget = _stay_reason(facts), facts.max_tokens_per_micro_batch
-    if budget is not None:
-        if steps_in_backward(facts.optimizer):
-            reason = f"the optimizer `{facts.optimizer}` would step after the backward of each part"
-        if reason is not None:
-            raise ValueError(
-                f"`max_tokens_per_micro_batch={budget}` is not supported here: {reason}. Leave "
-                "`max_tokens_per_micro_batch` at None."
-            )
-        parts = f"The pairs of an optimizer step run in parts of at most {budget} tokens, or one pair"
-        policy = Decision("policy", "run", f"{parts} (`max_tokens_per_micro_batch`).")
-    against = "`balance=False`" if not facts.balance else reason
-    alone = facts.processes == 1
-    moved = (
-        "Before an optimizer step, pairs move between ranks and micro-batches, so that all have about the same number "
-        "of tokens. The gradient of the step is the same."
-    )
-    balance = Decision("balance", "run", moved, routine=alone)
-    if against is None and not facts.is_packed:
-        against = "batches stay padded, so each pair has as many tokens as the longest"
-    if facts.processes * facts.accumulation_steps == 1:
-        against = "there is one micro-batch"
-    if against is not None:
-        balance = Decision("balance", "skip", f"Pairs stay where they are: {against}.", routine=alone)
+    policy, merges = _in_parts(facts, policy)
+    balance = _balance(facts)
     return DPOPlan(
         decisions=(policy, reference, balance),
         facts=facts,
         source=source,
         durable=durable,
-        balances=against is None,
-        merges=budget is not None,
+        balances=balance.action == "run",
+        merges=merges,
     )
 
 
-def _stay_reason(facts: DPOFacts) -> str | None:
-    """Return why the gradient depends on which pairs share a micro-batch, or why they cannot move; or `None`."""
+def _in_parts(facts: DPOFacts, policy: Decision) -> tuple[Decision, bool]:
+    """Return the decision on the policy's pass, and whether the micro-batches of an optimizer step run together."""
+    budget, reason = facts.max_tokens_per_micro_batch, _micro_batch_reason(facts)
+    if budget is None:
+        return policy, False
+    if steps_in_backward(facts.optimizer):
+        reason = f"the optimizer `{facts.optimizer}` would step after the backward of each part"
+    if reason is not None:
+        raise ValueError(
+            f"`max_tokens_per_micro_batch={budget}` is not supported here: {reason}. Leave "
+            "`max_tokens_per_micro_batch` at None."
+        )
+    merges = facts.own_step is None
+    which = "The micro-batches of an optimizer step run together," if merges else "Each micro-batch runs"
+    parts = f"{which} in parts of at most {budget} tokens, or one pair (`max_tokens_per_micro_batch`)."
+    return Decision("policy", "run", parts), merges
+
+
+def _balance(facts: DPOFacts) -> Decision:
+    """Return the decision on moving pairs between ranks and micro-batches."""
+    reason = _micro_batch_reason(facts)
+    if facts.processes * facts.accumulation_steps == 1:
+        reason = "an optimizer step has one micro-batch"
+    elif not facts.balance:
+        reason = "`balance=False`"
+    elif reason is None and facts.own_step is not None:
+        reason = f"this trainer overrides `{facts.own_step}`, which may depend on the whole micro-batch"
+    elif reason is None and not facts.is_packed:
+        reason = "batches stay padded, so each pair has as many tokens as the longest"
+    alone = facts.processes == 1
+    if reason is not None:
+        return Decision("balance", "skip", f"Pairs stay where they are: {reason}.", routine=alone)
+    moved = (
+        "Before an optimizer step, pairs move between ranks and micro-batches, so that all have about the same number "
+        "of tokens. The gradient of the step is the same."
+    )
+    return Decision("balance", "run", moved, routine=alone)
+
+
+def _micro_batch_reason(facts: DPOFacts) -> str | None:
+    """Return why the gradient depends on which pairs share a micro-batch, or why pairs cannot change micro-batches."""
     whole = next((name for name in facts.loss_types if name in _OF_WHOLE_BATCH), None)
     if whole is not None:
         return f"the loss type '{whole}' {_OF_WHOLE_BATCH[whole]}"
     if facts.has_router_loss:
         return "the router loss is computed for each micro-batch"
     if facts.has_images:
-        return "pairs with images are not moved"
-    if facts.own_loss is not None or facts.own_step is not None:
-        return f"this trainer overrides {facts.own_loss or f'`{facts.own_step}`'}, which may depend on the micro-batch"
+        return "a batch with images cannot be split by pair"
+    if facts.own_loss is not None or facts.overrides_loss:
+        return "this trainer overrides the loss, which may depend on the whole micro-batch"
     return None
 
 

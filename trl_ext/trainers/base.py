@@ -19,7 +19,7 @@ from transformers import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks.progress import ThroughputProgress, add_to_model_card, show
-from ..compat.choices import REPLACEABLE
+from ..compat.choices import REPLACEABLE, overrides
 from ..compat.replaced import built_with, replaced, unrecorded_pass
 from ..config import AddedFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
@@ -169,8 +169,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _replaces(self, part: str) -> bool:
         """Return whether a subclass overrides one of the methods that `REPLACEABLE` lists for a `part`."""
-        ours = next(cls for cls in type(self).__mro__ if "_trl_trainer" in vars(cls))
-        return any(x in vars(self) or getattr(type(self), x) is not getattr(ours, x) for x in REPLACEABLE[part])
+        return overrides(self, *REPLACEABLE[part]) is not None
 
     def _packing_facts(self) -> PackingFacts:
         packing = self._scorer.policy.packing

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers.training_args import OptimizerNames
 
 from ..compat import dpo as internals
-from ..compat.choices import maybe_gather_lm_head_ctx, own_step
+from ..compat.choices import STEP, maybe_gather_lm_head_ctx, overrides
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields
 from ..distributed.ranks import Ranks
@@ -251,7 +251,8 @@ class DPOReference:
             optimizer=OptimizerNames(args.optim).value,
             has_images=internals.holds_images(self.host),
             has_router_loss=self.host.aux_loss_enabled,
-            own_step=own_step(self.host, "_compute_loss", "get_batch_samples"),
+            overrides_loss=overrides(self.host, "_compute_loss") is not None,
+            own_step=overrides(self.host, *STEP, "get_batch_samples"),
         )
         return plan_dpo(facts)
 

@@ -18,7 +18,7 @@ from transformers.training_args import OptimizerNames
 
 from ..compat import CORRECTS_TRUNCATED_SAMPLING
 from ..compat import grpo as internals
-from ..compat.choices import own_step
+from ..compat.choices import STEP, overrides
 from ..config import AddedGRPOFields
 from ..config import GRPOConfig as GRPOConfig  # earlier `training_args.bin` files refer to it here
 from ..distributed.gradients import activations_on_host
@@ -134,7 +134,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 buffers_batches=self._grpo_generation.buffers_batches,
                 bypasses_loss=self._bypasses_loss,
                 has_own_loss=internals.has_own_loss(self) or self._bypasses_loss,
-                own_step=own_step(self),
+                own_step=overrides(self, *STEP),
                 of_sequences=self.importance_sampling_level == "sequence",
                 kl_times_ratio=args.use_bias_correction_kl,
                 has_images=bool(self._is_vlm),

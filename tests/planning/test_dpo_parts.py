@@ -1,0 +1,144 @@
+"""DPO in parts of so many tokens: the same gradients, losses and metrics, and no larger forward.
+
+Tokens are counted by a hook on the input embedding. The reference is the same trainer without the field, or stock TRL.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from test_micro_batch_parts import assert_same_training, sizes
+
+import trl_ext
+from balanced_runs import DPO_CASES
+from drop_in_cases import Case
+from run_losses import Record, Trainers, build
+from tiers import fast_first
+from tiny import Workshop, preferences
+from trained_weights import far
+from training_comparison import POLICY_BATCHES
+
+OURS, STOCK = Trainers.of(trl_ext), Trainers.of(trl)
+BUDGET = 40
+LOSSES = {name: x for name, x in DPO_CASES.items() if "columns" not in x and "max_tokens_per_micro_batch" not in x}
+
+
+def case_of(**fields: Any) -> Case:
+    keys = ("setup", "model", "lora", "steps")
+    kwargs = {key: fields.pop(key) for key in keys if key in fields}
+    return Case("parts", "dpo", config={"reference_store": "memory", **fields}, learning_rate=0.02, **kwargs)
+
+
+def run(case: Case, workshop: Workshop, folder: Path, trainers: Trainers = OURS) -> Record:
+    record = Record()
+    trainer = build(case, trainers, workshop, str(folder), record)
+    for scoring in getattr(trainer, "scoring_forwards", []):
+        scoring.packing.checked = True  # else the first batch is fed twice more
+    trainer.train()
+    return record
+
+
+def both(workshop: Workshop, folder: Path, budget: int = BUDGET, **fields: Any) -> tuple[Record, Record]:
+    case = case_of(**fields)
+    parts = replace(case, config={**case.config, "max_tokens_per_micro_batch": budget})
+    in_parts, whole = run(parts, workshop, folder / "parts"), run(case, workshop, folder / "whole")
+    assert_same_training(in_parts, whole)
+    return in_parts, whole
+
+
+@pytest.mark.parametrize("setup", ["ref_model", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", fast_first(LOSSES, "sigmoid", "discopop", "wpo"))
+def test_parts_have_the_gradient_of_the_whole(name: str, setup: str, workshop: Workshop, tmp_path: Path) -> None:
+    parts, whole = both(workshop, tmp_path, setup=setup, **LOSSES[name])
+    assert max(sizes(parts, **POLICY_BATCHES)) <= BUDGET < min(sizes(whole, **POLICY_BATCHES))
+
+
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 2, "steps": 3},
+    "every-pass": {"reference_store": "off"},
+    "no-sharing": {"share_prompts": False},
+    "padded": {"padding_free": False},
+    "checkpointing": {"gradient_checkpointing": True},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
+    "non-finite": {"on_non_finite_loss": "stop"},
+    "clipped": {"max_grad_norm": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", fast_first(SITUATIONS, "accumulation", "every-pass", "evaluation", "non-finite"))
+def test_parts_in_every_situation(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    budget = 80 if name == "padded" else BUDGET
+    parts, whole = both(workshop, tmp_path, budget, setup="ref_model", **SITUATIONS[name])
+    assert max(sizes(parts, grad=True)) <= budget
+    assert parts.fed("forwards", **POLICY_BATCHES) > whole.fed("forwards", **POLICY_BATCHES)
+    of_reference = [feed.tokens for feed in parts.feeds if not feed.grad and feed.training]
+    if name == "every-pass":
+        assert max(of_reference) <= budget
+
+
+def test_the_losses_are_stock_trls(workshop: Workshop, tmp_path: Path) -> None:
+    case = case_of(setup="ref_model")
+    parts = replace(case, config={**case.config, "max_tokens_per_micro_batch": BUDGET})
+    stock = replace(case, config={})
+    ours, theirs = run(parts, workshop, tmp_path / "ours"), run(stock, workshop, tmp_path / "stock", STOCK)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("budget", [30, 100, 10_000])
+def test_an_optimizer_step_takes_as_few_forwards_as_the_budget_allows(
+    accumulation: int, budget: int, workshop: Workshop, tmp_path: Path
+) -> None:
+    changes = []
+    for limit in (budget, None):
+        counts: list[int] = []
+        trainer = trl_ext.DPOTrainer(
+            model=workshop.model("tied"),
+            args=trl_ext.DPOConfig(
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=accumulation,
+                max_steps=2,
+                learning_rate=0.02,
+                optim="sgd",
+                max_grad_norm=0.0,
+                use_cpu=True,
+                bf16=False,
+                report_to="none",
+                save_strategy="no",
+                logging_steps=1,
+                reference_store="memory",
+                include_num_input_tokens_seen=True,
+                gradient_checkpointing=False,
+                max_tokens_per_micro_batch=limit,
+            ),
+            train_dataset=preferences(16, seed=1),
+        )
+        trainer.scoring_forwards[0].packing.checked = True
+        start = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+        trainer.model.get_input_embeddings().register_forward_pre_hook(
+            lambda module, ids, counts=counts: counts.append(ids[0].numel()) if torch.is_grad_enabled() else None
+        )
+        trainer.train()
+        change = {name: x.detach() - start[name] for name, x in trainer.model.named_parameters()}
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        changes.append((change, counts, [log["loss"] for log in logs], [log["num_input_tokens_seen"] for log in logs]))
+    (ours, in_parts, our_losses, seen), (theirs, whole, losses, _) = changes
+    assert far(ours, theirs) <= 1e-5
+    assert our_losses == pytest.approx(losses, rel=1e-5)
+    longest = 2 * 9 + 7  # a pair, with its prompt once
+    assert max(in_parts) <= max(budget, longest)
+    assert len(whole) == 2 * accumulation
+    fewest = sum(whole) / budget
+    assert len(in_parts) == 2 if budget == 10_000 else len(in_parts) <= 2 * fewest + 2
+    assert seen[-1] > 0
+
+
+def test_losses_over_the_whole_batch_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+    for loss_type, words in {"aot": "sorts the pairs", "sft": "a mean over the tokens"}.items():
+        case = case_of(loss_type=[loss_type], max_tokens_per_micro_batch=10)
+        with pytest.raises(ValueError, match=rf"max_tokens_per_micro_batch=10.*not supported.*'{loss_type}' .*{words}"):
+            build(case, OURS, workshop, str(tmp_path), Record()).train()
