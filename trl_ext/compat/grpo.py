@@ -264,7 +264,8 @@ class Buffer:
             parts = buffer[first : first + micro_batches]
             rowwise = {name for name, x in parts[0].items() if isinstance(x, torch.Tensor) and x.ndim > 0}
             joined = {name: torch.cat([x[name] for x in parts]) for name in rowwise}
-            buffer[first : first + micro_batches] = [*({} for _ in parts[1:]), {**parts[0], **joined}]
+            none = {name: x.new_empty((0, *x.shape[1:])) for name, x in joined.items()}
+            buffer[first : first + micro_batches] = [*({**parts[0], **none} for _ in parts[1:]), {**parts[0], **joined}]
         current: dict[str, Any] = buffer[self.trainer._step % len(buffer)]
         return current
 
@@ -282,7 +283,8 @@ class Buffer:
             return []
         every = len(buffer) * self.trainer.num_iterations
         places = range(step, step + min(every - step % every, len(buffer) + 1))
-        return [buffer[i % len(buffer)] for i in places if buffer[i % len(buffer)]]
+        slices = (buffer[place % len(buffer)] for place in places)
+        return [x for x in slices if len(x["completion_ids"])]
 
     def keep(self, inputs: dict[str, Any], entries: dict[str, Any]) -> None:
         """Add `entries` to the slice of `inputs`, if it is trained on again."""

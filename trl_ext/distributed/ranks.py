@@ -109,8 +109,9 @@ class Ranks:
                 place = i * members + dist.get_rank() % members
                 give[place], take[place] = len(sent[i]), sizes[i]
         received = torch.empty(sum(take), dtype=torch.uint8, device=self.device)
-        others = torch.cat([x for i, x in enumerate(sent) if i != me])
+        others = torch.cat([x for i, x in enumerate(sent) if i != me]).to(self.device)
         dist.all_to_all_single(received, others, take, give)
+        received = received.to(sent[me].device)
         pieces = list(received.split([0 if i == me else size for i, size in enumerate(sizes)]))
         pieces[me] = sent[me]
         return pieces

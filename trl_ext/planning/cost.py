@@ -21,11 +21,14 @@ class CostModel:
     @classmethod
     def of(cls, config: Any) -> "CostModel":
         """Return the model's constants. Missing fields have a transformer's usual proportions."""
-        hidden = config.hidden_size
+        hidden = getattr(config, "hidden_size", None)
+        if not isinstance(hidden, int):  # only tokens count
+            return cls(1.0, 0.0, 0.0)
         heads = getattr(config, "num_attention_heads", None) or 1
         features = getattr(config, "head_dim", None) or hidden // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        inner = max(inner) if isinstance(inner, list | tuple) else inner  # a size for each layer
         experts = getattr(config, "num_experts_per_tok", None)
         if experts:
             inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)

@@ -60,7 +60,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             )
         self._dpo_reference = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
         self._in_parts = InParts(self, self._ranks)
-        self._dpo_batches = DPOBatches(self, self._balance, self._in_parts)
+        self._dpo_batches = DPOBatches(self, self._ranks, self._balance, self._in_parts)
         self._dpo_loss = DPOLoss(self, self._ranks, self._scorer, self._dpo_reference.labels_of, self._in_parts)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))

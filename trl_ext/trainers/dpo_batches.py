@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..compat import dpo as internals
 from ..distributed.exchange import Column, equally_wide
+from ..distributed.ranks import Ranks
 from ..planning.dpo import DPOPlan
 from ..planning.micro_batches import UNSHARED, RowTokens, content_hash
 from ..planning.plan import PackingPlan
@@ -26,8 +27,8 @@ class Trainer(internals.DPOInternals, Protocol):
 
 
 class DPOBatches:
-    def __init__(self, trainer: Trainer, balance: RowBalance, in_parts: InParts) -> None:
-        self.trainer, self.balance, self.in_parts = trainer, balance, in_parts
+    def __init__(self, trainer: Trainer, ranks: Ranks, balance: RowBalance, in_parts: InParts) -> None:
+        self.trainer, self.ranks, self.balance, self.in_parts = trainer, ranks, balance, in_parts
 
     def rearranged(self, samples: list[Any]) -> list[Any]:
         """Return the micro-batches of an optimizer step, with pairs of all ranks, in as few as the plan allows.
@@ -39,19 +40,17 @@ class DPOBatches:
             return samples
         count, columns = len(samples), self._columns()
         pairs = self._pairs(samples, columns)
-        size = len(pairs.get("chosen_input_ids", ())) // count
+        if self.ranks.any(not pairs):
+            return samples
+        size = len(pairs["chosen_input_ids"]) // count
         if plan.balances:
             unit = {"rows_of_a_slice": size, "micro_batches_per_step": count}
             if plan.merges:
                 unit = {"rows_of_a_slice": size * count, "micro_batches_per_step": 1}
-            tokens = RowTokens([], [], [])
-            if pairs:
-                tokens = pair_tokens(_batch(pairs, columns), self.trainer._packing_plan())
+            tokens = pair_tokens(_batch(pairs, columns), self.trainer._packing_plan())
             pairs = self.balance.arranged(pairs, tokens, columns, unit, completions=2)
             # Before the first step, the policy may still be in evaluation mode
             internals.log_metrics(self.trainer, self.balance.metrics(), mode="train")
-        if not pairs:
-            return samples
         if plan.merges:
             self.in_parts.divides_loss, whole = False, _batch(pairs, columns)
             return [{name: x[:0] for name, x in whole.items()}] * (count - 1) + [whole]

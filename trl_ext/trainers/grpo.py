@@ -225,7 +225,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     ) -> torch.Tensor:
         """Compute TRL's loss from the log-probs of the planned passes."""
         self._loss_reached = True
-        if not inputs:  # its rows run with a later micro-batch
+        if not len(inputs["completion_ids"]):  # its rows run with a later micro-batch
             return self._grpo_scoring.in_parts.nothing()
         self._ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss

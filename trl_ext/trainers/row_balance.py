@@ -56,33 +56,33 @@ class RowBalance:
         """Return `batch` with its rows in the order of `row_order`; with `over_ranks`, with rows of all ranks.
 
         Args:
-            batch (`dict`): empty if this rank's rows must stay; then all ranks keep theirs.
             columns (`dict[str, Column]`): how the entries of shape (B, W) are padded.
             unit (`dict[str, int]`): the slices of an optimizer step, as arguments of `row_order`.
             completions (`int`): of a row.
         """
-        if not over_ranks or self.ranks.accelerator.num_processes == 1:
-            return in_order(batch, row_order(self._cost.costs(tokens, completions), **unit)) if batch else batch
         self.max_over_mean = None
         rows = Rows({name: x for name, x in sorted(batch.items()) if is_rowwise(x)}, columns)
-        known = batch and all(x.ndim == 1 or name in columns for name, x in rows.entries.items())
-        known = known and not any(isinstance(x, list) for x in batch.values())
-        of_ranks = self.ranks.gather_counts([rows.signature if known else -1, len(tokens.prompt_B)])
-        if any(x != of_ranks[0] or -1 in x for x in of_ranks):
-            return batch
-        count = len(of_ranks)
-        of_rank_4B = torch.tensor(
-            [tokens.prompt_B, tokens.prompt_tokens_B, tokens.own_tokens_B, tokens.scored_tokens_B],
-            device=self.ranks.device,
-        )
-        of_rank_BF = torch.cat([of_rank_4B.T, rows.lengths_BE.to(self.ranks.device)], dim=1)
+        if not over_ranks or not self._alike(batch, rows):
+            return in_order(batch, row_order(self._cost.costs(tokens, completions), **unit))
+        count, device = self.ranks.accelerator.num_processes, self.ranks.device
+        of_rank = (tokens.prompt_B, tokens.prompt_tokens_B, tokens.own_tokens_B, tokens.scored_tokens_B)
+        of_rank_BF = torch.cat([torch.tensor(of_rank, device=device).T, rows.lengths_BE.to(device)], dim=1)
         facts_NF = self.ranks.accelerator.gather(of_rank_BF).cpu()
-        every = RowTokens(*facts_NF[:, :4].T.tolist())
+        every = RowTokens(*facts_NF[:, : len(of_rank)].T.tolist())
         order = row_order(self._cost.costs(every, completions), ranks=count, **unit)
-        orders = list(range(len(order))), order
-        before, after = (max_over_mean(every, x, ranks=count, **unit) for x in orders)
+        theirs = list(range(len(order)))
+        before, after = (max_over_mean(every, x, ranks=count, **unit) for x in (theirs, order))
         self.max_over_mean = before, after
-        return {**batch, **rows.exchanged(torch.tensor(order), facts_NF[:, 4:], self.ranks)}
+        if order == theirs:
+            return batch
+        return {**batch, **rows.exchanged(torch.tensor(order), facts_NF[:, len(of_rank) :], self.ranks)}
+
+    def _alike(self, batch: dict[str, Any], rows: Rows) -> bool:
+        """Return whether the batches of several ranks have the same entries, and only such as can be exchanged."""
+        known = all(x.ndim == 1 or name in rows.columns for name, x in rows.entries.items())
+        known = known and not any(isinstance(x, list) for x in batch.values())
+        of_ranks = self.ranks.gather_counts([rows.signature if known else -1])
+        return len(of_ranks) > 1 and known and all(x == of_ranks[0] for x in of_ranks)
 
 
 def in_order(batch: dict[str, Any], order: list[int]) -> dict[str, Any]:
