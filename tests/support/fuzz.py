@@ -185,7 +185,9 @@ def _dpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
     streams = rng.random() < 0.1 and not config.get("precompute_ref_log_probs")
     case = Case(f"fuzz-{seed}", "dpo", setup, model, dict(config, seed=seed), steps=steps, streaming=streams)
     rate = 1.0 if setup == "prompt_tuning" else rate
-    return replace(case, learning_rate=rate, lora=_lora(rng, setup, model)), dict(ours)
+    case = replace(case, learning_rate=rate, lora=_lora(rng, setup, model))
+    ours.maybe("max_tokens_per_micro_batch", 1, 30, 80, chance=0.2)
+    return case, dict(ours)
 
 
 def _lora(rng: random.Random, setup: str, model: str) -> dict[str, Any]:
