@@ -42,6 +42,7 @@ TOLERANCE = 1e-4
 
 NOT_DRAWN = {
     "model_init_kwargs": "of the model, not of the training",
+    "balance": "for several ranks",
     "show_plan": "changes what is logged",
     "trust_remote_code": "needs code from the Hub",
     "dataset_num_proc": "of the data, before training",

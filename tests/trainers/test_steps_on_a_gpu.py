@@ -28,10 +28,11 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for 
 WAITS = {
     "grpo-lora": {
         "trl_ext/packing/packing.py": 8,
-        "trl_ext/planning/micro_batches.py": 4,
+        "trl_ext/planning/micro_batches.py": 2,
         "trl_ext/planning/rows.py": 6,
         "trl_ext/trainers/grpo_generation.py": 2,
         "trl_ext/trainers/grpo_scoring.py": 4,
+        "trl_ext/trainers/row_balance.py": 2,
     },
     "dpo-lora": {
         "trl_ext/packing/packing.py": 4,  # one for each micro-batch: reference and policy share the layout

@@ -46,7 +46,6 @@ class DPOFacts:
     # Micro-batches
     is_packed: bool  # a forward has no padding
     processes: int
-    accumulation_steps: int
     balance: bool  # a field of our config
     max_tokens_per_micro_batch: int | None  # likewise
     optimizer: str  # `args.optim`
@@ -121,23 +120,22 @@ def _in_parts(facts: DPOFacts, policy: Decision) -> tuple[Decision, bool]:
 
 def _balance(facts: DPOFacts) -> Decision:
     """Return the decision on moving pairs between ranks and micro-batches."""
-    reason = _micro_batch_reason(facts)
-    if facts.processes * facts.accumulation_steps == 1:
-        reason = "an optimizer step has one micro-batch"
+    reason, alone = _micro_batch_reason(facts), facts.processes == 1
+    if alone:
+        reason = "there is one rank"
     elif not facts.balance:
         reason = "`balance=False`"
     elif reason is None and facts.own_step is not None:
         reason = f"this trainer overrides `{facts.own_step}`, which may depend on the whole micro-batch"
     elif reason is None and not facts.is_packed:
         reason = "batches stay padded, so each pair has as many tokens as the longest"
-    alone = facts.processes == 1
     if reason is not None:
         return Decision("balance", "skip", f"Pairs stay where they are: {reason}.", routine=alone)
     moved = (
         "Before an optimizer step, pairs move between ranks and micro-batches, so that all have about the same number "
         "of tokens. The gradient of the step is the same."
     )
-    return Decision("balance", "run", moved, routine=alone)
+    return Decision("balance", "run", moved)
 
 
 def _micro_batch_reason(facts: DPOFacts) -> str | None:

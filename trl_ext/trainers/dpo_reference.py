@@ -245,7 +245,6 @@ class DPOReference:
             own_loss=self.host._bypassed_by(),
             is_packed=self.scorer.policy.packing.padded_reason is None,
             processes=self.ranks.accelerator.num_processes,
-            accumulation_steps=args.gradient_accumulation_steps,
             balance=self.options.balance,
             max_tokens_per_micro_batch=self.options.max_tokens_per_micro_batch,
             optimizer=OptimizerNames(args.optim).value,
