@@ -304,8 +304,8 @@ def _balance(facts: GRPOFacts) -> Decision:
     if reason is not None:
         return Decision("balance", "skip", f"Completions stay on their rank: {reason}.", routine=facts.processes == 1)
     moved = (
-        "Before an optimizer step, completions move between ranks, so that each has about the same number of tokens. "
-        "The gradient of the step is the same."
+        "Within an optimizer step, completions move between ranks, so that each processes about the same number of "
+        "tokens. The gradient of the step is the same."
     )
     return Decision("balance", "run", moved)
 
@@ -341,7 +341,7 @@ def _in_parts(facts: GRPOFacts, decision: Decision, merges: bool) -> Decision:
         )
     which = "The micro-batches of an optimizer step run together," if merges else "Each micro-batch runs"
     parts = f"{which} in parts of at most {budget} tokens, or one row (`max_tokens_per_micro_batch`)."
-    return Decision(decision.name, "run", parts if decision.routine else f"{decision.reason} {parts}")
+    return Decision(decision.name, "run", parts if decision.routine or merges else f"{decision.reason} {parts}")
 
 
 def _micro_batches_of_a_step(facts: GRPOFacts) -> int:
