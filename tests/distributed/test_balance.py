@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,19 @@ from trained_weights import far
 
 LIMIT, WRONG = 1e-4, 1e-2
 FAST = {
-    "grpo": ["full-grpo", "lora-dapo", "lora-dead", "full-budget-iterations", "full-budget-slices"],
-    "dpo": ["lora-sigmoid", "full-rpo", "lora-budget", "full-budget-pass"],
+    "grpo": [
+        "full-grpo",
+        "lora-dapo",
+        "lora-dead",
+        "full-budget-iterations",
+        "full-budget-slices",
+        "full-one-micro-batch",
+    ],
+    "dpo": ["lora-sigmoid", "full-rpo", "lora-budget", "full-budget-pass", "lora-remainder", "full-budget-remainder"],
 }
-# Which groups are replaced, and which rows share an optimizer step after the shuffle, depends on the ranks
-NOT_OF_ONE_PROCESS = ("dynamic", "slices", "budget-slices")
+# Which groups are replaced, which rows share an optimizer step after the shuffle, and with which pairs the last batch
+# is filled, depends on the ranks
+NOT_OF_ONE_PROCESS = ("dynamic", "slices", "budget-slices", "remainder", "budget-remainder")
 RESUMED = ("slices", "budget-slices", "sigmoid", "budget-pass")
 
 
@@ -57,6 +66,20 @@ for _name in itertools.chain.from_iterable(NAMES.values()):
     CASES |= {f"{_name}-unbalanced": partial(_run, balance=False), f"{_name}-wrong": partial(_run, factor=1.5)}
 
 
+def logs_differ(balanced: Seen, unbalanced: Seen, of_pairs: bool) -> list[str]:
+    """Compare what does not depend on the tokens that share a micro-batch; with DPO, means over pairs."""
+    wrong = [] if len(balanced.logs) == len(unbalanced.logs) else ["different numbers of logs"]
+    for step, (got, want) in enumerate(zip(balanced.logs, unbalanced.logs, strict=False)):
+        for key, value in want.items():
+            per_pair = key in ("loss", "grad_norm", "epoch", "num_tokens") or key.startswith(("rewards/", "logps/"))
+            depends = key.endswith("time") or key.startswith(("skipped/", "tokens_processed/", "head/"))
+            if (per_pair if of_pairs else not depends) and not math.isclose(
+                got[key], value, rel_tol=1e-3, abs_tol=1e-5
+            ):
+                wrong.append(f"{key} of step {step}: {got[key]}, unbalanced {value}")
+    return wrong
+
+
 def check(engine: str, names: list[str], folder: Path, processes: int) -> None:
     launched = [f"{name}{suffix}" for name in names for suffix in ("", "-unbalanced")] + [f"{names[0]}-wrong"]
     launched += [f"{name}-resumed" for name in names if name.split("-", 2)[2] in RESUMED]
@@ -74,8 +97,11 @@ def check(engine: str, names: list[str], folder: Path, processes: int) -> None:
         print(engine, processes, name, {k: f"{v:.1e}" for k, v in far_from.items()}, ratios)
         if max(far_from.values()) > LIMIT:
             problems.append(f"{name}: {far_from}")
-        if not ratios or any(after > before for before, after in ratios):
+        # Costs are equal, and tokens in most steps: the head's share of these tiny models is large
+        if not ratios or sum(after - before for before, after in ratios) >= 0:
             problems.append(f"{name}: {ratios}, {balanced[0].plan}")
+        if method == "dpo" or case == "one-micro-batch":
+            problems += [f"{name}: {x}" for x in logs_differ(balanced[0], unbalanced[0], of_pairs=method == "dpo")]
         if any(x.ratios for x in unbalanced):
             problems.append(f"{name}: balanced with `balance=False`")
         if len({len(x.tokens) for x in balanced}) != 1:

@@ -137,6 +137,35 @@ def test_an_optimizer_step_takes_as_few_forwards_as_the_budget_allows(
     assert seen[-1] > 0
 
 
+def test_an_accumulation_window_of_unequal_batches_is_not_merged(workshop: Workshop, tmp_path: Path) -> None:
+    """The last of 7 pairs is alone in its micro-batch, and counts twice as much as each of the others, as in TRL."""
+    changes = []
+    for limit in (10_000, None):
+        trainer = trl_ext.DPOTrainer(
+            model=workshop.model("tied"),
+            args=trl_ext.DPOConfig(
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=2,
+                num_train_epochs=1,
+                learning_rate=0.02,
+                lr_scheduler_type="constant",
+                optim="sgd",
+                max_grad_norm=0.0,
+                use_cpu=True,
+                bf16=False,
+                report_to="none",
+                save_strategy="no",
+                max_tokens_per_micro_batch=limit,
+            ),
+            train_dataset=preferences(7, seed=1),
+        )
+        start = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+        trainer.train()
+        changes.append({name: x.detach() - start[name] for name, x in trainer.model.named_parameters()})
+    assert far(*changes) <= 1e-5
+
+
 def test_losses_over_the_whole_batch_are_refused(workshop: Workshop, tmp_path: Path) -> None:
     for loss_type, words in {"aot": "sorts the pairs", "sft": "a mean over the tokens"}.items():
         case = case_of(loss_type=[loss_type], max_tokens_per_micro_batch=10)

@@ -13,7 +13,15 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from trl_ext.distributed.exchange import Column, Rows
 from trl_ext.planning.cost import CostModel
-from trl_ext.planning.micro_batches import DEAD, UNSHARED, RowTokens, max_over_mean, row_order
+from trl_ext.planning.micro_batches import (
+    DEAD,
+    UNSHARED,
+    RowTokens,
+    _after_exchange,
+    _Rows,
+    max_over_mean,
+    row_order,
+)
 from worker_ranks import WorkerRanks
 
 
@@ -62,6 +70,25 @@ def test_any_rows_on_any_ranks(batch: tuple[RowTokens, int, int, int]) -> None:
         assert max(map(sum, after)) <= max(map(sum, before))  # the largest rank
         assert max(map(max, after)) <= max(map(max, before))  # the largest forward, which determines the memory
         assert sum(map(max, zip(*after, strict=True))) <= sum(map(max, zip(*before, strict=True)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches_of_ranks(), st.randoms(use_true_random=False))
+def test_the_cost_after_an_exchange_of_rows_is_known_before(batch: Any, random: Any) -> None:
+    fed, capacity = batch[0], batch[2]
+    rows, places = _Rows.of(fed), list(range(len(fed.prompt_B)))
+    random.shuffle(places)
+    if len(places) < 2 * capacity:
+        return
+    pair_2S = np.array(places[: 2 * capacity]).reshape(2, capacity)
+    before_2, tried = rows.of_slices(pair_2S), np.arange(capacity)
+    after_2TT = _after_exchange(rows, pair_2S[:1], pair_2S[1:], tried)[:, 0]
+    for give in range(capacity):
+        for take in range(capacity):
+            exchanged = pair_2S.copy()
+            exchanged[0, give], exchanged[1, take] = pair_2S[1, take], pair_2S[0, give]
+            if min(*before_2, *rows.of_slices(exchanged)) > 1:  # a slice costs at least 1
+                assert (rows.of_slices(exchanged) - before_2 == after_2TT[:, give, take]).all()
 
 
 def test_the_ratio_is_that_of_the_definition() -> None:

@@ -36,6 +36,8 @@ GRPO_CASES: dict[str, dict[str, Any]] = {
     "budget-slices": {"steps_per_generation": 4, "beta": 0.1, "max_tokens_per_micro_batch": 120},
     "padded": {"padding_free": False, "reward": half_dead_reward, "beta": 0.0},
     "tools": {"masked": True},
+    "multiple": {"pad_to_multiple_of": 8},
+    "one-micro-batch": {"gradient_accumulation_steps": 1, "beta": 0.1},
     "dynamic": {"dynamic_sampling": True, "reward": half_dead_reward, "beta": 0.0},
 }
 
@@ -55,6 +57,9 @@ DPO_CASES: dict[str, dict[str, Any]] = {
     "budget-rpo": {"max_tokens_per_micro_batch": 150, "loss_type": ["rpo_squared"], "columns": True},
     "multiple": {"pad_to_multiple_of": 8},
     "precompute": {"precompute_ref_log_probs": True},
+    # The last batch is filled with pairs that the metrics leave out
+    "remainder": {"gradient_accumulation_steps": 1, "max_steps": 10},
+    "budget-remainder": {"max_tokens_per_micro_batch": 150, "max_steps": 5},
 }
 
 
@@ -66,6 +71,7 @@ class Seen:
     ratios: list[tuple[float, float]]  # `balance/max_over_mean_before` and `balance/max_over_mean`
     tokens: list[int] = field(default_factory=list)  # of each forward pass in training
     plan: str = ""
+    logs: list[dict[str, float]] = field(default_factory=list)
 
 
 def train(
@@ -120,7 +126,8 @@ def train(
     logs = [log for log in trainer.state.log_history if "balance/max_over_mean" in log]
     ratios = [(log["balance/max_over_mean_before"], log["balance/max_over_mean"]) for log in logs]
     change = {name: weight - watch.start[name] for name, weight in end.items()}
-    return Seen(change, ratios, watch.tokens, trainer.explain(verbose=True).table())
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return Seen(change, ratios, watch.tokens, trainer.explain(verbose=True).table(), logs)
 
 
 class _Watch(TrainerCallback):
@@ -189,7 +196,7 @@ def _dpo(engine: Engine, mode: str, base: dict[str, Any], config: dict[str, Any]
     return _times(trl_ext.DPOTrainer, factor)(
         _policy(engine, mode, Path(os.environ["MATRIX_MODELS"]) / "untied"),
         args=args,
-        train_dataset=pairs(4 * 2 * MICRO_BATCH, columns),
+        train_dataset=pairs(9 * MICRO_BATCH + 6, columns),
     )
 
 

@@ -38,8 +38,8 @@ class Rows:
                 continue
             column = self.columns[name]
             real_BW = x.flip(1) != column.fill if column.left else x != column.fill
-            places_W = torch.arange(1, x.size(1) + 1, device=x.device)
-            lengths.append((real_BW * places_W).amax(dim=1))
+            places = torch.arange(x.size(1) + 1, device=x.device)
+            lengths.append((pad(real_BW, (1, 0)) * places).amax(dim=1))
         return torch.stack(lengths, dim=1)
 
     @property
