@@ -8,9 +8,9 @@ Lines that it writes to benchmarks/results/:
 - `balance_simulated`: no model runs. Completions have log-normal lengths (median 400, sigma 0.8, at most 2048
   tokens), 8 for a prompt (median 128, sigma 0.5). `max_over_mean` is the tokens of the rank with the most over
   the mean, in TRL's order and in ours, prompts counted once in each micro-batch; `tokens` is the sum of all
-  ranks, ours over TRL's. `planner_ms` is the median time of `row_order`, on one thread. `predicted_step` is the time of an
-  optimizer step, ours over TRL's, by the cost model for Qwen3-8B: a prediction, not a measurement. "waits": ranks wait
-  for the slowest in each micro-batch (FSDP2, ZeRO); "accumulates": once for each step (DDP).
+  ranks, ours over TRL's. `planner_ms` is the median time of `row_order`, on one thread. `predicted_step` is the time
+  of an optimizer step, ours over TRL's, by the cost model for Qwen3-8B: a prediction, not a measurement. "waits": ranks
+  wait for the slowest in each micro-batch (FSDP2, ZeRO); "accumulates": once for each step (DDP).
 - `balance_measured`: GRPO on two ranks, of which one samples completions twice as long as the other. Milliseconds from
   the end of the rollout to the end of the optimizer step, at the slower rank; both trainers take turns. `ratio` is
   the median with `balance` over that without: lower is better.
@@ -150,7 +150,8 @@ def trainer_of(shape: Shape, folder: str, balance: bool) -> tuple[Any, Timed]:
 def _rank(rank: int, ranks: int, port: int, folder: str, shape: Shape) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port), ACCELERATE_USE_CPU="true")
+    # Otherwise accelerate gives each rank a thread on every core
+    os.environ.update(MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
     subjects = {name: trainer_of(shape, folder, name) for name in (True, False)}
     for _ in range(shape.rounds):
         for trainer, _ in subjects.values():

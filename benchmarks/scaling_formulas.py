@@ -287,3 +287,20 @@ def step_held(model: Model, step: Step, engine: Engine) -> float:
         gradients *= R / tensor  # kept whole until the last micro-batch
     ahead = 2 * (model.block + model.adapters(step.lora)) * step.item / tensor if tensor < R else 0
     return (weights + gradients + states) / R + ahead
+
+
+def rows_received(ranks: int, rows: int, tokens: int, *, per_token: int = 5, entries: int = 5) -> tuple[int, int]:
+    """Return the bytes that a rank receives when rows move between ranks, if all its rows are new to it.
+
+    Args:
+        ranks (`int`): R.
+        rows (`int`): of a rank.
+        tokens (`int`): of a row.
+        per_token (`int`): bytes: 4 for the id, 1 for the mask, 4 for a sampler's log-prob, 1 for a tool mask.
+        entries (`int`): of the batch: ids and mask of prompts and completions, advantages, and further ones.
+
+    Returns:
+        `tuple[int, int]`: the bytes of the rows, with 4 for each advantage; and those of the numbers about the rows of
+        all ranks: a hash of the prompt, three counts of tokens and the length of each entry.
+    """
+    return rows * (tokens * per_token + FP32), (ranks - 1) * (rows * (4 + entries) + 1) * INT64

@@ -9,6 +9,7 @@ from scaling_formulas import (
     gathered,
     head_held,
     head_received,
+    rows_received,
     step_held,
     step_received,
 )
@@ -23,7 +24,7 @@ ENGINES: tuple[Engine, ...] = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2", "TP
 
 def tables() -> str:
     """Return all tables in Markdown."""
-    return "\n\n".join([crossings(), head_table(), held_table(), step_table()])
+    return "\n\n".join([crossings(), head_table(), held_table(), step_table(), rows_table()])
 
 
 def head_table() -> str:
@@ -55,6 +56,14 @@ def step_table() -> str:
             cells = [_of_step(QWEN3_8B, engine, ranks, lora) for ranks in RANKS]
             rows.append([f"{engine}, {'LoRA' if lora else 'full'}", *cells])
     return _table("Optimizer step: GiB received / held", RANKS, rows)
+
+
+def rows_table() -> str:
+    rows = []
+    for name, more in (("ids and masks", {}), ("with log-probs of a sampler", {"per_token": 9, "entries": 6})):
+        cells = [" / ".join(f"{x / 2**20:.2f}" for x in rows_received(ranks, 32, 1024, **more)) for ranks in RANKS]
+        rows.append([name, *cells])
+    return _table("Rows between ranks: MiB received, rows / numbers", RANKS, rows)
 
 
 def whole_step(model: Model, engine: Engine, ranks: int, lora: int) -> tuple[float, float]:

@@ -179,18 +179,21 @@ class GroupRanks:
         self.accelerator = self
         self.group = group
         self.process_index, self.num_processes = group.rank(), group.size()
+        self.bytes = 0  # to other ranks
 
     def exchange(self, sent: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        self.bytes += sum(len(x) for rank, x in enumerate(sent) if rank != self.process_index)
         received = torch.empty(sum(sizes), dtype=torch.uint8)
         torch.distributed.all_to_all_single(received, torch.cat(sent), sizes, [len(x) for x in sent], group=self.group)
         return list(received.split(sizes))
 
 
-def exchanged(group: Any, batches: list[dict[str, Tensor]], order: list[int]) -> dict[str, Tensor]:
+def exchanged(group: Any, batches: list[dict[str, Tensor]], order: list[int]) -> tuple[dict[str, Tensor], int]:
     rows = [Rows(dict(sorted(batch.items())), COLUMNS) for batch in batches]
     lengths = torch.cat([x.lengths_BE for x in rows])
     assert len({x.signature for x in rows}) == 1
-    return rows[group.rank()].exchanged(torch.tensor(order), lengths, GroupRanks(group))
+    ranks = GroupRanks(group)
+    return rows[group.rank()].exchanged(torch.tensor(order), lengths, ranks), ranks.bytes
 
 
 def without_padding(name: str, row: Tensor) -> list[float]:
@@ -210,7 +213,13 @@ def test_any_rows_arrive_whole(ranks: WorkerRanks, drawn: tuple[list[dict[str, T
     batches, order = drawn
     results = ranks.run(exchanged, len(batches), batches, order)
     rows = len(batches[0]["advantages"])
-    for rank, got in enumerate(results):
+    leave = [row for place, row in enumerate(order) if place // rows != row // rows]
+    sent = 0
+    for row in leave:
+        for name, x in batches[row // rows].items():
+            sent += len(without_padding(name, x[row % rows])) * (1 if name.endswith("_mask") else 4)
+    assert sum(count for _, count in results) == sent
+    for rank, (got, _) in enumerate(results):
         assert got.keys() == batches[0].keys()
         assert got["prompt_ids"].shape[1] % 2 == 0
         assert got["completion_ids"].shape == got["completion_mask"].shape == got["sampling_per_token_logps"].shape

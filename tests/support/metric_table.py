@@ -71,6 +71,7 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "in training, where groups are kept together": lambda case, situation: (
         case.trainer == "grpo" and case.ours.get("keep_groups_together") is not False and not situation.evaluation
     ),
+    "where rows move between processes": lambda case, situation: False,  # these cases run on one
     "with DPO, while the policy equals a reference that was scored in another batch": (
         lambda case, situation: case.accuracy_is_noise_at_first and situation.first
     ),
