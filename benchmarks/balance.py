@@ -171,7 +171,7 @@ def measured(shape: Shape, port: int, warm_up: int) -> dict[str, Any]:
     set_forkserver_preload(["trl_ext"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (2, port, folder, shape), nprocs=2, start_method="forkserver")
-        (times, ratio), _ = (torch.load(Path(folder, f"{rank}.pt")) for rank in range(2))
+        (times, ratio), _ = (torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(2))
     medians = {name: statistics.median(x[warm_up:]) for name, x in times.items()}
     return {
         "benchmark": "balance_measured",

@@ -90,6 +90,7 @@ def on_rank(
             disable_tqdm=True,
             dataloader_pin_memory=False,
             max_tokens_per_micro_batch=budget,
+            balance=False,  # otherwise the second rank gets live rows
             **{**GRPO_LOSSES[loss_type], **config},
         ),
         train_dataset=prompts(4 * STEPS * generation, seed=1),

@@ -38,6 +38,7 @@ GRPO_CASES: dict[str, dict[str, Any]] = {
     "tools": {"masked": True},
     "multiple": {"pad_to_multiple_of": 8},
     "one-micro-batch": {"gradient_accumulation_steps": 1, "beta": 0.1},
+    "unlike": {"unlike": True},  # the batches of the ranks have different entries
     "dynamic": {"dynamic_sampling": True, "reward": half_dead_reward, "beta": 0.0},
 }
 
@@ -157,7 +158,8 @@ def _times(trainer: type, factor: float | None) -> type:
 
 
 def _grpo(engine: Engine, mode: str, base: dict[str, Any], config: dict[str, Any], factor: float | None) -> Any:
-    reward, masked = config.pop("reward", id_reward), config.pop("masked", False)
+    reward = config.pop("reward", id_reward)
+    masked, unlike = config.pop("masked", False), config.pop("unlike", False)
     arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
     args = trl_ext.GRPOConfig(
         **{**base, "num_generations": GENERATIONS, "max_completion_length": LONGEST, "beta": 0.1, **config},
@@ -168,11 +170,11 @@ def _grpo(engine: Engine, mode: str, base: dict[str, Any], config: dict[str, Any
         reward_funcs=reward,
         args=args,
         train_dataset=prompts(24, seed=1),
-        rollout_func=partial(rollout, engine, masked),
+        rollout_func=partial(rollout, engine, masked, unlike),
     )
 
 
-def rollout(engine: Engine, masked: bool, texts: list[str], trainer: Any) -> dict[str, Any]:
+def rollout(engine: Engine, masked: bool, unlike: bool, texts: list[str], trainer: Any) -> dict[str, Any]:
     """Return completions that depend on the prompt, the index of the sample and the step: many short, a few long."""
     tokenizer = trainer.processing_class
     first = engine.index * len(texts)
@@ -184,6 +186,8 @@ def rollout(engine: Engine, masked: bool, texts: list[str], trainer: Any) -> dic
         masks.append([1, *(int(rng.random() < 0.6) for _ in words)])
     ids = [tokenizer(text)["input_ids"] for text in texts]
     made = {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+    if unlike and engine.index == 1:
+        made["logprobs"] = [[-3.0] * len(x) for x in completions]
     return made | ({"env_mask": masks} if masked else {})
 
 

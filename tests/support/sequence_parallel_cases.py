@@ -133,7 +133,9 @@ def trained(rank: LaunchedRank | None, build: Callable[..., Any], **config: Any)
 
 def resumed(rank: LaunchedRank) -> None:
     """Check that a trainer that resumes from another's checkpoint takes the same last steps, of five."""
-    common = {"output_dir": str(rank.folder / "resumed"), "optim": "adamw_torch"}
+    # On disk, so that the second trainer has the first one's log-probs: pairs of other steps round otherwise
+    store = {"reference_store": "disk", "reference_store_dir": str(rank.folder / "store")}
+    common = {"output_dir": str(rank.folder / "resumed"), "optim": "adamw_torch", **store}
     torch.manual_seed(0)
     first = dpo(rank, save_strategy="steps", save_steps=2, **common)
     first.train()

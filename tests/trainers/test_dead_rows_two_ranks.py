@@ -48,7 +48,8 @@ def grpo(
         rollout_func=scripted_rollout,
         args=trainers.GRPOConfig(
             output_dir=str(folder / "grpo"),
-            **({"padding_free": False} if trainers is trl_ext else {}),  # so that a forward shows its rows
+            # So that a forward shows its rows, and dead rows stay on their rank
+            **({"padding_free": False, "balance": False} if trainers is trl_ext else {}),
             loss_type=loss_type,
             num_generations=GENERATIONS,
             per_device_train_batch_size=2 * GENERATIONS // processes,

@@ -65,6 +65,7 @@ class DPOInternals(Protocol):
     _total_train_tokens: int
     _precompute_engine: Any
     _is_vision_dataset: bool
+    train_dataset: Any
     _tokenizer: Any
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -145,9 +146,13 @@ def pairs_not_repeated(trainer: DPOInternals, pairs: int) -> int:
 
 
 def has_repeats(trainer: DPOInternals) -> bool:
-    """Whether the last batches have pairs that Accelerate repeats to fill them, which the metrics leave out."""
-    state = trainer.accelerator.gradient_state
-    return bool(state.end_of_dataloader and state.remainder > 0)
+    """Whether the latest batch is the last of an epoch, and Accelerate may have filled it with repeated pairs.
+
+    It does not read the dataloader's remainder, which differs after a checkpoint is resumed.
+    """
+    size = trainer.args.per_device_train_batch_size * trainer.accelerator.num_processes
+    whole = isinstance(trainer.train_dataset, Dataset) and len(trainer.train_dataset) % size == 0
+    return bool(trainer.accelerator.gradient_state.end_of_dataloader) and not whole
 
 
 def pad_token_id(trainer: DPOInternals) -> int:

@@ -38,7 +38,6 @@ _ROWS_CHECKED_TOGETHER = 64
 class Host(internals.DPOInternals, Protocol):
     """The trainer members that the reference reads. It sets only `ref_model`, when it frees or loads the model."""
 
-    train_dataset: Any
     eval_dataset: Any
     data_collator: Any
     skipped: SkipCounts

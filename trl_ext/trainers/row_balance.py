@@ -62,7 +62,7 @@ class RowBalance:
         """
         self.max_over_mean = None
         rows = Rows({name: x for name, x in sorted(batch.items()) if is_rowwise(x)}, columns)
-        if not over_ranks or not self._alike(batch, rows):
+        if not over_ranks or not self._alike(batch, rows, len(tokens.prompt_B)):
             return in_order(batch, row_order(self._cost.costs(tokens, completions), **unit))
         count, device = self.ranks.accelerator.num_processes, self.ranks.device
         of_rank = (tokens.prompt_B, tokens.prompt_tokens_B, tokens.own_tokens_B, tokens.scored_tokens_B)
@@ -77,11 +77,11 @@ class RowBalance:
             return batch
         return {**batch, **rows.exchanged(torch.tensor(order), facts_NF[:, len(of_rank) :], self.ranks)}
 
-    def _alike(self, batch: dict[str, Any], rows: Rows) -> bool:
-        """Return whether the batches of several ranks have the same entries, and only such as can be exchanged."""
+    def _alike(self, batch: dict[str, Any], rows: Rows, count: int) -> bool:
+        """Return whether several ranks have equally many rows, with the same entries, all of which can be exchanged."""
         known = all(x.ndim == 1 or name in rows.columns for name, x in rows.entries.items())
         known = known and not any(isinstance(x, list) for x in batch.values())
-        of_ranks = self.ranks.gather_counts([rows.signature if known else -1])
+        of_ranks = self.ranks.gather_counts([rows.signature if known else -1, count])
         return len(of_ranks) > 1 and known and all(x == of_ranks[0] for x in of_ranks)
 
 
