@@ -17,6 +17,7 @@ Lines that it writes to benchmarks/results/:
 """
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
@@ -183,19 +184,32 @@ def measured(shape: Shape, port: int, warm_up: int) -> dict[str, Any]:
     }
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    """Return the simulated lines as a table in Markdown."""
-    header = "| ranks | rows x micro-batches | zero-advantage groups | largest rank / mean: TRL | ours | tokens |"
-    header += " predicted step, FSDP2 | DDP | planner |"
-    rows = [header, "|" + "---|" * 9]
+def newest(folder: Path = results.FOLDER) -> list[dict[str, Any]]:
+    """Return the simulated lines of the newest run."""
+    lines = [json.loads(x) for path in sorted(folder.glob("*.jsonl")) for x in path.read_text().splitlines()]
+    lines = [x for x in lines if x["benchmark"] == "balance_simulated"]
+    return [x for x in lines if x["run"] == lines[-1]["run"]]
+
+
+def tables(lines: list[dict[str, Any]]) -> str:
+    """Return the simulated lines as the two tables of docs/scaling.md."""
+    ranks = sorted({x["ranks"] for x in lines} - {4, 16})
+    of_step: dict[str, list[dict[str, Any]]] = {}
     for x in lines:
-        ratio, step = x["max_over_mean"], x["predicted_step"]
-        rows.append(
-            f"| {x['ranks']} | {x['rows']} x {x['micro_batches']} | {x['dead_share']:.0%} | {ratio['trl']:.2f} | "
-            f"{ratio['trl_ext']:.2f} | {x['tokens']:.2f} | {step['waits']:.2f} | {step['accumulates']:.2f} | "
-            f"{x['planner_ms']:.1f} ms |"
-        )
-    return "\n".join(rows)
+        if x["ranks"] in ranks:
+            name = f"{x['micro_batches']} x {x['rows']} rows" + (", half zero-advantage" if x["dead_share"] else "")
+            of_step.setdefault(name, []).append(x)
+    found = []
+    for title, entry, first, second in (
+        ("Simulated: tokens of the largest rank over the mean, TRL / trl_ext", "max_over_mean", "trl", "trl_ext"),
+        ("Predicted: step time over TRL's, FSDP2 / DDP", "predicted_step", "waits", "accumulates"),
+    ):
+        rows = {
+            name: [f"{x[entry][first]:.2f} / {x[entry][second]:.2f}" for x in same] for name, same in of_step.items()
+        }
+        heads = f"| ranks | {' | '.join(map(str, ranks))} |\n{'|---' * (1 + len(ranks))}|"
+        found.append(f"**{title}**\n\n" + "\n".join([heads, *(f"| {x} | {' | '.join(y)} |" for x, y in rows.items())]))
+    return "\n\n".join(found)
 
 
 def main() -> None:
@@ -206,7 +220,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = RANKS[:2] if arguments.smoke else RANKS
     lines = [simulated(n, *step, dead) for dead in (0.0, 0.5) for step in STEPS for n in ranks]
-    print(table(lines))
+    print(tables(lines))
     shape = Shape(256, 4, 4096, prompt=32, completion=512, steps=1, rounds=12)
     if arguments.smoke:
         shape = Shape(32, 1, 97, prompt=4, completion=16, steps=1, rounds=2)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import balance
 import pytest
 import torch
 from scaling import STEPS, head_cases, step_formula
@@ -116,4 +117,10 @@ def test_a_step_moves_what_the_formula_says(counted):
 def test_the_documentation_has_the_tables_of_the_formulas():
     written = DOCS.read_text()
     for table in tables().split("\n\n"):
+        assert table in written
+
+
+def test_the_documentation_has_the_newest_simulation_of_balance():
+    written = DOCS.read_text()
+    for table in balance.tables(balance.newest()).split("\n\n"):
         assert table in written
