@@ -7,11 +7,12 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .callbacks.curves import CurvesCallback
-    from .config import DPOConfig, GRPOConfig
+    from .config import DPOConfig, GRPOConfig, SFTConfig
     from .heads.linear_log_probs import linear_log_probs
     from .heads.logits import LinearLogProbs
     from .trainers.dpo import DPOTrainer
     from .trainers.grpo import GRPOTrainer
+    from .trainers.sft import SFTTrainer
 
 __all__ = [
     "CurvesCallback",
@@ -20,6 +21,8 @@ __all__ = [
     "GRPOConfig",
     "GRPOTrainer",
     "LinearLogProbs",
+    "SFTConfig",
+    "SFTTrainer",
     "__version__",
     "linear_log_probs",
 ]
@@ -32,6 +35,8 @@ _DEFINED_IN = {
     "GRPOConfig": ".config",
     "GRPOTrainer": ".trainers.grpo",
     "LinearLogProbs": ".heads.logits",
+    "SFTConfig": ".config",
+    "SFTTrainer": ".trainers.sft",
     "linear_log_probs": ".heads.linear_log_probs",
 }
 

@@ -1,7 +1,7 @@
-"""`DPOConfig` and `GRPOConfig`: TRL's configs with the fields that trl_ext adds.
+"""The configs of the trainers: TRL's, with the fields that trl_ext adds.
 
 This file declares each added field once: name, type, default, help (the string below it) and checks. `--help` and the
-docstrings of the two configs are made from it. A test compares docs/arguments.md with it.
+docstrings of the configs are made from it. A test compares docs/arguments.md with it.
 """
 
 import ast
@@ -53,7 +53,7 @@ def with_help(cls: Any) -> Any:
 @with_help
 @dataclass
 class AddedFields:
-    """The fields that trl_ext adds to both configs."""
+    """The fields that trl_ext adds to every config."""
 
     head: str = field(default="tiled", metadata={"choices": list(HEADS)})
     """How log-probs are computed from hidden states. `"tiled"` never builds the logits. `"dense"` is the plain
@@ -74,26 +74,9 @@ class AddedFields:
     """Whether to process leading tokens once for all rows that share them. `None`: where this does not change training,
     as it would with active dropout. `True`: raise an error before training if it is not possible."""
 
-    balance: bool = True
-    """Whether completions (pairs in DPO) move between ranks and micro-batches of an optimizer step, so that all have
-    about the same number of tokens. Only where this changes no gradient. `False`: each rank trains on its own."""
-
-    max_tokens_per_micro_batch: int | None = None
-    """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone. The
-    rows of an optimizer step run in as few passes as this allows, which changes no gradient. `None`: a pass for each
-    micro-batch."""
-
-    reference_device: str | None = field(default=None, metadata={"choices": ["cpu"]})
-    """Where to keep the weights of a separate reference model. `"cpu"`: in pinned host memory, copied to the device
-    layer by layer in each reference pass. `None`: on the device, as in TRL."""
-
     policy_adapter_name: str | None = None
-    """The adapter to train in a `PeftModel` that has several. `None`: the active one. Without `ref_adapter_name`, the
-    reference is this adapter as it is when the trainer is built."""
-
-    ref_adapter_name: str | None = None
-    """The adapter of a `PeftModel` that serves as the frozen reference. `None`: as in TRL, the base model for a
-    fresh adapter, and a copy of the adapter before training for a `PeftModel`."""
+    """The adapter to train in a `PeftModel` that has several. `None`: the active one. If it is set without
+    `ref_adapter_name`, the reference is this adapter as it is when the trainer is built."""
 
     on_non_finite_loss: str | None = field(default=None, metadata={"choices": list(ON_NON_FINITE_LOSS)})
     """What to do when a training loss is NaN or infinite on any rank. `"stop"`: raise an error on all ranks, which
@@ -110,11 +93,6 @@ class AddedFields:
         if self.head_kernels is not None and self.head == "dense":
             raise ValueError(
                 f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Remove one."
-            )
-        if self.policy_adapter_name is not None and self.policy_adapter_name == self.ref_adapter_name:
-            raise ValueError(
-                f"`policy_adapter_name` and `ref_adapter_name` are both {self.ref_adapter_name!r}: the reference "
-                "would be trained. Leave `ref_adapter_name` unset to use the adapter before training as reference."
             )
         getattr(super(), "__post_init__", lambda: None)()  # TRL's; the added fields alone have none
 
@@ -140,8 +118,31 @@ class AddedFields:
 
 @with_help
 @dataclass
-class AddedDPOFields(AddedFields):
-    """The fields that trl_ext adds to TRL's `DPOConfig`, in addition to [`AddedFields`]."""
+class AddedReferenceFields(AddedFields):
+    """The fields that trl_ext adds to the configs of trainers with a reference, in addition to [`AddedFields`]."""
+
+    reference_device: str | None = field(default=None, metadata={"choices": ["cpu"]})
+    """Where to keep the weights of a separate reference model. `"cpu"`: in pinned host memory, copied to the device
+    layer by layer in each reference pass. `None`: on the device, as in TRL."""
+
+    ref_adapter_name: str | None = None
+    """The adapter of a `PeftModel` that serves as the frozen reference. `None`: as in TRL, the base model for a
+    fresh adapter, and a copy of the adapter before training for a `PeftModel`."""
+
+    def __post_init__(self) -> None:
+        _check_values(self, AddedReferenceFields)
+        if self.policy_adapter_name is not None and self.policy_adapter_name == self.ref_adapter_name:
+            raise ValueError(
+                f"`policy_adapter_name` and `ref_adapter_name` are both {self.ref_adapter_name!r}: the reference "
+                "would be trained. Leave `ref_adapter_name` unset to use the adapter before training as reference."
+            )
+        super().__post_init__()
+
+
+@with_help
+@dataclass
+class AddedStoreFields(AddedReferenceFields):
+    """The fields of trainers with a store of reference log-probs, in addition to [`AddedReferenceFields`]."""
 
     reference_store: str = field(default="disk", metadata={"choices": ["disk", "memory", "off"]})
     """Where to keep per-token reference log-probs, so that each sequence is scored once. `"disk"`: later runs with the
@@ -151,6 +152,52 @@ class AddedDPOFields(AddedFields):
     reference_store_dir: str | None = None
     """Folder of the store on disk. `None`: `trl_ext_reference_log_probs` in the cache of `datasets`
     (`HF_DATASETS_CACHE`)."""
+
+    def __post_init__(self) -> None:
+        _check_values(self, AddedStoreFields)
+        if self.reference_store_dir is not None and self.reference_store != "disk":
+            raise ValueError(
+                f'`reference_store_dir={self.reference_store_dir!r}` needs `reference_store="disk"`, got '
+                f"{self.reference_store!r}. Remove one of the two."
+            )
+        if self.reference_store == "off" and getattr(self, "precompute_ref_log_probs", False):
+            raise ValueError(
+                "`precompute_ref_log_probs=True` fills the store, so `reference_store` must be 'disk' or 'memory', got "
+                "'off'."
+            )
+        super().__post_init__()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the store on disk, with one folder for each reference in it."""
+        if self.reference_store_dir is not None:
+            return Path(self.reference_store_dir).expanduser()
+        return Path(datasets.config.HF_DATASETS_CACHE) / "trl_ext_reference_log_probs"
+
+
+@with_help
+@dataclass
+class AddedStepFields(AddedReferenceFields):
+    """The fields of trainers that rearrange an optimizer step, in addition to [`AddedReferenceFields`]."""
+
+    balance: bool = True
+    """Whether completions (pairs in DPO) move between ranks and micro-batches of an optimizer step, so that all have
+    about the same number of tokens. Only where this changes no gradient. `False`: each rank trains on its own."""
+
+    max_tokens_per_micro_batch: int | None = None
+    """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone. The
+    rows of an optimizer step run in as few passes as this allows, which changes no gradient. `None`: a pass for each
+    micro-batch."""
+
+    def __post_init__(self) -> None:
+        _check_values(self, AddedStepFields)
+        super().__post_init__()
+
+
+@with_help
+@dataclass
+class AddedDPOFields(AddedStepFields, AddedStoreFields):
+    """The fields that trl_ext adds to TRL's `DPOConfig`, in addition to those above."""
 
     reward_scale: float = 1.0
     """The factor η by which the loss types `"rpo_forward_kl"`, `"rpo_backward_kl"` and `"rpo_squared"` multiply the
@@ -169,16 +216,6 @@ class AddedDPOFields(AddedFields):
 
     def __post_init__(self) -> None:
         _check_values(self, AddedDPOFields)
-        if self.reference_store_dir is not None and self.reference_store != "disk":
-            raise ValueError(
-                f'`reference_store_dir={self.reference_store_dir!r}` needs `reference_store="disk"`, got '
-                f"{self.reference_store!r}. Remove one of the two."
-            )
-        if self.reference_store == "off" and getattr(self, "precompute_ref_log_probs", False):
-            raise ValueError(
-                "`precompute_ref_log_probs=True` fills the store, so `reference_store` must be 'disk' or 'memory', got "
-                "'off'."
-            )
         if self.reward_scale <= 0:
             raise ValueError(f"`reward_scale` must be above 0, got {self.reward_scale!r}. It multiplies the rewards.")
         if not 0 <= self.sft_label_smoothing < 1:
@@ -187,18 +224,11 @@ class AddedDPOFields(AddedFields):
         if isinstance(self, trl.DPOConfig):
             check_loss_types(self)
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the store on disk, with one folder for each reference in it."""
-        if self.reference_store_dir is not None:
-            return Path(self.reference_store_dir).expanduser()
-        return Path(datasets.config.HF_DATASETS_CACHE) / "trl_ext_reference_log_probs"
-
 
 @with_help
 @dataclass
-class AddedGRPOFields(AddedFields):
-    """The fields that trl_ext adds to TRL's `GRPOConfig`, in addition to [`AddedFields`]."""
+class AddedGRPOFields(AddedStepFields):
+    """The fields that trl_ext adds to TRL's `GRPOConfig`, in addition to [`AddedStepFields`]."""
 
     activation_offloading: bool = False
     """Whether to keep activations in host memory between the forward and the backward of a micro-batch. Needs an
@@ -289,6 +319,24 @@ class GRPOConfig(AddedGRPOFields, trl.GRPOConfig):
             super().__post_init__()
 
 
+@_names_unknown
+@dataclass
+class SFTConfig(AddedFields, trl.SFTConfig):
+    # docstyle-ignore
+    """
+    TRL's [`~trl.SFTConfig`] with all its arguments and defaults, and the fields below.
+    """
+
+
+@_names_unknown
+@dataclass
+class KTOConfig(AddedStoreFields, trl.KTOConfig):
+    # docstyle-ignore
+    """
+    TRL's [`~trl.KTOConfig`] with all its arguments and defaults, and the fields below.
+    """
+
+
 def _arguments_of(added: Any) -> str:
     """Return the `Args:` section of a docstring, in TRL's form."""
     lines = ["    Args:"]
@@ -301,7 +349,13 @@ def _arguments_of(added: Any) -> str:
     return "\n".join([*lines, "    "])
 
 
-for _config, _added in ((DPOConfig, AddedDPOFields), (GRPOConfig, AddedGRPOFields)):
+ADDED_FIELDS: dict[Any, type[AddedFields]] = {
+    SFTConfig: AddedFields,
+    DPOConfig: AddedDPOFields,
+    KTOConfig: AddedStoreFields,
+    GRPOConfig: AddedGRPOFields,
+}
+for _config, _added in ADDED_FIELDS.items():
     _config.__doc__ = f"{_config.__doc__}\n{_arguments_of(_added)}"
 
 

@@ -32,10 +32,11 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 # The names that may be replaced in each trainer's module
-_OF_BOTH = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_model")
+_OF_ALL = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_model")
 REPLACED: dict[type, tuple[str, ...]] = {
-    trl.DPOTrainer: (*_OF_BOTH, "create_model_from_path", "hash_module"),
-    trl.GRPOTrainer: (*_OF_BOTH, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
+    trl.SFTTrainer: _OF_ALL,
+    trl.DPOTrainer: (*_OF_ALL, "create_model_from_path", "hash_module"),
+    trl.GRPOTrainer: (*_OF_ALL, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
     transformers.Trainer: ("rotate_checkpoints",),
 }
 

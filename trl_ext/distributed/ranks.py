@@ -22,13 +22,13 @@ class Ranks:
     tensor_parallel: TensorParallel | None = None  # this rank's group
     sequence: SequenceGroup | None = None  # this rank's group
 
-    def join(self, accelerator: Any, model: Any) -> Any:
-        """Find this rank's group. Returns the accelerator to train with."""
+    def join(self, accelerator: Any, model: Any, *, splits_rows: bool = True) -> Any:
+        """Find this rank's group; that of a sequence only with `splits_rows`. Returns the accelerator to train with."""
         self.tensor_parallel = TensorParallel.of(model)
         if self.tensor_parallel is not None:
             complete_adapters(model, self.tensor_parallel)
             accelerator = DataParallelAccelerator(accelerator, self.tensor_parallel)
-        self.sequence = SequenceGroup.of(accelerator)
+        self.sequence = SequenceGroup.of(accelerator) if splits_rows else None
         if self.sequence is not None:
             keep_batches_whole(accelerator, self.sequence)
             accelerator = DataParallelAccelerator(accelerator, self.sequence.ranks)

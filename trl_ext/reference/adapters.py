@@ -28,7 +28,7 @@ class AdapterChoice:
 
     Args:
         fresh (`PeftConfig`, *optional*): TRL's `peft_config`.
-        options (`Any`): has `policy_adapter_name` and `ref_adapter_name`.
+        options (`Any`): has `policy_adapter_name`, and `ref_adapter_name` if the trainer has a reference.
 
     Attributes:
         trl_may_copy (`bool`): whether TRL may copy the adapter "default" as the reference.
@@ -38,7 +38,7 @@ class AdapterChoice:
     """
 
     def __init__(self, policy: Any, fresh: Any, options: Any, ref_model: Any, args: Any) -> None:
-        self.fresh, self._ref_name = fresh, options.ref_adapter_name
+        self.fresh, self._ref_name = fresh, getattr(options, "ref_adapter_name", None)
         loaded = isinstance(policy, PeftModel)
         moves = getattr(args, "sync_ref_model", False)
         if (loaded or fresh is not None) and ref_model is not None and moves:

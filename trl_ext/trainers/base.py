@@ -1,4 +1,4 @@
-"""The base of `DPOTrainer` and `GRPOTrainer`: the methods of TRL's trainer that both override, in the order they run.
+"""The base of all trainers: the methods of TRL's trainers that all override, in the order they run.
 
 Read it first. Each step calls one of the parts that `_begin` creates (`_ranks`, `_scorer`, `_reference_weights`,
 `_checkpoints`, `_non_finite`). A part is a plain object in its own file.
@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..callbacks.progress import ThroughputProgress, add_to_model_card, show
 from ..compat.choices import REPLACEABLE, overrides
 from ..compat.replaced import built_with, replaced, unrecorded_pass
-from ..config import AddedFields
+from ..config import AddedFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
 from ..distributed.failures import rank_failures_reported
 from ..distributed.lora import keep_differentiable, make_adapter
@@ -59,13 +59,15 @@ _ADDED_BY_LOSS = {
 
 
 class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
-    """The first base class of both trainers; TRL's trainer is the second."""
+    """The first base class of each trainer; TRL's trainer is the second."""
 
     _trl_trainer: type
     _config_class: type
     _added_fields: type[AddedFields]
     accelerator: Any
+    ref_model: Any = None
     _added: Any
+    _splits_rows = True  # whether we split the tokens of a row over ranks; `SFTTrainer` leaves it to TRL
     _first_step_ran = False
     _loss_reached = False  # whether our `compute_loss` ran
     _bypasses_loss = False  # whether the first training step did not run our `compute_loss`
@@ -85,7 +87,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._scorer = Scorer(self._added)
         self._non_finite = NonFiniteLoss(self, self._ranks)
         self._balance = RowBalance(self, self._ranks)
-        self._reference_weights = ReferenceOfPolicy(self, self._ranks, self._added.reference_device)
+        self._reference_weights = ReferenceOfPolicy(self, self._ranks, getattr(self._added, "reference_device", None))
         self._checkpoints = Checkpoints(self)
         self._checkpoints.parts.append(self._reference_weights.save)
         return given
@@ -96,7 +98,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         config = given.get("args")
         # Only after all arguments are checked, because this may activate another adapter
         adapters = AdapterChoice(given["model"], given.get("peft_config"), self._added, given.get("ref_model"), config)
-        self._reference_weights.adapters, copies = adapters, adapters.trl_may_copy
+        self._reference_weights.adapters = adapters
+        copies = adapters.trl_may_copy or not isinstance(self._added, AddedReferenceFields)
         try:
             with built_with(self._trl_trainer, config, self._attach_model, make_adapter, copies=copies, **others):
                 yield
@@ -109,7 +112,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._requested = requested_engine(os.environ, self.args)
         super().create_accelerator_and_postprocess()
         self._checkpoints.hide_optimizer()
-        joined = self._ranks.join(self.accelerator, self.model)
+        joined = self._ranks.join(self.accelerator, self.model, splits_rows=self._splits_rows)
         if joined is not self.accelerator:
             self.accelerator, by_objects = joined, self.args.eval_use_gather_object
             self.gather_function = partial(joined.gather_for_metrics, use_gather_object=by_objects)
@@ -317,6 +320,13 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             if self.accelerator.is_main_process:
                 logger.warning(f"The plan has changed:\n{self.explain()}")
 
+    def _count_tokens(self, counts: list[int] | None = None) -> None:
+        """Add what the micro-batch processed to the logs: `counts` of all ranks, by default the scorer's."""
+        skipped, *scored = counts or self._ranks.sum_counts(self._scorer.take_counts())
+        mode = "train" if self.model.training else "eval"
+        self.skipped.add(mode, tokens=skipped)
+        self.fed.add(mode, scored)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, and add `skipped/*`, `tokens_processed/*` and `head/*`: totals of all ranks."""
         mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")
@@ -388,10 +398,16 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Return 1 in a sequence group, because transformers must not split its batches."""
         return 1 if self._ranks.sequence is not None else super().get_sp_size()
 
+    def get_tp_size(self) -> int:
+        """Return 1 in a tensor-parallel group, because `accelerator` counts its ranks as one process."""
+        return 1 if self._ranks.tensor_parallel is not None else super().get_tp_size()
+
     def floating_point_ops(self, inputs: Any) -> int:
         return int(super().floating_point_ops(inputs)) // self._ranks.sequence_size
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Count a group's batch once."""
         total = super().get_total_train_batch_size(args)
+        if self._ranks.tensor_parallel is not None:
+            total //= super().get_tp_size()
         return total if self._ranks.sequence is None else total // self.accelerator.parallelism_config.sp_size

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..compat.arguments import check_numbers, refuse_unknown
-from ..compat.choices import ADVANTAGE_CHOICES, DPO_CHOICES, DPO_LOSS_TYPES, GRPO_CHOICES, TRUNCATION_MODES
+from ..compat.choices import ADVANTAGE_CHOICES, DPO_CHOICES, DPO_LOSS_TYPES, GRPO_CHOICES, SFT_CHOICES, SFT_LOSS_TYPES, TRUNCATION_MODES
 from ..config import AddedGRPOFields
 from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES
@@ -84,6 +84,15 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -
     if config.epsilon_high is not None:
         _check_number(config, "epsilon_high", 0)
     _check_number(config, "top_entropy_quantile", 0, 1)
+
+
+def check_sft_arguments(config: Any, *, own_loss: bool) -> None:
+    """Raise `ValueError` if an `SFTConfig`, TRL's or ours, has an invalid value. `own_loss` as for DPO."""
+    _check_choices(config, SFT_CHOICES if own_loss else {**SFT_CHOICES, "loss_type": SFT_LOSS_TYPES})
+    if config.max_length is not None:
+        _check_number(config, "max_length", 2, hint="The model predicts nothing from one token.")
+    if config.activation_offloading:
+        check_offloading_device(config.device)
 
 
 def check_offloading_device(device: Any) -> None:
@@ -280,6 +289,8 @@ def padding_reason(trainer: Any) -> str | None:
             return "the adapter puts virtual tokens before each row"
         if getattr(config, "alora_invocation_tokens", None):
             return "the adapter looks for its invocation tokens in each row (`alora_invocation_tokens`)"
+    if getattr(trainer, "padding_free", False):
+        return "TRL's collator joins the rows of a batch into one (`packing`)"
     if trainer.args.neftune_noise_alpha is not None:
         return "the noise of `neftune_noise_alpha` depends on the width of the batch"
     if trainer.args.n_gpu > 1:

@@ -4,8 +4,7 @@ The methods of TRL's trainer that DPO overrides are here; those that GRPO also o
 """
 
 import functools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from .dpo_batches import DPOBatches
 from .dpo_loss import DPOLoss
 from .dpo_reference import DPOReference
 from .in_parts import InParts
+from .non_finite import recorded_log_probs
 
 _ROWS_CHECKED = 1000  # training rows whose token ids are checked if the tokenizer has more tokens than the model
 
@@ -158,7 +158,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         from_columns = have_columns(inputs, "A batch")
         self._dpo_loss.counted = None
         watched = self._non_finite.action is not None
-        recorded: AbstractContextManager[Any] = _recorded_log_probs(model) if watched else nullcontext()
+        recorded: AbstractContextManager[Any] = recorded_log_probs(model) if watched else nullcontext()
         with self._dpo_reference.supplied(inputs, from_columns), self._policy_scored():
             with recorded as policy:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -173,10 +173,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
             if watched:
                 self._non_finite.watch(loss[0] if return_outputs else loss, rows, lambda row: prompt_of(inputs, row))
-        skipped, *scored = self._dpo_loss.counted or self._ranks.sum_counts(self._scorer.take_counts())
-        mode = "train" if self.model.training else "eval"
-        self.skipped.add(mode, tokens=skipped)
-        self.fed.add(mode, scored)
+        self._count_tokens(self._dpo_loss.counted)
         if self.plan.source == "nothing" and not from_columns:
             internals.drop_reward_metrics(self)
         return loss
@@ -208,22 +205,6 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _release_reference(self) -> None:
         self._dpo_reference.release()
-
-
-@contextmanager
-def _recorded_log_probs(model: Any) -> Iterator[list[torch.Tensor]]:
-    """Record the log-probs that `model` scores in the `with` block, without virtual tokens of prompt tuning."""
-    scored: list[torch.Tensor] = []
-
-    def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
-        if inputs.get("fused_lm_head"):
-            scored.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
-
-    hook = model.register_forward_hook(record, with_kwargs=True)
-    try:
-        yield scored
-    finally:
-        hook.remove()
 
 
 def _with_rewards(dataset: Any, where: str, columns: tuple[str, ...]) -> Any:

@@ -1,7 +1,8 @@
 """Stops training, or skips the optimizer step, on all ranks if a loss is not finite."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from accelerate.utils import gather_object
@@ -84,3 +85,19 @@ class NonFiniteLoss:
             named.append(f"row {row} ({', '.join(rows[row])}) of the prompt {prompt!r}")
         more = f" and {len(rows) - 4} more" if len(rows) > 4 else ""
         return f"{rank}: {'; '.join(named)}{more}."
+
+
+@contextmanager
+def recorded_log_probs(model: Any) -> Iterator[list[Tensor]]:
+    """Record the log-probs that `model` scores in the `with` block, without virtual tokens of prompt tuning."""
+    scored: list[Tensor] = []
+
+    def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
+        if inputs.get("fused_lm_head"):
+            scored.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
+
+    hook = model.register_forward_hook(record, with_kwargs=True)
+    try:
+        yield scored
+    finally:
+        hook.remove()

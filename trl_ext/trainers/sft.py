@@ -1,0 +1,103 @@
+"""SFT: TRL's trainer with our scoring forward.
+
+The methods of TRL's trainer that only SFT overrides are here; the others are in `base.py`.
+"""
+
+import dataclasses
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import trl
+
+from ..config import AddedFields
+from ..config import SFTConfig as SFTConfig  # `training_args.bin` files refer to it here
+from ..planning.non_finite import not_finite_rows
+from ..planning.plan import Decision, PackingPlan, Plan
+from .base import ExactTrainer
+from .checked_arguments import check_sft_arguments
+from .non_finite import recorded_log_probs
+
+
+class SFTTrainer(ExactTrainer, trl.SFTTrainer):
+    """
+    TRL's [`~trl.SFTTrainer`] with exact per-token log-probs, and without computing padding.
+
+    Arguments, losses and metrics are the same. Pass a [`SFTConfig`], or TRL's for the defaults of the added fields.
+    """
+
+    _trl_trainer = trl.SFTTrainer
+    _config_class = trl.SFTConfig
+    _added_fields = AddedFields
+    _splits_rows = False
+    _tag_names = trl.SFTTrainer._tag_names + ["trl_ext"]
+
+    # For `help()` and editors: the signature is TRL's
+    @functools.wraps(trl.SFTTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        given = self._begin(positional, keywords)
+        config = given.get("args")
+        if config is not None:
+            check_sft_arguments(config, own_loss=self._replaces("loss"))
+        if self._packed_by_trl(config):
+            self._scorer.options.padding_free = None  # TRL's packing implies it
+        with self._built(given):
+            super().__init__(**given)
+        self._ready(given.get("callbacks"))
+
+    def _has_reference(self) -> bool:
+        return False
+
+    # The plan
+
+    def _make_plan(self) -> Plan:
+        logits = self._needs_logits()
+        reason = "Scores every token with a label, as in TRL."
+        if logits is not None:
+            reason = f"Runs twice for each batch, as in TRL: {logits} needs all logits."
+        return Plan(decisions=(Decision("policy", "run", reason, routine=logits is None),))
+
+    def _needs_logits(self) -> str | None:
+        """Return the argument for which TRL's loss reads the logits, which then are not exact; `None` if there is none."""
+        if self.compute_loss_func is not None:
+            return "`compute_loss_func`"
+        if self.label_smoother is not None and self.args.loss_type == "nll":
+            return f"`label_smoothing_factor={self.args.label_smoothing_factor}`"
+        return None
+
+    def _packing_plan(self) -> PackingPlan:
+        plan = super()._packing_plan()
+        if not self._packed_by_trl(self.args):
+            return plan
+        reason = "Batches have no padding: TRL's `packing` joins rows before training."
+        return dataclasses.replace(plan, decision=Decision("packing", "run", reason, routine=True))
+
+    @staticmethod
+    def _packed_by_trl(config: Any) -> bool:
+        """Return whether TRL's collator joins the rows of a batch into one, as it does only with best-fit packing."""
+        return bool(getattr(config, "packing", False)) and config.packing_strategy != "wrapped"
+
+    # Training
+
+    def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
+        return self._watched_step(super().training_step, *positional, **keywords)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute TRL's loss from the log-probs of our head."""
+        self._loss_reached = True
+        self._ranks.check_same(inputs["input_ids"])
+        watched = self._non_finite.action is not None
+        recorded: AbstractContextManager[Any] = recorded_log_probs(model) if watched else nullcontext()
+        with self._policy_scored(), recorded as scored:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        def rows() -> dict[int, list[str]]:
+            return not_finite_rows({"policy": torch.cat(scored)}, inputs["labels"][:, 1:] != -100)
+
+        if watched:
+            self._non_finite.watch(loss[0] if return_outputs else loss, rows, lambda row: inputs["input_ids"][row].tolist())
+        self._count_tokens()
+        return loss
