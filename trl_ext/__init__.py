@@ -7,11 +7,12 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .callbacks.curves import CurvesCallback
-    from .config import DPOConfig, GRPOConfig, SFTConfig
+    from .config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
     from .heads.linear_log_probs import linear_log_probs
     from .heads.logits import LinearLogProbs
     from .trainers.dpo import DPOTrainer
     from .trainers.grpo import GRPOTrainer
+    from .trainers.kto import KTOTrainer
     from .trainers.sft import SFTTrainer
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "DPOTrainer",
     "GRPOConfig",
     "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
     "LinearLogProbs",
     "SFTConfig",
     "SFTTrainer",
@@ -34,6 +37,8 @@ _DEFINED_IN = {
     "DPOTrainer": ".trainers.dpo",
     "GRPOConfig": ".config",
     "GRPOTrainer": ".trainers.grpo",
+    "KTOConfig": ".config",
+    "KTOTrainer": ".trainers.kto",
     "LinearLogProbs": ".heads.logits",
     "SFTConfig": ".config",
     "SFTTrainer": ".trainers.sft",

@@ -416,7 +416,7 @@ def test_a_reference_pass_does_not_change_the_policy(case, workshop, tmp_path):
 
     handle = policy.get_base_model().get_input_embeddings().register_forward_hook(fail)
     try:
-        trainer._dpo_reference._pass(batch)
+        trainer._source._pass(batch)
     except PassFailedError:
         assert case["fails"]
     finally:
@@ -431,7 +431,7 @@ def test_several_active_adapters_are_active_after_a_pass(workshop, tmp_path):
     policy.base_model.set_adapter(["default", "second"])
     trainer = build("dpo", trl_ext, workshop, tmp_path, policy)
     before = state_of(policy)
-    trainer._dpo_reference._pass(next(iter(trainer.get_train_dataloader())))
+    trainer._source._pass(next(iter(trainer.get_train_dataloader())))
     assert_equal_states(before, state_of(policy))
 
 
@@ -446,7 +446,7 @@ def test_every_active_adapter_is_part_of_the_identity_of_the_reference(workshop,
         policy.base_model.set_adapter(["a", "b"])
         trainer = build("dpo", trl_ext, workshop, tmp_path, policy, reference_store="disk")
         assert 'the adapters "a" and "b" as before training' in trainer.explain()["reference"].reason
-        found.add(trainer._dpo_reference._identity)
+        found.add(trainer._source._identity)
     assert len(found) == 3
 
 

@@ -402,7 +402,7 @@ def test_a_training_run_killed_at_any_time_leaves_only_right_values(kills, works
     folder = tmp_path / "killed"
     # Written after every batch
     often = functools.partial(DiskStore, flush_bytes=1)
-    monkeypatch.setattr("trl_ext.trainers.dpo_reference.DiskStore", often)
+    monkeypatch.setattr("trl_ext.trainers.reference_source.DiskStore", often)
 
     def files():
         return len(list((folder / "store").glob("*/*.safetensors")))

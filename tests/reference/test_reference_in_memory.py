@@ -230,4 +230,4 @@ def test_low_precision_products_in_another_batch_are_the_same_reference(bf16, wa
 def test_the_tolerance_depends_on_the_precision_of_the_reference(model, dtype, config, tolerance, workshop, tmp_path):
     reference = AutoModelForCausalLM.from_pretrained(workshop.model(model), dtype=dtype)
     subject = trainer(workshop, tmp_path, model=model, ref_model=reference, **config)
-    assert subject.stored._variants.tolerance == tolerance
+    assert subject._source.stored._variants.tolerance == tolerance

@@ -322,8 +322,8 @@ def test_biases_trained_outside_the_adapter_are_copied_and_scored_once(workshop,
         with counted() as tokens:
             again.train()
         assert len(tokens.without) == passes
-    subject._dpo_reference.refresh()
-    assert subject._dpo_reference._identity == again._dpo_reference._identity
+    subject._source.refresh()
+    assert subject._source._identity == again._source._identity
 
 
 def test_a_reference_with_active_dropout_is_not_stored(workshop, tmp_path):

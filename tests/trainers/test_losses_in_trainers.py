@@ -383,4 +383,4 @@ def test_rewards_do_not_turn_off_the_reference_store(workshop: Workshop, tmp_pat
     """Of two epochs, only the first runs the reference."""
     seen = run(trl_ext, workshop, tmp_path, loss_type="rpo_squared", max_steps=4)
     assert seen.log("skipped/passes") == [0, 0, 1, 1]
-    assert seen.trainer.stored.holds(next(iter(seen.trainer.get_train_dataloader())))
+    assert seen.trainer._source.stored.holds(next(iter(seen.trainer.get_train_dataloader())))

@@ -38,6 +38,7 @@ DPO_LOSS_TYPES = (
 DPO_CHOICES = {"f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")}
 SFT_LOSS_TYPES = ("nll", "dft")
 SFT_CHOICES = {"packing_strategy": ("bfd", "bfd_split", "wrapped")}
+KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 TRUNCATION_MODES = ("keep_start", "keep_end")
 GRPO_LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 GRPO_CHOICES = {"importance_sampling_level": ("token", "sequence"), "loss_type": GRPO_LOSS_TYPES}
@@ -69,5 +70,7 @@ STEP = ("training_step", "_prepare_inputs", "compute_loss")  # methods that get 
 def overrides(trainer: Any, *methods: str) -> str | None:
     """Return the first of `methods` that a subclass of our trainers overrides; `None` if there is none."""
     ours = next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
-    changed = (x for x in methods if x in vars(trainer) or getattr(type(trainer), x, None) is not getattr(ours, x, None))
+    changed = (
+        x for x in methods if x in vars(trainer) or getattr(type(trainer), x, None) is not getattr(ours, x, None)
+    )
     return next(changed, None)

@@ -7,16 +7,11 @@ from typing import Any, Protocol
 
 import pyarrow.compute as pc
 import torch
-import trl
 from datasets import Dataset
-from trl.models import prepare_deepspeed
-from trl.trainer.utils import disable_dropout_in_model
 
 from .choices import FusedCausalLMOutput
-from .replaced import module_of, next_of, replaced
-
-# Columns of a batch with one value per pair, which are not model inputs
-PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps", "chosen_reward", "rejected_reward")
+from .reference import PAIR_COLUMNS, ReferenceInternals
+from .replaced import next_of, replaced
 
 
 class _Wrapper:
@@ -49,28 +44,17 @@ class _AsIfAlone(_Wrapper):
         return input_data
 
 
-class DPOInternals(Protocol):
+class DPOInternals(ReferenceInternals, Protocol):
     """The members of TRL's trainer that this file reads or replaces."""
 
-    accelerator: Any
-    args: Any
-    model: Any
-    ref_model: Any
     loss_types: list[str]
     loss_weights: list[float]
-    precompute_ref_logps: bool
-    aux_loss_enabled: bool
-    is_deepspeed_enabled: bool
     _metrics: dict[str, dict[str, list[float]]]
     _total_train_tokens: int
-    _precompute_engine: Any
-    _is_vision_dataset: bool
     train_dataset: Any
     _tokenizer: Any
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Dataset: ...
 
 
 def trl_loss(
@@ -217,56 +201,6 @@ def with_labels(model: Any, labels: torch.Tensor) -> Callable[..., Any]:
         return model(*positional, **keywords)
 
     return call
-
-
-def labels_of(batch: dict[str, Any]) -> torch.Tensor:
-    return batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)  # type: ignore[no-any-return]
-
-
-def score_as_reference(trainer: DPOInternals, model: Any, batch: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-    inputs = {k: v for k, v in batch.items() if k not in ("completion_mask", *PAIR_COLUMNS)}
-    text_config = trainer.accelerator.unwrap_model(model).config.get_text_config()
-    if trainer.aux_loss_enabled and hasattr(text_config, "output_router_logits"):
-        inputs["output_router_logits"] = True  # as in the policy's pass
-    with trainer.accelerator.autocast():
-        scored = model(**inputs, use_cache=False, labels=labels, fused_lm_head=True, head_outputs=("log_probs",))
-    return scored.log_probs[:, -(labels.shape[1] - 1) :]
-
-
-def policy_before_training(trainer: DPOInternals) -> Any:
-    if not trainer.is_deepspeed_enabled:
-        return trainer.model
-    if trainer._precompute_engine is None:
-        trainer._precompute_engine = prepare_deepspeed(trainer.model, trainer.accelerator)
-    return trainer._precompute_engine
-
-
-def holds_images(trainer: DPOInternals) -> bool:
-    return bool(trainer._is_vision_dataset)
-
-
-def training_columns(trainer: DPOInternals, dataset: Dataset) -> Dataset:
-    """Return the dataset with only the columns that the collator gets."""
-    return trainer._remove_unused_columns(dataset, description="training")
-
-
-def made_as_reference(trainer: DPOInternals, load: Callable[[], Any]) -> Any:
-    model = load()
-    if trainer.args.disable_dropout:
-        disable_dropout_in_model(model)
-    return model
-
-
-def recorded_loads(loaded: list[tuple[Any, Callable[[], Any]]]) -> dict[str, Any]:
-    """Return replacements for names in TRL's module, which record each model that TRL loads, with its loader."""
-    original = module_of(trl.DPOTrainer).create_model_from_path
-
-    def create(*positional: Any, **keywords: Any) -> Any:
-        model = original(*positional, **keywords)
-        loaded.append((model, lambda: original(*positional, **keywords)))
-        return model
-
-    return {"create_model_from_path": create, "hash_module": lambda _: None}
 
 
 def largest_token_ids(dataset: Any, rows: int) -> Iterator[int | None]:

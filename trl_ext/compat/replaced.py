@@ -36,6 +36,7 @@ _OF_ALL = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_mod
 REPLACED: dict[type, tuple[str, ...]] = {
     trl.SFTTrainer: _OF_ALL,
     trl.DPOTrainer: (*_OF_ALL, "create_model_from_path", "hash_module"),
+    trl.KTOTrainer: (*_OF_ALL, "create_model_from_path", "hash_module"),
     trl.GRPOTrainer: (*_OF_ALL, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
     transformers.Trainer: ("rotate_checkpoints",),
 }

@@ -1,21 +1,10 @@
 """DPO's plan: whether the reference runs, is read from the store, or is not needed, and why."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from .non_finite import steps_in_backward
-from .plan import Decision, Plan
-
-Source = Literal["store", "pass", "nothing"]
-
-# What the reference is. For a PEFT policy, `OwnReference.describe` says it
-REFERENCES = {
-    "model": "the model given as `ref_model`",
-    "copy": "a copy of the policy before training",
-    "loaded": "the policy's checkpoint, loaded a second time",
-    "initial": "the policy as it is before training",
-}
-
+from .plan import Decision
+from .reference import ReferenceFacts, ReferencePlan, Source, left_to_own_loss, plan_reference
 
 # Loss types that are not a mean over pairs
 _OF_WHOLE_BATCH = {
@@ -26,22 +15,13 @@ _OF_WHOLE_BATCH = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOFacts:
+class DPOFacts(ReferenceFacts):
     """What is known about a run when its plan is made."""
 
     loss_types: tuple[str, ...]
     best_metric: str | None  # `metric_for_best_model`
-    reference: str  # a key of `REFERENCES`, or which weights of a PEFT policy are the reference
     datasets: tuple[str, ...]  # names of the data sets that are known
     with_columns: tuple[str, ...]  # names of those with the user's own reference log-probs
-    precompute: bool  # `precompute_ref_log_probs`
-    storage: str  # "disk", "memory" or "off"
-    folder: str  # of the store on disk
-    not_storable: str | None  # why a sequence's token ids do not determine its reference log-probs
-    drifts: str | None  # why the reference changes as the policy is trained
-    varies: str | None  # why two passes of the reference over the same sequence differ
-    uncacheable: str | None  # why a later run cannot tell the reference from another one
-    own_loss: str | None  # a subclass's `compute_loss` that does not call ours
     overrides_loss: bool  # a subclass overrides `_compute_loss`
     # Micro-batches
     is_packed: bool  # a forward has no padding
@@ -55,19 +35,12 @@ class DPOFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOPlan(Plan):
+class DPOPlan(ReferencePlan):
     """The decisions, the facts, and where the reference log-probs of a batch without user columns come from."""
 
     facts: DPOFacts
-    source: Source  # "pass": TRL's own pass, in every micro-batch
-    durable: bool = False  # the store outlives the run
     balances: bool = False  # pairs move between the ranks and micro-batches of an optimizer step
     merges: bool = False  # the pairs of an optimizer step run together, in parts
-
-    @property
-    def gone_in_training(self) -> bool:
-        """Whether the reference exists only before training starts."""
-        return self.source == "store" and self.facts.drifts is not None
 
 
 def plan_dpo(facts: DPOFacts) -> DPOPlan:
@@ -82,8 +55,7 @@ def plan_dpo(facts: DPOFacts) -> DPOPlan:
     policy = Decision("policy", "run", "Scores every pair, as in TRL.", routine=True)
     others = f"For other data: {reference.reason[0].lower()}{reference.reason[1:]}"
     if facts.own_loss is not None:
-        left = f"Left to {facts.own_loss}, which does not call `super().compute_loss(...)`."
-        policy, reference = Decision("policy", "run", left), Decision("reference", "run", left)
+        policy, reference = left_to_own_loss(facts.own_loss)
     elif only_columns:
         reference = Decision("reference", "reuse", f"{columns}{others}")
     elif columns:
@@ -163,23 +135,4 @@ def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:
             )
             return "nothing", Decision("reference", "skip", reason), False
         needed = f"Needed for `metric_for_best_model={facts.best_metric!r}`. "
-    what = f"{needed}The reference ({REFERENCES.get(facts.reference, facts.reference)})"
-    against = '`reference_store="off"`' if facts.storage == "off" else facts.not_storable
-    # Log-probs precomputed before training stay valid, whatever happens to the reference later
-    if against is None and not facts.precompute:
-        against = facts.drifts or facts.varies
-    if against is not None:
-        reason = f"{what} runs on every micro-batch, as in TRL, because {against}."
-        return "pass", Decision("reference", "run", reason), False
-    # Log-probs that vary from pass to pass are for this run alone
-    durable = facts.storage == "disk" and not facts.varies and not facts.uncacheable
-    when = "before training starts" if facts.precompute else "when it first appears"
-    if durable:
-        when += " or in an earlier run"
-        place = "on disk"
-    elif facts.storage == "disk":
-        place = f"in memory, for this run only, because {facts.varies or facts.uncacheable}"
-    else:
-        place = "in memory"
-    reason = f"{what} scores each sequence once, {when}. The log-probs are kept {place}."
-    return "store", Decision("reference", "reuse", reason, folder=facts.folder if durable else None), durable
+    return plan_reference(facts, needed)

@@ -46,6 +46,7 @@ from .callbacks import Lifecycle, MovesReference
 from .checked_arguments import bound_arguments, check_given, padding_reason
 from .checkpointing import Checkpoints
 from .non_finite import NonFiniteLoss
+from .reference_source import ReferenceSource
 from .reference_weights import ReferenceOfPolicy
 from .row_balance import RowBalance
 
@@ -67,6 +68,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     accelerator: Any
     ref_model: Any = None
     _added: Any
+    _source: ReferenceSource | None = None  # of trainers with a store of reference log-probs
     _splits_rows = True  # whether we split the tokens of a row over ranks; `SFTTrainer` leaves it to TRL
     _first_step_ran = False
     _loss_reached = False  # whether our `compute_loss` ran
@@ -89,7 +91,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._balance = RowBalance(self, self._ranks)
         self._reference_weights = ReferenceOfPolicy(self, self._ranks, getattr(self._added, "reference_device", None))
         self._checkpoints = Checkpoints(self)
-        self._checkpoints.parts.append(self._reference_weights.save)
+        # A checkpoint must not exist without the log-probs that were scored before it
+        self._checkpoints.parts += [self._reference_weights.save, lambda _: self._flush_store()]
         return given
 
     @contextmanager
@@ -133,10 +136,13 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._scorer.attach(model, entropy_requires_grad=self._entropy_has_gradient(), **options)
         if len(self._scorer.forwards) > 1:
             self._reference_weights.take_model(model)
-            return
-        if isinstance(self.model, PeftModel):
-            keep_differentiable(self.model)
-        self._reference_weights.take_policy(has_reference=self._has_reference())
+        else:
+            if isinstance(self.model, PeftModel):
+                keep_differentiable(self.model)
+            self._reference_weights.take_policy(has_reference=self._has_reference())
+        # Only once: a reference model that was freed is attached again when it is loaded again
+        if self._source is not None and not self._source.registered and self.ref_model in (None, model):
+            self._source.register()
 
     def _has_reference(self) -> bool:
         return True
@@ -188,8 +194,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return plan_packing(self._packing_facts())
 
     def _make_plan(self) -> Plan:
-        """Decide which log-prob passes run. DPO and GRPO implement it."""
-        raise NotImplementedError
+        """Decide which log-prob passes run. Trainers without a store implement it."""
+        assert self._source is not None
+        return self._source.plan()
 
     @cached_property
     def plan(self) -> Any:
@@ -255,16 +262,30 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             return super().train(self._checkpoints.find(resume_from_checkpoint), *positional, **keywords)
 
     def _before_training(self) -> None:
-        """Hook: called first by `train`."""
+        """Called first by `train`."""
+        if self._source is not None:
+            self._source.refresh_if_adapters_changed()
+            self._source.training_began = True
 
     def _resumed(self, state: Any) -> None:
-        """Hook: called when training begins, perhaps from a checkpoint."""
+        """Called when training begins, perhaps from a checkpoint."""
+        if self._source is not None and state.global_step > 0:
+            self._source.refresh()
 
     def _flush_store(self) -> None:
-        """Hook: called at the end of each epoch, evaluation and training. DPO writes its store."""
+        """Called at the end of each epoch, evaluation and training, and before a checkpoint."""
+        if self._source is not None:
+            self._source.flush()
 
     def _release_reference(self) -> None:
-        """Hook: called at the end of each epoch but the last. DPO frees a reference model that it no longer needs."""
+        """Called at the end of each epoch but the last."""
+        if self._source is not None:
+            self._source.release()
+
+    def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
+        if self._source is not None:
+            self._source.refresh_if_adapters_changed()
+        return super().evaluation_loop(*positional, **keywords)
 
     def _watched_step(self, step: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         """Run TRL's training step. In the first one, find out whether a subclass's `compute_loss` calls ours."""

@@ -19,7 +19,16 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..compat.arguments import check_numbers, refuse_unknown
-from ..compat.choices import ADVANTAGE_CHOICES, DPO_CHOICES, DPO_LOSS_TYPES, GRPO_CHOICES, SFT_CHOICES, SFT_LOSS_TYPES, TRUNCATION_MODES
+from ..compat.choices import (
+    ADVANTAGE_CHOICES,
+    DPO_CHOICES,
+    DPO_LOSS_TYPES,
+    GRPO_CHOICES,
+    KTO_LOSS_TYPES,
+    SFT_CHOICES,
+    SFT_LOSS_TYPES,
+    TRUNCATION_MODES,
+)
 from ..config import AddedGRPOFields
 from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES
@@ -93,6 +102,21 @@ def check_sft_arguments(config: Any, *, own_loss: bool) -> None:
         _check_number(config, "max_length", 2, hint="The model predicts nothing from one token.")
     if config.activation_offloading:
         check_offloading_device(config.device)
+
+
+def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
+    """Raise `ValueError` if a `KTOConfig`, TRL's or ours, has an invalid value. `own_loss` as for DPO."""
+    _check_reference_sync(config)
+    if config.max_length is not None:
+        _check_number(config, "max_length", 2, hint="A prompt and a completion have at least one token each.")
+    if config.activation_offloading:
+        check_offloading_device(config.device)
+    if own_loss:
+        return
+    _check_choices(config, {"loss_type": KTO_LOSS_TYPES})
+    _check_number(config, "beta", 0, above=True, hint="At 0, the loss does not depend on the policy.")
+    for name in ("desirable_weight", "undesirable_weight"):
+        _check_number(config, name, 0)
 
 
 def check_offloading_device(device: Any) -> None:

@@ -4,7 +4,6 @@ The methods of TRL's trainer that DPO overrides are here; those that GRPO also o
 """
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import get_worker_info
 
 from ..compat import dpo as internals
+from ..compat.reference import recorded_loads
 from ..config import AddedDPOFields, check_loss_types, warn_of_ignored_smoothing
 from ..config import DPOConfig as DPOConfig  # earlier `training_args.bin` files refer to it here
 from ..distributed.shards import parameter_of
 from ..losses.preference import READ_REWARDS
 from ..losses.reward_columns import REWARD_COLUMNS, RewardCollator, check_reward, check_reward_columns
-from ..planning.dpo import DPOPlan
 from ..planning.non_finite import labelled, not_finite_rows, prompt_of
 from ..reference.sequences import CheckedCollator, have_columns
 from ..scoring.checks import check_token_ids, missing_rows
@@ -29,7 +28,6 @@ from .dpo_batches import DPOBatches
 from .dpo_loss import DPOLoss
 from .dpo_reference import DPOReference
 from .in_parts import InParts
-from .non_finite import recorded_log_probs
 
 _ROWS_CHECKED = 1000  # training rows whose token ids are checked if the tokenizer has more tokens than the model
 
@@ -46,6 +44,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     _trl_trainer = trl.DPOTrainer
     _config_class = trl.DPOConfig
     _added_fields = AddedDPOFields
+    _source: DPOReference
     _tag_names = trl.DPOTrainer._tag_names + ["trl_ext"]
 
     # For `help()` and editors: the signature is TRL's
@@ -58,10 +57,10 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 f"`ref_model={ref_model!r}` is a name, but must be a model. Load it with "
                 "`AutoModelForCausalLM.from_pretrained(...)`, or leave it out to use the model before training."
             )
-        self._dpo_reference = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
+        self._source = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
         self._in_parts = InParts(self, self._ranks)
         self._dpo_batches = DPOBatches(self, self._ranks, self._balance, self._in_parts)
-        self._dpo_loss = DPOLoss(self, self._ranks, self._scorer, self._dpo_reference.labels_of, self._in_parts)
+        self._dpo_loss = DPOLoss(self, self._ranks, self._scorer, self._source.labels_of, self._in_parts)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)
@@ -69,13 +68,11 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 self._dpo_loss.columns = REWARD_COLUMNS
             warn_of_ignored_smoothing(config)
         self._scorer.smoothed = bool(self._added.sft_label_smoothing)
-        # A checkpoint must not exist without the log-probs that were scored before it
-        self._checkpoints.parts.append(lambda _: self._dpo_reference.flush())
-        loaded = self._dpo_reference.loaded
-        with self._built(given, **internals.recorded_loads(loaded)):
+        loaded = self._source.loaded
+        with self._built(given, **recorded_loads(trl.DPOTrainer, loaded)):
             super().__init__(**given)
         loaded.clear()
-        with_columns = (x for name, x in self._dpo_reference.datasets() if self._dpo_reference.with_columns[name])
+        with_columns = (x for name, x in self._source.datasets() if self._source.with_columns[name])
         if not all(isinstance(x, Dataset) for x in with_columns):
             self.data_collator = CheckedCollator(self.data_collator)
         if self._dpo_loss.columns:
@@ -106,27 +103,18 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._signature_columns = [*columns, *(x for x in self._dpo_loss.columns if x not in columns)]
 
     def _attach_model(self, model: Any, **options: Any) -> None:
-        """Attach the exact head, and register the reference once both models exist."""
+        """Attach the exact head, and find the number of tokens in its vocabulary."""
         is_policy = not self._scorer.forwards
         super()._attach_model(model, **options)
         if is_policy:
             weight = parameter_of(model.get_output_embeddings(), "weight")
             self._dpo_loss.classes = getattr(weight, "ds_shape", getattr(weight, "shape", (0,)))[0]
-        # Only once: a reference model that was freed is attached again when it is loaded again
-        if not self._dpo_reference.registered and (self.ref_model is None or model is self.ref_model):
-            self._dpo_reference.register()
-
-    def _make_plan(self) -> DPOPlan:
-        return self._dpo_reference.plan()
-
-    @property
-    def stored(self) -> Any:
-        return self._dpo_reference.stored
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         if isinstance(dataset, IterableDataset):
             return super()._precompute_ref_logps(dataset, name, batch_size)  # raises
-        self._dpo_reference.precompute(dataset, name, batch_size)
+        if not have_columns(dataset.column_names, f"The {name} data set"):
+            self._source.precompute(dataset, name, batch_size)
         return dataset
 
     # Training: a batch
@@ -157,10 +145,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._ranks.check_same(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
         self._dpo_loss.counted = None
-        watched = self._non_finite.action is not None
-        recorded: AbstractContextManager[Any] = recorded_log_probs(model) if watched else nullcontext()
-        with self._dpo_reference.supplied(inputs, from_columns), self._policy_scored():
-            with recorded as policy:
+        with self._source.supplied(inputs, from_columns), self._policy_scored():
+            with self._non_finite.recorded(model) as policy:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if not return_outputs:
                 self._in_parts.last(loss)
@@ -171,8 +157,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                     labelled(inputs),
                 )
 
-            if watched:
-                self._non_finite.watch(loss[0] if return_outputs else loss, rows, lambda row: prompt_of(inputs, row))
+            self._non_finite.watch(loss, rows, lambda row: prompt_of(inputs, row))
         self._count_tokens(self._dpo_loss.counted)
         if self.plan.source == "nothing" and not from_columns:
             internals.drop_reward_metrics(self)
@@ -185,26 +170,6 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if "ref_chosen_logps" in inputs:
             return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
         return self.ref_model().log_probs
-
-    # Training: the run
-
-    def _before_training(self) -> None:
-        self._dpo_reference.refresh_if_adapters_changed()
-        self._dpo_reference.training_began = True
-
-    def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
-        self._dpo_reference.refresh_if_adapters_changed()
-        return super().evaluation_loop(*positional, **keywords)
-
-    def _resumed(self, state: Any) -> None:
-        if state.global_step > 0:
-            self._dpo_reference.refresh()
-
-    def _flush_store(self) -> None:
-        self._dpo_reference.flush()
-
-    def _release_reference(self) -> None:
-        self._dpo_reference.release()
 
 
 def _with_rewards(dataset: Any, where: str, columns: tuple[str, ...]) -> Any:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..compat import dpo as internals
+from ..compat.reference import PAIR_COLUMNS
 from ..distributed.exchange import Column, equally_wide
 from ..distributed.ranks import Ranks
 from ..planning.dpo import DPOPlan
@@ -68,7 +69,7 @@ class DPOBatches:
 
     def _pairs(self, samples: list[Any], columns: dict[str, Column]) -> dict[str, Tensor]:
         """Return the pairs of micro-batches, one item for each; none if they must stay where they are."""
-        known = {*internals.PAIR_COLUMNS, "input_ids", "attention_mask", "completion_mask"}
+        known = {*PAIR_COLUMNS, "input_ids", "attention_mask", "completion_mask"}
         names = samples[0].keys()
         alike = all(x.keys() == names and len(x["input_ids"]) == len(samples[0]["input_ids"]) for x in samples)
         if not alike or not names <= known or internals.has_repeats(self.trainer):
@@ -77,7 +78,7 @@ class DPOBatches:
             return {}
         pairs = {}
         for name in names:
-            if name in internals.PAIR_COLUMNS:
+            if name in PAIR_COLUMNS:
                 pairs[name] = torch.cat([x[name] for x in samples])
                 continue
             for side, of_samples in zip(_SIDES, zip(*(x[name].chunk(2) for x in samples), strict=True), strict=True):

@@ -55,14 +55,33 @@ class NonFiniteLoss:
             for param in model.parameters():
                 param.grad = None
 
-    def watch(self, loss: Tensor, rows_of: Rows, prompt_of: Callable[[int], list[int]]) -> None:
-        """Check the loss of a micro-batch. Every rank must call it.
+    @contextmanager
+    def recorded(self, model: Any) -> Iterator[list[Tensor]]:
+        """Record the log-probs that `model` scores in the `with` block, without virtual tokens of prompt tuning."""
+        scored: list[Tensor] = []
+        if self.action is None:
+            yield scored
+            return
+
+        def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
+            if inputs.get("fused_lm_head"):
+                scored.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
+
+        hook = model.register_forward_hook(record, with_kwargs=True)
+        try:
+            yield scored
+        finally:
+            hook.remove()
+
+    def watch(self, loss: Any, rows_of: Rows, prompt_of: Callable[[int], list[int]]) -> None:
+        """Check what `compute_loss` returns for a micro-batch. Every rank must call it.
 
         Raises:
             `FloatingPointError`: the loss is not finite on some rank, and the action is `"stop"`.
         """
         if self.action is None or not self.trainer.model.training:
             return
+        loss = loss[0] if isinstance(loss, tuple) else loss
         if not int(self.ranks.every.reduce((~loss.detach().isfinite()).float(), reduction="sum")):
             return
         reports = " ".join(filter(None, gather_object([self._report(loss, rows_of, prompt_of)])))
@@ -85,19 +104,3 @@ class NonFiniteLoss:
             named.append(f"row {row} ({', '.join(rows[row])}) of the prompt {prompt!r}")
         more = f" and {len(rows) - 4} more" if len(rows) > 4 else ""
         return f"{rank}: {'; '.join(named)}{more}."
-
-
-@contextmanager
-def recorded_log_probs(model: Any) -> Iterator[list[Tensor]]:
-    """Record the log-probs that `model` scores in the `with` block, without virtual tokens of prompt tuning."""
-    scored: list[Tensor] = []
-
-    def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
-        if inputs.get("fused_lm_head"):
-            scored.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
-
-    hook = model.register_forward_hook(record, with_kwargs=True)
-    try:
-        yield scored
-    finally:
-        hook.remove()

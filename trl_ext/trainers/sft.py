@@ -5,7 +5,6 @@ The methods of TRL's trainer that only SFT overrides are here; the others are in
 
 import dataclasses
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ..planning.non_finite import not_finite_rows
 from ..planning.plan import Decision, PackingPlan, Plan
 from .base import ExactTrainer
 from .checked_arguments import check_sft_arguments
-from .non_finite import recorded_log_probs
 
 
 class SFTTrainer(ExactTrainer, trl.SFTTrainer):
@@ -59,7 +57,7 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         return Plan(decisions=(Decision("policy", "run", reason, routine=logits is None),))
 
     def _needs_logits(self) -> str | None:
-        """Return the argument for which TRL's loss reads the logits, which then are not exact; `None` if there is none."""
+        """Return the argument for which TRL's loss reads the logits, rounded as in TRL; `None` if there is none."""
         if self.compute_loss_func is not None:
             return "`compute_loss_func`"
         if self.label_smoother is not None and self.args.loss_type == "nll":
@@ -71,7 +69,7 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         if not self._packed_by_trl(self.args):
             return plan
         reason = "Batches have no padding: TRL's `packing` joins rows before training."
-        return dataclasses.replace(plan, decision=Decision("packing", "run", reason, routine=True))
+        return dataclasses.replace(plan, decision=Decision("packing", "run", reason))
 
     @staticmethod
     def _packed_by_trl(config: Any) -> bool:
@@ -89,15 +87,12 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         """Compute TRL's loss from the log-probs of our head."""
         self._loss_reached = True
         self._ranks.check_same(inputs["input_ids"])
-        watched = self._non_finite.action is not None
-        recorded: AbstractContextManager[Any] = recorded_log_probs(model) if watched else nullcontext()
-        with self._policy_scored(), recorded as scored:
+        with self._policy_scored(), self._non_finite.recorded(model) as scored:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
         def rows() -> dict[int, list[str]]:
-            return not_finite_rows({"policy": torch.cat(scored)}, inputs["labels"][:, 1:] != -100)
+            return not_finite_rows({"policy": scored[0]}, inputs["labels"][:, 1:] != -100)
 
-        if watched:
-            self._non_finite.watch(loss[0] if return_outputs else loss, rows, lambda row: inputs["input_ids"][row].tolist())
+        self._non_finite.watch(loss, rows, lambda row: inputs["input_ids"][row].tolist())
         self._count_tokens()
         return loss

@@ -1,0 +1,53 @@
+"""The private parts of TRL's `KTOTrainer`, as functions of a trainer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .reference import ReferenceInternals
+from .replaced import replaced
+
+_OF_ROWS = ("input_ids", "attention_mask", "completion_mask")
+# Entries of a batch with one value per row, which are not model inputs
+_COLUMNS = ("label", "ref_logps", "ref_KL_logps")
+# The prefix of the entries for the KL term: each prompt with the completion of another row
+_KL = "KL_"
+
+
+class KTOInternals(ReferenceInternals):
+    """The members of TRL's trainer that this file reads or replaces."""
+
+    calculate_KL: bool
+
+
+def sequences_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the inputs of the reference's passes: both halves as one batch, so that they share prompts, if possible.
+
+    The rows for the KL term are the second half, or the second batch if the model has inputs other than tokens.
+    """
+    first = {name: x for name, x in batch.items() if not name.startswith(_KL) and name not in _COLUMNS}
+    of_kl = {name.removeprefix(_KL): x for name, x in batch.items() if name.startswith(_KL)}
+    if not of_kl:
+        return [first]
+    if {*first} != {*_OF_ROWS} or {*of_kl} != {*_OF_ROWS}:
+        return [first, first | of_kl]
+    width = max(len(x["input_ids"][0]) for x in (first, of_kl))
+    return [{name: torch.cat([_widened(x[name], width) for x in (first, of_kl)]) for name in _OF_ROWS}]
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return pad(x, (0, width - x.shape[1]))
+
+
+@contextmanager
+def reference_given(trainer: ReferenceInternals, batch: dict[str, Any], sums: list[Tensor]) -> Iterator[None]:
+    """Make TRL's loss read the reference's summed log-probs, `(B,)` or with those for the KL term `(2B,)`."""
+    rows = len(batch["input_ids"])
+    names = ("ref_logps", "ref_KL_logps")
+    batch.update(zip(names, torch.cat(sums).split(rows), strict=False))
+    with replaced(trainer, precompute_ref_logps=True):
+        yield

@@ -1,0 +1,99 @@
+"""KTO: TRL's trainer with our scoring forward and a store of reference log-probs.
+
+The methods of TRL's trainer that only KTO overrides are here; the others are in `base.py`.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import trl
+from datasets import IterableDataset
+
+from ..compat.kto import reference_given, sequences_of
+from ..compat.reference import recorded_loads
+from ..config import AddedStoreFields
+from ..config import KTOConfig as KTOConfig  # `training_args.bin` files refer to it here
+from ..planning.non_finite import labelled, not_finite_rows, prompt_of
+from ..planning.plan import Decision
+from ..planning.reference import ReferenceFacts, ReferencePlan, left_to_own_loss, plan_reference
+from .base import ExactTrainer
+from .checked_arguments import check_kto_arguments
+from .reference_source import ReferenceSource
+
+
+class KTOReference(ReferenceSource):
+    """The reference of a `KTOTrainer`. One pass scores a batch and its rows for the KL term, which share prompts."""
+
+    def plan(self) -> ReferencePlan:
+        facts = ReferenceFacts(**self.facts())
+        source, reference, durable = plan_reference(facts)
+        policy = Decision("policy", "run", "Scores every completion, and the rows for the KL term, as in TRL.", True)
+        if facts.own_loss is not None:
+            policy, reference = left_to_own_loss(facts.own_loss)
+        return ReferencePlan(decisions=(policy, reference), facts=facts, source=source, durable=durable)
+
+    def sequences_of(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
+        return sequences_of(batch)
+
+    def sums_of(self, batch: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the reference's log-probs of each completion, then of each row for the KL term, `(B,)` each."""
+        parts, stores = self.sequences_of(batch), self.host.plan.source == "store"
+        passes = (2 if "KL_input_ids" in batch else 1) // len(parts)
+        scored = [self._found(x, passes=passes) if stores else self._pass(x) for x in parts]
+        return [x.sum(dim=1) for x in scored]
+
+
+class KTOTrainer(ExactTrainer, trl.KTOTrainer):
+    """
+    TRL's [`~trl.KTOTrainer`] with exact per-token log-probs, and a reference that scores each sequence only once.
+
+    Arguments, losses and metrics are the same. Pass a [`KTOConfig`], or TRL's for the defaults of the added fields.
+    """
+
+    _trl_trainer = trl.KTOTrainer
+    _config_class = trl.KTOConfig
+    _added_fields = AddedStoreFields
+    _source: KTOReference
+    _tag_names = trl.KTOTrainer._tag_names + ["trl_ext"]
+
+    # For `help()` and editors: the signature is TRL's
+    @functools.wraps(trl.KTOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        given = self._begin(positional, keywords)
+        config = given.get("args")
+        if config is not None:
+            check_kto_arguments(config, own_loss=self._replaces("loss"))
+        self._source = KTOReference(self, self._ranks, self._scorer, self._reference_weights)
+        with self._built(given, **recorded_loads(trl.KTOTrainer, self._source.loaded)):
+            super().__init__(**given)
+        self._source.loaded.clear()
+        self._ready(given.get("callbacks"))
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        if isinstance(dataset, IterableDataset):
+            return super()._precompute_ref_logps(dataset, name, batch_size)  # raises
+        self._source.precompute(dataset, name, batch_size)
+        return dataset
+
+    # Training
+
+    def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
+        return self._watched_step(super().training_step, *positional, **keywords)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute TRL's loss with reference log-probs from the source in the plan."""
+        self._loss_reached = True
+        self._ranks.check_same(inputs["input_ids"])
+        sums = self._source.sums_of(inputs)
+        with reference_given(self, inputs, sums), self._policy_scored(), self._non_finite.recorded(model) as scored:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        def rows() -> dict[int, list[str]]:
+            return not_finite_rows({"policy": scored[-1], "reference": inputs["ref_logps"]}, labelled(inputs))
+
+        self._non_finite.watch(loss, rows, lambda row: prompt_of(inputs, row))
+        self._count_tokens()
+        return loss

@@ -1,0 +1,352 @@
+"""Where a trainer's reference log-probs come from: the store or a forward pass, of an adapter, a model or a copy."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from accelerate.utils import is_peft_model, tqdm
+from accelerate.utils.memory import clear_device_cache
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from ..compat import reference as internals
+from ..compat.choices import maybe_gather_lm_head_ctx
+from ..compat.replaced import unrecorded_pass
+from ..config import AddedStoreFields
+from ..distributed.ranks import Ranks
+from ..planning.plan import SkipCounts
+from ..planning.reference import ReferencePlan
+from ..reference.canary import Canary, tolerance_of
+from ..reference.store import DiskStore, MemoryStore
+from ..reference.stored import StoredReference, Variants, random_state_kept
+from ..reference.weights import ReferenceWeights, identity_facts, identity_of, write_about
+from ..scoring.scorer import Scorer
+from .reference_weights import ReferenceOfPolicy
+
+_ROWS_CHECKED_TOGETHER = 64
+
+
+class Host(internals.ReferenceInternals, Protocol):
+    """The trainer members that the reference reads. It sets only `ref_model`, when it frees or loads the model."""
+
+    _trl_trainer: Any
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    skipped: SkipCounts
+
+    @property
+    def plan(self) -> ReferencePlan: ...
+
+    def _plan_again(self) -> None: ...
+
+    def _bypassed_by(self) -> str | None: ...
+
+    def _attach_model(self, model: Any) -> None: ...
+
+
+class ReferenceSource:
+    """The reference of one trainer, its `host`. A subclass makes the plan, and gives the log-probs to TRL's loss.
+
+    The trainer creates it before TRL's `__init__`, and calls `register` when both models exist and none is sharded yet.
+    """
+
+    host: Host
+
+    def __init__(self, host: Any, ranks: Ranks, scorer: Scorer, weights: ReferenceOfPolicy) -> None:
+        self.host, self.ranks, self.scorer, self.weights = host, ranks, scorer, weights
+        self.loaded: list[tuple[Any, Callable[[], Any]]] = []  # models that TRL loaded, with their loaders
+        self.registered = self.training_began = False
+        self._shared: str | None = None  # name of a tensor of the reference model that training changes
+        self._origin = "model"  # of a reference model: a key of `REFERENCES` in planning/reference.py
+        self._varies: str | None = None
+        self._uncacheable: str | None = None
+        self._facts: dict[str, Any] = {}
+        self._identity: str | None = None
+        self._stored: StoredReference | None = None
+        self._load: Callable[[], Any] | None = None
+        self._adapters: dict[str, Any] = {}
+
+    @property
+    def options(self) -> AddedStoreFields:
+        """The added fields, read at each use because a user may change `trainer.args`."""
+        return AddedStoreFields.of(self.host.args)
+
+    # Construction
+
+    def register(self) -> None:
+        """Find out what the reference is, and check what the user gives in its place."""
+        host, self.registered = self.host, True
+        self._describe()
+        if self.kind == "model":
+            if not self.ranks.is_sharded:
+                self._load = next((load for model, load in self.loaded if model is host.ref_model), None)
+            loaded = [model for model, _ in self.loaded]
+            if any(model is host.ref_model for model in loaded):
+                self._origin = "copy" if any(model is host.model for model in loaded) else "loaded"
+            reference = ReferenceWeights(host.ref_model)
+            self._shared = reference.shares_with(host.model)
+            self._varies = self._varies_reason(reference)
+        self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
+        self._check_own_values()
+        if self.plan().durable:
+            self._identity = self._identify()
+
+    def _check_own_values(self, instead: str = "Remove the override.") -> None:
+        """Raise `ValueError` if `precompute_ref_log_probs` would ignore an override of `compute_ref_log_probs`."""
+        own: Any = type(self.host)
+        if self.host.args.precompute_ref_log_probs and own.compute_ref_log_probs is not (
+            self.host._trl_trainer.compute_ref_log_probs
+        ):
+            raise ValueError(
+                f"`precompute_ref_log_probs=True` does not call `{own.__name__}.compute_ref_log_probs`, because "
+                f"trl_ext stores a log-prob per token. {instead}"
+            )
+
+    def _describe(self) -> None:
+        own = self.weights.own
+        self.kind = "model" if self.host.ref_model is not None else "initial" if own is None else own.describe()
+        self._on, self._adapters = self.weights.adapters_on, self._policy_adapters()
+
+    def refresh(self) -> None:
+        """Find out what the reference is now: a user may have loaded or deleted an adapter "ref"."""
+        if self.weights.own is None:
+            return
+        before = self._on
+        self._describe()
+        if not before and not self._on and not self.weights.own.copies:
+            return
+        if before != self._on and self.host.args.precompute_ref_log_probs:
+            raise ValueError(
+                "`precompute_ref_log_probs=True` scored the data when the trainer was built, and the reference has "
+                'changed since then: an adapter named "ref" was loaded or deleted. Load or delete it before you build '
+                "the trainer, or set `precompute_ref_log_probs=False`."
+            )
+        self._uncacheable = None
+        if not self.ranks.is_sharded:
+            self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
+        self.host._plan_again()
+        known, self._identity = self._identity, None
+        if self.host.plan.durable and not self.ranks.is_sharded:
+            self._identity = self._identify()
+            if before == self._on and known == self._identity:
+                return
+        self._stored = None
+
+    def refresh_if_adapters_changed(self) -> None:
+        found = self._policy_adapters()
+        if found.keys() != self._adapters.keys() or any(found[name] is not self._adapters[name] for name in found):
+            self.refresh()
+
+    # Facts
+
+    @property
+    def with_columns(self) -> dict[str, bool]:
+        """Whether each data set has the user's own reference log-probs."""
+        return {name: False for name, _ in self.datasets()}
+
+    def datasets(self) -> Iterator[tuple[str, Any]]:
+        evaluated = self.host.eval_dataset
+        yield "train_dataset", self.host.train_dataset
+        if isinstance(evaluated, dict):
+            yield from ((f"eval_dataset[{name!r}]", dataset) for name, dataset in evaluated.items())
+        elif evaluated is not None:
+            yield "eval_dataset", evaluated
+
+    def _policy_adapters(self) -> dict[str, Any]:
+        policy = self.ranks.accelerator.unwrap_model(self.host.model)
+        return dict(policy.peft_config) if is_peft_model(self.host.model) else {}
+
+    def _weights(self) -> ReferenceWeights:
+        host = self.host
+        model = self.ranks.accelerator.unwrap_model(host.model if host.ref_model is None else host.ref_model)
+        return ReferenceWeights(model, self._on)
+
+    def _identify(self) -> str:
+        """Return the identity of the reference, and keep the facts behind it in `self._facts`."""
+        weights, accelerator, args = self._weights(), self.ranks.accelerator, self.host.args
+        gathering = maybe_gather_lm_head_ctx, accelerator.is_main_process
+        with nullcontext() if self.weights.own is None else self.weights.own.copies_in_place():
+            digest = weights.hash(*gathering)
+        facts = identity_facts(
+            digest,
+            weights.config,
+            weights.in_memory(*gathering),
+            head=self.scorer.options.head,
+            mixed_precision=accelerator.mixed_precision,
+            device=accelerator.device.type,
+            tf32=args.tf32,
+            use_liger_kernel=args.use_liger_kernel,
+        )
+        self._facts = self.ranks.of_main(lambda: facts)
+        return identity_of(self._facts)
+
+    def _varies_reason(self, weights: ReferenceWeights) -> str | None:
+        args, own = self.host.args, self.kind != "model"
+        random_in, rope = weights.dropout(in_training=own), weights.rope_of_batch()
+        if random_in:
+            return f"it has dropout (`{random_in}`), so each pass makes other random draws"
+        if args.neftune_noise_alpha is not None and self.weights.own is not None:
+            return "`neftune_noise_alpha` adds noise to its embeddings, so each pass makes other random draws"
+        if own and (args.bf16_full_eval or args.fp16_full_eval):
+            name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
+            return f"`{name}` casts the policy in evaluations, and the reference with it"
+        return f'its positions (`rope_type="{rope}"`) depend on the longest sequence of each batch' if rope else None
+
+    def plan(self) -> ReferencePlan:
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of [`ReferenceFacts`]."""
+        args = self.host.args
+        not_storable = None
+        if self.weights.moves:
+            not_storable = "`sync_ref_model` updates it during training"
+        elif internals.holds_images(self.host):
+            not_storable = "the data contains images, and the store identifies sequences by their tokens only"
+        if args.precompute_ref_log_probs and not_storable:
+            raise ValueError(
+                f"`precompute_ref_log_probs=True`, but the reference cannot be precomputed: {not_storable}. Set it to "
+                "False, or keep the reference fixed."
+            )
+        trained, varies = self._shared, self._varies
+        if self.kind != "model":
+            weights, copied = self._weights(), set() if self.weights.own is None else self.weights.own.copied()
+            trained = next((name for name, x in weights.trained_parameters() if id(x) not in copied), None)
+            varies = self._varies_reason(weights)
+        return {
+            "reference": self._origin if self.kind == "model" else self.kind,
+            "precompute": args.precompute_ref_log_probs,
+            "storage": self.options.reference_store,
+            "folder": str(self.options.folder),
+            "not_storable": not_storable,
+            "drifts": f"it changes in training, because it uses the trained weight `{trained}`" if trained else None,
+            "varies": varies,
+            "uncacheable": self._uncacheable,
+            "own_loss": self.host._bypassed_by(),
+        }
+
+    # For each batch
+
+    def sequences_of(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the inputs of the reference's passes over a batch."""
+        return [batch]
+
+    def _found(self, batch: dict[str, Any], *, wanted: bool = True, passes: int = 1) -> torch.Tensor:
+        """Return the reference's log-probs of `batch`, and count what was skipped of TRL's `passes`."""
+        found = self.stored(batch, self._pass, wanted=wanted)
+        if not self.host.args.precompute_ref_log_probs:
+            mode = "train" if self.host.model.training else "eval"
+            tokens = found.tokens_of_batch - found.tokens
+            self.host.skipped.add(mode, passes=passes - found.passes, tokens=tokens)
+        return found.log_probs
+
+    def _pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
+        """Return the reference's log-probs of `batch`. `prepared`: whether Accelerate has prepared the policy."""
+        with unrecorded_pass(self.host), self.weights.entered():
+            return internals.score_as_reference(self.host, self._model(prepared), batch, internals.labels_of(batch))
+
+    @property
+    def stored(self) -> StoredReference:
+        if self._stored is None:
+            ranks, identity, variants = self.ranks, "", None
+            if self.host.plan.durable and self._identity is not None:
+                identity, is_main = self._identity, ranks.accelerator.is_main_process
+                tolerance = tolerance_of(self._weights(), ranks.accelerator)
+                folder, padded = self.options.folder, self.scorer.padded
+                variants = Variants(folder, identity, self._open_store, tolerance, padded, is_main)
+            exchanges = ranks.gather_counts, ranks.gather_objects, ranks.shared
+            self._stored = StoredReference(MemoryStore(), identity, *exchanges, variants)
+        return self._stored
+
+    def _open_store(self, name: str, canary: Canary) -> DiskStore:
+        folder = self.options.folder / name
+        store = DiskStore(folder, name, writes=self.ranks.writes_to(folder), canary=canary)
+        if self.ranks.accelerator.is_local_main_process:
+            write_about(folder, self._facts)
+        return store
+
+    def flush(self) -> None:
+        if self._stored is not None:
+            self._stored.store.flush()
+
+    def precompute(self, dataset: Any, name: str, batch_size: int) -> None:
+        host, args = self.host, self.host.args
+        if host.plan.source != "store":
+            return
+        workers = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+        loader = DataLoader(dataset, batch_size=batch_size, collate_fn=host.data_collator, **workers)
+        batches = self.ranks.accelerator.prepare(loader)
+        hidden = bool(os.environ.get("TQDM_DISABLE"))
+        for batch in tqdm(iterable=batches, desc=f"Scoring the {name} dataset with the reference", disable=hidden):
+            for part in self.sequences_of(batch):
+                self.stored(part, partial(self._pass, prepared=False))
+        self.flush()
+        self.scorer.take_counts()
+
+    def _model(self, prepared: bool) -> Any:
+        host = self.host
+        if host.ref_model is None and self.kind == "model" and self._load is not None:
+            self._load_again(self._load)
+        if host.ref_model is not None:
+            return host.ref_model
+        if self.kind == "model" or (host.plan.gone_in_training and self.training_began):
+            raise ValueError(
+                "Some sequences have no reference log-probs, and the reference is gone: with "
+                "`precompute_ref_log_probs=True` and no `ref_model`, the model before training scored only the "
+                "trainer's datasets. Pass this data as `eval_dataset` when you build the trainer, pass a `ref_model`, "
+                "or set `precompute_ref_log_probs=False`."
+            )
+        return host.model if prepared else internals.policy_before_training(self.host)
+
+    # Memory
+
+    def release(self) -> None:
+        """Free a reference model that TRL loaded, once no dataset of the run needs it."""
+        host, accelerator = self.host, self.ranks.accelerator
+        if host.ref_model is None or self._load is None or self._uncacheable or not self._holds_all_data():
+            return
+        if self._identity is None:
+            self._identity = self._identify()
+        held = accelerator.unwrap_model(host.ref_model)
+        accelerator._models[:] = [x for x in accelerator._models if accelerator.unwrap_model(x) is not held]
+        del self.scorer.forwards[1:], held
+        host.ref_model = None
+        clear_device_cache(garbage_collection=True)
+
+    def _load_again(self, load: Callable[[], Any]) -> None:
+        host = self.host
+        host.ref_model = model = internals.made_as_reference(self.host, load)
+        host._attach_model(model)
+        same = self._identify() == self._identity
+        if same:
+            host.ref_model = self.ranks.accelerator.prepare_model(model, evaluation_mode=True)
+        if not same or self.stored.difference(self._pass, self.ranks.device) is not None:
+            host.ref_model = None
+            raise ValueError(
+                "The reference model was freed after it had scored every sequence. New sequences need it, but "
+                f"{model.config._name_or_path!r} is no longer the same model. Restore it, or pass a `ref_model`, which "
+                "stays in memory."
+            )
+
+    def _holds_all_data(self) -> bool:
+        """Return whether the store has every sequence of the run's datasets."""
+        if self.host.plan.source != "store":
+            return False
+        evaluates, columns = self.host.args.eval_strategy != "no", self.with_columns
+        needed = [x for name, x in self.datasets() if not columns[name] and (evaluates or name == "train_dataset")]
+        with random_state_kept():
+            held = all(isinstance(dataset, Dataset) and self._holds(dataset) for dataset in needed)
+        return all(count[0] for count in self.ranks.gather_counts([int(held)]))
+
+    def _holds(self, dataset: Dataset) -> bool:
+        """Return whether the store has this rank's part of `dataset`."""
+        dataset = internals.training_columns(self.host, dataset)
+        accelerator, step = self.ranks.accelerator, _ROWS_CHECKED_TOGETHER
+        starts = range(accelerator.process_index * step, len(dataset), accelerator.num_processes * step)
+        parts = ([dataset[i] for i in range(start, min(start + step, len(dataset)))] for start in starts)
+        batches = (self.host.data_collator(rows) for rows in parts)
+        return all(self.stored.holds(x) for batch in batches for x in self.sequences_of(batch))
