@@ -1,4 +1,4 @@
-"""trl_ext: TRL's DPO and GRPO trainers with exact per-token log-probs."""
+"""trl_ext: TRL's trainers with exact per-token log-probs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -7,12 +7,13 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .callbacks.curves import CurvesCallback
-    from .config import DPOConfig, GRPOConfig, KTOConfig, SFTConfig
+    from .config import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
     from .heads.linear_log_probs import linear_log_probs
     from .heads.logits import LinearLogProbs
     from .trainers.dpo import DPOTrainer
     from .trainers.grpo import GRPOTrainer
     from .trainers.kto import KTOTrainer
+    from .trainers.rloo import RLOOTrainer
     from .trainers.sft import SFTTrainer
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "KTOConfig",
     "KTOTrainer",
     "LinearLogProbs",
+    "RLOOConfig",
+    "RLOOTrainer",
     "SFTConfig",
     "SFTTrainer",
     "__version__",
@@ -40,6 +43,8 @@ _DEFINED_IN = {
     "KTOConfig": ".config",
     "KTOTrainer": ".trainers.kto",
     "LinearLogProbs": ".heads.logits",
+    "RLOOConfig": ".config",
+    "RLOOTrainer": ".trainers.rloo",
     "SFTConfig": ".config",
     "SFTTrainer": ".trainers.sft",
     "linear_log_probs": ".heads.linear_log_probs",

@@ -196,6 +196,26 @@ class AddedStepFields(AddedReferenceFields):
 
 @with_help
 @dataclass
+class AddedGroupFields(AddedReferenceFields):
+    """The fields of trainers that sample groups of completions, in addition to [`AddedReferenceFields`]."""
+
+    zero_advantages_of_equal_rewards: bool = True
+    """Set the advantages of a group to 0 if all its rewards are bitwise equal. In TRL they may be fp32 rounding noise
+    of about 6e-4, for which AdamW takes steps of the full learning rate. Takes effect only where zero-advantage
+    completions can be skipped."""
+
+    keep_groups_together: bool | None = None
+    """Whether to put the completions of a prompt into one micro-batch if there is room, within one optimizer step.
+    `None`: if this changes no gradient. `True`: raise an error before training if it would, or would save nothing;
+    assume that a subclass's overrides do not depend on the micro-batch as a whole. `False`: TRL's order."""
+
+    def __post_init__(self) -> None:
+        _check_values(self, AddedGroupFields)
+        super().__post_init__()
+
+
+@with_help
+@dataclass
 class AddedDPOFields(AddedStepFields, AddedStoreFields):
     """The fields that trl_ext adds to TRL's `DPOConfig`, in addition to those above."""
 
@@ -227,8 +247,8 @@ class AddedDPOFields(AddedStepFields, AddedStoreFields):
 
 @with_help
 @dataclass
-class AddedGRPOFields(AddedStepFields):
-    """The fields that trl_ext adds to TRL's `GRPOConfig`, in addition to [`AddedStepFields`]."""
+class AddedGRPOFields(AddedGroupFields, AddedStepFields):
+    """The fields that trl_ext adds to TRL's `GRPOConfig`, in addition to those above."""
 
     activation_offloading: bool = False
     """Whether to keep activations in host memory between the forward and the backward of a micro-batch. Needs an
@@ -247,11 +267,6 @@ class AddedGRPOFields(AddedStepFields):
     the sampler could choose ("Keep Sampling Mask" of DeepSeek-V3.2, arXiv:2512.02556). The entropy is that of these
     tokens too. `False`: over the whole vocabulary, as in TRL. With vLLM, `top_k` must be set."""
 
-    zero_advantages_of_equal_rewards: bool = True
-    """Set the advantages of a group to 0 if all its rewards are bitwise equal. In TRL they may be fp32 rounding noise
-    of about 6e-4, for which AdamW takes steps of the full learning rate. Takes effect only where zero-advantage
-    completions can be skipped."""
-
     dynamic_sampling: bool = False
     """Replace zero-advantage groups by groups of other prompts, as DAPO does. This changes which prompts the policy is
     trained on."""
@@ -259,11 +274,6 @@ class AddedGRPOFields(AddedStepFields):
     dynamic_sampling_max_draws: int = 10
     """With `dynamic_sampling`, the maximum number of generation batches to draw for one, including the first.
     Zero-advantage groups that are left after the last draw stay."""
-
-    keep_groups_together: bool | None = None
-    """Whether to put the completions of a prompt into one micro-batch if there is room, within one optimizer step.
-    `None`: if this changes no gradient. `True`: raise an error before training if it would, or would save nothing;
-    assume that a subclass's overrides do not depend on the micro-batch as a whole. `False`: TRL's order."""
 
     sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
     """What to do when vLLM's log-probs suddenly differ from the policy's by more than rounding, for example because
@@ -337,6 +347,15 @@ class KTOConfig(AddedStoreFields, trl.KTOConfig):
     """
 
 
+@_names_unknown
+@dataclass
+class RLOOConfig(AddedGroupFields, trl.RLOOConfig):
+    # docstyle-ignore
+    """
+    TRL's [`~trl.RLOOConfig`] with all its arguments and defaults, and the fields below.
+    """
+
+
 def _arguments_of(added: Any) -> str:
     """Return the `Args:` section of a docstring, in TRL's form."""
     lines = ["    Args:"]
@@ -354,6 +373,7 @@ ADDED_FIELDS: dict[Any, type[AddedFields]] = {
     DPOConfig: AddedDPOFields,
     KTOConfig: AddedStoreFields,
     GRPOConfig: AddedGRPOFields,
+    RLOOConfig: AddedGroupFields,
 }
 for _config, _added in ADDED_FIELDS.items():
     _config.__doc__ = f"{_config.__doc__}\n{_arguments_of(_added)}"

@@ -147,10 +147,16 @@ def has_own_loss(trainer: GRPOInternals) -> bool:
 
 
 class Generation:
-    """TRL's generation without its log-prob passes, which run later. `rewards` holds the rewards of the last call."""
+    """TRL's generation, with members of the trainer replaced. `rewards` holds the rewards of the last call.
 
-    def __init__(self, trainer: GRPOInternals) -> None:
-        self.trainer = trainer
+    Args:
+        trainer_class (`type`): TRL's class.
+        use_adapter (`Callable`): in place of TRL's context manager, which activates the reference's adapter.
+        members (`Any`): members of the trainer to replace.
+    """
+
+    def __init__(self, trainer: Any, trainer_class: Any, use_adapter: Callable[..., Any], **members: Any) -> None:
+        self.trainer, self.trls, self.use_adapter, self.members = trainer, trainer_class, use_adapter, members
         self.rewards: Any = None
         self.gave_nan_at: set[int] = set()
 
@@ -171,18 +177,13 @@ class Generation:
         def turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
             return agreed(one_turn(agreed(prompt_ids), *positional, **keywords))
 
-        deferred = {
-            PASS: lambda *_, **__: (None, None, None),
-            "_generate": generated,
-            "_calculate_rewards": recorded,
-            "vllm_importance_sampling_correction": False,
-        }
-        with names_replaced(trl.GRPOTrainer, use_adapter=lambda *_, **__: nullcontext()), replaced(trainer, **deferred):
+        members = {**self.members, "_generate": generated, "_calculate_rewards": recorded}
+        with names_replaced(self.trls, use_adapter=self.use_adapter), replaced(trainer, **members):
             return next_of(trainer)._generate_and_score_completions(inputs)
 
     def _nan_noted(self, calculate: Any) -> AbstractContextManager[None]:
         trainer, self.gave_nan_at = self.trainer, set()
-        is_trls = getattr(calculate, "__func__", None) is trl.GRPOTrainer._calculate_rewards
+        is_trls = getattr(calculate, "__func__", None) is self.trls._calculate_rewards
         noted = {}
         if is_trls and trainer.model.training and trainer.state.global_step == 0:
             noted["reward_funcs"] = [nan_rewards_noted(reward, self.gave_nan_at) for reward in trainer.reward_funcs]
@@ -350,9 +351,17 @@ def _same_rows(inputs: dict[str, Any], present: dict[str, Any]) -> bool:
     return all(x is known or (isinstance(x, torch.Tensor) and torch.equal(x, known)) for x, known in pairs)
 
 
-def shuffled_then(rearrange: Callable[[dict[str, Any]], dict[str, Any]]) -> AbstractContextManager[None]:
-    shuffle = module_of(trl.GRPOTrainer).shuffle_sequence_dict
-    return names_replaced(trl.GRPOTrainer, shuffle_sequence_dict=lambda batch: rearrange(shuffle(batch)))
+def without_passes(trainer: GRPOInternals) -> Generation:
+    """Return TRL's generation without its log-prob passes, which run later."""
+    members = {PASS: lambda *_, **__: (None, None, None), "vllm_importance_sampling_correction": False}
+    return Generation(trainer, trl.GRPOTrainer, lambda *_, **__: nullcontext(), **members)
+
+
+def shuffled_then(
+    rearrange: Callable[[dict[str, Any]], dict[str, Any]], trainer_class: type = trl.GRPOTrainer
+) -> AbstractContextManager[None]:
+    shuffle = module_of(trainer_class).shuffle_sequence_dict
+    return names_replaced(trainer_class, shuffle_sequence_dict=lambda batch: rearrange(shuffle(batch)))
 
 
 def gathered_by(accelerator: Any) -> AbstractContextManager[None]:

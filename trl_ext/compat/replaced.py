@@ -38,6 +38,7 @@ REPLACED: dict[type, tuple[str, ...]] = {
     trl.DPOTrainer: (*_OF_ALL, "create_model_from_path", "hash_module"),
     trl.KTOTrainer: (*_OF_ALL, "create_model_from_path", "hash_module"),
     trl.GRPOTrainer: (*_OF_ALL, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
+    trl.RLOOTrainer: (*_OF_ALL, "shuffle_sequence_dict", "use_adapter"),
     transformers.Trainer: ("rotate_checkpoints",),
 }
 

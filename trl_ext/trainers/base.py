@@ -55,7 +55,7 @@ logger = logging.getLogger("trl_ext")
 # What our `compute_loss` adds to a batch
 _ADDED_BY_LOSS = {
     *("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
-    *("ref_chosen_logps", "ref_rejected_logps"),
+    *("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps", "old_logps"),
 }
 
 

@@ -119,6 +119,21 @@ def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
         _check_number(config, name, 0)
 
 
+def check_rloo_arguments(config: Any, *, own_loss: bool) -> None:
+    """Raise `ValueError` if an `RLOOConfig`, TRL's or ours, has an invalid value. `own_loss` as for GRPO."""
+    _check_reference_sync(config)
+    _check_number(config, "num_iterations", 1)
+    if config.max_completion_length is not None:
+        _check_number(config, "max_completion_length", 1)
+    _check_number(config, "temperature", 0, above=True, hint="For less random samples, use a small one.")
+    _check_number(config, "beta", 0, hint="A negative one would drive the policy away from its reference.")
+    if own_loss:
+        return
+    _check_number(config, "epsilon", 0)
+    if config.epsilon_high is not None:
+        _check_number(config, "epsilon_high", 0)
+
+
 def check_offloading_device(device: Any) -> None:
     """Raise `ValueError` if activations would be offloaded from the CPU."""
     if device.type == "cpu":

@@ -57,7 +57,7 @@ class GRPOGeneration:
         self, trainer: Trainer, ranks: Ranks, scoring: GRPOScoring, buffer: internals.Buffer, balance: RowBalance
     ) -> None:
         self.trainer, self.ranks, self.scoring, self.buffer, self.balance = trainer, ranks, scoring, buffer, balance
-        self._trl = internals.Generation(trainer)
+        self._trl = internals.without_passes(trainer)
         self._further: FurtherPrompts | None = None
         self.buffers_batches = False  # whether a subclass keeps generation batches in its own buffer
         self._fills_buffer = False

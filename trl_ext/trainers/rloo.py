@@ -1,0 +1,235 @@
+"""RLOO: TRL's trainer with our scoring forward, without work that cannot change the gradient.
+
+The methods of TRL's trainer that only RLOO overrides are here; the others are in `base.py`.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor
+
+from ..compat import grpo as internals
+from ..compat.choices import STEP, overrides
+from ..compat.replaced import replaced
+from ..config import AddedGroupFields
+from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
+from ..packing.support import has_dropout, trains_expert_modules
+from ..planning.loss_inputs import prompt_of
+from ..planning.micro_batches import RowTokens, micro_batches_per_step
+from ..planning.non_finite import check_first_rewards, not_finite_rows
+from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
+from ..planning.rows import ScoredTokens, every_token, rows_of_equal_rewards, scored_tokens, tokens_of
+from .base import ExactTrainer
+from .checked_arguments import check_completion_length, check_rloo_arguments
+from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets
+
+
+class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
+    """
+    TRL's [`~trl.RLOOTrainer`] with exact per-token log-probs, and without work that cannot change the gradient.
+
+    Arguments, losses and metrics are the same. Pass a [`RLOOConfig`], or TRL's for the defaults of the added fields.
+    """
+
+    _trl_trainer = trl.RLOOTrainer
+    _config_class = trl.RLOOConfig
+    _added_fields = AddedGroupFields
+    _tag_names = trl.RLOOTrainer._tag_names + ["trl_ext"]
+    _generates = False  # while completions are generated and scored
+    _micro_batch: "tuple[ScoredTokens, dict[str, Any]] | None" = None  # of the running loss: what is scored, its batch
+
+    # For `help()` and editors: the signature is TRL's
+    @functools.wraps(trl.RLOOTrainer.__init__)  # type: ignore[misc]
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
+        given = self._begin(positional, keywords)
+        config = given.get("args")
+        if not self._replaces("rewards"):
+            check_rewards(
+                given.get("reward_funcs"),
+                None if getattr(config, "remove_unused_columns", False) else given.get("train_dataset"),
+                has_environments=False,
+                columns_are_added=self._replaces("rollouts"),
+            )
+        if config is not None:
+            check_rloo_arguments(config, own_loss=self._replaces("loss"))
+        self._buffer = internals.Buffer(self)  # type: ignore[arg-type]
+        self._generation = internals.Generation(
+            self, trl.RLOOTrainer, lambda *_, **__: self._reference_weights.entered()
+        )
+        with self._built(given):
+            super().__init__(**given)
+        self._ready(given.get("callbacks"))
+        self._make_plan()  # a wrong argument is an error here, not at the first step
+        if not self._replaces("generation"):
+            check_completion_length(self.args, self.model)
+        if not self._replaces("batches"):
+            template = None if self._replaces("rendering") else self.processing_class
+            evaluated = None if self.args.eval_strategy == "no" else self.eval_dataset
+            for name, dataset in named_datasets(self.train_dataset, evaluated):
+                check_prompts(dataset, name, template)
+
+    def _reference_adapter(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        return self._reference_weights.entered()
+
+    def _has_reference(self) -> bool:
+        return bool(self.args.beta != 0)
+
+    def _on_accelerator(self) -> None:
+        if self._ranks.group is not None or self._ranks.sequence is not None:
+            raise ValueError(
+                "`RLOOTrainer` does not support tensor parallelism, `cp_size` and `sp_size`. Use FSDP2 or ZeRO-3, or "
+                "`GRPOTrainer`."
+            )
+
+    def _make_plan(self) -> RLOOPlan:
+        args, own, options = self.args, self._reference_weights.own, AddedGroupFields.of(self.args)
+        own_loss = overrides(self, "_compute_loss") or ("compute_loss" if self._bypasses_loss else None)
+        return plan_rloo(
+            RLOOFacts(
+                gradient_accumulation_steps=args.gradient_accumulation_steps,
+                steps_per_generation=args.steps_per_generation,
+                num_iterations=self.num_iterations,
+                beta=self.beta,
+                own_reference=None if own is None else own.describe(),
+                epoch_is_known=hasattr(self.train_dataset, "__len__"),
+                shares_prompts=self._packing_plan().share_in_training,
+                active_dropout=has_dropout(self.model),
+                has_images=bool(self._is_vlm),
+                has_router_loss=self.aux_loss_enabled,
+                trains_expert_modules=trains_expert_modules(self.model),
+                own_batches=overrides(self, "_generate_and_score_completions", internals.PASS),
+                own_step=overrides(self, *STEP),
+                own_loss=own_loss,
+                keep_groups_together=options.keep_groups_together,
+                zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
+            )
+        )
+
+    def _before_training(self) -> None:
+        if not self._replaces("sampler"):
+            check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
+
+    # Generation
+
+    def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
+        """Get the batches as transformers does, and note where the accumulation window begins."""
+        self._buffer.window_begins()
+        return super().get_batch_samples(*positional, **keywords)
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        with internals.shuffled_then(self._rearranged, trl.RLOOTrainer):
+            return super()._prepare_inputs(generation_batch)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """Sample and reward as TRL does. Equal rewards have advantages of exactly 0, if the plan says so."""
+        with replaced(self, _generates=True):
+            batch = self._generation.draw(inputs)
+        rewards, accelerator = self._generation.rewards, self.accelerator
+        if self.model.training and self.state.global_step == 0:
+            watched = self._non_finite.action is not None
+            nan, names = self._generation.gave_nan(), self.reward_func_names
+            check_first_rewards(rewards, nan, names, infinite_is_watched=watched)
+        if self.plan.reuses_old_policy:
+            del batch["old_logps"]  # the loss adds it
+        if self.model.training and self.plan.zeroes_equal_rewards:
+            size = self.num_generations
+            equal = rows_of_equal_rewards(rewards, self.reward_weights.to(rewards.device), size, normalized_apart=False)
+            equal_B = equal.view(accelerator.num_processes, -1)[accelerator.process_index]
+            batch["advantages"] = batch["advantages"].masked_fill(equal_B, 0.0)
+        return batch
+
+    def _rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Reorder the rows of a batch that TRL has shuffled, so that rows of a group share micro-batches."""
+        plan, args = self.plan, self.args
+        if not plan.keeps_groups_together or internals.has_images(batch):
+            return batch
+        packing = self._packing_plan()
+        together = micro_batches_per_step(
+            steps_per_generation=args.steps_per_generation,
+            accumulation_steps=args.gradient_accumulation_steps,
+            micro_batches_of_an_epoch=self._buffer.micro_batches_of_an_epoch,
+            window_began=self._buffer.window_began,
+        )
+        unit = {"rows_of_a_slice": args.per_device_train_batch_size, "micro_batches_per_step": together}
+        shares = {"packed": packing.padding_free, "shared": packing.share_in_training}
+        tokens = RowTokens.of(batch, self._scored_tokens(batch), **shares)
+        return self._balance.arranged(batch, tokens, {}, unit, over_ranks=False)
+
+    def _scored_tokens(self, batch: dict[str, Any]) -> ScoredTokens:
+        plan = self.plan
+        if not self.model.training or not plan.skips_masked:
+            return every_token(batch)
+        return scored_tokens(batch, skip_masked=True, skip_zero_advantages=plan.skips_zero_advantages)
+
+    def _get_per_token_logps_and_entropies(  # type: ignore[override]
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **options: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Run TRL's pass, in the loss only over the completions that train. Skip it where the plan does."""
+        if self._generates and self.plan.reuses_old_policy:
+            return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
+        run = super()._get_per_token_logps_and_entropies
+        if self._micro_batch is None:
+            called: Callable[..., Any] = functools.partial(
+                model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy]
+            )
+            return run(called, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
+        scored, given = self._micro_batch
+        if not scored.every_row:
+            input_ids, attention_mask = input_ids[scored.rows_R], attention_mask[scored.rows_R]
+        called = scored.labelled(model, ("log_probs", "entropy"))
+        found = run(called, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
+        log_probs_BC, entropies_BC = (scored.spread(x) for x in found[:2])
+        if self.plan.reuses_old_policy:
+            given["old_logps"] = log_probs_BC.detach().sum(dim=1)
+        given["policy"] = log_probs_BC.detach()
+        return log_probs_BC, entropies_BC, found[2]
+
+    # Training
+
+    def training_step(self, *positional: Any, **keywords: Any) -> Tensor:
+        return self._watched_step(super().training_step, *positional, **keywords)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Compute TRL's loss from the log-probs of the planned passes."""
+        self._loss_reached, plan = True, self.plan
+        scored = self._scored_tokens(inputs)
+        given = dict(inputs)
+        if not scored.every_row:
+            # The ratio of a row that does not run is 1, and its entropy does not count
+            live_B = torch.zeros(len(scored.tokens_BC), dtype=torch.bool, device=scored.rows_R.device)
+            live_B[scored.rows_R] = True
+            given["completion_mask"] = inputs["completion_mask"] * live_B.unsqueeze(1)
+            if "old_logps" in inputs:
+                given["old_logps"] = inputs["old_logps"].masked_fill(~live_B, 0.0)
+        own_pass = overrides(self, internals.PASS)
+        by = None if own_pass is None else f"`{type(self).__name__}.{own_pass}`"
+        with self._policy_scored(by), replaced(self, _micro_batch=(scored, given)):
+            loss: Tensor = super().compute_loss(model, given, return_outputs, num_items_in_batch)
+        self._non_finite.watch(loss, lambda: self._not_finite(given, scored), lambda row: prompt_of(inputs, row))
+        skipped = scored.tokens_left_out(inputs) + (tokens_of(inputs) if plan.reuses_old_policy else 0)
+        packed_away, *ran = self._scorer.take_counts()
+        rows = len(scored.tokens_BC) - int(scored.tokens_BC.any(dim=1).sum()) if self.model.training else 0
+        *counts, rows = self._ranks.sum_counts([packed_away + skipped, *ran, rows])
+        self._count_tokens(counts)
+        mode = "train" if self.model.training else "eval"
+        self.skipped.add(mode, passes=int(plan.reuses_old_policy), rows=rows)
+        if not counts[-1]:
+            self._metrics[mode]["entropy"].pop()
+        return loss
+
+    def _not_finite(self, given: dict[str, Any], scored: ScoredTokens) -> dict[int, list[str]]:
+        values = {"policy": given.get("policy"), "old policy": given["old_logps"], "reward": given["advantages"]}
+        return not_finite_rows(values, scored.tokens_BC)
