@@ -16,6 +16,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 HEADER = "| metric | when it differs | value |"
 
 
+_GROUPED = ("grpo", "rloo")
+
+
 @dataclass(frozen=True)
 class Situation:
     """Facts about one log entry that do not follow from the case's arguments."""
@@ -32,13 +35,21 @@ def _corrects(case: Case) -> bool:
 def skips_zero_advantages(case: Case) -> bool:
     """Return whether only the policy's loss has a gradient through a row of `case`."""
     config = case.config
+    if case.trainer == "rloo":  # its KL term is part of the reward
+        return case.model != "experts"
     has_bonus = config.get("entropy_coef", 0.0) != 0.0 or config.get("use_adaptive_entropy", False)
     has_kl = config.get("beta", 0.0) != 0.0 or case.setup == "ref_model"
     return not (has_kl or has_bonus or config.get("top_entropy_quantile", 1.0) < 1.0 or case.model == "experts")
 
 
 def _zeroes_noise(case: Case) -> bool:
-    return case.trainer == "grpo" and skips_zero_advantages(case) and not NOISY_REWARDS.isdisjoint(case.rewards)
+    has_kl = case.trainer == "rloo" and case.config.get("beta", 0.05) != 0.0
+    return (
+        case.trainer in _GROUPED
+        and skips_zero_advantages(case)
+        and not has_kl
+        and not NOISY_REWARDS.isdisjoint(case.rewards)
+    )
 
 
 def _masks_whole_completions(case: Case) -> bool:
@@ -53,9 +64,9 @@ def _loss_types(case: Case) -> list[str]:
 # Condition in the page's second column -> function that tells whether it holds
 CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "always": lambda case, situation: True,
-    "always, with GRPO": lambda case, situation: case.trainer == "grpo",
+    "always, with GRPO and RLOO": lambda case, situation: case.trainer in _GROUPED,
     "in training, where rows are not scored": lambda case, situation: (
-        case.trainer == "grpo" and not situation.evaluation and situation.rows_not_scored
+        case.trainer in _GROUPED and not situation.evaluation and situation.rows_not_scored
     ),
     "with the vLLM correction": lambda case, situation: _corrects(case),
     "in training, with the vLLM correction": lambda case, situation: _corrects(case) and not situation.evaluation,
@@ -69,7 +80,7 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
         _zeroes_noise(case) and not situation.evaluation
     ),
     "in training, where groups are kept together": lambda case, situation: (
-        case.trainer == "grpo" and case.ours.get("keep_groups_together") is not False and not situation.evaluation
+        case.trainer in _GROUPED and case.ours.get("keep_groups_together") is not False and not situation.evaluation
     ),
     "where rows move between processes": lambda case, situation: False,  # these cases run on one
     "with DPO, while the policy equals a reference that was scored in another batch": (

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import datasets
 import torch
+from datasets import Dataset
 from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -46,20 +47,29 @@ class Trainers:
     dpo_config: type
     grpo_trainer: type
     grpo_config: type
+    sft_trainer: type | None = None
+    sft_config: type | None = None
+    kto_trainer: type | None = None
+    kto_config: type | None = None
+    rloo_trainer: type | None = None
+    rloo_config: type | None = None
 
     @classmethod
     def of(cls, library: Any) -> "Trainers":
-        return cls(library.DPOTrainer, library.DPOConfig, library.GRPOTrainer, library.GRPOConfig)
+        names = [f"{name}{kind}" for name in ("DPO", "GRPO", "SFT", "KTO", "RLOO") for kind in ("Trainer", "Config")]
+        return cls(*(getattr(library, name) for name in names))
 
     def only_ours(self, case: Case) -> dict[str, Any]:
-        """Return the arguments of `case` that only our GRPOConfig has, if this is ours."""
-        config = getattr(self.grpo_config, "func", self.grpo_config)  # a test may have bound arguments
+        """Return the arguments of `case` that only our config has, if this is ours."""
+        config = getattr(self, f"{case.trainer}_config")
+        config = getattr(config, "func", config)  # a test may have bound arguments
         known = {field.name for field in dataclasses.fields(config)}
         return {name: value for name, value in case.ours.items() if name in known}
 
     def padded(self) -> "Trainers":
         """Return our trainers without packing, so that rows and padding of each forward can be counted."""
-        configs = {name: partial(getattr(self, name), padding_free=False) for name in ("dpo_config", "grpo_config")}
+        names = ("dpo_config", "grpo_config", "rloo_config")
+        configs = {name: partial(getattr(self, name), padding_free=False) for name in names}
         return replace(self, **configs)
 
     def with_loss_times(self, factor: float) -> "Trainers":
@@ -72,7 +82,8 @@ class Trainers:
             subclass = type(trainer.__name__, (trainer,), {"compute_loss": compute_loss})
             return subclass
 
-        return replace(self, dpo_trainer=wrong(self.dpo_trainer), grpo_trainer=wrong(self.grpo_trainer))
+        trainers = {name: x for name, x in vars(self).items() if name.endswith("_trainer")}
+        return replace(self, **{name: wrong(x) for name, x in trainers.items()})
 
 
 @dataclass(frozen=True)
@@ -164,7 +175,7 @@ def train(case: Case, trainers: Trainers, workshop: Workshop, rounds: int = 1) -
         trainer = build(case, trainers, workshop, output_dir, record)
         for _ in range(rounds):
             trainer.train()
-        if case.trainer == "dpo":
+        if case.trainer in ("dpo", "kto"):
             batch = next(iter(trainer.get_train_dataloader()))
             with torch.no_grad():
                 logits = trainer.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -192,7 +203,8 @@ def build(case: Case, trainers: Trainers, workshop: Workshop, output_dir: str, r
         "learning_rate": case.learning_rate,
         **case.config,
     }
-    trainer = (_dpo if case.trainer == "dpo" else _grpo)(case, config, trainers, workshop, record)
+    built = {"dpo": _dpo, "grpo": _grpo, "sft": _sft, "kto": _kto, "rloo": _rloo}[case.trainer]
+    trainer = built(case, config, trainers, workshop, record)
     trainer.add_callback(_Recorder(record))
     record.packed = hasattr(trainer, "explain") and trainer.explain()["packing"].action == "run"
     count_feeds(trainer, record.feeds, log=lambda: len(record.logs))
@@ -249,6 +261,62 @@ def _grpo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Work
     )
     trainer.use_vllm = case.vllm
     return trainer
+
+
+def _sft(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
+    config = dict(config)
+    form = config.pop("form", "completion")
+
+    def rows(count: int, seed: int) -> Dataset:
+        pairs = preferences(count, seed, conversational=case.model == "chat")
+        if form == "text":
+            return Dataset.from_list([{"text": x["prompt"] + x["chosen"]} for x in pairs])
+        return pairs.rename_column("chosen", "completion").remove_columns("rejected")
+
+    train_dataset = rows(12, seed=1)
+    return _recording(trainers.sft_trainer, record)(
+        args=trainers.sft_config(**{"per_device_train_batch_size": 4, **config}),
+        train_dataset=train_dataset.to_iterable_dataset() if case.streaming else train_dataset,
+        eval_dataset=rows(5, seed=2) if _evaluates(config) else None,
+        **_policy(case, workshop),
+    )
+
+
+def _kto(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
+    def rows(count: int, seed: int) -> Dataset:
+        pairs = preferences(count, seed, conversational=case.model == "chat")
+        sides = [("rejected", "chosen")[min(row % 3, 1)] for row in range(count)]
+        return Dataset.from_list(
+            [
+                {"prompt": x["prompt"], "completion": x[side], "label": side == "chosen"}
+                for x, side in zip(pairs, sides, strict=True)
+            ]
+        )
+
+    ref_model = None
+    if case.setup.endswith("ref_model"):
+        ref_model = AutoModelForCausalLM.from_pretrained(workshop.model(case.model, seed=REFERENCE_SEED))
+    return _recording(trainers.kto_trainer, record)(
+        ref_model=ref_model,
+        # TRL warns about weights that do not balance these rows, and advises these
+        args=trainers.kto_config(
+            **{"per_device_train_batch_size": 4, "desirable_weight": 0.6, **config, **trainers.only_ours(case)}
+        ),
+        train_dataset=rows(12, seed=1),
+        eval_dataset=rows(5, seed=2) if _evaluates(config) else None,
+        **_policy(case, workshop),
+    )
+
+
+def _rloo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
+    base = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "temperature": 0.9}
+    return _recording(trainers.rloo_trainer, record)(
+        reward_funcs=[REWARDS[name] for name in case.rewards],
+        args=trainers.rloo_config(**{**base, **config, **trainers.only_ours(case)}),
+        train_dataset=prompts(case.prompts, seed=1, conversational=case.model == "chat"),
+        eval_dataset=prompts(4, seed=2, conversational=case.model == "chat") if _evaluates(config) else None,
+        **_policy(case, workshop),
+    )
 
 
 def _evaluates(config: dict[str, Any]) -> bool:

@@ -50,7 +50,8 @@ def live_rows(case: Case, batch: MicroBatch) -> torch.Tensor:
         return torch.ones_like(live)
     if skips_zero_advantages(case):
         # TRL's advantages of equal rewards are at most 1e-3, and all others of these cases are larger
-        noise = 2e-3 if not NOISY_REWARDS.isdisjoint(case.rewards) else 0.0
+        normalized = case.config.get("normalize_advantages", False)  # subtracts a mean that is not exactly 0
+        noise = 2e-3 if normalized or not NOISY_REWARDS.isdisjoint(case.rewards) else 0.0
         live = live & (batch.advantages.abs() > noise)
     return live
 
@@ -76,7 +77,7 @@ def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
             scale = metric_scale(case, key, want_log, stock.advantage, stock.logit_size)
             if not _close(got, want, scale):
                 wrong.append(f"log {i} {key}: ours {got!r}, stock {want!r}, scale {scale:.3g}")
-        if case.trainer == "grpo" and not {"loss", "eval_loss"}.isdisjoint(want_log):
+        if case.trainer in ("grpo", "rloo") and not {"loss", "eval_loss"}.isdisjoint(want_log):
             prefix = "eval_" if situation.evaluation else ""
             counted = {"rows": rows_not_fed, "tokens": not_fed["tokens"], "passes": not_fed["forwards"]}
             if ours.packed:
@@ -94,13 +95,15 @@ def metric_scale(case: Case, key: str, log: dict[str, float], advantage: float, 
     """Return the scale of a logged value that is a difference or a signed mean of larger values."""
     prefix = "eval_" if key.startswith("eval_") else ""
     key = key.removeprefix("eval_")
-    if case.trainer == "dpo" and key.startswith("rewards/"):
-        logps = [abs(log[f"{prefix}logps/{which}"]) for which in ("chosen", "rejected")]
-        return sum(logps) / 2 * case.config.get("beta", 0.1)
-    if case.trainer == "dpo" and key.startswith("logits/"):
+    if case.trainer in ("dpo", "kto") and (key.startswith("rewards/") or (case.trainer, key) == ("kto", "kl")):
+        logps = [abs(log.get(f"{prefix}logps/{which}", 0.0)) for which in ("chosen", "rejected")]
+        return max(logps) * (1.0 if key == "kl" else case.config.get("beta", 0.1))
+    if case.trainer in ("dpo", "kto") and key.startswith("logits/"):
         return logit_size
-    if case.trainer == "grpo" and key in ("loss", "train_loss", "policy_loss"):
+    if case.trainer in ("grpo", "rloo") and key in ("loss", "train_loss", "policy_loss"):
         return advantage
+    if case.trainer == "rloo" and key == "kl":  # a difference of log-probs
+        return 1.0
     if key == "kl":  # half the squared difference of log-probs, with their rounding errors
         return max(1e-2, 0.2 * math.sqrt(abs(log[f"{prefix}kl"])))
     return 0.0

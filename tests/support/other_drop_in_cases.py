@@ -1,0 +1,121 @@
+"""SFT, KTO and RLOO: the cases in which training with our trainer must equal training with TRL's."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from drop_in_cases import Case
+
+SETUPS = ("full", "lora")
+SFT_LOSSES = ("nll", "dft")
+KTO_LOSSES = ("kto", "apo_zero_unpaired")
+KTO_SETUPS = ("full", "lora", "ref_adapter", "ref_model")
+
+
+def _case(trainer: str, name: str, setup: str = "full", model: str = "tied", **config: Any) -> Case:
+    keys = ("fast", "steps", "learning_rate", "lora", "streaming", "rewards", "ours", "prompts")
+    kwargs = {key: config.pop(key) for key in keys if key in config}
+    if trainer == "rloo":
+        kwargs = {"rollout": "generate", "rewards": ("id",), "learning_rate": 0.02, **kwargs}
+    return Case(f"{trainer}-{name}", trainer, setup, model, config, **kwargs)
+
+
+def _sft() -> Iterator[Case]:
+    for loss in SFT_LOSSES:
+        for setup in SETUPS:
+            yield _case("sft", f"{loss}-{setup}", setup, loss_type=loss)
+            yield _case("sft", f"{loss}-{setup}-text", setup, loss_type=loss, form="text", fast=setup == "full")
+    yield _case("sft", "packing", form="text", packing=True, max_length=24)
+    yield _case(
+        "sft", "packing-split", form="text", packing=True, packing_strategy="bfd_split", max_length=8, fast=False
+    )
+    yield _case("sft", "packing-lora", "lora", packing=True, max_length=24, fast=False)
+    yield _case("sft", "packing-wrapped", form="text", packing=True, packing_strategy="wrapped", max_length=24)
+    yield _case(
+        "sft", "packing-evaluation", form="text", packing=True, eval_packing=False, max_length=24, **_EVALUATION
+    )
+    yield _case("sft", "padding_free", padding_free=True, max_length=None)
+    yield _case("sft", "whole-rows", completion_only_loss=False)
+    yield _case("sft", "label_smoothing", label_smoothing_factor=0.1)
+    yield _case("sft", "label_smoothing-dft", label_smoothing_factor=0.1, loss_type="dft", fast=False)
+    yield _case("sft", "accumulation", "lora", gradient_accumulation_steps=3, per_device_train_batch_size=2)
+    yield _case("sft", "accumulation-mean", gradient_accumulation_steps=2, average_tokens_across_devices=False)
+    yield _case("sft", "evaluation", **_EVALUATION)
+    yield _case("sft", "max_length", max_length=6)
+    yield _case("sft", "pad_to_multiple_of", pad_to_multiple_of=8, fast=False)
+    yield _case("sft", "chat", "full", "chat")
+    yield _case("sft", "chat-assistant", "lora", "chat", assistant_only_loss=False, fast=False)
+    yield _case("sft", "streaming", "lora", streaming=True, fast=False)
+    yield _case("sft", "clipped-gradient", max_grad_norm=0.05, learning_rate=0.5, fast=False)
+    yield _case("sft", "neftune", neftune_noise_alpha=5.0)
+    yield from _models("sft")
+
+
+def _kto() -> Iterator[Case]:
+    for loss in KTO_LOSSES:
+        for setup in KTO_SETUPS:
+            fast = (loss == "kto") == (setup in ("full", "lora"))
+            yield _case("kto", f"{loss}-{setup}", setup, loss_type=loss, learning_rate=0.5, fast=fast)
+    yield _case("kto", "precompute", precompute_ref_log_probs=True, steps=4)
+    yield _case(
+        "kto", "precompute-apo", "lora", precompute_ref_log_probs=True, loss_type="apo_zero_unpaired", fast=False
+    )
+    yield _case("kto", "precompute-eval", "lora", **precompute, **_EVALUATION)
+    yield _case("kto", "sync", sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3, steps=3)
+    yield _case("kto", "weights", "ref_model", beta=0.5, desirable_weight=2.0, undesirable_weight=0.5, steps=3)
+    yield _case("kto", "accumulation", "lora", gradient_accumulation_steps=3, per_device_train_batch_size=2)
+    yield _case("kto", "evaluation", **_EVALUATION)
+    yield _case("kto", "epochs", steps=7)
+    yield _case("kto", "store-off", ours={"reference_store": "off"}, fast=False)
+    yield _case("kto", "max_length", max_length=6)
+    yield _case("kto", "pad_to_multiple_of", pad_to_multiple_of=8, fast=False)
+    yield _case("kto", "chat", "full", "chat")
+    yield _case("kto", "neftune", "ref_model", neftune_noise_alpha=5.0)
+    yield from _models("kto")
+
+
+def _rloo() -> Iterator[Case]:
+    for setup in (*SETUPS, "ref_adapter"):
+        yield _case("rloo", f"defaults-{setup}", setup)
+        yield _case("rloo", f"without-kl-{setup}", setup, beta=0.0, fast=setup != "ref_adapter")
+        yield _case("rloo", f"iterations-{setup}", setup, num_iterations=2, fast=setup == "full")
+    yield _case(
+        "rloo", "iterations-without-kl", beta=0.0, num_iterations=2, epsilon=0.01, epsilon_high=0.02, learning_rate=0.5
+    )
+    yield _case("rloo", "steps_per_generation", beta=0.0, steps_per_generation=2, steps=3)
+    yield _case("rloo", "accumulation", "lora", gradient_accumulation_steps=2, steps=3)
+    yield _case("rloo", "accumulation-without-kl", beta=0.0, gradient_accumulation_steps=2, steps=3)
+    yield _case("rloo", "grouped", beta=0.0, gradient_accumulation_steps=2, steps=3, ours={})
+    yield _case("rloo", "half-dead", beta=0.0, rewards=("half_dead",))
+    yield _case(
+        "rloo", "half-dead-accumulation", "lora", beta=0.0, rewards=("half_dead",), gradient_accumulation_steps=2
+    )
+    yield _case("rloo", "half-dead-normalized", beta=0.0, rewards=("half_dead",), normalize_advantages=True, fast=False)
+    yield _case("rloo", "normalized", normalize_advantages=True)
+    yield _case("rloo", "clipped-rewards", reward_clip_range=(0.1, 0.6), fast=False)
+    yield _case("rloo", "rewards", rewards=("id", "short"), reward_weights=[1.0, 0.5], fast=False)
+    yield _case("rloo", "masked", mask_truncated_completions=True, max_completion_length=16, temperature=2.0)
+    yield _case("rloo", "sync", sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3, steps=3)
+    yield _case("rloo", "evaluation", "lora", **_EVALUATION)
+    yield _case("rloo", "evaluation-without-kl", beta=0.0, fast=False, **_EVALUATION)
+    yield _case("rloo", "temperature", "lora", temperature=1.7)
+    yield _case("rloo", "pad_to_multiple_of", pad_to_multiple_of=8, fast=False)
+    yield _case("rloo", "chat", "full", "chat", fast=False)
+    yield from _models("rloo")
+
+
+def _models(trainer: str) -> Iterator[Case]:
+    for model in ("untied", "softcap", "logits_scaling", "logit_scale", "head_bias", "wide_vocab", "experts"):
+        yield _case(trainer, model, "full", model, fast=model == "softcap")
+    lora = {"target_modules": ["q_proj", "v_proj"]}
+    yield _case(trainer, "experts-lora", "lora", "experts", lora=lora, fast=False)
+    yield _case(trainer, "prompt_tuning", "prompt_tuning", learning_rate=1.0)
+    yield _case(trainer, "prefix_tuning", "prefix_tuning", learning_rate=1.0, fast=False)
+    yield _case(trainer, "checkpointing", gradient_checkpointing=True)
+    yield _case(trainer, "checkpointing-lora", "lora", "untied", gradient_checkpointing=True, fast=False)
+    yield _case(trainer, "head-saved", "lora", "untied", lora={"modules_to_save": ["lm_head"]}, fast=False)
+    yield _case(trainer, "dora", "lora", lora={"use_dora": True}, fast=False)
+
+
+_EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+
+CASES: dict[str, Case] = {case.name: case for case in (*_sft(), *_kto(), *_rloo())}
