@@ -64,7 +64,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
     "non-finite": {"on_non_finite_loss": "stop"},
-    "clipped": {"max_grad_norm": 0.05},
+    "clipped": {"max_grad_norm": 0.05, "learning_rate": 0.5},
 }
 
 
