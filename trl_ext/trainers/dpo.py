@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import get_worker_info
 
 from ..compat import dpo as internals
+from ..compat.replaced import logged_times
 from ..config import AddedDPOFields, check_loss_types, warn_of_ignored_smoothing
 from ..config import DPOConfig as DPOConfig  # earlier `training_args.bin` files refer to it here
 from ..distributed.shards import parameter_of
@@ -156,11 +157,12 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             return self._in_parts.nothing()
         self._ranks.check_same(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
-        self._dpo_loss.counted = None
+        self._dpo_loss.counted, mode = None, "train" if self.model.training else "eval"
         watched = self._non_finite.action is not None
         recorded: AbstractContextManager[Any] = _recorded_log_probs(model) if watched else nullcontext()
         with self._dpo_reference.supplied(inputs, from_columns), self._policy_scored():
-            with recorded as policy:
+            logged = logged_times(self._metrics[mode], self._dpo_batches.merged if mode == "train" else 1)
+            with recorded as policy, logged:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if not return_outputs:
                 self._in_parts.last(loss)
@@ -174,7 +176,6 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             if watched:
                 self._non_finite.watch(loss[0] if return_outputs else loss, rows, lambda row: prompt_of(inputs, row))
         skipped, *scored = self._dpo_loss.counted or self._ranks.sum_counts(self._scorer.take_counts())
-        mode = "train" if self.model.training else "eval"
         self.skipped.add(mode, tokens=skipped)
         self.fed.add(mode, scored)
         if self.plan.source == "nothing" and not from_columns:
