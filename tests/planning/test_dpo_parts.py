@@ -11,13 +11,15 @@ import pytest
 import torch
 import trl
 from test_micro_batch_parts import assert_same_training, sizes
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import trl_ext
 from balanced_runs import DPO_CASES
 from drop_in_cases import Case
 from run_losses import Record, Trainers, build
 from tiers import fast_first
-from tiny import Workshop, preferences
+from tiny import Workshop, preferences, word_tokenizer
 from trained_weights import far
 from training_comparison import POLICY_BATCHES
 
@@ -64,7 +66,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1},
     "non-finite": {"on_non_finite_loss": "stop"},
-    "clipped": {"max_grad_norm": 0.05},
+    "clipped": {"max_grad_norm": 0.05, "learning_rate": 0.5},
 }
 
 
@@ -171,3 +173,84 @@ def test_losses_over_the_whole_batch_are_refused(workshop: Workshop, tmp_path: P
         case = case_of(loss_type=[loss_type], max_tokens_per_micro_batch=10)
         with pytest.raises(ValueError, match=rf"max_tokens_per_micro_batch=10.*not supported.*'{loss_type}' .*{words}"):
             build(case, OURS, workshop, str(tmp_path), Record()).train()
+
+
+def trained(workshop: Workshop, folder: Path, limit: int | None, pairs: int, **options: Any) -> tuple[Any, Any, Any]:
+    """Train an epoch in micro-batches of 2 pairs. Returns the trainer, its changed weights, its passes' tokens."""
+    counts: list[int] = []
+    arguments = {name: options.pop(name) for name in ("model", "data_collator") if name in options}
+    common = {"learning_rate": 0.02, "optim": "sgd", "max_grad_norm": 0.0, "use_cpu": True, "bf16": False}
+    files = {"output_dir": str(folder), "report_to": "none", "save_strategy": "no", "reference_store": "memory"}
+    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 1}
+    trainer = trl_ext.DPOTrainer(
+        args=trl_ext.DPOConfig(max_tokens_per_micro_batch=limit, **{**common, **files, **steps, **options}),
+        train_dataset=preferences(pairs, seed=1),
+        processing_class=word_tokenizer(),
+        **{"model": workshop.model("tied"), **arguments},
+    )
+    trainer.scoring_forwards[0].packing.checked = True
+    start = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+    trainer.model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, ids: counts.append(ids[0].numel()) if torch.is_grad_enabled() else None
+    )
+    trainer.train()
+    return trainer, {name: x.detach() - start[name] for name, x in trainer.model.named_parameters()}, counts
+
+
+@pytest.mark.parametrize("pairs", [18, pytest.param(17, marks=pytest.mark.slow)])
+def test_a_log_over_an_epochs_end_weighs_micro_batches_as_trl_does(
+    pairs: int, workshop: Workshop, tmp_path: Path
+) -> None:
+    """The last step has fewer micro-batches than the others, and one log covers all."""
+    logs = []
+    for limit in (60, None):
+        trainer, *_ = trained(workshop, tmp_path, limit, pairs, logging_steps=5, learning_rate=0.01)
+        logs.append(next(log for log in trainer.state.log_history if "train_runtime" in log))
+    ours, theirs = logs
+    for name in ("logps/chosen", "logps/rejected", "rewards/margins", "rewards/accuracies", "num_tokens"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+
+
+def _masks_a_token(batch: dict[str, torch.Tensor]) -> None:
+    batch["attention_mask"][:, 1] = 0
+
+
+def _adds_positions(batch: dict[str, torch.Tensor]) -> None:
+    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).repeat(len(batch["input_ids"]), 1)
+
+
+@pytest.mark.parametrize("change", [_masks_a_token, _adds_positions])
+def test_a_collator_may_mask_tokens_and_add_inputs(change: Any, workshop: Workshop, tmp_path: Path) -> None:
+    collator = DataCollatorForPreference(pad_token_id=word_tokenizer().pad_token_id)
+
+    def changed(examples: list[Any]) -> dict[str, torch.Tensor]:
+        batch = collator(examples)
+        change(batch)
+        return batch  # type: ignore[no-any-return]
+
+    ours, theirs = (trained(workshop, tmp_path, limit, 16, data_collator=changed)[1] for limit in (25, None))
+    assert far(ours, theirs) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.*truncation.*:FutureWarning")  # TRL's, of its argument
+def test_prompts_cut_at_different_tokens_count_twice(workshop: Workshop, tmp_path: Path) -> None:
+    *_, counts = trained(workshop, tmp_path, 40, 16, max_length=9, truncation_mode="keep_end")
+    assert len(counts) > 2
+    assert max(counts) <= 40
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_micro_batches_whose_length_sets_the_positions_stay(rope_type: str, workshop: Workshop, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(workshop.model("tied"))
+    rope = {"rope_theta": 10000.0, "rope_type": rope_type, "factor": 4.0}
+    config.max_position_embeddings = 8
+    if rope_type == "longrope":
+        half = config.head_dim // 2
+        factors = {"short_factor": [1.0] * half, "long_factor": [3.0] * half}
+        rope |= {**factors, "original_max_position_embeddings": 8}
+        config.max_position_embeddings = 32
+    config.rope_parameters = rope
+    model = AutoModelForCausalLM.from_config(config)
+    model.config._name_or_path = workshop.model("tied")
+    with pytest.raises(ValueError, match="rotary embeddings depend on the longest row of each micro-batch"):
+        trained(workshop, tmp_path, 60, 16, model=model, precompute_ref_log_probs=True)

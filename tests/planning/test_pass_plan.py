@@ -65,6 +65,15 @@ PLANS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
 }
 
 
+def test_completions_stay_if_their_positions_depend_on_the_micro_batch(workshop: Workshop) -> None:
+    options, schedule = {"keep_groups_together": True}, {"gradient_accumulation_steps": 2}
+    with built(workshop, options, per_device_train_batch_size=4, **schedule) as trainer:
+        assert trainer.explain()["micro-batches"].action == "run"
+        trainer.model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        with pytest.raises(ValueError, match="rotary embeddings depend on the longest row"):
+            trainer.explain()
+
+
 def test_an_unknown_row_of_the_plan_is_a_key_error(workshop: Workshop) -> None:
     with pytest.raises(KeyError, match=r"no row `old_policy`\. Choose from: .*, policy, "):
         explained(workshop)["old_policy"]

@@ -175,8 +175,7 @@ def joined(outputs: list[dict[str, Any]], order: torch.Tensor) -> Any:
 def part_given(trainer: DPOInternals, pairs: list[int], batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield some pairs of a batch, and make TRL's loss read their reference log-probs in the `with` block."""
     rows, given = rows_of_pairs(batch, pairs), {}
-    part = {name: x[pairs] if name in PAIR_COLUMNS else x for name, x in batch.items()}
-    part |= rows_of({name: batch[name] for name in ("input_ids", "attention_mask", "completion_mask")}, rows)
+    part = rows_of(batch, rows) | {name: x[pairs] for name, x in batch.items() if name in PAIR_COLUMNS}
     if not trainer.precompute_ref_logps:
         reference = FusedCausalLMOutput(log_probs=trainer.ref_model().log_probs[rows])
         given["ref_model"] = lambda **_: reference

@@ -61,6 +61,16 @@ def module_of(trainer_class: type) -> Any:
 
 
 @contextmanager
+def logged_times(metrics: dict[str, list[float]], times: int) -> Iterator[None]:
+    """Log `times` times what is logged in the `with` block, as TRL does for that many micro-batches."""
+    before = {name: len(values) for name, values in metrics.items()}
+    yield
+    for name, values in metrics.items():
+        if name != "num_tokens":  # a running total, of which TRL keeps only the last
+            values += values[before.get(name, 0) :] * (times - 1)
+
+
+@contextmanager
 def unrecorded_pass(trainer: Any) -> Iterator[None]:
     """Turn off gradients and gradient checkpointing in the `with` block, as TRL does for passes without a loss."""
     with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):

@@ -104,6 +104,18 @@ def longest_equal(model: Any) -> int | None:
     return min(lengths, default=None)
 
 
+def positions_by_length(model: Any, max_length: int | None = None, multiple: int | None = None) -> bool:
+    """Whether rotary embeddings can depend on the length of a batch, with rows of at most `max_length` tokens.
+
+    Args:
+        multiple (`int`, *optional*): to which batches are padded.
+    """
+    longest = longest_equal(model)
+    if longest is None or max_length is None:
+        return longest is not None
+    return -(-max_length // (multiple or 1)) * (multiple or 1) >= longest
+
+
 def _rotations(config: Any) -> list[dict[str, Any]]:
     """Return the parameters of each kind of rotary embedding in the model."""
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from .non_finite import steps_in_backward
-from .plan import Decision
+from .plan import BY_LENGTH, Decision
 from .reference import ReferenceFacts, ReferencePlan, Source, left_to_own_loss, plan_reference
 
 # Loss types that are not a mean over pairs
@@ -32,6 +32,7 @@ class DPOFacts(ReferenceFacts):
     has_images: bool
     has_router_loss: bool
     own_step: str | None  # an overridden method that gets whole micro-batches
+    positions_by_length: bool = False  # the model's positions depend on the longest row of a forward pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +118,8 @@ def _micro_batch_reason(facts: DPOFacts) -> str | None:
         return f"the loss type '{whole}' {_OF_WHOLE_BATCH[whole]}"
     if facts.has_router_loss:
         return "the router loss is computed for each micro-batch"
+    if facts.positions_by_length:
+        return BY_LENGTH
     if facts.has_images:
         return "a batch with images cannot be split by pair"
     if facts.own_loss is not None or facts.overrides_loss:

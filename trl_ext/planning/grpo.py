@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from .non_finite import steps_in_backward
-from .plan import Decision, Plan
+from .plan import BY_LENGTH, Decision, Plan
 from .sampler_ratio import RatioRule
 
 _DROPOUT = " Dropout is active: a separate pass would make other random draws from the same distribution."
@@ -52,6 +52,7 @@ class GRPOFacts:
     bypasses_loss: bool  # its `compute_loss` does not call ours
     has_own_loss: bool  # TRL's loss, so any row or token may count
     own_step: str | None  # a method that gets whole micro-batches
+    positions_by_length: bool = False  # the model's positions depend on the longest row of a forward pass
     # Fields of our config
     balance: bool
     max_draws: int  # the most generation batches drawn to fill one; 1 without dynamic sampling
@@ -153,8 +154,7 @@ def _check_options(facts: GRPOFacts) -> None:
         )
     if facts.max_draws == 1:
         return
-    rows = facts.per_device_batch_size * facts.steps_per_generation
-    if rows % facts.num_generations:
+    if (rows := facts.per_device_batch_size * facts.steps_per_generation) % facts.num_generations:
         raise ValueError(
             "`dynamic_sampling=True` replaces whole groups, so each rank must hold whole groups, but its "
             f"{rows} completions (`per_device_train_batch_size` x `steps_per_generation`) are not a multiple of "
@@ -390,4 +390,4 @@ def _micro_batch_reason(facts: GRPOFacts) -> str | None:
         return "the router loss is computed for each micro-batch"
     if facts.top_entropy_quantile < 1.0:
         return f"tokens are selected within each micro-batch (`top_entropy_quantile={facts.top_entropy_quantile}`)"
-    return None
+    return BY_LENGTH if facts.positions_by_length else None

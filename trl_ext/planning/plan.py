@@ -73,6 +73,7 @@ def _with_tilde(folder: str) -> str:
     return f"~{os.sep}{folder.removeprefix(home)}" if folder.startswith(home) else folder
 
 
+BY_LENGTH = "the model's rotary embeddings depend on the longest row of each micro-batch"
 _SWITCH_OFF = "switch dropout off (`disable_dropout`, `lora_dropout`, `attention_dropout`)"
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from .plan import Decision, Plan
+from .plan import BY_LENGTH, Decision, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class RLOOFacts:
     has_images: bool
     has_router_loss: bool
     trains_expert_modules: bool
+    positions_by_length: bool  # the model's positions depend on the longest row of a forward pass
     own_batches: str | None  # an overridden method that makes or scores generation batches
     own_step: str | None  # an overridden method that gets whole micro-batches
     own_loss: str | None  # a subclass overrides TRL's loss, or does not call our `compute_loss`
@@ -122,6 +123,8 @@ def _order_reason(facts: RLOOFacts) -> str | None:
         return "a batch with images cannot be split by completion"
     if facts.has_router_loss:
         return "the router loss is computed for each micro-batch, so another order would change the gradient"
+    if facts.positions_by_length:
+        return BY_LENGTH
     if not facts.shares_prompts:
         return "prompts are not shared in training, so another order saves nothing"
     if math.gcd(facts.steps_per_generation, facts.gradient_accumulation_steps) == 1:

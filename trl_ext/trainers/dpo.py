@@ -13,6 +13,7 @@ from torch.utils.data import get_worker_info
 
 from ..compat import dpo as internals
 from ..compat.reference import recorded_loads
+from ..compat.replaced import logged_times
 from ..config import AddedDPOFields, check_loss_types, warn_of_ignored_smoothing
 from ..config import DPOConfig as DPOConfig  # earlier `training_args.bin` files refer to it here
 from ..distributed.shards import parameter_of
@@ -144,9 +145,10 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             return self._in_parts.nothing()
         self._ranks.check_same(inputs["input_ids"])
         from_columns = have_columns(inputs, "A batch")
-        self._dpo_loss.counted = None
+        self._dpo_loss.counted, mode = None, "train" if self.model.training else "eval"
         with self._source.supplied(inputs, from_columns), self._policy_scored():
-            with self._non_finite.recorded(model) as policy:
+            logged = logged_times(self._metrics[mode], self._dpo_batches.merged if mode == "train" else 1)
+            with self._non_finite.recorded(model) as policy, logged:
                 loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             if not return_outputs:
                 self._in_parts.last(loss)

@@ -30,13 +30,14 @@ class Trainer(internals.DPOInternals, Protocol):
 class DPOBatches:
     def __init__(self, trainer: Trainer, ranks: Ranks, balance: RowBalance, in_parts: InParts) -> None:
         self.trainer, self.ranks, self.balance, self.in_parts = trainer, ranks, balance, in_parts
+        self.merged = 1  # how many micro-batches of TRL's the last one of the optimizer step stands for
 
     def rearranged(self, samples: list[Any]) -> list[Any]:
         """Return the micro-batches of an optimizer step, with pairs of all ranks, in as few as the plan allows.
 
         If they are merged, the last one holds all pairs, and those before it have none.
         """
-        plan, self.in_parts.divides_loss = self.trainer.plan, True
+        plan, self.in_parts.divides_loss, self.merged = self.trainer.plan, True, 1
         if not samples or not (plan.balances or plan.merges):
             return samples
         count, columns = len(samples), self._columns()
@@ -53,7 +54,7 @@ class DPOBatches:
             # Before the first step, the policy may still be in evaluation mode
             internals.log_metrics(self.trainer, self.balance.metrics(), mode="train")
         if plan.merges:
-            self.in_parts.divides_loss, whole = False, _batch(pairs, columns)
+            self.in_parts.divides_loss, self.merged, whole = False, count, _batch(pairs, columns)
             return [{name: x[:0] for name, x in whole.items()}] * (count - 1) + [whole]
         starts = range(0, size * count, size)
         return [_batch({name: x[i : i + size] for name, x in pairs.items()}, columns) for i in starts]
@@ -74,7 +75,8 @@ class DPOBatches:
         alike = all(x.keys() == names and len(x["input_ids"]) == len(samples[0]["input_ids"]) for x in samples)
         if not alike or not names <= known or internals.has_repeats(self.trainer):
             return {}
-        if any((x["attention_mask"][:, 0] == 0).any() for x in samples):  # padded on the left
+        one = torch.ones_like(samples[0]["attention_mask"][:, :1])
+        if any((x["attention_mask"].diff(dim=1, prepend=one) > 0).any() for x in samples):  # padded elsewhere
             return {}
         pairs = {}
         for name in names:
@@ -106,8 +108,9 @@ def pair_tokens(batch: dict[str, Tensor], packing: PackingPlan) -> RowTokens:
     rows, every = sequence_tokens(batch, packing), len(batch["input_ids"]) // 2
     prompts, scored = rows.prompt_tokens_B, rows.scored_tokens_B
     own = [sum(rows.own_tokens_B[pair::every]) for pair in range(every)]
-    if not packing.share_in_training:
-        own = [x + prompts[every + pair] for pair, x in enumerate(own)]
+    for pair, prompt in enumerate(rows.prompt_B[:every]):
+        if prompt == UNSHARED or prompt != rows.prompt_B[every + pair]:  # the prompt is computed twice
+            own[pair] += prompts[every + pair]
     return RowTokens(rows.prompt_B[:every], prompts[:every], own, [sum(scored[pair::every]) for pair in range(every)])
 
 

@@ -9,10 +9,11 @@ from transformers.training_args import OptimizerNames
 
 from ..compat import dpo as internals
 from ..compat.choices import STEP, overrides
-from ..compat.reference import PAIR_COLUMNS, holds_images, labels_of, score_as_reference
+from ..compat.reference import holds_images, labels_of, score_as_reference
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields
 from ..packing.packing import LastResult
+from ..packing.support import positions_by_length
 from ..planning.dpo import DPOFacts, DPOPlan, plan_dpo
 from ..planning.parts import few_parts
 from ..planning.plan import PackingPlan
@@ -84,6 +85,7 @@ class DPOReference(reference_source.ReferenceSource):
             has_router_loss=self.host.aux_loss_enabled,
             overrides_loss=overrides(self.host, "_compute_loss") is not None,
             own_step=overrides(self.host, *STEP, "get_batch_samples"),
+            positions_by_length=positions_by_length(self.host.model, args.max_length, args.pad_to_multiple_of),
         )
         return plan_dpo(facts)
 
@@ -113,7 +115,7 @@ class DPOReference(reference_source.ReferenceSource):
             most = max(count[0] for count in self.ranks.gather_counts([len(parts)]))
             log_probs = labels.new_zeros(len(labels), labels.shape[1] - 1, dtype=torch.float32)
             for rows in parts + [[0]] * (most - len(parts)):  # every rank runs the same number of passes
-                part = {name: x if name in PAIR_COLUMNS else x[rows] for name, x in batch.items()}
+                part = internals.rows_of(batch, torch.tensor(rows))
                 log_probs[rows] = score_as_reference(self.host, model, part, labels[rows]).float()
             return log_probs
 

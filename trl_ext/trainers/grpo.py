@@ -22,7 +22,7 @@ from ..compat.choices import STEP, overrides
 from ..config import AddedGRPOFields
 from ..config import GRPOConfig as GRPOConfig  # earlier `training_args.bin` files refer to it here
 from ..distributed.gradients import activations_on_host
-from ..packing.support import has_dropout, trains_expert_modules
+from ..packing.support import has_dropout, positions_by_length, trains_expert_modules
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import prompt_of
 from ..planning.sampler_ratio import RatioRule
@@ -135,6 +135,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 bypasses_loss=self._bypasses_loss,
                 has_own_loss=internals.has_own_loss(self) or self._bypasses_loss,
                 own_step=overrides(self, *STEP),
+                positions_by_length=positions_by_length(self.model),
                 of_sequences=self.importance_sampling_level == "sequence",
                 kl_times_ratio=args.use_bias_correction_kl,
                 has_images=bool(self._is_vlm),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat import grpo as internals
-from ..compat.replaced import unrecorded_pass
+from ..compat.replaced import logged_times, unrecorded_pass
 from ..distributed.ranks import Ranks
 from ..packing.packing import LastResult
 from ..planning.grpo import GRPOPlan
@@ -88,10 +88,11 @@ class GRPOScoring:
         if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
         loss_inputs = LossInputs.of(inputs, scored, policy_RC, entropies_RC, plan)
-        loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
-        if trainer.model.training and plan.trl_scores_old_policy:
-            self.buffer.keep(inputs, loss_inputs.kept)
-        self._measure(loss_inputs)
+        with logged_times(internals.mode_metrics(trainer), self._merged_in(inputs)):
+            loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
+            if trainer.model.training and plan.trl_scores_old_policy:
+                self.buffer.keep(inputs, loss_inputs.kept)
+            self._measure(loss_inputs)
         self.in_parts.last(loss)
         return loss, loss_inputs
 
@@ -100,10 +101,13 @@ class GRPOScoring:
         # A subclass's loss gets the shapes that TRL would give it
         if loss_inputs.policy_BC.size(1) == 1 and not self.trainer.plan.facts.has_own_loss:
             given, scored = with_padding(given, *scored)
-        merged = self.buffer.merged_in(inputs) if self.trainer.plan.merges and self.trainer.model.training else 1
         answered = internals.answered_by(self.trainer, model, given, (*scored, aux_loss))
-        with answered, internals.as_one_micro_batch(self.trainer, merged):
+        with answered, internals.as_one_micro_batch(self.trainer, self._merged_in(inputs)):
             return self._trl_loss(given)
+
+    def _merged_in(self, inputs: Any) -> int:
+        """Return how many of TRL's micro-batches a micro-batch stands for."""
+        return self.buffer.merged_in(inputs) if self.trainer.plan.merges and self.trainer.model.training else 1
 
     def _measure(self, loss_inputs: LossInputs) -> None:
         trainer = self.trainer

@@ -17,7 +17,7 @@ from ..compat.choices import STEP, overrides
 from ..compat.replaced import replaced
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
-from ..packing.support import has_dropout, trains_expert_modules
+from ..packing.support import has_dropout, positions_by_length, trains_expert_modules
 from ..planning.loss_inputs import prompt_of
 from ..planning.micro_batches import RowTokens, micro_batches_per_step
 from ..planning.non_finite import check_first_rewards, not_finite_rows
@@ -101,6 +101,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
                 has_images=bool(self._is_vlm),
                 has_router_loss=self.aux_loss_enabled,
                 trains_expert_modules=trains_expert_modules(self.model),
+                positions_by_length=positions_by_length(self.model),
                 own_batches=overrides(self, "_generate_and_score_completions", internals.PASS),
                 own_step=overrides(self, *STEP),
                 own_loss=own_loss,
