@@ -56,9 +56,8 @@ def _kto() -> Iterator[Case]:
             fast = (loss == "kto") == (setup in ("full", "lora"))
             yield _case("kto", f"{loss}-{setup}", setup, loss_type=loss, learning_rate=0.5, fast=fast)
     yield _case("kto", "precompute", precompute_ref_log_probs=True, steps=4)
-    yield _case(
-        "kto", "precompute-apo", "lora", precompute_ref_log_probs=True, loss_type="apo_zero_unpaired", fast=False
-    )
+    precompute = {"precompute_ref_log_probs": True, "fast": False}
+    yield _case("kto", "precompute-apo", "lora", loss_type="apo_zero_unpaired", **precompute)
     yield _case("kto", "precompute-eval", "lora", **precompute, **_EVALUATION)
     yield _case("kto", "sync", sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3, steps=3)
     yield _case("kto", "weights", "ref_model", beta=0.5, desirable_weight=2.0, undesirable_weight=0.5, steps=3)

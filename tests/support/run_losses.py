@@ -296,6 +296,8 @@ def _kto(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Works
     ref_model = None
     if case.setup.endswith("ref_model"):
         ref_model = AutoModelForCausalLM.from_pretrained(workshop.model(case.model, seed=REFERENCE_SEED))
+    # TRL warns about weights that do not balance these rows, and advises these
+    base = {"per_device_train_batch_size": 4, "desirable_weight": 0.6}
     return _recording(trainers.kto_trainer, record)(
         ref_model=ref_model,
         # TRL warns about weights that do not balance these rows, and advises these
