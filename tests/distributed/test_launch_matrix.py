@@ -9,7 +9,7 @@ import torch
 import trl
 
 from launch import ENGINES, launch
-from matrix_rows import CONTROLS, ROWS, OneProcess, Seen, save_models, train
+from matrix_rows import CONTROLS, OTHER_ROWS, ROWS, OneProcess, Seen, save_models, train
 from matrix_rows import __file__ as SCRIPT
 from tiers import fast_first
 
@@ -66,7 +66,8 @@ def check_matrix(engine: str, rows: list[str], folder: Path, processes: int = 2)
     assert not wrong, "\n".join([f"{engine} on {processes} processes:", *wrong])
 
 
-ALL = ["-".join(row) for row in ROWS] + list(CONTROLS)
+ALL = [f"{'-'.join(row)}{control}" for control in ("", "-unsynced") for row in ROWS]
+OTHERS = [f"{'-'.join(row)}{control}" for control in ("", "-unsynced") for row in OTHER_ROWS]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,17 @@ def test_one_process_is_stock_trl(row: str, tmp_path: Path):
 
 def test_zero3_trains_a_row_as_one_process(tmp_path: Path):
     check_matrix("zero3", ["grpo-full-tied"], tmp_path)
+
+
+@pytest.mark.parametrize("row", ["-".join(row) for row in OTHER_ROWS])
+def test_sft_kto_and_rloo_on_one_process_are_stock_trl(row: str, tmp_path: Path):
+    found = distances(on_one_process(row), train(OneProcess(tmp_path), *row.split("-"), library=trl))
+    assert max(found.values()) <= LIMIT, found
+
+
+@pytest.mark.parametrize("engine", fast_first(["ddp", "fsdp2", "zero3"], "ddp"))
+def test_sft_kto_and_rloo_train_as_one_process(engine: str, tmp_path: Path):
+    check_matrix(engine, OTHERS, tmp_path)
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ MODELS = {
 TRAINERS, MODES = ("dpo", "grpo"), ("full", "lora")
 ROWS = [(trainer, mode, model) for trainer in TRAINERS for mode in MODES for model in ("untied", "tied", "odd")]
 ROWS += [(trainer, "lora", "few") for trainer in TRAINERS]  # a trained weight of few rows moves as one of many does
+OTHER_ROWS = [(trainer, mode, model) for trainer in ("sft", "kto", "rloo") for mode, model in zip(MODES, MODELS)]
 
 
 def save_models(folder: Path) -> None:
@@ -130,7 +131,7 @@ def train(engine: Engine, trainer: str, mode: str, model: str, synced: bool = Tr
     """Train one row, from the checkpoint `model` and, with LoRA, the adapter saved beside it."""
     per_device = MICRO_BATCH // (1 if engine.replicates_tokens else engine.processes)
     trainers = Trainers.of(library)
-    build = _dpo if trainer == "dpo" else _grpo
+    build = {"dpo": _dpo, "grpo": _grpo, "sft": _sft, "kto": _kto, "rloo": _rloo}[trainer]
     row = build(engine, trainers, mode, Path(os.environ["MATRIX_MODELS"]) / model, per_device)
     watch = _Watch(engine, row, synced)
     row.add_callback(watch)
@@ -218,10 +219,47 @@ def _rollout(engine: Engine, texts: list[str], trainer: Any) -> dict[str, Any]:
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
 
+def _sft(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
+    arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
+    config = trainers.sft_config(**_config(engine, per_device), model_init_kwargs=arguments)
+    pairs = preferences(STEPS * ACCUMULATION * MICRO_BATCH, seed=1)
+    rows = pairs.rename_column("chosen", "completion").remove_columns("rejected")
+    return trainers.sft_trainer(_policy(engine, mode, path), args=config, train_dataset=rows)
+
+
+def _kto(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
+    """Without the KL term, whose completions depend on the rows of a device in TRL too."""
+    arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
+    config = trainers.kto_config(
+        **_config(engine, per_device), model_init_kwargs=arguments, loss_type="apo_zero_unpaired"
+    )
+    pairs = preferences(STEPS * ACCUMULATION * MICRO_BATCH // 2, seed=1)
+    return trainers.kto_trainer(_policy(engine, mode, path), args=config, train_dataset=pairs)
+
+
+def _rloo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device: int) -> Any:
+    arguments = {"dtype": "float32", **engine.model_arguments()} if mode == "full" else None
+    config = trainers.rloo_config(
+        **_config(engine, per_device),
+        model_init_kwargs=arguments,
+        num_generations=GENERATIONS,
+        max_completion_length=16,
+        beta=0.1,
+    )
+
+    class Scripted(trainers.rloo_trainer):
+        def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any) -> list[list[int]]:
+            texts = self.processing_class.batch_decode(prompt_ids)
+            return _rollout(engine, texts, self)["completion_ids"]
+
+    Scripted.__name__ = trainers.rloo_trainer.__name__
+    return Scripted(_policy(engine, mode, path), reward_funcs=id_reward, args=config, train_dataset=prompts(24, seed=1))
+
+
 def _case(rank: Any, row: tuple[str, str, str], synced: bool) -> Seen:
     return train(rank, *row, synced=synced)
 
 
-CASES = {"-".join(row): partial(_case, row=row, synced=True) for row in ROWS}
-CONTROLS = {f"{name}-unsynced": partial(_case, row=row, synced=False) for name, row in zip(CASES, ROWS, strict=True)}
+CASES = {"-".join(row): partial(_case, row=row, synced=True) for row in (*ROWS, *OTHER_ROWS)}
+CONTROLS = {f"{'-'.join(row)}-unsynced": partial(_case, row=row, synced=False) for row in (*ROWS, *OTHER_ROWS)}
 CASES |= CONTROLS

@@ -300,10 +300,7 @@ def _kto(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Works
     base = {"per_device_train_batch_size": 4, "desirable_weight": 0.6}
     return _recording(trainers.kto_trainer, record)(
         ref_model=ref_model,
-        # TRL warns about weights that do not balance these rows, and advises these
-        args=trainers.kto_config(
-            **{"per_device_train_batch_size": 4, "desirable_weight": 0.6, **config, **trainers.only_ours(case)}
-        ),
+        args=trainers.kto_config(**{**base, **config, **trainers.only_ours(case)}),
         train_dataset=rows(12, seed=1),
         eval_dataset=rows(5, seed=2) if _evaluates(config) else None,
         **_policy(case, workshop),

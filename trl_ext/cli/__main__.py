@@ -11,23 +11,26 @@ import warnings
 
 from ..version import __version__
 from . import CommandError, TrainingStoppedError, did_you_mean, one_line, wrapped
-from .line import read
+from .line import METHODS, read
 
 COMMANDS = {
+    "sft": "train with SFT",
     "dpo": "train with DPO",
+    "kto": "train with KTO",
     "grpo": "train with GRPO",
+    "rloo": "train with RLOO",
     "explain": "show what a run computes, reuses and skips, and why",
     "estimate": "estimate the memory of a training step, and the longest sequence that fits",
     "doctor": "check versions, devices and the engine, and test the LM head on each device",
     "completion": "print a script that makes a shell complete commands and arguments",
 }
 # What follows a command that is not a method
-_METHOD = " {dpo,grpo} [ARGUMENTS]"
+_METHOD = f" {{{','.join(METHODS)}}} [ARGUMENTS]"
 _FOLLOWED_BY = {"explain": _METHOD, "estimate": _METHOD, "doctor": "", "completion": " {bash,zsh,tcsh}"}
 _HELP = ("-h", "--help")
 _OVERVIEW = """usage: trl-ext [--version] COMMAND [ARGUMENTS]
 
-TRL's DPO and GRPO trainers with exact log-probs and less work.
+TRL's trainers with exact log-probs and less work.
 
 commands:"""
 _OF_LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE"}, {"ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_MIXED_PRECISION"}
@@ -40,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     shows_traceback = "--traceback" in arguments
     arguments = [argument for argument in arguments if argument != "--traceback"]
     name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
-    prints = name not in ("dpo", "grpo") or not {*_HELP}.isdisjoint(arguments)
+    prints = name not in METHODS or not {*_HELP}.isdisjoint(arguments)
     if argv is None and prints and hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe
     # A process of torchrun or `accelerate launch` starts no others. A user may set one of the variables, not both

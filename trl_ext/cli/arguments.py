@@ -12,17 +12,27 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..compat.arguments import former_name
 from ..compat.choices import resolve_accelerate_config_argument
-from ..config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig, with_help
+from ..config import (
+    ADDED_FIELDS,
+    AddedFields,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    RLOOConfig,
+    SFTConfig,
+    with_help,
+)
 from . import CommandError, did_you_mean
 from .line import Line, refuse_word
 
+CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "kto": KTOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}
 # The functions of `trl.rewards` that `--reward_funcs` takes, as TRL's command does
 REWARDS = ("accuracy_reward", "get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward")
 
 
 @with_help
 @dataclass
-class GRPOScriptArguments(ScriptArguments):
+class RewardScriptArguments(ScriptArguments):
     """TRL's arguments about data sets, and the rewards."""
 
     reward_funcs: list[str] = field(default_factory=list)
@@ -59,8 +69,8 @@ class OneLineParser(TrlParser):
     """TRL's parser with one-line errors, and a group in `--help` for the arguments that trl_ext adds."""
 
     def __init__(self, dataclass_types: Any = None, **keywords: Any) -> None:
-        added = [x for x in (AddedDPOFields, AddedGRPOFields) for of in dataclass_types or () if issubclass(of, x)]
-        self._added = {x.name for fields_of in added for x in fields(fields_of)}
+        configs = [x for x in dataclass_types or () if issubclass(x, AddedFields)]
+        self._added = {x.name for config in configs for added in _added_by(config) for x in fields(added)}
         self._group: Any = None
         usage = "%(prog)s [--config FILE.yaml] [--traceback] [ARGUMENTS]"
         launch = "Arguments of `accelerate launch`, such as `--num_processes 4`, start several processes."
@@ -89,10 +99,14 @@ class OneLineParser(TrlParser):
         raise CommandError(f"{message.rstrip('.')}. `{self.prog} --help` lists the arguments.")
 
 
+def _added_by(config: type) -> list[type[AddedFields]]:
+    return [added for cls, added in ADDED_FIELDS.items() if issubclass(config, cls)]
+
+
 def dataclasses_of(method: str) -> tuple[type, ...]:
     """Return the four dataclasses of a method, in the order of `Parsed`."""
-    script, training = (ScriptArguments, DPOConfig) if method == "dpo" else (GRPOScriptArguments, GRPOConfig)
-    return script, training, ModelConfig, DatasetMixtureConfig
+    script = RewardScriptArguments if method in ("grpo", "rloo") else ScriptArguments
+    return script, CONFIGS[method], ModelConfig, DatasetMixtureConfig
 
 
 def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:

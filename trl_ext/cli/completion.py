@@ -20,7 +20,14 @@ def run(shell: str, commands: dict[str, str]) -> None:
 
 
 def _parser_of_all(texts: dict[str, str]) -> argparse.ArgumentParser:
-    from ..compat.choices import ADVANTAGE_CHOICES, DPO_CHOICES, DPO_LOSS_TYPES, GRPO_CHOICES
+    from ..compat.choices import (
+        ADVANTAGE_CHOICES,
+        DPO_CHOICES,
+        DPO_LOSS_TYPES,
+        GRPO_CHOICES,
+        KTO_LOSS_TYPES,
+        SFT_LOSS_TYPES,
+    )
     from ..losses.preference import PREFERENCE_LOSSES
     from .arguments import REWARDS, OneLineParser, dataclasses_of
     from .estimate import EstimateArguments
@@ -29,6 +36,9 @@ def _parser_of_all(texts: dict[str, str]) -> argparse.ArgumentParser:
     choices: dict[str, dict[str, tuple[str, ...]]] = {
         "dpo": {**DPO_CHOICES, "loss_type": (*DPO_LOSS_TYPES, *PREFERENCE_LOSSES)},
         "grpo": {**GRPO_CHOICES, **ADVANTAGE_CHOICES, "reward_funcs": REWARDS},
+        "sft": {"loss_type": SFT_LOSS_TYPES},
+        "kto": {"loss_type": KTO_LOSS_TYPES},
+        "rloo": {"reward_funcs": REWARDS},
     }
 
     def add_method(subparsers: Any, method: str, *further: type) -> None:

@@ -51,10 +51,14 @@ _OF_MODEL = {"dtype", "attn_implementation", "trust_remote_code", "use_cache"}
 _WATCHED = (
     *("optim", "model_init_kwargs", "load_in_4bit", "load_in_8bit", "deepspeed", "fsdp", "torch_compile"),
     *("activation_offloading", "reference_device", "use_liger_kernel", "cast_lm_head_to_fp32"),
+    "label_smoothing_factor",
 )
+# Methods that sample completions, and what the head computes of each token besides log-probs and entropy
+_SAMPLES = ("grpo", "rloo")
+_OUTPUTS = {"sft": ("is_top1",), "dpo": ("mean_logits", "is_top1"), "kto": ("mean_logits",)}
 _NOT_COVERED = (
     "The estimate is for the longest rows without shared prompts, so no batch takes more. It leaves out workspaces of "
-    "operators, the device's context, fragmentation, and in GRPO the generation (its key-value cache, vLLM)."
+    "operators, the device's context, fragmentation, and generation (its key-value cache, vLLM)."
 )
 
 
@@ -117,14 +121,16 @@ def run(line: Line) -> int:
 
 def _longest_row(method: str, training: Any, asked: EstimateArguments) -> int:
     """Return the number of tokens in the longest row that the arguments allow."""
-    return int(training.max_length if method == "dpo" else asked.prompt_length + training.max_completion_length)
+    if method in _SAMPLES:
+        return int(asked.prompt_length + training.max_completion_length)
+    if training.max_length is None:
+        raise CommandError("`--max_length` is None, so the longest row is unknown. Set it to a number.")
+    return int(training.max_length)
 
 
 def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     """Return the training step with these arguments, on one device, with the longest rows."""
-    training, dpo = parsed.training, method == "dpo"
-    if dpo and training.max_length is None:
-        raise CommandError("`--max_length` is None, so the longest row is unknown. Set it to a number.")
+    training = parsed.training
     prompt_length, policy = asked.prompt_length, _policy(parsed)
     longest = min(_longest_row(method, training, asked), policy.positions)
     if not 0 <= prompt_length < longest:
@@ -133,10 +139,10 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     adapted = parsed.model.use_peft or is_adapter(parsed.model.model_name_or_path)
     return Step(
         model=policy.make,
-        rows=training.per_device_train_batch_size * (2 if dpo else 1),
+        rows=training.per_device_train_batch_size * (2 if method == "dpo" else 1),
         tokens=tokens,
         scored=tokens - max(prompt_length - 1, 0),
-        outputs=("log_probs", "entropy", "mean_logits", "is_top1") if dpo else ("log_probs", "entropy"),
+        outputs=("log_probs", "entropy", *_OUTPUTS.get(method, ())),
         head=training.head,
         chunk_size=training.head_chunk_size,
         device=torch.device(asked.device),
@@ -145,8 +151,14 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
         autocast=torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None,
         accumulates=training.gradient_accumulation_steps > 1,
         states=_STATES[training.optim],
-        reference_model=not adapted and (not training.precompute_ref_log_probs if dpo else training.beta != 0),
+        reference_model=not adapted and _has_reference(method, training),
     )
+
+
+def _has_reference(method: str, training: Any) -> bool:
+    if method == "sft":
+        return False
+    return bool(training.beta != 0 if method in _SAMPLES else not training.precompute_ref_log_probs)
 
 
 class _Policy(NamedTuple):
@@ -183,7 +195,7 @@ def _policy(parsed: Parsed) -> _Policy:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=training.gradient_checkpointing_kwargs)
             if adapter is not None:
                 model.enable_input_require_grads()
-        if training.disable_dropout:
+        if getattr(training, "disable_dropout", False):  # SFT has no such argument
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0
@@ -207,10 +219,10 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
 
 
 def _check_devices(method: str, asked: EstimateArguments) -> None:
-    if (method, asked.engine) == ("grpo", "fsdp2"):
+    if method != "dpo" and asked.engine == "fsdp2":
         raise CommandError(
-            "`estimate grpo` does not cover `--engine fsdp2`, where the estimate would be a fifth too high. "
-            "Pass `--engine ddp` instead."
+            f"`estimate {method}` does not cover `--engine fsdp2`: its estimates have been compared with measurements "
+            "only in one process and under DDP. Pass `--engine ddp` instead."
         )
     alone = asked.engine == "one_process"
     if asked.num_devices < 1 or alone != (asked.num_devices == 1):

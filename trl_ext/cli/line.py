@@ -25,22 +25,24 @@ OTHER_NAMES = {
     **{"eval_batch_size": "per_device_eval_batch_size", "kl_coef": "beta", "lora_rank": "lora_r"},
     **{"lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "torch_dtype": "dtype"},
 }
-OTHER_NAMES_OF = {
-    "dpo": {**dict.fromkeys(("max_seq_length", "max_seq_len"), "max_length"), "num_proc": "dataset_num_proc"},
-    "grpo": {"group_size": "num_generations"},
-}
+_OF_TEXTS = {**dict.fromkeys(("max_seq_length", "max_seq_len"), "max_length"), "num_proc": "dataset_num_proc"}
+_OF_GROUPS = {"group_size": "num_generations"}
+OTHER_NAMES_OF = {**dict.fromkeys(("sft", "dpo", "kto"), _OF_TEXTS), **dict.fromkeys(("grpo", "rloo"), _OF_GROUPS)}
 
 # The arguments that each method needs: (name, what to give, alternatives)
 _MODEL = ("model_name_or_path", "a folder, or a name on the Hub", ())
 _DATA = ("dataset_name", "a file, a folder, or a name on the Hub", ("datasets",))
 _REWARDS = ("reward_funcs", "such as `my_rewards.py:brevity`", ("reward_model_name_or_path",))
-METHODS = {"dpo": (_MODEL, _DATA), "grpo": (_MODEL, _DATA, _REWARDS)}
+METHODS = {
+    **dict.fromkeys(("sft", "dpo", "kto"), (_MODEL, _DATA)),
+    **dict.fromkeys(("grpo", "rloo"), (_MODEL, _DATA, _REWARDS)),
+}
 
 
 class Line(NamedTuple):
     """The words after `dpo`, `explain dpo` and the like."""
 
-    method: str  # "dpo" or "grpo"
+    method: str  # a key of `METHODS`
     prog: str  # such as "trl-ext explain dpo"
     words: list[str]  # without `--config` and its file
     file: str | None  # that file
@@ -100,7 +102,8 @@ def read(command: str, words: list[str]) -> Line:
         method, *words = words or [""]
         if method not in METHODS:
             given = f"`{method}`" if method else "nothing"
-            raise CommandError(f"`{command}` must be followed by `dpo` or `grpo`, got {given}.")
+            known = ", ".join(f"`{x}`" for x in METHODS)
+            raise CommandError(f"`{command}` must be followed by one of {known}, got {given}.")
         prog = f"{prog} {method}"
     apart = [word.split("=", 1) if word.startswith("--config=") else [word] for word in words]
     words = [_with_underscores(part) for parts in apart for part in parts]

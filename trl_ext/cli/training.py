@@ -1,4 +1,4 @@
-"""`trl-ext dpo` and `trl-ext grpo`: build a trainer from arguments, and train in one or several processes."""
+"""`trl-ext dpo` and the like: build a trainer from arguments, and train in one or several processes."""
 
 import importlib.util
 import os
@@ -19,10 +19,20 @@ from trl import get_dataset, get_peft_config, get_quantization_config
 from ..compat.choices import resolve_accelerate_config_argument
 from ..trainers.dpo import DPOTrainer
 from ..trainers.grpo import GRPOTrainer
+from ..trainers.kto import KTOTrainer
+from ..trainers.rloo import RLOOTrainer
+from ..trainers.sft import SFTTrainer
 from . import CommandError, TrainingStoppedError, did_you_mean, one_line, wrapped
 from .arguments import REWARDS, OneLineParser, Parsed, dataclasses_of, needs_launch, parse
 from .line import Line
 
+TRAINERS: dict[str, Any] = {
+    "sft": SFTTrainer,
+    "dpo": DPOTrainer,
+    "kto": KTOTrainer,
+    "grpo": GRPOTrainer,
+    "rloo": RLOOTrainer,
+}
 # The loaders of `datasets` for files
 _FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -88,11 +98,10 @@ def _imported(name: str, given: str) -> Any:
 def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
     """Return the trainer, ready to train, with at most the first `most_rows` of each data set."""
     script, training, model_args, mixture, *_ = parsed
-    rewards = {"reward_funcs": rewards_of(script)} if method == "grpo" else {}
+    rewards = {"reward_funcs": rewards_of(script)} if method in ("grpo", "rloo") else {}
     train, evaluation = _data_sets(script, training, mixture, most_rows)
     model, quantization_config = _model(training, model_args)
-    trainer_class = DPOTrainer if method == "dpo" else GRPOTrainer
-    trainer = trainer_class(
+    trainer = TRAINERS[method](
         model=model,
         args=training,
         train_dataset=train,
@@ -194,7 +203,7 @@ _ROWS_TO_EXPLAIN = 64
 
 
 def run(command: str, line: Line, *, may_launch: bool, shows_traceback: bool) -> int:
-    """Run `dpo`, `grpo` or `explain`, in this process or in those that `accelerate launch` starts."""
+    """Run a method or `explain`, in this process or in those that `accelerate launch` starts."""
     # Libraries read the environment when they are imported, so variables that a file sets need a new process
     variables = line.in_file.get("env")
     new = isinstance(variables, dict) and any(os.environ.get(x) != str(value) for x, value in variables.items())

@@ -47,6 +47,15 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise ValueError(f"`{name}` has no rows. Look at the filter or the split that made it.")
 
 
+def check_columns(dataset: Any, name: str, method: str, *wanted: tuple[str, ...]) -> None:
+    """Raise `ValueError` unless a data set has all columns of one of `wanted`. Streams without known columns pass."""
+    columns = _columns(dataset)
+    if columns is None or any(set(columns) >= set(names) for names in wanted):
+        return
+    known = " or ".join(" and ".join(f"`{x}`" for x in names) for names in wanted)
+    raise ValueError(f"`{name}` has the columns {sorted(columns)}, but {method} reads {known}. Rename yours.")
+
+
 def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
     """Raise `ValueError` if TRL has dropped every row, because all prompts are too long for DPO."""
     if len(dataset) == 0:

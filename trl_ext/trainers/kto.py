@@ -19,6 +19,7 @@ from ..planning.plan import Decision
 from ..planning.reference import ReferenceFacts, ReferencePlan, left_to_own_loss, plan_reference
 from .base import ExactTrainer
 from .checked_arguments import check_kto_arguments
+from .checked_data import check_columns, named_datasets
 from .reference_source import ReferenceSource
 
 
@@ -65,6 +66,9 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
         if config is not None:
             check_kto_arguments(config, own_loss=self._replaces("loss"))
         self._source = KTOReference(self, self._ranks, self._scorer, self._reference_weights)
+        forms = (("completion", "label"), ("chosen", "rejected"), ("prompt_ids", "completion_ids", "label"))
+        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
+            check_columns(dataset, name, "KTO", *forms)
         with self._built(given, **recorded_loads(trl.KTOTrainer, self._source.loaded)):
             super().__init__(**given)
         self._source.loaded.clear()

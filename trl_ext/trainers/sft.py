@@ -16,6 +16,7 @@ from ..planning.non_finite import not_finite_rows
 from ..planning.plan import Decision, PackingPlan, Plan
 from .base import ExactTrainer
 from .checked_arguments import check_sft_arguments
+from .checked_data import check_columns, named_datasets
 
 
 class SFTTrainer(ExactTrainer, trl.SFTTrainer):
@@ -40,6 +41,12 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
             check_sft_arguments(config, own_loss=self._replaces("loss"))
         if self._packed_by_trl(config):
             self._scorer.options.padding_free = None  # TRL's packing implies it
+        prepared = bool((getattr(config, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"))
+        if given.get("formatting_func") is None and not prepared:
+            text = getattr(config, "dataset_text_field", "text")
+            forms = ((text,), ("messages",), ("prompt", "completion"), ("input_ids",), ("conversations",))
+            for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
+                check_columns(dataset, name, "SFT", *forms)
         with self._built(given):
             super().__init__(**given)
         self._ready(given.get("callbacks"))
