@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
-import trl_ext
 from doc_messages import ROOT
-from trl_ext.config import AddedDPOFields, AddedFields, AddedGRPOFields
+from trl_ext import config
 
 ADDED = {
-    "Both": AddedFields,
-    "`DPOConfig`": AddedDPOFields,
-    "`GRPOConfig`": AddedGRPOFields,
+    "All configs": config.AddedFields,
+    "All but `SFTConfig`": config.AddedReferenceFields,
+    "`DPOConfig` and `GRPOConfig`": config.AddedStepFields,
+    "`DPOConfig` and `KTOConfig`": config.AddedStoreFields,
+    "`GRPOConfig` and `RLOOConfig`": config.AddedGroupFields,
+    "`DPOConfig`": config.AddedDPOFields,
+    "`GRPOConfig`": config.AddedGRPOFields,
 }
 
 
@@ -49,11 +52,11 @@ def test_the_page_has_every_field_with_its_type_default_and_help(title: str):
     assert rows(title) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "added"), [(trl_ext.DPOConfig, AddedDPOFields), (trl_ext.GRPOConfig, AddedGRPOFields)]
-)
-def test_the_docstring_has_every_field_with_its_type_default_and_help(config: Any, added: Any):
-    said = " ".join(inspect.getdoc(config).split())
-    for name, kind, default, text in [*stated(AddedFields), *stated(added)]:
+@pytest.mark.parametrize("of", config.ADDED_FIELDS)
+def test_the_docstring_has_every_field_with_its_type_default_and_help(of: Any):
+    said = " ".join(inspect.getdoc(of).split())
+    added = [cls for cls in ADDED.values() if issubclass(of, cls)]
+    assert added
+    for name, kind, default, text in [x for cls in added for x in stated(cls)]:
         defaults = "" if default == "None" else f", defaults to `{default}`"
         assert f"{name} (`{kind}`, *optional*{defaults}): {text}" in said

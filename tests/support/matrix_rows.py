@@ -43,7 +43,11 @@ MODELS = {
 TRAINERS, MODES = ("dpo", "grpo"), ("full", "lora")
 ROWS = [(trainer, mode, model) for trainer in TRAINERS for mode in MODES for model in ("untied", "tied", "odd")]
 ROWS += [(trainer, "lora", "few") for trainer in TRAINERS]  # a trained weight of few rows moves as one of many does
-OTHER_ROWS = [(trainer, mode, model) for trainer in ("sft", "kto", "rloo") for mode, model in zip(MODES, MODELS)]
+OTHER_ROWS = [
+    (trainer, mode, model)
+    for trainer in ("sft", "kto", "rloo")
+    for mode, model in (("full", "untied"), ("lora", "tied"))
+]
 
 
 def save_models(folder: Path) -> None:
@@ -243,6 +247,7 @@ def _rloo(engine: Engine, trainers: Trainers, mode: str, path: Path, per_device:
         **_config(engine, per_device),
         model_init_kwargs=arguments,
         num_generations=GENERATIONS,
+        num_iterations=2,  # on-policy losses are sums of advantages: 0
         max_completion_length=16,
         beta=0.1,
     )

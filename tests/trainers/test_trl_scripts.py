@@ -22,12 +22,13 @@ def mean_of_hashes(completion_ids, **kwargs):
     return [sum(token * 37 % 101 for token in ids) / (101 * len(ids)) for ids in completion_ids]
 '''
 
+_SAMPLES = [
+    *("--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "6"),
+    *("--reward_funcs", "my_rewards.mean_of_hashes"),
+]
 ARGUMENTS: dict[str, list[str]] = {
-    "dpo": ["--per_device_train_batch_size", "2"],
-    "grpo": [
-        *("--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "6"),
-        *("--reward_funcs", "my_rewards.mean_of_hashes"),
-    ],
+    **dict.fromkeys(("sft", "dpo", "kto"), ["--per_device_train_batch_size", "2"]),
+    **dict.fromkeys(("grpo", "rloo"), _SAMPLES),
 }
 
 
@@ -52,7 +53,9 @@ def _with_our_trainer(script: str, trainer: str) -> str:
 
 def _data(trainer: str, folder: Path) -> Path:
     folder.mkdir()
-    rows: Dataset = preferences(8, seed=3) if trainer == "dpo" else prompts(8, seed=3)
+    rows: Dataset = prompts(8, seed=3) if trainer in ("grpo", "rloo") else preferences(8, seed=3)
+    if trainer == "sft":
+        rows = rows.rename_column("chosen", "completion").remove_columns("rejected")
     rows.to_json(folder / "train.jsonl")
     return folder
 
@@ -64,6 +67,11 @@ def _data(trainer: str, folder: Path) -> Path:
         pytest.param("dpo", True, id="dpo-peft", marks=pytest.mark.slow),
         pytest.param("grpo", False, id="grpo-full", marks=pytest.mark.slow),
         pytest.param("grpo", True, id="grpo-peft", marks=pytest.mark.slow),
+        *(
+            pytest.param(trainer, use_peft, id=f"{trainer}-{('full', 'peft')[use_peft]}", marks=pytest.mark.slow)
+            for trainer in ("sft", "kto", "rloo")
+            for use_peft in (False, True)
+        ),
     ],
 )
 def test_trl_script_runs_with_only_the_import_changed(

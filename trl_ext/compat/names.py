@@ -40,14 +40,36 @@ _NAMES = {
         "_is_vlm _last_loaded_step _metrics _step _tag_names _tokenize_prompts _tokenizer "
         "_total_train_tokens accelerator add_callback args aux_loss_enabled beta callback_handler "
         "create_model_card current_gradient_accumulation_steps data_collator environment_factories "
-        "eval_dataset gather_function get_batch_samples get_high_entropy_mask get_train_dataloader "
-        "importance_sampling_level is_deepspeed_enabled is_fsdp_enabled is_world_process_zero loss_type "
-        "lr_scheduler model model_wrapped multi_objective_aggregation num_generations num_iterations "
-        "optimizer processing_class push_to_hub ref_model reward_func_names reward_funcs reward_weights "
-        "rollout_func save_model scale_rewards shuffle_dataset state tools top_entropy_quantile train "
-        "train_dataset training_step use_transformers_continuous_batching use_vllm vllm_generation "
-        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_mode"
+        "eval_dataset evaluation_loop gather_function get_batch_samples get_high_entropy_mask "
+        "get_train_dataloader importance_sampling_level is_deepspeed_enabled is_fsdp_enabled "
+        "is_world_process_zero loss_type lr_scheduler model model_wrapped multi_objective_aggregation "
+        "num_generations num_iterations optimizer processing_class push_to_hub ref_model "
+        "reward_func_names reward_funcs reward_weights rollout_func save_model scale_rewards "
+        "shuffle_dataset state tools top_entropy_quantile train train_dataset training_step "
+        "use_transformers_continuous_batching use_vllm vllm_generation vllm_importance_sampling_clip_max"
+        " vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
+        "vllm_importance_sampling_mode vllm_mode"
+    ),
+    "trl.trainer.kto_trainer": "BaseTunerLayer get_peft_model is_peft_model",
+    "trl.trainer.kto_trainer:KTOTrainer": (
+        "__init__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
+        "callback_handler create_model_card evaluation_loop gather_function is_world_process_zero model "
+        "ref_model save_model state train training_step"
+    ),
+    "trl.trainer.rloo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
+    "trl.trainer.rloo_trainer:RLOOTrainer": (
+        "__init__ _init_training_state _is_vlm _metrics _tag_names _tokenizer accelerator add_callback "
+        "args aux_loss_enabled beta callback_handler create_model_card eval_dataset evaluation_loop "
+        "gather_function get_batch_samples is_world_process_zero model num_generations num_iterations "
+        "processing_class ref_model reward_func_names reward_weights save_model state train "
+        "train_dataset training_step"
+    ),
+    "trl.trainer.sft_config:SFTConfig": "padding_free",
+    "trl.trainer.sft_trainer": "BaseTunerLayer get_peft_model is_peft_model",
+    "trl.trainer.sft_trainer:SFTTrainer": (
+        "__init__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
+        "callback_handler compute_loss_func create_model_card evaluation_loop gather_function "
+        "is_world_process_zero label_smoother model padding_free save_model state train training_step"
     ),
 }
 # Functions, with the parameters of every supported release
@@ -135,6 +157,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "floating_point_ops": ("(self, inputs)",),
         "get_sp_size": ("(self)",),
         "get_total_train_batch_size": ("(self, args)",),
+        "get_tp_size": ("(self)",),
         "log": ("(self, logs, start_time=...)",),
     },
     "trl.trainer.grpo_config:GRPOConfig": {
@@ -176,6 +199,88 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "floating_point_ops": ("(self, inputs)",),
         "get_sp_size": ("(self)",),
         "get_total_train_batch_size": ("(self, args)",),
+        "get_tp_size": ("(self)",),
+        "log": ("(self, logs, start_time=...)",),
+    },
+    "trl.trainer.kto_config:KTOConfig": {
+        "__post_init__": ("(self)",),
+    },
+    "trl.trainer.kto_trainer": {
+        "add_fused_lm_head": ("(model, temperature=..., cast_lm_head_to_fp32=..., outputs=...)",),
+        "create_model_from_path": ("(model_id, architecture=..., **kwargs)",),
+        "hash_module": ("(module)",),
+    },
+    "trl.trainer.kto_trainer:KTOTrainer": {
+        "_get_output_dir": ("(self, trial)",),
+        "_load_best_model": ("(self)",),
+        "_load_from_checkpoint": ("(self, resume_from_checkpoint, model=...)",),
+        "_load_optimizer_and_scheduler": ("(self, checkpoint)",),
+        "_precompute_ref_logps": ("(self, dataset, name, batch_size)",),
+        "_prepare_context_parallel_inputs": ("(self, model, inputs)",),
+        "_push_from_checkpoint": ("(self, checkpoint_folder)",),
+        "_save_checkpoint": ("(self, model, trial)",),
+        "_save_optimizer_and_scheduler": ("(self, output_dir)",),
+        "compute_loss": ("(self, model, inputs, return_outputs=..., num_items_in_batch=...)",),
+        "create_accelerator_and_postprocess": ("(self)",),
+        "floating_point_ops": ("(self, inputs)",),
+        "get_sp_size": ("(self)",),
+        "get_total_train_batch_size": ("(self, args)",),
+        "get_tp_size": ("(self)",),
+        "log": ("(self, logs, start_time=...)",),
+    },
+    "trl.trainer.rloo_config:RLOOConfig": {
+        "__post_init__": ("(self)",),
+    },
+    "trl.trainer.rloo_trainer": {
+        "add_fused_lm_head": ("(model, temperature=..., cast_lm_head_to_fp32=..., outputs=...)",),
+        "shuffle_sequence_dict": ("(seq_dict)",),
+        "use_adapter": ("(model, adapter_name)",),
+    },
+    "trl.trainer.rloo_trainer:RLOOTrainer": {
+        "_generate_and_score_completions": ("(self, inputs)",),
+        "_get_output_dir": ("(self, trial)",),
+        "_get_per_token_logps_and_entropies": (
+            (
+                "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=..., compute_entropy=..., "
+                "compute_aux_loss=..., pixel_values=..., image_grid_thw=..., num_images=..., "
+                "pixel_attention_mask=..., spatial_shapes=..., num_tiles=..., image_sizes=..., "
+                "token_type_ids=..., mm_token_type_ids=..., image_position_ids=...)"
+            ),
+        ),
+        "_load_best_model": ("(self)",),
+        "_load_from_checkpoint": ("(self, resume_from_checkpoint, model=...)",),
+        "_load_optimizer_and_scheduler": ("(self, checkpoint)",),
+        "_prepare_context_parallel_inputs": ("(self, model, inputs)",),
+        "_prepare_inputs": ("(self, generation_batch)",),
+        "_push_from_checkpoint": ("(self, checkpoint_folder)",),
+        "_save_checkpoint": ("(self, model, trial)",),
+        "_save_optimizer_and_scheduler": ("(self, output_dir)",),
+        "compute_loss": ("(self, model, inputs, return_outputs=..., num_items_in_batch=...)",),
+        "create_accelerator_and_postprocess": ("(self)",),
+        "floating_point_ops": ("(self, inputs)",),
+        "get_sp_size": ("(self)",),
+        "get_total_train_batch_size": ("(self, args)",),
+        "get_tp_size": ("(self)",),
+        "log": ("(self, logs, start_time=...)",),
+    },
+    "trl.trainer.sft_trainer": {
+        "add_fused_lm_head": ("(model, temperature=..., cast_lm_head_to_fp32=..., outputs=...)",),
+    },
+    "trl.trainer.sft_trainer:SFTTrainer": {
+        "_get_output_dir": ("(self, trial)",),
+        "_load_best_model": ("(self)",),
+        "_load_from_checkpoint": ("(self, resume_from_checkpoint, model=...)",),
+        "_load_optimizer_and_scheduler": ("(self, checkpoint)",),
+        "_prepare_context_parallel_inputs": ("(self, model, inputs)",),
+        "_push_from_checkpoint": ("(self, checkpoint_folder)",),
+        "_save_checkpoint": ("(self, model, trial)",),
+        "_save_optimizer_and_scheduler": ("(self, output_dir)",),
+        "compute_loss": ("(self, model, inputs, return_outputs=..., num_items_in_batch=...)",),
+        "create_accelerator_and_postprocess": ("(self)",),
+        "floating_point_ops": ("(self, inputs)",),
+        "get_sp_size": ("(self)",),
+        "get_total_train_batch_size": ("(self, args)",),
+        "get_tp_size": ("(self)",),
         "log": ("(self, logs, start_time=...)",),
     },
     "trl.trainer.utils": {
