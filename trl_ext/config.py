@@ -76,12 +76,12 @@ class AddedFields:
 
     balance: bool = True
     """Whether completions (pairs in DPO) move between ranks and micro-batches of an optimizer step, so that all have
-    about the same number of tokens. Only where this changes no gradient. `False`: each rank trains on its own."""
+    about the same cost. Only where this changes no gradient. `False`: each rank trains on the rows that it got."""
 
     max_tokens_per_micro_batch: int | None = None
-    """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone. The
-    rows of an optimizer step run in as few passes as this allows, which changes no gradient. `None`: a pass for each
-    micro-batch."""
+    """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone.
+    Where possible, the rows of an optimizer step run together in few passes, which changes no gradient. `None`: a pass
+    for each micro-batch."""
 
     reference_device: str | None = field(default=None, metadata={"choices": ["cpu"]})
     """Where to keep the weights of a separate reference model. `"cpu"`: in pinned host memory, copied to the device
@@ -233,7 +233,8 @@ class AddedGRPOFields(AddedFields):
     keep_groups_together: bool | None = None
     """Whether to put the completions of a prompt into one micro-batch if there is room, within one optimizer step.
     `None`: if this changes no gradient. `True`: raise an error before training if it would, or would save nothing;
-    assume that a subclass's overrides do not depend on the micro-batch as a whole. `False`: TRL's order."""
+    assume that a subclass's overrides do not depend on the micro-batch as a whole, and with
+    `max_tokens_per_micro_batch` accept one without rows. `False`: TRL's order."""
 
     sampler_check: str = field(default="warn", metadata={"choices": ["warn", "stop", "off"]})
     """What to do when vLLM's log-probs suddenly differ from the policy's by more than rounding, for example because
