@@ -182,12 +182,12 @@ class AddedStepFields(AddedReferenceFields):
 
     balance: bool = True
     """Whether completions (pairs in DPO) move between ranks and micro-batches of an optimizer step, so that all have
-    about the same number of tokens. Only where this changes no gradient. `False`: each rank trains on its own."""
+    about the same cost. Only where this changes no gradient. `False`: each rank trains on the rows that it got."""
 
     max_tokens_per_micro_batch: int | None = None
-    """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone. The
-    rows of an optimizer step run in as few passes as this allows, which changes no gradient. `None`: a pass for each
-    micro-batch."""
+    """The maximum number of tokens in one forward pass of the policy in training; a longer row is processed alone.
+    Where possible, the rows of an optimizer step run together in few passes, which changes no gradient. `None`: a pass
+    for each micro-batch."""
 
     def __post_init__(self) -> None:
         _check_values(self, AddedStepFields)
@@ -207,7 +207,8 @@ class AddedGroupFields(AddedReferenceFields):
     keep_groups_together: bool | None = None
     """Whether to put the completions of a prompt into one micro-batch if there is room, within one optimizer step.
     `None`: if this changes no gradient. `True`: raise an error before training if it would, or would save nothing;
-    assume that a subclass's overrides do not depend on the micro-batch as a whole. `False`: TRL's order."""
+    assume that a subclass's overrides do not depend on the micro-batch as a whole, and with
+    `max_tokens_per_micro_batch` accept one without rows. `False`: TRL's order."""
 
     def __post_init__(self) -> None:
         _check_values(self, AddedGroupFields)

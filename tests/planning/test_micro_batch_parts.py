@@ -16,13 +16,16 @@ import torch
 import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import trl_ext
 from drop_in_cases import GRPO_LOSSES, Case
 from metric_table import counts_work
+from rewards import id_reward
 from run_losses import Record, Trainers, build
 from tiers import fast_first
-from tiny import Workshop
+from tiny import ROLLOUTS, Workshop, prompts
+from trained_weights import far
 from training_comparison import POLICY_BATCHES, tensors_differ
 from trl_ext.planning.micro_batches import RowTokens
 from trl_ext.planning.parts import Parts
@@ -346,3 +349,44 @@ def test_a_prompts_rows_are_cut_into_few_parts(own_tokens: list[int], parts: lis
 
 def _among(rows_R: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.isin(torch.arange(len(batch["prompt_ids"])), rows_R)
+
+
+@pytest.mark.parametrize(("before", "after"), [(10_000, None), pytest.param(None, 10_000, marks=pytest.mark.slow)])
+def test_a_run_resumes_with_another_maximum(
+    before: int | None, after: int | None, workshop: Workshop, tmp_path: Path
+) -> None:
+    """The checkpoint lies in the middle of a generation batch, whose micro-batches are merged or not."""
+    changes = []
+    for limit in (before, after):
+        trainer = trl_ext.GRPOTrainer(
+            model=workshop.model("tied"),
+            reward_funcs=id_reward,
+            args=trl_ext.GRPOConfig(
+                output_dir=str(tmp_path),
+                per_device_train_batch_size=4,
+                num_generations=4,
+                gradient_accumulation_steps=2,
+                steps_per_generation=4,
+                max_steps=2,
+                save_steps=1,
+                max_completion_length=8,
+                loss_type="grpo",
+                optim="sgd",
+                learning_rate=0.05,
+                lr_scheduler_type="constant",
+                max_grad_norm=0.0,
+                use_cpu=True,
+                bf16=False,
+                report_to="none",
+                max_tokens_per_micro_batch=limit,
+            ),
+            train_dataset=prompts(24, seed=1),
+            rollout_func=ROLLOUTS["scripted"],
+        )
+        trainer.train(resume_from_checkpoint=None if limit == before else str(tmp_path / "checkpoint-1"))
+        start = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+        weights = dict(trainer.model.named_parameters())
+        changes.append({name: weights[name].detach() - start[name] for name in start})
+    whole, resumed = changes
+    assert any(x.abs().max() > 0 for x in whole.values())
+    assert far(resumed, whole) <= 1e-5

@@ -3,6 +3,7 @@
 Steps are the interpreter's instructions, so a test does not depend on the machine.
 """
 
+import math
 import random
 import sys
 import weakref
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, Gemma4TextConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from trl_ext.planning.cost import CostModel
 from trl_ext.planning.micro_batches import RowTokens, row_order
 from trl_ext.planning.parts import Parts
 from trl_ext.planning.rows import ScoredTokens
@@ -116,3 +120,23 @@ def test_parts_need_the_memory_of_one_at_a_time() -> None:
     assert torch.equal(joined_RC, scored.tokens_BC.float())
     # The copy for the host also holds ids and mask of the prompts
     assert largest.elements == scored.tokens_BC.numel() + 2 * batch["prompt_ids"].numel()
+
+
+def test_every_causal_language_model_has_a_cost():
+    """Also models whose layers differ, for which transformers refuses to give one number of heads."""
+    known = 0
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = CONFIG_MAPPING[name]().get_text_config()
+        except Exception:  # noqa: BLE001, S112: the config needs arguments or another library
+            continue
+        cost = CostModel.of(config)
+        known += cost.of_pair > 0
+        assert 0 < cost.of_token < math.inf, name
+        assert 0 <= cost.of_scored_token < math.inf, name
+    assert known > 100
+
+
+def test_layers_with_different_heads_have_the_usual_proportions():
+    config = Gemma4TextConfig(head_dim=16, global_head_dim=32, num_attention_heads=4, hidden_size=64)
+    assert CostModel.of(config).of_pair > 0

@@ -50,6 +50,7 @@ def nan_rewards_noted(reward: Any, noted: set[int]) -> Any:
     return awaited if is_async_callable(reward) else called
 
 
+_MERGED = "merged_micro_batches"  # the entry of a slice that says how many of TRL's it holds
 PASS = "_get_per_token_logps_and_entropies"
 _VISION_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -266,13 +267,14 @@ class Buffer:
             rowwise = {name for name, x in parts[0].items() if isinstance(x, torch.Tensor) and x.ndim > 0}
             joined = {name: torch.cat([x[name] for x in parts]) for name in rowwise}
             none = {name: x.new_empty((0, *x.shape[1:])) for name, x in joined.items()}
-            buffer[first : first + micro_batches] = [*({**parts[0], **none} for _ in parts[1:]), {**parts[0], **joined}]
+            whole = {**parts[0], **joined, _MERGED: micro_batches}
+            buffer[first : first + micro_batches] = [*({**parts[0], **none} for _ in parts[1:]), whole]
         current: dict[str, Any] = buffer[self.trainer._step % len(buffer)]
         return current
 
     def merged_in(self, inputs: dict[str, Any]) -> int:
-        """Return how many of TRL's micro-batches a slice holds."""
-        return max(1, len(inputs["completion_ids"]) // self.trainer.args.per_device_train_batch_size)
+        """Return how many of TRL's micro-batches a slice holds, also one of a checkpoint with another plan."""
+        return int(inputs.get(_MERGED, 1))
 
     def to_come(self) -> list[dict[str, Any]]:
         """Return the slices left before the next generation, the next one first, and again last if it recurs.

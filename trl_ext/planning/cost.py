@@ -21,19 +21,19 @@ class CostModel:
     @classmethod
     def of(cls, config: Any) -> "CostModel":
         """Return the model's constants. Missing fields have a transformer's usual proportions."""
-        hidden = getattr(config, "hidden_size", None)
+        hidden = _read(config, "hidden_size")
         if not isinstance(hidden, int):  # only tokens count
             return cls(1.0, 0.0, 0.0)
-        heads = getattr(config, "num_attention_heads", None) or 1
-        features = getattr(config, "head_dim", None) or hidden // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        inner = getattr(config, "intermediate_size", None) or 4 * hidden
+        heads = _read(config, "num_attention_heads") or 1
+        features = _read(config, "head_dim") or hidden // heads
+        kv_heads = _read(config, "num_key_value_heads") or heads
+        inner = _read(config, "intermediate_size") or 4 * hidden
         inner = max(inner) if isinstance(inner, list | tuple) else inner  # a size for each layer
-        experts = getattr(config, "num_experts_per_tok", None)
+        experts = _read(config, "num_experts_per_tok")
         if experts:
-            inner = experts * (getattr(config, "moe_intermediate_size", None) or inner)
+            inner = experts * (_read(config, "moe_intermediate_size") or inner)
         weights = hidden * features * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
-        layers = getattr(config, "num_hidden_layers", None) or 1
+        layers = _read(config, "num_hidden_layers") or 1
         return cls(2.0 * layers * weights, 4.0 * layers * heads * features, 2.0 * hidden * config.vocab_size)
 
     def costs(self, tokens: RowTokens, completions: int = 1) -> RowTokens:
@@ -55,3 +55,11 @@ class CostModel:
             prompt_tokens_B=[of_prompt(x) for x in tokens.prompt_tokens_B],
             own_tokens_B=[of_completion(*row) for row in rows],
         )
+
+
+def _read(config: Any, name: str) -> Any:
+    """Return a field of a config; `None` if it is missing, or differs by layer, for which transformers raises."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None

@@ -105,8 +105,8 @@ def _balance(facts: DPOFacts) -> Decision:
     if reason is not None:
         return Decision("balance", "skip", f"Pairs stay where they are: {reason}.", routine=alone)
     moved = (
-        "Within an optimizer step, pairs move between ranks and micro-batches, so that all have about the same number "
-        "of tokens. The gradient of the step is the same."
+        "Within an optimizer step, pairs move between ranks and micro-batches, so that all have about the same cost. "
+        "The gradient of the step is the same."
     )
     return Decision("balance", "run", moved)
 

@@ -304,8 +304,8 @@ def _balance(facts: GRPOFacts) -> Decision:
     if reason is not None:
         return Decision("balance", "skip", f"Completions stay on their rank: {reason}.", routine=facts.processes == 1)
     moved = (
-        "Within an optimizer step, completions move between ranks, so that each processes about the same number of "
-        "tokens. The gradient of the step is the same."
+        "Within an optimizer step, completions move between ranks, so that all have about the same cost. The "
+        "gradient of the step is the same."
     )
     return Decision("balance", "run", moved)
 

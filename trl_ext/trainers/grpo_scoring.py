@@ -88,7 +88,7 @@ class GRPOScoring:
         if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
             self._count_skipped_pass(inputs)
         loss_inputs = LossInputs.of(inputs, scored, policy_RC, entropies_RC, plan)
-        with logged_times(internals.mode_metrics(trainer), self._merged_in(inputs)):
+        with logged_times(internals.mode_metrics(trainer), self.buffer.merged_in(inputs)):
             loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
             if trainer.model.training and plan.trl_scores_old_policy:
                 self.buffer.keep(inputs, loss_inputs.kept)
@@ -102,12 +102,8 @@ class GRPOScoring:
         if loss_inputs.policy_BC.size(1) == 1 and not self.trainer.plan.facts.has_own_loss:
             given, scored = with_padding(given, *scored)
         answered = internals.answered_by(self.trainer, model, given, (*scored, aux_loss))
-        with answered, internals.as_one_micro_batch(self.trainer, self._merged_in(inputs)):
+        with answered, internals.as_one_micro_batch(self.trainer, self.buffer.merged_in(inputs)):
             return self._trl_loss(given)
-
-    def _merged_in(self, inputs: Any) -> int:
-        """Return how many of TRL's micro-batches a micro-batch stands for."""
-        return self.buffer.merged_in(inputs) if self.trainer.plan.merges and self.trainer.model.training else 1
 
     def _measure(self, loss_inputs: LossInputs) -> None:
         trainer = self.trainer
