@@ -16,14 +16,14 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl_ext import RLOOConfig, RLOOTrainer
 
 
-def starts_with_a_digit(completions: list[str], **columns: Any) -> list[float]:
+def brevity(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     """Replace this with your reward. `columns` are those of the data set."""
-    return [float(completion.strip()[:1].isdigit()) for completion in completions]
+    return [-float(len(ids)) for ids in completion_ids]
 
 
 script, training, model = TrlParser((ScriptArguments, RLOOConfig, ModelConfig)).parse_args_and_config()
 prompts = load_dataset(script.dataset_name, split=script.dataset_train_split)
 adapter = get_peft_config(model)
-trainer = RLOOTrainer(model.model_name_or_path, starts_with_a_digit, training, prompts, peft_config=adapter)
+trainer = RLOOTrainer(model.model_name_or_path, brevity, training, prompts, peft_config=adapter)
 trainer.train()
 trainer.save_model()

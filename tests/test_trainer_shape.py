@@ -46,7 +46,7 @@ def test_there_are_no_mixins():
 
 def test_sizes():
     lines = {path.name: len(path.read_text().splitlines()) for path in (PACKAGE / "trainers").glob("*.py")}
-    assert len(lines) <= 17
+    assert len(lines) <= 21
     assert max(lines.values()) <= 400
     assert max(lines["dpo.py"], lines["grpo.py"]) <= 250
     ignores = sum(
@@ -59,8 +59,8 @@ def test_sizes():
 
 def test_the_package_stays_small():
     files = list(PACKAGE.rglob("*.py"))
-    assert len(files) <= 115
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 18_750
+    assert len(files) <= 123
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 19_900
 
 
 def test_protocols_of_parts_are_small():
@@ -141,5 +141,5 @@ def test_a_micro_batch_enters_few_classes_and_files(
     config = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "save_strategy": "no", "bf16": False}
     build(workshop, Traced, config).train()
     assert way.classes
-    assert len(way.classes) <= 6
+    assert len(way.classes) <= 7
     assert way.hops <= most_hops

@@ -16,7 +16,7 @@ from stock_command import stock_says
 from tiny import Workshop
 from trl_ext.cli.__main__ import COMMANDS, main
 from trl_ext.cli.arguments import OneLineParser, dataclasses_of, launch_command_parser
-from trl_ext.cli.line import OTHER_NAMES, OTHER_NAMES_OF
+from trl_ext.cli.line import METHODS, OTHER_NAMES, OTHER_NAMES_OF
 
 ROOT = Path(__file__).parents[2]
 # What `datasets` prints while it reads a file
@@ -78,7 +78,7 @@ def test_trls_own_command_says_what_stands_beside_it(name: str, workshop, monkey
 
 def test_these_mistakes_version_and_help_import_no_library(workshop, folder):
     lines = [(words_of(mistake.line, workshop), 2) for mistake in LIGHT]
-    helps = [[], *([command, "--help"] for command in COMMANDS if command not in ("dpo", "grpo"))]
+    helps = [[], *([command, "--help"] for command in COMMANDS if command not in METHODS)]
     lines += [(words, 0) for words in (["--version"], ["-h"], *helps)]
     code = """if True:
         import json, sys
@@ -98,7 +98,7 @@ def test_these_mistakes_version_and_help_import_no_library(workshop, folder):
     assert int(run.stdout.split()[-1]) < 300  # 1,900 with torch
 
 
-@pytest.mark.parametrize("method", ["dpo", "grpo"])
+@pytest.mark.parametrize("method", ["dpo", "kto", "grpo", "rloo"])
 def test_names_of_others_are_no_arguments_and_lead_to_one(method: str):
     flags = {x.lstrip("-") for x in OneLineParser(dataclasses_of(method))._option_string_actions}
     names = OTHER_NAMES | OTHER_NAMES_OF[method]

@@ -27,7 +27,7 @@ _SAMPLES = [
     *("--reward_funcs", "my_rewards.mean_of_hashes"),
 ]
 ARGUMENTS: dict[str, list[str]] = {
-    **dict.fromkeys(("sft", "dpo", "kto"), ["--per_device_train_batch_size", "2"]),
+    **{name: ["--per_device_train_batch_size", "2"] for name in ("sft", "dpo", "kto")},
     **dict.fromkeys(("grpo", "rloo"), _SAMPLES),
 }
 
