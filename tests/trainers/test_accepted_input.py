@@ -20,7 +20,7 @@ import trl_ext
 from short_training import PAIR, PAIRS, PROMPTS, Bench, of_answers, of_completions, reward, tokenizer, with_more_tokens
 from tiny import V_WORDS, Workshop, chat_tokenizer, preferences, prompts, scripted_rollout
 from trl_ext.compat.arguments import check_numbers
-from trl_ext.trainers.checked_data import check_enough_prompts, check_prompts, checked_pairs
+from trl_ext.trainers.checked_data import _check_prompts, check_enough_prompts, checked_pairs
 
 SOURCED = PROMPTS.add_column("source", ["a"] * len(PROMPTS))
 
@@ -346,14 +346,14 @@ def test_checks_read_few_rows_of_a_million() -> None:
     states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
     Counted.read = 0
     checked_pairs(rows, "train_dataset", tokenizer(), has_end=True)
-    check_prompts(rows, "train_dataset", tokenizer())
+    _check_prompts(rows, "train_dataset", tokenizer())
     check_enough_prompts(rows, 64, 8)
     assert Counted.read == 10
     assert states[0] == random.getstate()
     assert torch.equal(states[1], torch.get_rng_state())
     assert states[2] == np.random.get_state()[1].tolist()
     with pytest.raises(ValueError, match=r"`prompt` is None in row 0 "):
-        check_prompts(whole, "train_dataset", tokenizer())
+        _check_prompts(whole, "train_dataset", tokenizer())
 
 
 def test_the_first_row_of_a_stream_is_checked_once() -> None:
@@ -369,7 +369,7 @@ def test_a_transform_of_the_prompts_is_not_called_before_training() -> None:
         return {"prompt": [f"w{random.randrange(9)}" for _ in batch["prompt"]]}
 
     state = random.getstate()
-    check_prompts(PROMPTS.with_transform(at_random), "train_dataset", tokenizer())
+    _check_prompts(PROMPTS.with_transform(at_random), "train_dataset", tokenizer())
     assert random.getstate() == state
 
 

@@ -24,42 +24,42 @@ _NAMES = {
     "trl.trainer.dpo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.dpo_trainer:DPOTrainer": (
         '"completion_mask" "input_ids" "ref_chosen_logps" "ref_rejected_logps" __init__ '
-        "_init_training_state _is_vision_dataset _metrics _precompute_engine _signature_columns "
-        "_tag_names _tokenizer _total_train_tokens accelerator add_callback args aux_loss_enabled beta "
-        "callback_handler create_model_card current_gradient_accumulation_steps data_collator "
-        "eval_dataset evaluation_loop f_alpha_divergence_coef f_divergence_type gather_function "
-        "get_batch_samples is_deepspeed_enabled is_fsdp_enabled is_world_process_zero label_smoothing "
-        "loss_types loss_weights lr_scheduler model model_wrapped optimizer padding_free "
-        "precompute_ref_logps push_to_hub ref_model save_model state train train_dataset training_step"
+        "__init_subclass__ _init_training_state _is_vision_dataset _metrics _precompute_engine "
+        "_signature_columns _tag_names _tokenizer _total_train_tokens accelerator add_callback args "
+        "aux_loss_enabled beta callback_handler create_model_card current_gradient_accumulation_steps "
+        "data_collator eval_dataset evaluation_loop f_alpha_divergence_coef f_divergence_type "
+        "gather_function get_batch_samples is_deepspeed_enabled is_fsdp_enabled is_world_process_zero "
+        "label_smoothing loss_types loss_weights lr_scheduler model model_wrapped optimizer padding_free"
+        " precompute_ref_logps push_to_hub ref_model save_model state train train_dataset training_step"
     ),
     "trl.trainer.grpo_config:GRPOConfig": "_VALID_DICT_FIELDS",
     "trl.trainer.grpo_trainer": "BaseTunerLayer VLLMGeneration gather gather_object get_peft_model is_peft_model",
     "trl.trainer.grpo_trainer:GRPOTrainer": (
         '"completion_ids" "completion_mask" "pixel_values" "prompt_ids" "prompt_mask" "tool_mask" '
-        "__init__ _buffered_inputs _entropy_bonus_enabled _get_train_sampler _init_training_state "
-        "_is_vlm _last_loaded_step _metrics _step _tag_names _tokenize_prompts _tokenizer "
-        "_total_train_tokens accelerator add_callback args aux_loss_enabled beta callback_handler "
-        "create_model_card current_gradient_accumulation_steps data_collator environment_factories "
-        "eval_dataset evaluation_loop gather_function get_batch_samples get_high_entropy_mask "
-        "get_train_dataloader importance_sampling_level is_deepspeed_enabled is_fsdp_enabled "
-        "is_world_process_zero loss_type lr_scheduler model model_wrapped multi_objective_aggregation "
-        "num_generations num_iterations optimizer processing_class push_to_hub ref_model "
-        "reward_func_names reward_funcs reward_weights rollout_func save_model scale_rewards "
-        "shuffle_dataset state tools top_entropy_quantile train train_dataset training_step "
-        "use_transformers_continuous_batching use_vllm vllm_generation vllm_importance_sampling_clip_max"
-        " vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
-        "vllm_importance_sampling_mode vllm_mode"
+        "__init__ __init_subclass__ _buffered_inputs _entropy_bonus_enabled _get_train_sampler "
+        "_init_training_state _is_vlm _last_loaded_step _metrics _step _tag_names _tokenize_prompts "
+        "_tokenizer _total_train_tokens accelerator add_callback args aux_loss_enabled beta "
+        "callback_handler create_model_card current_gradient_accumulation_steps data_collator "
+        "environment_factories eval_dataset evaluation_loop gather_function get_batch_samples "
+        "get_high_entropy_mask get_train_dataloader importance_sampling_level is_deepspeed_enabled "
+        "is_fsdp_enabled is_world_process_zero loss_type lr_scheduler model model_wrapped "
+        "multi_objective_aggregation num_generations num_iterations optimizer processing_class "
+        "push_to_hub ref_model reward_func_names reward_funcs reward_weights rollout_func save_model "
+        "scale_rewards shuffle_dataset state tools top_entropy_quantile train train_dataset "
+        "training_step use_transformers_continuous_batching use_vllm vllm_generation "
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_mode"
     ),
     "trl.trainer.kto_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.kto_trainer:KTOTrainer": (
-        "__init__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
+        "__init_subclass__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
         "callback_handler create_model_card evaluation_loop gather_function is_world_process_zero model "
         "ref_model save_model state train training_step"
     ),
     "trl.trainer.rloo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.rloo_trainer:RLOOTrainer": (
-        "__init__ _init_training_state _is_vlm _metrics _tag_names _tokenizer accelerator add_callback "
-        "args aux_loss_enabled beta callback_handler create_model_card eval_dataset evaluation_loop "
+        "__init_subclass__ _init_training_state _is_vlm _metrics _tag_names _tokenizer accelerator "
+        "add_callback args aux_loss_enabled beta callback_handler create_model_card evaluation_loop "
         "gather_function get_batch_samples is_world_process_zero model num_generations num_iterations "
         "processing_class ref_model reward_func_names reward_weights save_model state train "
         "train_dataset training_step"
@@ -67,7 +67,7 @@ _NAMES = {
     "trl.trainer.sft_config:SFTConfig": "padding_free",
     "trl.trainer.sft_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.sft_trainer:SFTTrainer": (
-        "__init__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
+        "__init_subclass__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
         "callback_handler compute_loss_func create_model_card evaluation_loop gather_function "
         "is_world_process_zero label_smoother model padding_free save_model state train training_step"
     ),

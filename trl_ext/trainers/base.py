@@ -5,10 +5,11 @@ Read it first. Each step calls one of the parts that `_begin` creates (`_ranks`,
 """
 
 import dataclasses
+import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks.progress import ThroughputProgress, add_to_model_card, show
 from ..compat.choices import REPLACEABLE, overrides
-from ..compat.replaced import built_with, replaced, unrecorded_pass
+from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
 from ..config import AddedFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
 from ..distributed.failures import rank_failures_reported
@@ -77,6 +78,21 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     # 1. Construction: `_begin`, TRL's `__init__` within `_built`, `_ready`
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Give each trainer TRL's tags, and an `__init__` with TRL's signature, for `help()` and editors."""
+        super().__init_subclass__(**keywords)
+        if "_trl_trainer" not in vars(cls):  # a user's subclass
+            return
+        trls: Any = cls._trl_trainer
+        cls._tag_names = [*trls._tag_names, "trl_ext"]
+        if "__init__" not in vars(cls):
+
+            @functools.wraps(trls.__init__)
+            def init(self: Any, *positional: Any, **keywords: Any) -> None:
+                self._construct(positional, keywords)
+
+            cls.__init__ = init  # type: ignore[method-assign]
+
     def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Check the arguments and create the parts, before TRL's `__init__`. Returns the arguments by name."""
         name = type(self).__name__
@@ -94,6 +110,18 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         # A checkpoint must not exist without the log-probs that were scored before it
         self._checkpoints.parts += [self._reference_weights.save, lambda _: self._flush_store()]
         return given
+
+    def _construct(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Run TRL's `__init__` between the checks of the arguments and those of the finished trainer."""
+        given = self._begin(positional, keywords)
+        others = self._check(given, given.get("args"))
+        with self._built(given, **others):
+            next_of(self).__init__(**given)
+        self._ready(given.get("callbacks"))
+
+    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
+        """Check what only this trainer takes, and create its parts. Returns names of TRL's module to replace."""
+        return {}
 
     @contextmanager
     def _built(self, given: dict[str, Any], **others: Any) -> Iterator[None]:
@@ -152,6 +180,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _ready(self, callbacks: Any) -> None:
         """After TRL's `__init__`, run the remaining checks and add the callbacks."""
+        if self._source is not None:
+            self._source.loaded.clear()
         self._scorer.check(self.accelerator.device, padding_reason(self))
         check_packing_options(self._packing_facts())
         self.padding_free = self._packing_plan().padding_free
@@ -286,6 +316,14 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self._source is not None:
             self._source.refresh_if_adapters_changed()
         return super().evaluation_loop(*positional, **keywords)
+
+    def training_step(self, *positional: Any, **keywords: Any) -> Any:
+        with self._in_step():
+            return self._watched_step(super().training_step, *positional, **keywords)
+
+    def _in_step(self) -> AbstractContextManager[Any]:
+        """Hook: a context for TRL's training step."""
+        return nullcontext()
 
     def _watched_step(self, step: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
         """Run TRL's training step. In the first one, find out whether a subclass's `compute_loss` calls ours."""

@@ -47,13 +47,16 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise ValueError(f"`{name}` has no rows. Look at the filter or the split that made it.")
 
 
-def check_columns(dataset: Any, name: str, method: str, *wanted: tuple[str, ...]) -> None:
-    """Raise `ValueError` unless a data set has all columns of one of `wanted`. Streams without known columns pass."""
-    columns = _columns(dataset)
-    if columns is None or any(set(columns) >= set(names) for names in wanted):
-        return
-    known = " or ".join(" and ".join(f"`{x}`" for x in names) for names in wanted)
-    raise ValueError(f"`{name}` has the columns {sorted(columns)}, but {method} reads {known}. Rename yours.")
+def check_columns(given: dict[str, Any], method: str, *wanted: tuple[str, ...]) -> None:
+    """Raise `ValueError` unless each data set of a trainer has all columns of one of `wanted`.
+
+    Streams without known columns pass.
+    """
+    for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
+        columns = _columns(dataset)
+        if columns is not None and not any(set(columns) >= set(names) for names in wanted):
+            known = " or ".join(" and ".join(f"`{x}`" for x in names) for names in wanted)
+            raise ValueError(f"`{name}` has the columns {sorted(columns)}, but {method} reads {known}. Rename yours.")
 
 
 def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
@@ -140,7 +143,16 @@ def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
         )
 
 
-def check_prompts(dataset: Any, name: str, processing_class: Any) -> None:
+def check_prompts(trainer: Any, processing_class: Any) -> None:
+    """Check the prompts of a trainer's data sets, and warn if one for evaluation has none."""
+    evaluated = None if trainer.args.eval_strategy == "no" else trainer.eval_dataset
+    for name, dataset in named_datasets(trainer.train_dataset, evaluated):
+        _check_prompts(dataset, name, processing_class)
+        if isinstance(dataset, Dataset) and len(dataset) == 0:
+            logger.warning("`%s` has no rows, so evaluations on it have no result.", name)
+
+
+def _check_prompts(dataset: Any, name: str, processing_class: Any) -> None:
     """Raise `ValueError` unless a data set has prompts that `processing_class` can render. Streams are not read.
 
     Without a `processing_class`, something else renders the prompts, so their content is not checked.
@@ -172,12 +184,13 @@ def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generatio
         )
 
 
-def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool, columns_are_added: bool) -> None:
+def check_rewards(given: dict[str, Any], config: Any, *, has_environments: bool, columns_are_added: bool) -> None:
     """Raise `TypeError` unless each reward function takes the keyword arguments that TRL passes, columns included.
 
     With `columns_are_added`, a rollout function adds columns that are not known here.
     """
-    columns = _columns(dataset)
+    reward_funcs, drops = given.get("reward_funcs"), getattr(config, "remove_unused_columns", False)
+    columns = _columns(None if drops else given.get("train_dataset"))
     reserved = next((x for x in _RESERVED if x in (columns or ())), None)
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if reward is None or isinstance(reward, str | nn.Module):
@@ -190,9 +203,9 @@ def check_rewards(reward_funcs: Any, dataset: Any, *, has_environments: bool, co
                 f'Rename it: `dataset.rename_column("{reserved}", "...")`.'
             )
         if columns is not None:
-            given = [*REWARD_KEYWORDS, *(x for x in columns if x not in REWARD_COLUMNS_LEFT_OUT)]
-            given += ["environments"] if has_environments else []
-            _check_keywords(reward, given, are_all=not columns_are_added)
+            passed = [*REWARD_KEYWORDS, *(x for x in columns if x not in REWARD_COLUMNS_LEFT_OUT)]
+            passed += ["environments"] if has_environments else []
+            _check_keywords(reward, passed, are_all=not columns_are_added)
 
 
 def _check_keywords(reward: Callable[..., Any], given: list[str], *, are_all: bool) -> None:

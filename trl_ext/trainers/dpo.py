@@ -4,6 +4,7 @@ The methods of TRL's trainer that DPO overrides are here; those that GRPO also o
 """
 
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -46,7 +47,6 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     _config_class = trl.DPOConfig
     _added_fields = AddedDPOFields
     _source: DPOReference
-    _tag_names = trl.DPOTrainer._tag_names + ["trl_ext"]
 
     # For `help()` and editors: the signature is TRL's
     @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]
@@ -69,10 +69,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
                 self._dpo_loss.columns = REWARD_COLUMNS
             warn_of_ignored_smoothing(config)
         self._scorer.smoothed = bool(self._added.sft_label_smoothing)
-        loaded = self._source.loaded
-        with self._built(given, **recorded_loads(trl.DPOTrainer, loaded)):
+        with self._built(given, **recorded_loads(trl.DPOTrainer, self._source.loaded)):
             super().__init__(**given)
-        loaded.clear()
         with_columns = (x for name, x in self._source.datasets() if self._source.with_columns[name])
         if not all(isinstance(x, Dataset) for x in with_columns):
             self.data_collator = CheckedCollator(self.data_collator)
@@ -132,9 +130,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
             return super()._prepare_inputs(inputs)
         return super()._prepare_inputs({name: x for name, x in inputs.items() if name not in rewards}) | rewards
 
-    def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
-        with self._in_parts.training_step():
-            return self._watched_step(super().training_step, *positional, **keywords)
+    def _in_step(self) -> AbstractContextManager[None]:
+        return self._in_parts.training_step()
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

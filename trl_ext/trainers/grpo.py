@@ -5,14 +5,14 @@ The methods of TRL's trainer that GRPO overrides are here; those that DPO also o
 
 import functools
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import trl
 from accelerate.utils import set_seed
-from datasets import Dataset
 from torch import Tensor
 from transformers.training_args import OptimizerNames
 
@@ -29,7 +29,7 @@ from ..planning.sampler_ratio import RatioRule
 from ..sampler.engine import EngineGeneration
 from .base import ExactTrainer
 from .checked_arguments import check_completion_length, check_groups, check_grpo_arguments, check_offloading_device
-from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets
+from .checked_data import check_enough_prompts, check_prompts, check_rewards
 from .grpo_generation import GRPOGeneration, truncated_sampling
 from .grpo_scoring import GRPOScoring
 
@@ -46,7 +46,6 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     _trl_trainer = trl.GRPOTrainer
     _config_class = trl.GRPOConfig
     _added_fields = AddedGRPOFields
-    _tag_names = trl.GRPOTrainer._tag_names + ["trl_ext"]
 
     # For `help()` and editors: the signature is TRL's
     @functools.wraps(trl.GRPOTrainer.__init__)  # type: ignore[misc]
@@ -55,8 +54,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         config = given.get("args")
         if not self._replaces("rewards"):
             check_rewards(
-                given.get("reward_funcs"),
-                None if getattr(config, "remove_unused_columns", False) else given.get("train_dataset"),
+                given,
+                config,
                 has_environments=given.get("environment_factory") is not None,
                 columns_are_added=given.get("rollout_func") is not None or self._replaces("rollouts"),
             )
@@ -84,12 +83,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             check_completion_length(self.args, self.model)
         if self._replaces("batches") or self.environment_factories is not None:
             return
-        template = None if rolled_out or self._replaces("rendering") else self.processing_class
-        evaluated = None if self.args.eval_strategy == "no" else self.eval_dataset
-        for name, dataset in named_datasets(self.train_dataset, evaluated):
-            check_prompts(dataset, name, template)
-            if isinstance(dataset, Dataset) and len(dataset) == 0:
-                logger.warning("`%s` has no rows, so evaluations on it have no result.", name)
+        check_prompts(self, None if rolled_out or self._replaces("rendering") else self.processing_class)
 
     def _has_reference(self) -> bool:
         return bool(self.args.beta != 0)
@@ -198,10 +192,11 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     # Training: a micro-batch
 
-    def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
         on_host = activations_on_host(self.model, self.accelerator.device) if self._offloads else nullcontext()
         with self._grpo_scoring.in_parts.training_step(), on_host:
-            return self._watched_step(super().training_step, *positional, **keywords)
+            yield
 
     def _loss_bypassed(self) -> None:
         super()._loss_bypassed()

@@ -3,7 +3,6 @@
 The methods of TRL's trainer that only KTO overrides are here; the others are in `base.py`.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ..planning.plan import Decision
 from ..planning.reference import ReferenceFacts, ReferencePlan, left_to_own_loss, plan_reference
 from .base import ExactTrainer
 from .checked_arguments import check_kto_arguments
-from .checked_data import check_columns, named_datasets
+from .checked_data import check_columns
 from .reference_source import ReferenceSource
 
 
@@ -56,23 +55,13 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
     _config_class = trl.KTOConfig
     _added_fields = AddedStoreFields
     _source: KTOReference
-    _tag_names = trl.KTOTrainer._tag_names + ["trl_ext"]
 
-    # For `help()` and editors: the signature is TRL's
-    @functools.wraps(trl.KTOTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
-        given = self._begin(positional, keywords)
-        config = given.get("args")
+    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
         if config is not None:
             check_kto_arguments(config, own_loss=self._replaces("loss"))
         self._source = KTOReference(self, self._ranks, self._scorer, self._reference_weights)
-        forms = (("completion", "label"), ("chosen", "rejected"), ("prompt_ids", "completion_ids", "label"))
-        for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
-            check_columns(dataset, name, "KTO", *forms)
-        with self._built(given, **recorded_loads(trl.KTOTrainer, self._source.loaded)):
-            super().__init__(**given)
-        self._source.loaded.clear()
-        self._ready(given.get("callbacks"))
+        check_columns(given, "KTO", ("completion", "label"), ("chosen", "rejected"), ("completion_ids", "label"))
+        return recorded_loads(trl.KTOTrainer, self._source.loaded)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         if isinstance(dataset, IterableDataset):
@@ -81,9 +70,6 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
         return dataset
 
     # Training
-
-    def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
-        return self._watched_step(super().training_step, *positional, **keywords)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

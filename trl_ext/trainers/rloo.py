@@ -5,7 +5,6 @@ The methods of TRL's trainer that only RLOO overrides are here; the others are i
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,12 +24,11 @@ from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
 from ..planning.rows import ScoredTokens, every_token, rows_of_equal_rewards, scored_tokens, tokens_of
 from .base import ExactTrainer
 from .checked_arguments import check_completion_length, check_rloo_arguments
-from .checked_data import check_enough_prompts, check_prompts, check_rewards, named_datasets
+from .checked_data import check_enough_prompts, check_prompts, check_rewards
 
 
 class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
-    """
-    TRL's [`~trl.RLOOTrainer`] with exact per-token log-probs, and without work that cannot change the gradient.
+    """TRL's [`~trl.RLOOTrainer`] with exact per-token log-probs, and without completions that have no gradient.
 
     Arguments, losses and metrics are the same. Pass a [`RLOOConfig`], or TRL's for the defaults of the added fields.
     """
@@ -38,42 +36,27 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     _trl_trainer = trl.RLOOTrainer
     _config_class = trl.RLOOConfig
     _added_fields = AddedGroupFields
-    _tag_names = trl.RLOOTrainer._tag_names + ["trl_ext"]
     _generates = False  # while completions are generated and scored
     _micro_batch: "tuple[ScoredTokens, dict[str, Any]] | None" = None  # of the running loss: what is scored, its batch
 
-    # For `help()` and editors: the signature is TRL's
-    @functools.wraps(trl.RLOOTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
-        given = self._begin(positional, keywords)
-        config = given.get("args")
+    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
         if not self._replaces("rewards"):
-            check_rewards(
-                given.get("reward_funcs"),
-                None if getattr(config, "remove_unused_columns", False) else given.get("train_dataset"),
-                has_environments=False,
-                columns_are_added=self._replaces("rollouts"),
-            )
+            check_rewards(given, config, has_environments=False, columns_are_added=self._replaces("rollouts"))
         if config is not None:
             check_rloo_arguments(config, own_loss=self._replaces("loss"))
         self._buffer = internals.Buffer(self)  # type: ignore[arg-type]
         self._generation = internals.Generation(
             self, trl.RLOOTrainer, lambda *_, **__: self._reference_weights.entered()
         )
-        with self._built(given):
-            super().__init__(**given)
-        self._ready(given.get("callbacks"))
+        return {}
+
+    def _ready(self, callbacks: Any) -> None:
+        super()._ready(callbacks)
         self._make_plan()  # a wrong argument is an error here, not at the first step
         if not self._replaces("generation"):
             check_completion_length(self.args, self.model)
         if not self._replaces("batches"):
-            template = None if self._replaces("rendering") else self.processing_class
-            evaluated = None if self.args.eval_strategy == "no" else self.eval_dataset
-            for name, dataset in named_datasets(self.train_dataset, evaluated):
-                check_prompts(dataset, name, template)
-
-    def _reference_adapter(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
-        return self._reference_weights.entered()
+            check_prompts(self, None if self._replaces("rendering") else self.processing_class)
 
     def _has_reference(self) -> bool:
         return bool(self.args.beta != 0)
@@ -197,9 +180,6 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         return log_probs_BC, entropies_BC, found[2]
 
     # Training
-
-    def training_step(self, *positional: Any, **keywords: Any) -> Tensor:
-        return self._watched_step(super().training_step, *positional, **keywords)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

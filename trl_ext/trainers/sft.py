@@ -4,10 +4,8 @@ The methods of TRL's trainer that only SFT overrides are here; the others are in
 """
 
 import dataclasses
-import functools
 from typing import Any
 
-import torch
 import trl
 
 from ..config import AddedFields
@@ -16,7 +14,7 @@ from ..planning.non_finite import not_finite_rows
 from ..planning.plan import Decision, PackingPlan, Plan
 from .base import ExactTrainer
 from .checked_arguments import check_sft_arguments
-from .checked_data import check_columns, named_datasets
+from .checked_data import check_columns
 
 
 class SFTTrainer(ExactTrainer, trl.SFTTrainer):
@@ -30,13 +28,8 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
     _config_class = trl.SFTConfig
     _added_fields = AddedFields
     _splits_rows = False
-    _tag_names = trl.SFTTrainer._tag_names + ["trl_ext"]
 
-    # For `help()` and editors: the signature is TRL's
-    @functools.wraps(trl.SFTTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
-        given = self._begin(positional, keywords)
-        config = given.get("args")
+    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
         if config is not None:
             check_sft_arguments(config, own_loss=self._replaces("loss"))
         if self._packed_by_trl(config):
@@ -45,11 +38,8 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         if given.get("formatting_func") is None and not prepared:
             text = getattr(config, "dataset_text_field", "text")
             forms = ((text,), ("messages",), ("prompt", "completion"), ("input_ids",), ("conversations",))
-            for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
-                check_columns(dataset, name, "SFT", *forms)
-        with self._built(given):
-            super().__init__(**given)
-        self._ready(given.get("callbacks"))
+            check_columns(given, "SFT", *forms)
+        return {}
 
     def _has_reference(self) -> bool:
         return False
@@ -84,9 +74,6 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         return bool(getattr(config, "packing", False)) and config.packing_strategy != "wrapped"
 
     # Training
-
-    def training_step(self, *positional: Any, **keywords: Any) -> torch.Tensor:
-        return self._watched_step(super().training_step, *positional, **keywords)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
