@@ -1,0 +1,116 @@
+"""The tokens that enter the model, counted at its embedding: SFT, KTO and RLOO beside stock TRL's trainers."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import trl_ext
+from rewards import id_reward
+from tiny import V_WORDS, word_tokenizer
+from token_counts import counted, total
+
+PROMPT, COMPLETION, GROUP = 512, 64, 8
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(**shape, **ids, vocab_size=V_WORDS, max_position_embeddings=1024))
+
+
+def words(count: int, seed: int) -> str:
+    draw = random.Random(seed)
+    return " ".join(f"w{draw.randrange(90)}" for _ in range(count))
+
+
+def config(library: Any, method: str, folder: Path, **fields: Any) -> Any:
+    common = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    steps = {"max_steps": 2, "logging_steps": 1, "gradient_checkpointing": False, "learning_rate": 0.01}
+    return getattr(library, f"{method}Config")(**{**common, **steps, **fields})
+
+
+def tokens(trainer: Any) -> tuple[int, int]:
+    """Return the tokens with and without a gradient in a training."""
+    for scoring in getattr(trainer, "scoring_forwards", ()):
+        scoring.packing.checked = True  # else a few rows of the first batch run twice more
+    with counted() as found:
+        trainer.train()
+    return total(found.with_gradient), total(found.without)
+
+
+@pytest.mark.parametrize(("beta", "most"), [(0.05, 0.25), (0.0, 0.13)])
+def test_rloo_processes_prompts_once(beta: float, most: float, tmp_path: Path) -> None:
+    """TRL's passes process each prompt for each of 8 completions; without a KL term, TRL scores the old policy too."""
+    counts = []
+    for library in (trl, trl_ext):
+        trainer_class = library.RLOOTrainer
+
+        class Scripted(trainer_class):
+            def _generate_single_turn(self, prompt_ids: Any, *_: Any) -> list[list[int]]:
+                draw = random.Random(self.state.global_step)
+                return [[draw.randrange(3, 90) for _ in range(COMPLETION)] for _ in prompt_ids]
+
+        Scripted.__name__ = trainer_class.__name__
+        sizes = {"per_device_train_batch_size": GROUP, "num_generations": GROUP, "max_completion_length": COMPLETION}
+        policy = model()
+        policy.config._name_or_path = saved(policy, tmp_path)
+        trainer = Scripted(
+            policy,
+            reward_funcs=id_reward,
+            args=config(library, "RLOO", tmp_path, beta=beta, **sizes),
+            train_dataset=Dataset.from_list([{"prompt": words(PROMPT, seed)} for seed in range(4)]),
+            processing_class=word_tokenizer(),
+        )
+        counts.append(tokens(trainer))
+    theirs, ours = counts
+    passes = 3 if beta else 2
+    assert sum(theirs) == 2 * passes * GROUP * (PROMPT + COMPLETION)
+    assert sum(ours) <= most * sum(theirs)
+
+
+def saved(policy: Any, folder: Path) -> str:
+    """Save the model: TRL loads the reference from its path."""
+    policy.save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return rows whose completions have 1 to 40 words."""
+    lengths = [1, 40, 3, 25, 7, 12, 33, 2]
+    return [
+        {"prompt": words(4, seed), "completion": f" {words(length, 100 + seed)}", "label": seed % 2 == 0}
+        for seed, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("method", ["SFT", "KTO"])
+def test_padding_of_ragged_rows_is_not_processed(method: str, tmp_path: Path) -> None:
+    counts = []
+    for library in (trl, trl_ext):
+        policy = model()
+        policy.config._name_or_path = saved(policy, tmp_path)
+        fields = {"loss_type": "apo_zero_unpaired"} if method == "KTO" else {}
+        if method == "KTO" and library is trl_ext:
+            fields["reference_store"] = "off"
+        given = rows() if method == "KTO" else [{name: x[name] for name in ("prompt", "completion")} for x in rows()]
+        trainer = getattr(library, f"{method}Trainer")(
+            policy,
+            args=config(library, method, tmp_path, per_device_train_batch_size=4, **fields),
+            train_dataset=Dataset.from_list(given),
+            processing_class=word_tokenizer(),
+        )
+        real = sum(
+            int(batch["attention_mask"].sum()) - len(batch["input_ids"]) for batch in trainer.get_train_dataloader()
+        )
+        counts.append((*tokens(trainer), real))
+    (theirs, _, _), (ours, without, real) = counts
+    assert theirs > 1.4 * real  # padding
+    assert ours == real  # the last token of a row is only predicted
+    assert without == (real if method == "KTO" else 0)  # the reference
