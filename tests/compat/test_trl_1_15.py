@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from drop_in_cases import CASES, LOSS_TABLE
+from drop_in_cases import LOSS_TABLE
+from run_losses import ALL_CASES as CASES
 from tiny import REFERENCE_SEED, Workshop
 from training_comparison import TOLERANCE, metric_scale
 
@@ -35,6 +36,12 @@ OTHER_CASES = [
     "grpo-dead-group",
     "grpo-steps_per_generation",
     "grpo-num_iterations",
+    "sft-nll-full",
+    "sft-packing",
+    "kto-kto-lora",
+    "kto-precompute",
+    "rloo-defaults-full",
+    "rloo-half-dead",
 ]
 
 # Keys that only one version logs: none.

@@ -22,11 +22,13 @@ from datasets import Dataset
 from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+import other_drop_in_cases
 from drop_in_cases import CASES, Case
 from rewards import REWARDS
 from tiny import REFERENCE_SEED, ROLLOUTS, Workshop, add, lora_config, preferences, prompts
 from token_counts import Feed, count_feeds
 
+ALL_CASES = CASES | other_drop_in_cases.CASES
 PROMPT_LEARNING = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTuningConfig}
 
 # Wall-clock times differ between runs of the same code, and are the only keys that are not compared.
@@ -358,7 +360,7 @@ def main() -> None:
     torch.set_num_threads(1)
     workshop = Workshop(arguments.checkpoints)
     trainers = Trainers.of(trl_ext)
-    cases = {name: summary(train(CASES[name], trainers, workshop)) for name in arguments.cases}
+    cases = {name: summary(train(ALL_CASES[name], trainers, workshop)) for name in arguments.cases}
     versions = {package: version(package) for package in ("trl", "transformers", "torch")}
     arguments.out.write_text(json.dumps({"versions": versions, "cases": cases}))
 

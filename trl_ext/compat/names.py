@@ -58,11 +58,10 @@ _NAMES = {
     ),
     "trl.trainer.rloo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.rloo_trainer:RLOOTrainer": (
-        "__init_subclass__ _init_training_state _is_vlm _metrics _tag_names _tokenizer accelerator "
-        "add_callback args aux_loss_enabled beta callback_handler create_model_card evaluation_loop "
-        "gather_function get_batch_samples is_world_process_zero model num_generations num_iterations "
-        "processing_class ref_model reward_func_names reward_weights save_model state train "
-        "train_dataset training_step"
+        "__init_subclass__ _init_training_state _metrics _tag_names _tokenizer accelerator add_callback "
+        "args aux_loss_enabled beta callback_handler create_model_card evaluation_loop gather_function "
+        "get_batch_samples is_world_process_zero model num_generations num_iterations processing_class "
+        "ref_model reward_func_names reward_weights save_model state train train_dataset training_step"
     ),
     "trl.trainer.sft_config:SFTConfig": "padding_free",
     "trl.trainer.sft_trainer": "BaseTunerLayer get_peft_model is_peft_model",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor
+from transformers import ProcessorMixin
 
 from ..compat import grpo as internals
 from ..compat.choices import STEP, overrides
@@ -81,7 +82,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
                 epoch_is_known=hasattr(self.train_dataset, "__len__"),
                 shares_prompts=self._packing_plan().share_in_training,
                 active_dropout=has_dropout(self.model),
-                has_images=bool(self._is_vlm),
+                has_images=isinstance(self.processing_class, ProcessorMixin),
                 has_router_loss=self.aux_loss_enabled,
                 trains_expert_modules=trains_expert_modules(self.model),
                 positions_by_length=positions_by_length(self.model),
