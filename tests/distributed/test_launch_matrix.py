@@ -94,6 +94,11 @@ def test_sft_kto_and_rloo_train_as_one_process(engine: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_sft_and_kto_train_under_tensor_parallelism(tmp_path: Path):
+    check_matrix("tp", [row for row in OTHERS if not row.startswith("rloo")], tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_trains_every_row_as_one_process(engine: str, tmp_path: Path):
     check_matrix(engine, ALL, tmp_path)

@@ -1,15 +1,19 @@
 """`SFTTrainer`, `KTOTrainer` and `RLOOTrainer` equal stock TRL's, and the comparison notices a wrong loss."""
 
 import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import trl
 
 import trl_ext
 from drop_in_cases import Case
 from other_drop_in_cases import CASES, KTO_LOSSES, SFT_LOSSES
 from run_losses import Record, Trainers, train
-from tiny import Workshop
+from tiny import Workshop, prompts
 from training_comparison import assert_same
 
 STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
@@ -42,3 +46,45 @@ def test_the_comparison_notices_a_wrong_loss(name: str, factor: float, workshop:
 def test_the_table_names_every_loss_type() -> None:
     names = {f"sft-{loss}-{setup}" for loss in SFT_LOSSES for setup in ("full", "lora")}
     assert names | {f"kto-{loss}-{setup}" for loss in KTO_LOSSES for setup in ("full", "lora")} <= CASES.keys()
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.0])
+def test_an_entropy_of_no_token_is_absent(beta: float, workshop: Workshop) -> None:
+    """All completions are truncated, so masked: TRL logs 0. With a KL term, the other passes still score tokens."""
+    config = {"mask_truncated_completions": True, "max_completion_length": 2, "beta": beta}
+    case = replace(CASES["rloo-masked"], name="rloo-all-masked", config=config, steps=1)
+    ours, stock = train(case, OURS, workshop), train(case, STOCK, workshop)
+    assert [log["entropy"] for log in stock.logs if "loss" in log] == [0.0] * case.steps
+    assert not any("entropy" in log for log in ours.logs)
+
+
+def test_a_reward_function_may_score_with_the_policy(workshop: Workshop, tmp_path: Path) -> None:
+    """The pass that the plan skips is only TRL's."""
+    seen: list[float] = []
+
+    def likely(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        ids = torch.tensor([[5, 6, 7]])
+        seen.append(trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids > 0, 2)[0].sum().item())
+        return [float(len(x)) for x in completion_ids]
+
+    trainer = trl_ext.RLOOTrainer(
+        workshop.model("tied"),
+        reward_funcs=likely,
+        args=trl_ext.RLOOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=4,
+            beta=0.0,
+            max_steps=2,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+        ),
+        train_dataset=prompts(4, seed=1),
+    )
+    trainer.train()
+    assert trainer.plan.reuses_old_policy
+    assert len(seen) == 2
+    assert all(x < -1 for x in seen)

@@ -18,12 +18,6 @@ _COLUMNS = ("label", "ref_logps", "ref_KL_logps")
 _KL = "KL_"
 
 
-class KTOInternals(ReferenceInternals):
-    """The members of TRL's trainer that this file reads or replaces."""
-
-    calculate_KL: bool
-
-
 def sequences_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the inputs of the reference's passes: both halves as one batch, so that they share prompts, if possible.
 

@@ -167,12 +167,12 @@ class MicroBatchTotals(NamedTuple):
         skipped = self.rows - self.scored_rows
         if not skipped:
             return
-        _replace_last(metrics, "entropy", self.entropy / self.scored_tokens if self.scored_tokens else None)
+        replace_last(metrics, "entropy", self.entropy / self.scored_tokens if self.scored_tokens else None)
         phi = metrics.get("vespo/phi_seq_mean")
         if phi:
             # A row that was not scored has a ratio of 1, and phi(1) is 1
             mean = (phi[-1] * self.rows - skipped) / self.scored_rows if self.scored_rows else None
-            _replace_last(metrics, "vespo/phi_seq_mean", mean)
+            replace_last(metrics, "vespo/phi_seq_mean", mean)
 
 
 def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int]) -> Tensor:
@@ -185,7 +185,8 @@ def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int])
     return torch.cat([*sums, on_host.to(entropies_BC.device, non_blocking=True)])
 
 
-def _replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:
+def replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:
+    """Replace the latest value of a metric. `None` removes it: a log without any other value has no such metric."""
     if name not in metrics:  # a subclass's loss
         return
     metrics[name].pop()

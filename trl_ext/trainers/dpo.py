@@ -1,6 +1,6 @@
 """DPO: TRL's trainer with our scoring forward and a store of reference log-probs.
 
-The methods of TRL's trainer that DPO overrides are here; those that GRPO also overrides are in `base.py`.
+The methods of TRL's trainer that only DPO overrides are here; the others are in `base.py`.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """GRPO: TRL's trainer with our scoring forward, without work that cannot change the gradient.
 
-The methods of TRL's trainer that GRPO overrides are here; those that DPO also overrides are in `base.py`.
+The methods of TRL's trainer that only GRPO overrides are here; the others are in `base.py`.
 """
 
 import functools

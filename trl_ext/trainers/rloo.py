@@ -18,7 +18,7 @@ from ..compat.replaced import replaced
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
 from ..packing.support import has_dropout, positions_by_length, trains_expert_modules
-from ..planning.loss_inputs import prompt_of
+from ..planning.loss_inputs import prompt_of, replace_last
 from ..planning.micro_batches import RowTokens, micro_batches_per_step
 from ..planning.non_finite import check_first_rewards, not_finite_rows
 from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
@@ -74,11 +74,11 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         own_loss = overrides(self, "_compute_loss") or ("compute_loss" if self._bypasses_loss else None)
         return plan_rloo(
             RLOOFacts(
+                beta=self.beta,
+                own_reference=None if own is None else own.describe(),
                 gradient_accumulation_steps=args.gradient_accumulation_steps,
                 steps_per_generation=args.steps_per_generation,
                 num_iterations=self.num_iterations,
-                beta=self.beta,
-                own_reference=None if own is None else own.describe(),
                 epoch_is_known=hasattr(self.train_dataset, "__len__"),
                 shares_prompts=self._packing_plan().share_in_training,
                 active_dropout=has_dropout(self.model),
@@ -162,6 +162,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     ) -> tuple[Any, Any, Any]:
         """Run TRL's pass, in the loss only over the completions that train. Skip it where the plan does."""
         if self._generates and self.plan.reuses_old_policy:
+            self._generates = False  # a reward function may call this method, after TRL's only call
             return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
         run = super()._get_per_token_logps_and_entropies
         if self._micro_batch is None:
@@ -203,13 +204,13 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         self._non_finite.watch(loss, lambda: self._not_finite(given, scored), lambda row: prompt_of(inputs, row))
         skipped = scored.tokens_left_out(inputs) + (tokens_of(inputs) if plan.reuses_old_policy else 0)
         packed_away, *ran = self._scorer.take_counts()
-        rows = len(scored.tokens_BC) - int(scored.tokens_BC.any(dim=1).sum()) if self.model.training else 0
-        *counts, rows = self._ranks.sum_counts([packed_away + skipped, *ran, rows])
+        rows, tokens = len(scored.tokens_BC) - len(scored.rows_R), int(scored.tokens_BC.sum())
+        *counts, rows, tokens = self._ranks.sum_counts([packed_away + skipped, *ran, rows, tokens])
         self._count_tokens(counts)
         mode = "train" if self.model.training else "eval"
         self.skipped.add(mode, passes=int(plan.reuses_old_policy), rows=rows)
-        if not counts[-1]:
-            self._metrics[mode]["entropy"].pop()
+        if not tokens:  # on any rank
+            replace_last(self._metrics[mode], "entropy", None)
         return loss
 
     def _not_finite(self, given: dict[str, Any], scored: ScoredTokens) -> dict[int, list[str]]:
