@@ -55,7 +55,7 @@ CURVES = {
 }
 # The clip ranges of GRPO, for tokens, and of GSPO (https://huggingface.co/papers/2507.18071), for whole completions
 CLIP_RANGES = {"tokens": 0.2, "completions": 3e-4}
-GSPO = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+GSPO = {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4}
 SEEDS, WORDS, MANY_WORDS = 10, 1024, 32768
 
 
