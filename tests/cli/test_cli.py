@@ -33,7 +33,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def arguments(workshop: Workshop, tmp_path: Path) -> dict[str, list[str]]:
     """Of short runs, by method."""
-    for method, rows in (("dpo", preferences(8, seed=3)), ("grpo", prompts(8, seed=3))):
+    pairs, only_prompts = preferences(8, seed=3), prompts(8, seed=3)
+    demonstrations = pairs.rename_column("chosen", "completion").remove_columns("rejected")
+    labelled = demonstrations.add_column("label", [row % 2 == 0 for row in range(8)])
+    rows_of = {"sft": demonstrations, "dpo": pairs, "kto": labelled, "grpo": only_prompts, "rloo": only_prompts}
+    for method, rows in rows_of.items():
         (tmp_path / method).mkdir()
         rows.to_json(tmp_path / method / "train.jsonl")
     common = [
@@ -42,9 +46,12 @@ def arguments(workshop: Workshop, tmp_path: Path) -> dict[str, list[str]]:
         *("--learning_rate", "0.01", "--no_dataloader_pin_memory", "--disable_tqdm", "true"),
     ]
     grpo = ["--num_generations", "2", "--max_completion_length", "4", "--reward_funcs", "rewards.id_reward"]
+    samples = ["--per_device_train_batch_size", "4", *grpo]
+    of_method = {"grpo": samples, "rloo": samples}
     return {
-        "dpo": ["--dataset_name", str(tmp_path / "dpo"), *common, "--per_device_train_batch_size", "2"],
-        "grpo": ["--dataset_name", str(tmp_path / "grpo"), *common, "--per_device_train_batch_size", "4", *grpo],
+        method: ["--dataset_name", str(tmp_path / method), *common, "--per_device_train_batch_size", "2"]
+        + of_method.get(method, [])
+        for method in rows_of
     }
 
 
@@ -76,14 +83,18 @@ def test_what_was_explained_is_what_then_trains(
     assert _has_moved(tmp_path / "out", workshop)
 
 
-@pytest.mark.slow
-def test_the_same_command_begins_and_then_resumes(arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    "method", ["sft", "rloo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "kto", "grpo"))]
+)
+def test_the_same_command_begins_and_then_resumes(
+    method: str, arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     save = ["--save_strategy", "steps", "--save_steps", "1", "--resume_from_checkpoint", "auto"]
-    options = _changed("--save_strategy")(arguments["dpo"])
+    options = _changed("--save_strategy")(arguments[method])
     for steps, line in (("1", "no complete checkpoint"), ("2", "checkpoint-1.")):
         caplog.clear()
         with caplog.at_level("INFO", logger="trl_ext"):
-            assert main(["dpo", *_changed("--max_steps", steps)(options), *save]) == 0
+            assert main([method, *_changed("--max_steps", steps)(options), *save]) == 0
         (said,) = (x for x in caplog.messages if x.startswith('`resume_from_checkpoint="auto"`'))
         assert line in said
     assert (tmp_path / "out" / "checkpoint-2").is_dir()
