@@ -192,7 +192,7 @@ def test_an_error_after_the_first_step_keeps_its_traceback(arguments, monkeypatc
     assert isinstance(stopped.value.__cause__, ZeroDivisionError)
 
 
-FAST = {"dpo-full", "kto-lora", "sft-adamw_torch", "sft-adamw_8bit"}
+FAST = {"dpo-full", "kto-lora", "sft-adamw_torch", "sft-adamw_8bit", "sft-4bit"}
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])

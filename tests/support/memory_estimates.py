@@ -22,6 +22,9 @@ _MODELS = {
     "small": lambda: LlamaConfig(
         **_SHAPE, vocab_size=2048, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4
     ),
+    "wide": lambda: LlamaConfig(
+        **_SHAPE, vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
+    ),
     "tied": lambda: Qwen3Config(
         **_SHAPE,
         **{"vocab_size": 8192, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 32},
@@ -36,6 +39,13 @@ _SHORT = ["--max_length", "32", "--per_device_train_batch_size", "1"]
 _OF_OPTIMIZER = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"), _SHORT)
 _NO_CHECKPOINTS = ["--gradient_checkpointing", "false"]
 
+
+_4_BIT = {
+    "": [*_SHORT, *_NO_CHECKPOINTS],
+    "-checkpointing": [],
+    "-bf16": ["--dtype", "bfloat16", "--bf16", "true"],
+    "-nested-nf4": [*_SHORT, "--use_bnb_nested_quant", "true", "--bnb_4bit_quant_type", "nf4"],
+}
 
 CASES: dict[str, tuple[str, str, list[str]]] = {
     "dpo-full": ("dpo", "small", _NO_CHECKPOINTS),
@@ -64,6 +74,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "rloo-lora-checkpointing": ("rloo", "small", [*_LORA, "--beta", "0"]),
     "sft-short-full": ("sft", "small", _SHORT),
     **{f"sft-{x}": ("sft", "small", [*_OF_OPTIMIZER.get(x, []), "--optim", x]) for x in OPTIMIZERS["one_process"]},
+    **{f"sft-4bit{x}": ("sft", "wide", [*_LORA, "--load_in_4bit", "true", *options]) for x, options in _4_BIT.items()},
     "sft-short-momentum": ("sft", "small", [*_SHORT, "--optim", "sgd", "--optim_args", "momentum=0.9"]),
 }
 _SAMPLED = [
@@ -87,7 +98,8 @@ def estimated_and_measured(name: str, folder: Path) -> tuple[int, int]:
     bytes_of_step = estimated(name, folder)
     trainer: Any = build(CASES[name][0], parsed(name, folder))
     models = [trainer.model, *([] if trainer.ref_model is None else [trainer.ref_model])]
-    held = sum(x.nbytes for model in models for x in (*model.parameters(), *model.buffers()))
+    weights = [x for model in models for x in (*model.parameters(), *model.buffers())]
+    held = sum(x.nbytes for x in (*weights, *[y for x in weights for y in _scales(x)]))
     return bytes_of_step, held + peak_bytes(trainer.train)
 
 
@@ -97,6 +109,13 @@ def estimated(name: str, folder: Path, engine: str = "one_process", devices: int
     asked = EstimateArguments(device="cpu", prompt_length=PROMPT, engine=engine, num_devices=devices)
     step = step_of(CASES[name][0], parsed(name, folder), asked)
     return memory_of_step(replace(step, reduce_bucket_size=SMALL_BUCKET) if small else step).peak
+
+
+def _scales(weight: Any) -> list[torch.Tensor]:
+    """Return the tensors beside a quantized weight."""
+    state = getattr(weight, "quant_state", None)
+    states = [x for x in (state, getattr(state, "state2", None)) if x is not None]
+    return [x for of in states for x in (of.absmax, of.code, of.offset) if x is not None]
 
 
 def parsed(name: str, folder: Path, launched: tuple[str, ...] | None = None) -> Parsed:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from peft import PeftConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
-from trl import get_peft_config
+from transformers.quantizers import AutoHfQuantizer
+from trl import get_peft_config, get_quantization_config
 
 from ..config import with_help
 from ..memory.step import Engine, Step, StepMemory, memory_of_step
@@ -148,8 +150,10 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     longest = min(_longest_row(method, training, asked), policy.positions)
     if not 0 <= prompt_length < longest:
         raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
-    tokens = longest - 1  # the model predicts nothing from a row's last token
     adapted = parsed.model.use_peft or is_adapter(parsed.model.model_name_or_path)
+    if parsed.model.load_in_4bit and not adapted:
+        raise CommandError("`--load_in_4bit` trains only adapters. Pass `--use_peft`, or leave `--load_in_4bit` out.")
+    tokens = longest - 1  # the model predicts nothing from a row's last token
     rows = training.per_device_train_batch_size * (2 if method == "dpo" else 1)
     has_reference = _has_reference(method, training)
     return Step(
@@ -214,12 +218,20 @@ def _policy(parsed: Parsed) -> _Policy:
 
     def load() -> Any:
         attention = given["attn_implementation"]
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, **trust)
+        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, attn_implementation=attention, **trust)
 
     def make() -> Any:
-        model = load()
+        model, quantization = load(), get_quantization_config(model_args)
+        if quantization is not None:
+            quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+            quantizer.preprocess_model(model, device_map=None)
+            quantizer.postprocess_model(model)
         if adapter is not None:
             model = get_peft_model(model, adapter)
+        if quantization is not None:
+            for parameter_name, parameter in model.named_parameters():  # as TRL does
+                if parameter.requires_grad and "lora_magnitude_vector" not in parameter_name:
+                    parameter.data = parameter.data.to(torch.bfloat16)
         if training.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=training.gradient_checkpointing_kwargs)
             if adapter is not None:
@@ -236,12 +248,16 @@ def _policy(parsed: Parsed) -> _Policy:
 
 def _refuse_what_is_not_covered(training: Any, model_args: Any, engine: str) -> None:
     given = {x: getattr(training, x, None) or getattr(model_args, x, None) for x in _WATCHED}
-    of_model = set(given["model_init_kwargs"] or ())
-    covered = {"optim": given["optim"] in OPTIMIZERS[engine], "model_init_kwargs": of_model <= _OF_MODEL}
+    whole = engine in ("one_process", "ddp")
+    covered = {
+        "optim": given["optim"] in OPTIMIZERS[engine],
+        "model_init_kwargs": set(given["model_init_kwargs"] or ()) <= _OF_MODEL,
+        "load_in_4bit": whole,
+    }
     for name, value in given.items():
         if value and not covered.get(name):
             value = getattr(value, "value", value)  # of an enumeration
-            if name == "optim" and value in OPTIMIZERS["one_process"]:
+            if name == "load_in_4bit" or (name == "optim" and value in OPTIMIZERS["one_process"]):
                 value = f"{value}` with `--engine {engine}"
             allowed = f"one of {', '.join(_ON_SHARDS)}" if name == "optim" else "its default"
             raise CommandError(

@@ -26,6 +26,7 @@ from ..packing.packing import Packing
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
+from .quantized import packed
 from .records import AllocationRecords, here
 
 Engine = Literal["one_process", "ddp", "fsdp2", "zero1", "zero2"]
@@ -249,7 +250,9 @@ def _move_from_meta(model: torch.nn.Module) -> None:
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in moved:
+                if id(tensor) not in moved and hasattr(tensor, "quant_state"):
+                    moved[id(tensor)] = packed(tensor)
+                elif id(tensor) not in moved:
                     empty: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     trains = isinstance(tensor, torch.nn.Parameter)
                     moved[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if trains else empty
