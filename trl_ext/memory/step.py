@@ -59,7 +59,7 @@ class StepMemory:
     """Bytes on one device.
 
     Weights, reference, optimizer and buckets stay in memory. The backward frees activations while it makes gradients,
-    so `peak` is below the sum.
+    so `peak` is usually below the sum.
     """
 
     weights: int
