@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trl
+from allocations import peak_bytes
 from transformers import AutoModelForCausalLM
 
 import rewards
@@ -21,10 +23,12 @@ from memory_estimates_on_ranks import ON_RANKS
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli import TrainingStoppedError
 from trl_ext.cli.__main__ import COMMANDS, main
-from trl_ext.cli.estimate import longest_that_fits
+from trl_ext.cli.estimate import ENGINES, EstimateArguments, longest_that_fits, step_of
+from trl_ext.cli.training import build
 from trl_ext.config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig
 from trl_ext.heads.tiled import columns_per_tile
 from trl_ext.memory import step as memory_step
+from trl_ext.memory.step import memory_of_step
 from trl_ext.scoring import checks as head_check
 
 ROOT = Path(__file__).parents[2]
@@ -199,7 +203,7 @@ def test_an_error_after_the_first_step_keeps_its_traceback(arguments, monkeypatc
     assert isinstance(stopped.value.__cause__, ZeroDivisionError)
 
 
-FAST = {"dpo-full"}
+FAST = {"dpo-full", "kto-lora", "sft-adamw_torch", "sft-adamw_8bit", "sft-4bit"}
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
@@ -210,25 +214,38 @@ def test_what_is_estimated_is_within_a_tenth_of_what_was_allocated(case: str, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ON_RANKS)
 def test_what_is_estimated_of_each_device_is_within_a_tenth_of_what_it_allocated(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]  # as pyproject.toml has it for this process
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    cases = [case for case in ON_RANKS if engine == "ddp" or case.startswith("dpo")]
-    measured = {}
+    cases, measured = ON_RANKS[engine], {}
     # accelerate reads bf16 from the environment, of which each process has one
     for number, together in enumerate(([x for x in cases if "bf16" not in x], [x for x in cases if "bf16" in x])):
         folder = tmp_path / str(number)
         folder.mkdir()
         for case in together:
             parsed(case, folder)  # writes models and data, which both ranks read
-        measured |= launch(ROOT / "tests" / "support" / "memory_estimates_on_ranks.py", together, engine, folder)
+        if together:
+            measured |= launch(ROOT / "tests" / "support" / "memory_estimates_on_ranks.py", together, engine, folder)
     for case in cases:
         ratios = [estimated(case, tmp_path, engine, devices=2) / peak for peak in measured[case]]
         print(f"{engine}, {case}: estimated over measured on each rank {[round(x, 3) for x in ratios]}")
         assert all(0.9 <= ratio <= 1.1 for ratio in ratios), case
+
+
+def test_on_a_gpu_adamw_counts_what_its_foreach_step_allocates(tmp_path: Path):
+    asked = EstimateArguments(device="cuda")
+    memory = memory_of_step(step_of("sft", parsed("sft-adamw_torch", tmp_path), asked))
+    model: Any = build("sft", parsed("sft-adamw_torch", tmp_path)).model
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    held = memory.weights + memory.gradients + memory.optimizer
+    assert 0.99 <= memory.peak / (held + peak_bytes(optimizer.step)) <= 1.01
+    assert memory.peak > held + 0.9 * memory.weights
 
 
 def test_the_tiles_of_a_sharded_head_are_sized_for_the_whole_vocabulary(tmp_path: Path, monkeypatch):
@@ -264,12 +281,13 @@ def test_estimate_says_every_part_and_what_fits(arguments, capsys: pytest.Captur
     assert "It leaves out" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "buckets" not in out
-    for engine, words in (("ddp", "DDP"), ("fsdp2", "FSDP2")):
+    for engine, words in list(ENGINES.items())[1:]:
         several = ["--max_length", "64", "--engine", engine, "--num_devices", "4"]
         assert main(["estimate", "dpo", *arguments["dpo"], *several]) == 0
         of_four = " ".join(capsys.readouterr().out.split())
         assert f"one of 4 devices under {words}" in of_four
-        assert ("buckets" in of_four) == (engine == "ddp")
+        assert ("buckets" in of_four) == (engine != "fsdp2")
+        assert ("fp32 copies" in of_four) == (engine in ("zero1", "zero2"))
 
 
 def test_estimate_checks_the_batch_of_all_devices(arguments, capsys: pytest.CaptureFixture):
