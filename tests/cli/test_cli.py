@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trl
+from allocations import peak_bytes
 from transformers import AutoModelForCausalLM
 
 import rewards
@@ -21,10 +23,12 @@ from memory_estimates_on_ranks import ON_RANKS
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli import TrainingStoppedError
 from trl_ext.cli.__main__ import COMMANDS, main
-from trl_ext.cli.estimate import longest_that_fits
+from trl_ext.cli.estimate import ENGINES, EstimateArguments, longest_that_fits, step_of
+from trl_ext.cli.training import build
 from trl_ext.config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig
 from trl_ext.heads.tiled import columns_per_tile
 from trl_ext.memory import step as memory_step
+from trl_ext.memory.step import memory_of_step
 from trl_ext.scoring import checks as head_check
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +37,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def arguments(workshop: Workshop, tmp_path: Path) -> dict[str, list[str]]:
     """Of short runs, by method."""
-    for method, rows in (("dpo", preferences(8, seed=3)), ("grpo", prompts(8, seed=3))):
+    pairs, only_prompts = preferences(8, seed=3), prompts(8, seed=3)
+    demonstrations = pairs.rename_column("chosen", "completion").remove_columns("rejected")
+    labelled = demonstrations.add_column("label", [row % 2 == 0 for row in range(8)])
+    rows_of = {"sft": demonstrations, "dpo": pairs, "kto": labelled, "grpo": only_prompts, "rloo": only_prompts}
+    for method, rows in rows_of.items():
         (tmp_path / method).mkdir()
         rows.to_json(tmp_path / method / "train.jsonl")
     common = [
@@ -42,9 +50,12 @@ def arguments(workshop: Workshop, tmp_path: Path) -> dict[str, list[str]]:
         *("--learning_rate", "0.01", "--no_dataloader_pin_memory", "--disable_tqdm", "true"),
     ]
     grpo = ["--num_generations", "2", "--max_completion_length", "4", "--reward_funcs", "rewards.id_reward"]
+    samples = ["--per_device_train_batch_size", "4", *grpo]
+    of_method = {"grpo": samples, "rloo": samples}
     return {
-        "dpo": ["--dataset_name", str(tmp_path / "dpo"), *common, "--per_device_train_batch_size", "2"],
-        "grpo": ["--dataset_name", str(tmp_path / "grpo"), *common, "--per_device_train_batch_size", "4", *grpo],
+        method: ["--dataset_name", str(tmp_path / method), *common, "--per_device_train_batch_size", "2"]
+        + of_method.get(method, [])
+        for method in rows_of
     }
 
 
@@ -76,14 +87,18 @@ def test_what_was_explained_is_what_then_trains(
     assert _has_moved(tmp_path / "out", workshop)
 
 
-@pytest.mark.slow
-def test_the_same_command_begins_and_then_resumes(arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    "method", ["sft", "rloo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dpo", "kto", "grpo"))]
+)
+def test_the_same_command_begins_and_then_resumes(
+    method: str, arguments, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     save = ["--save_strategy", "steps", "--save_steps", "1", "--resume_from_checkpoint", "auto"]
-    options = _changed("--save_strategy")(arguments["dpo"])
+    options = _changed("--save_strategy")(arguments[method])
     for steps, line in (("1", "no complete checkpoint"), ("2", "checkpoint-1.")):
         caplog.clear()
         with caplog.at_level("INFO", logger="trl_ext"):
-            assert main(["dpo", *_changed("--max_steps", steps)(options), *save]) == 0
+            assert main([method, *_changed("--max_steps", steps)(options), *save]) == 0
         (said,) = (x for x in caplog.messages if x.startswith('`resume_from_checkpoint="auto"`'))
         assert line in said
     assert (tmp_path / "out" / "checkpoint-2").is_dir()
@@ -188,7 +203,7 @@ def test_an_error_after_the_first_step_keeps_its_traceback(arguments, monkeypatc
     assert isinstance(stopped.value.__cause__, ZeroDivisionError)
 
 
-FAST = {"dpo-full"}
+FAST = {"dpo-full", "kto-lora", "sft-adamw_torch", "sft-adamw_8bit", "sft-4bit"}
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
@@ -199,25 +214,38 @@ def test_what_is_estimated_is_within_a_tenth_of_what_was_allocated(case: str, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ON_RANKS)
 def test_what_is_estimated_of_each_device_is_within_a_tenth_of_what_it_allocated(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]  # as pyproject.toml has it for this process
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    cases = [case for case in ON_RANKS if engine == "ddp" or case.startswith("dpo")]
-    measured = {}
+    cases, measured = ON_RANKS[engine], {}
     # accelerate reads bf16 from the environment, of which each process has one
     for number, together in enumerate(([x for x in cases if "bf16" not in x], [x for x in cases if "bf16" in x])):
         folder = tmp_path / str(number)
         folder.mkdir()
         for case in together:
             parsed(case, folder)  # writes models and data, which both ranks read
-        measured |= launch(ROOT / "tests" / "support" / "memory_estimates_on_ranks.py", together, engine, folder)
+        if together:
+            measured |= launch(ROOT / "tests" / "support" / "memory_estimates_on_ranks.py", together, engine, folder)
     for case in cases:
         ratios = [estimated(case, tmp_path, engine, devices=2) / peak for peak in measured[case]]
         print(f"{engine}, {case}: estimated over measured on each rank {[round(x, 3) for x in ratios]}")
         assert all(0.9 <= ratio <= 1.1 for ratio in ratios), case
+
+
+def test_on_a_gpu_adamw_counts_what_its_foreach_step_allocates(tmp_path: Path):
+    asked = EstimateArguments(device="cuda")
+    memory = memory_of_step(step_of("sft", parsed("sft-adamw_torch", tmp_path), asked))
+    model: Any = build("sft", parsed("sft-adamw_torch", tmp_path)).model
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    held = memory.weights + memory.gradients + memory.optimizer
+    assert 0.99 <= memory.peak / (held + peak_bytes(optimizer.step)) <= 1.01
+    assert memory.peak > held + 0.9 * memory.weights
 
 
 def test_the_tiles_of_a_sharded_head_are_sized_for_the_whole_vocabulary(tmp_path: Path, monkeypatch):
@@ -253,12 +281,13 @@ def test_estimate_says_every_part_and_what_fits(arguments, capsys: pytest.Captur
     assert "It leaves out" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "buckets" not in out
-    for engine, words in (("ddp", "DDP"), ("fsdp2", "FSDP2")):
+    for engine, words in list(ENGINES.items())[1:]:
         several = ["--max_length", "64", "--engine", engine, "--num_devices", "4"]
         assert main(["estimate", "dpo", *arguments["dpo"], *several]) == 0
         of_four = " ".join(capsys.readouterr().out.split())
         assert f"one of 4 devices under {words}" in of_four
-        assert ("buckets" in of_four) == (engine == "ddp")
+        assert ("buckets" in of_four) == (engine != "fsdp2")
+        assert ("fp32 copies" in of_four) == (engine in ("zero1", "zero2"))
 
 
 def test_estimate_checks_the_batch_of_all_devices(arguments, capsys: pytest.CaptureFixture):

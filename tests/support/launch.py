@@ -39,6 +39,9 @@ _FSDP: dict[str, Any] = {
 }
 
 
+SMALL_BUCKET = 2**19  # elements
+
+
 def _zero(stage: int, **settings: Any) -> dict[str, Any]:
     optimization = {"stage": stage, **settings}
     automatic = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size")
@@ -46,6 +49,7 @@ def _zero(stage: int, **settings: Any) -> dict[str, Any]:
         "zero_optimization": optimization,
         "train_micro_batch_size_per_gpu": "auto",
         **dict.fromkeys(automatic, "auto"),
+        "bf16": {"enabled": "auto"},
     }
     return {"distributed_type": "DEEPSPEED", "deepspeed": deepspeed}
 
@@ -80,6 +84,9 @@ ENGINES = {
     "zero2": Engine(_zero(2), _DEEPSPEED),
     # Parameters below the threshold stay whole on every rank, which would be all of a tiny model
     "zero3": Engine(_zero(3, stage3_param_persistence_threshold=0, stage3_prefetch_bucket_size=0), _DEEPSPEED),
+    # With DeepSpeed's default, the bucket would be larger than all else
+    "small_buckets_zero1": Engine(_zero(1, reduce_bucket_size=SMALL_BUCKET), _DEEPSPEED),
+    "small_buckets_zero2": Engine(_zero(2, reduce_bucket_size=SMALL_BUCKET), _DEEPSPEED),
     "tp": Engine(_MULTI_GPU, _LIKE_GPUS, as_accelerators=True, distributed=("tp_size",), replicates_tokens=True),
 }
 
@@ -93,7 +100,7 @@ class LaunchedRank(ranks.Rank):
 
     @property
     def is_zero(self) -> bool:
-        return self.engine.startswith("zero")
+        return "zero" in self.engine
 
     def prepare(self) -> None:
         if ENGINES[self.engine].as_accelerators:

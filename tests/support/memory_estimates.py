@@ -1,5 +1,6 @@
 """Training steps whose memory is both estimated and measured: the arguments of a case, and its peak bytes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ from allocations import peak_bytes
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from launch import SMALL_BUCKET
 from tiny import word_tokenizer
 from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
-from trl_ext.cli.estimate import EstimateArguments, step_of
+from trl_ext.cli.estimate import OPTIMIZERS, EstimateArguments, step_of
 from trl_ext.cli.line import read
 from trl_ext.cli.training import build
 from trl_ext.memory.step import memory_of_step
@@ -20,6 +22,9 @@ _MODELS = {
     "small": lambda: LlamaConfig(
         **_SHAPE, vocab_size=2048, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4
     ),
+    "wide": lambda: LlamaConfig(
+        **_SHAPE, vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
+    ),
     "tied": lambda: Qwen3Config(
         **_SHAPE,
         **{"vocab_size": 8192, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 32},
@@ -28,7 +33,19 @@ _MODELS = {
 }
 LENGTH, PROMPT, COMPLETION = 192, 24, 72
 _LORA = ["--use_peft", "true", "--lora_target_modules", "all-linear"]
+# States and step of the optimizer dominate
+_SHORT = ["--max_length", "32", "--per_device_train_batch_size", "1"]
+# Steps of bitsandbytes' optimizers are not the peak, because they take more memory on a CPU than on a GPU
+_OF_OPTIMIZER = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"), _SHORT)
 _NO_CHECKPOINTS = ["--gradient_checkpointing", "false"]
+
+
+_4_BIT = {
+    "": [*_SHORT, *_NO_CHECKPOINTS],
+    "-checkpointing": [],
+    "-bf16": ["--dtype", "bfloat16", "--bf16", "true"],
+    "-nested-nf4": [*_SHORT, "--use_bnb_nested_quant", "true", "--bnb_4bit_quant_type", "nf4"],
+}
 
 CASES: dict[str, tuple[str, str, list[str]]] = {
     "dpo-full": ("dpo", "small", _NO_CHECKPOINTS),
@@ -42,14 +59,37 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "grpo-full": ("grpo", "small", _NO_CHECKPOINTS),
     "grpo-lora-reference": ("grpo", "tied", [*_LORA, *_NO_CHECKPOINTS, "--beta", "0.1"]),
     "grpo-full-reference": ("grpo", "small", ["--beta", "0.1"]),
+    "sft-full": ("sft", "small", _NO_CHECKPOINTS),
+    "sft-full-checkpointing": ("sft", "small", []),
+    "sft-lora": ("sft", "tied", [*_LORA, *_NO_CHECKPOINTS]),
+    "sft-lora-checkpointing": ("sft", "small", _LORA),
+    "kto-full": ("kto", "small", _NO_CHECKPOINTS),
+    "kto-full-checkpointing": ("kto", "small", []),
+    "kto-lora": ("kto", "tied", [*_LORA, *_NO_CHECKPOINTS]),
+    "kto-lora-checkpointing": ("kto", "small", _LORA),
+    "kto-apo-checkpointing": ("kto", "small", ["--loss_type", "apo_zero_unpaired"]),
+    "rloo-full": ("rloo", "small", [*_NO_CHECKPOINTS, "--beta", "0"]),
+    "rloo-full-reference-checkpointing": ("rloo", "small", ["--beta", "0.1"]),
+    "rloo-lora-reference": ("rloo", "tied", [*_LORA, *_NO_CHECKPOINTS, "--beta", "0.1"]),
+    "rloo-lora-checkpointing": ("rloo", "small", [*_LORA, "--beta", "0"]),
+    "sft-short-full": ("sft", "small", _SHORT),
+    **{f"sft-{x}": ("sft", "small", [*_OF_OPTIMIZER.get(x, []), "--optim", x]) for x in OPTIMIZERS["one_process"]},
+    **{f"sft-4bit{x}": ("sft", "wide", [*_LORA, "--load_in_4bit", "true", *options]) for x, options in _4_BIT.items()},
+    "sft-short-momentum": ("sft", "small", [*_SHORT, "--optim", "sgd", "--optim_args", "momentum=0.9"]),
 }
+_SAMPLED = [
+    *(f"--max_completion_length={COMPLETION}", "--per_device_train_batch_size=4", "--num_generations=4"),
+    *("--steps_per_generation=1", "--generation_kwargs", '{"suppress_tokens": [1]}'),
+    *("--reward_funcs", "rewards.id_reward"),
+]
+_GIVEN = [f"--max_length={LENGTH}", "--per_device_train_batch_size"]
 _OF_METHOD = {
-    "dpo": [f"--max_length={LENGTH}", "--per_device_train_batch_size=2"],
-    "grpo": [
-        *(f"--max_completion_length={COMPLETION}", "--per_device_train_batch_size=4", "--num_generations=4"),
-        *("--steps_per_generation=1", "--generation_kwargs", '{"suppress_tokens": [1]}'),
-        *("--reward_funcs", "rewards.id_reward"),
-    ],
+    "sft": [*_GIVEN, "4"],
+    # A store on disk could have the log-probs of an earlier run
+    "dpo": [*_GIVEN, "2", "--reference_store", "memory"],
+    "kto": [*_GIVEN, "4", "--reference_store", "memory"],
+    "grpo": _SAMPLED,
+    "rloo": _SAMPLED,
 }
 
 
@@ -58,14 +98,24 @@ def estimated_and_measured(name: str, folder: Path) -> tuple[int, int]:
     bytes_of_step = estimated(name, folder)
     trainer: Any = build(CASES[name][0], parsed(name, folder))
     models = [trainer.model, *([] if trainer.ref_model is None else [trainer.ref_model])]
-    held = sum(x.nbytes for model in models for x in (*model.parameters(), *model.buffers()))
+    weights = [x for model in models for x in (*model.parameters(), *model.buffers())]
+    held = sum(x.nbytes for x in (*weights, *[y for x in weights for y in _scales(x)]))
     return bytes_of_step, held + peak_bytes(trainer.train)
 
 
 def estimated(name: str, folder: Path, engine: str = "one_process", devices: int = 1) -> int:
     """Return the peak bytes of a case's step on one of `devices` CPUs, by `estimate`."""
+    small, engine = engine.startswith("small_buckets"), engine.removeprefix("small_buckets_")
     asked = EstimateArguments(device="cpu", prompt_length=PROMPT, engine=engine, num_devices=devices)
-    return memory_of_step(step_of(CASES[name][0], parsed(name, folder), asked)).peak
+    step = step_of(CASES[name][0], parsed(name, folder), asked)
+    return memory_of_step(replace(step, reduce_bucket_size=SMALL_BUCKET) if small else step).peak
+
+
+def _scales(weight: Any) -> list[torch.Tensor]:
+    """Return the tensors beside a quantized weight."""
+    state = getattr(weight, "quant_state", None)
+    states = [x for x in (state, getattr(state, "state2", None)) if x is not None]
+    return [x for of in states for x in (of.absmax, of.code, of.offset) if x is not None]
 
 
 def parsed(name: str, folder: Path, launched: tuple[str, ...] | None = None) -> Parsed:
@@ -97,13 +147,16 @@ def _data(method: str, folder: Path) -> str:
     path = folder / f"{method}-data"
     if not path.exists():
         path.mkdir()
-        numbers = torch.randint(94, (16, 3, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
+        numbers = torch.randint(94, (32, 3, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
         texts = [[" ".join(f"w{x}" for x in words) for words in row] for row in numbers]
         cut = [" ".join(prompt.split()[:PROMPT]) for prompt, _, _ in texts]
-        rows = [{"prompt": x} for x in cut]
-        if method == "dpo":
-            rows = [
-                {"prompt": x, "chosen": f" {a}", "rejected": f" {b}"} for x, (_, a, b) in zip(cut, texts, strict=True)
-            ]
+        rows: list[dict[str, Any]] = [{"prompt": x} for x in cut]
+        for number, (row, (_, first, second)) in enumerate(zip(rows, texts, strict=True)):
+            if method == "dpo":
+                row |= {"chosen": f" {first}", "rejected": f" {second}"}
+            elif method in ("sft", "kto"):
+                row |= {"completion": f" {first}"}
+            if method == "kto":
+                row["label"] = number % 2 == 0
         Dataset.from_list(rows).to_json(path / "train.jsonl")
     return str(path)

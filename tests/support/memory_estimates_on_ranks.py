@@ -40,7 +40,9 @@ def measured(case: str, rank: LaunchedRank) -> int:
         trainers[0].train()
 
     arguments = [x for name, value in rank.training_arguments().items() for x in (f"--{name}", value)]
-    if "bf16" in case:  # the argument wants a GPU or `--use_cpu`, which the launch of an engine for GPUs has not
+    if rank.is_zero:
+        arguments += ["--use_cpu"]
+    elif "bf16" in case:  # the argument wants a GPU or `--use_cpu`, which the launch of an engine for GPUs has not
         arguments += ["--bf16", "false"]
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     _free_on_this_thread()
@@ -63,5 +65,14 @@ def _free_on_this_thread() -> None:
     torch.nn.parallel.distributed._sync_module_states = lambda *args, **kwargs: None
 
 
-ON_RANKS = ("dpo-full", "dpo-lora", "dpo-lora-checkpointing", "dpo-full-accumulation", "grpo-full", "dpo-lora-bf16")
-CASES = {name: partial(measured, name) for name in ON_RANKS}
+_ALWAYS = ("dpo-lora", "dpo-full-accumulation", "dpo-lora-bf16", "kto-full-checkpointing", "rloo-lora-reference")
+_ON_SHARDS = (*_ALWAYS, "dpo-full", "sft-adamw_torch", "grpo-full-reference", "rloo-full-reference-checkpointing")
+ON_RANKS = {
+    "ddp": (*_ALWAYS, "dpo-full", "dpo-lora-checkpointing", "grpo-full", "sft-full", "sft-adamw_8bit", "sft-4bit"),
+    "fsdp2": (*_ON_SHARDS, "sft-lora", "grpo-full", "kto-lora"),
+    "small_buckets_zero1": (*_ON_SHARDS, "sft-short-full"),
+    "small_buckets_zero2": (*_ON_SHARDS, "sft-short-full", "sft-short-momentum"),
+    "zero1": ("dpo-full",),
+    "zero2": ("dpo-full",),
+}
+CASES = {name: partial(measured, name) for name in ALL}

@@ -12,7 +12,7 @@ import trl
 import trl_ext
 from drop_in_cases import Case
 from other_drop_in_cases import CASES, KTO_LOSSES, SFT_LOSSES
-from run_losses import Record, Trainers, train
+from run_losses import Record, Trainers, build, train
 from tiny import Workshop, prompts
 from training_comparison import assert_same
 
@@ -46,6 +46,21 @@ def test_the_comparison_notices_a_wrong_loss(name: str, factor: float, workshop:
 def test_the_table_names_every_loss_type() -> None:
     names = {f"sft-{loss}-{setup}" for loss in SFT_LOSSES for setup in ("full", "lora")}
     assert names | {f"kto-{loss}-{setup}" for loss in KTO_LOSSES for setup in ("full", "lora")} <= CASES.keys()
+
+
+@pytest.mark.parametrize("name", ["sft-nll-lora", "kto-kto-lora", "rloo-without-kl-lora"])
+def test_a_run_is_saved_and_resumed_and_has_a_model_card(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    case = replace(CASES[name], config={**CASES[name].config, **saves}, steps=3)
+    whole, resumed = (build(case, OURS, workshop, str(tmp_path / "out"), Record()) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    for (what, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(other, weight, rtol=1e-5, atol=1e-7, msg=lambda text, what=what: f"{what}: {text}")
+    whole.create_model_card()
+    card = (tmp_path / "out" / "README.md").read_text()
+    settings = [setting for setting in ("loss_type", "beta") if f"- `{setting}`: " in card]
+    assert settings == {"sft": ["loss_type"], "kto": ["loss_type", "beta"], "rloo": ["beta"]}[case.trainer]
 
 
 @pytest.mark.parametrize("beta", [0.05, 0.0])

@@ -27,10 +27,10 @@ def show(message: str) -> None:
 def add_to_model_card(card: Path, args: Any, changed: dict[str, Any], plan: str) -> None:
     """Add the plan, the loss and the `changed` fields of the config to a model card, before its citations.
 
-    The card may be published, so folders are left out.
+    The card may be published, so folders are left out. A config has only the fields of its method.
     """
-    settings = {"loss_type": args.loss_type, "loss_weights": getattr(args, "loss_weights", None)}
-    settings |= {"beta": args.beta, **changed, "reference_store_dir": None}
+    settings = {name: getattr(args, name, None) for name in ("loss_type", "loss_weights", "beta")}
+    settings |= {**changed, "reference_store_dir": None}
     lines = "\n".join(f"- `{name}`: `{value!r}`" for name, value in settings.items() if value is not None)
     section = f"## What ran in training\n\nTrained with {_project()} and:\n\n{lines}\n\n```\n{plan}\n```"
     text, heading, citations = card.read_text(encoding="utf-8").rstrip().partition("\n## Citations\n")

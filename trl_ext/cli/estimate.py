@@ -1,13 +1,18 @@
 """The command `estimate`: the memory of a training step with these arguments, and the longest sequence that fits."""
 
+import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
 from peft import PeftConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
-from trl import get_peft_config
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers.quantizers import AutoHfQuantizer
+from trl import get_peft_config, get_quantization_config
 
 from ..config import with_help
 from ..memory.step import Engine, Step, StepMemory, memory_of_step
@@ -40,10 +45,15 @@ def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, mo
     return fits * step
 
 
-# The engines whose estimates have been compared with measurements
-_ENGINES = {"one_process": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
-# Number of states per trained parameter; other optimizers also allocate memory during a step
-_STATES = {"adamw_torch_fused": 2, "sgd": 0}
+# The engines and optimizers whose estimates have been compared with measurements. `step_of` refuses others
+ENGINES = {"one_process": "one process", "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", "zero2": "ZeRO-2"}
+_ON_SHARDS = ("adamw_torch_fused", "adamw_torch", "sgd")
+_ON_WHOLE_WEIGHTS = (
+    *("adafactor", "adagrad", "rmsprop", "adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_8bit"),
+    *("lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+    *("paged_lion_8bit", "paged_lion_32bit"),
+)
+OPTIMIZERS = {x: _ON_SHARDS + _ON_WHOLE_WEIGHTS * (x in ("one_process", "ddp")) for x in ENGINES}
 _GIB = 2**30
 # The `model_init_kwargs` that `estimate` reads, or that change no memory
 _OF_MODEL = {"dtype", "attn_implementation", "trust_remote_code", "use_cache"}
@@ -76,9 +86,9 @@ class EstimateArguments:
     prompt_length: int = 0
     """Tokens of a prompt. DPO's `max_length` includes them; GRPO's `max_completion_length` does not."""
 
-    engine: str = field(default="one_process", metadata={"choices": [*_ENGINES]})
-    """How training will run: `"one_process"`, `"ddp"`, or `"fsdp2"` as in
-    `examples/accelerate_configs/fsdp2.yaml`."""
+    engine: str = field(default="one_process", metadata={"choices": [*ENGINES, "zero3"]})
+    """How training will run: `"one_process"`, `"ddp"`, or `"fsdp2"`, `"zero1"`, `"zero2"` as in
+    `examples/accelerate_configs`. `"zero3"` is not covered."""
 
     num_devices: int = 1
     """Number of devices, with one process each. The estimate is for one of them."""
@@ -100,10 +110,9 @@ def run(line: Line) -> int:
             f"`{for_launch[0]}` is for `accelerate launch`, which `estimate` does not run. Remove it, and pass "
             "`--engine` and `--num_devices` instead."
         )
-    _refuse_what_is_not_covered(training, model_args)
-    _check_devices(line.method, asked)
     parsed = Parsed(script, training, model_args, mixture, [], [])
-    step, policy = step_of(line.method, parsed, asked), _policy(parsed)
+    step = step_of(line.method, parsed, asked)
+    policy = _policy(parsed)
     print(_table(line.method, step, policy, memory_of_step(step)))
     limit = None if asked.device_memory is None else int(asked.device_memory * _GIB)
     if limit is None and asked.device == "cuda" and torch.cuda.is_available():
@@ -129,17 +138,27 @@ def _longest_row(method: str, training: Any, asked: EstimateArguments) -> int:
 
 
 def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
-    """Return the training step with these arguments, on one device, with the longest rows."""
+    """Return the training step with these arguments, on one device, with the longest rows.
+
+    Raises:
+        `CommandError`: `estimate` does not cover an argument.
+    """
     training = parsed.training
+    _check_devices(asked)
+    _refuse_what_is_not_covered(training, parsed.model, asked.engine)
     prompt_length, policy = asked.prompt_length, _policy(parsed)
     longest = min(_longest_row(method, training, asked), policy.positions)
     if not 0 <= prompt_length < longest:
         raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
-    tokens = longest - 1  # the model predicts nothing from a row's last token
     adapted = parsed.model.use_peft or is_adapter(parsed.model.model_name_or_path)
+    if parsed.model.load_in_4bit and not adapted:
+        raise CommandError("`--load_in_4bit` trains only adapters. Pass `--use_peft`, or leave `--load_in_4bit` out.")
+    tokens = longest - 1  # the model predicts nothing from a row's last token
+    rows = training.per_device_train_batch_size * (2 if method == "dpo" else 1)
+    has_reference = _has_reference(method, training)
     return Step(
         model=policy.make,
-        rows=training.per_device_train_batch_size * (2 if method == "dpo" else 1),
+        rows=rows,
         tokens=tokens,
         scored=tokens - max(prompt_length - 1, 0),
         outputs=("log_probs", "entropy", *_OUTPUTS.get(method, ())),
@@ -150,8 +169,9 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
         devices=asked.num_devices,
         autocast=torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None,
         accumulates=training.gradient_accumulation_steps > 1,
-        states=_STATES[training.optim],
-        reference_model=not adapted and _has_reference(method, training),
+        optimizer=partial(_optimizer, training),
+        reference=policy.make_reference if has_reference and not adapted else None,
+        reference_rows=(2 * rows if method == "kto" and training.loss_type == "kto" else rows) if has_reference else 0,
     )
 
 
@@ -161,8 +181,19 @@ def _has_reference(method: str, training: Any) -> bool:
     return bool(training.beta != 0 if method in _SAMPLES else not training.precompute_ref_log_probs)
 
 
+def _optimizer(training: Any, model: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that the trainer makes for `model`."""
+    trainer: Any = SimpleNamespace(args=training, model=model, optimizer=None, optimizer_cls_and_kwargs=None)
+    trainer.get_decay_parameter_names = partial(Trainer.get_decay_parameter_names, trainer)
+    trainer.get_optimizer_cls_and_kwargs = Trainer.get_optimizer_cls_and_kwargs
+    with warnings.catch_warnings():  # of a log line with the number of weights that have states of 32 bits
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        return Trainer.create_optimizer(trainer)
+
+
 class _Policy(NamedTuple):
     make: Callable[[], Any]
+    make_reference: Callable[[], Any]
     positions: int  # in the config
     dtype: torch.dtype
 
@@ -185,12 +216,22 @@ def _policy(parsed: Parsed) -> _Policy:
         )
     dtype = config.dtype if given["dtype"] == "auto" else getattr(torch, given["dtype"])
 
+    def load() -> Any:
+        attention = given["attn_implementation"]
+        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, attn_implementation=attention, **trust)
+
     def make() -> Any:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=given["attn_implementation"], **trust
-        )
+        model, quantization = load(), get_quantization_config(model_args)
+        if quantization is not None:
+            quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
+            quantizer.preprocess_model(model, device_map=None)
+            quantizer.postprocess_model(model)
         if adapter is not None:
             model = get_peft_model(model, adapter)
+        if quantization is not None:
+            for parameter_name, parameter in model.named_parameters():  # as TRL does
+                if parameter.requires_grad and "lora_magnitude_vector" not in parameter_name:
+                    parameter.data = parameter.data.to(torch.bfloat16)
         if training.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=training.gradient_checkpointing_kwargs)
             if adapter is not None:
@@ -202,31 +243,38 @@ def _policy(parsed: Parsed) -> _Policy:
         return model.train()
 
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
-    return _Policy(make, positions, dtype or torch.float32)
+    return _Policy(make, lambda: load().eval().requires_grad_(False), positions, dtype or torch.float32)
 
 
-def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
+def _refuse_what_is_not_covered(training: Any, model_args: Any, engine: str) -> None:
     given = {x: getattr(training, x, None) or getattr(model_args, x, None) for x in _WATCHED}
-    of_model = set(given["model_init_kwargs"] or ())
-    covered = {"optim": given["optim"] in _STATES, "model_init_kwargs": of_model <= _OF_MODEL}
+    whole = engine in ("one_process", "ddp")
+    covered = {
+        "optim": given["optim"] in OPTIMIZERS[engine],
+        "model_init_kwargs": set(given["model_init_kwargs"] or ()) <= _OF_MODEL,
+        "load_in_4bit": whole,
+    }
     for name, value in given.items():
         if value and not covered.get(name):
             value = getattr(value, "value", value)  # of an enumeration
-            allowed = f"one of {', '.join(_STATES)}" if name == "optim" else "its default"
+            if name == "load_in_4bit" or (name == "optim" and value in OPTIMIZERS["one_process"]):
+                value = f"{value}` with `--engine {engine}"
+            allowed = f"one of {', '.join(_ON_SHARDS)}" if name == "optim" else "its default"
             raise CommandError(
                 f"`estimate` does not cover `--{name} {value}`. Set it to {allowed} to estimate everything else."
             )
 
 
-def _check_devices(method: str, asked: EstimateArguments) -> None:
-    if method != "dpo" and asked.engine == "fsdp2":
+def _check_devices(asked: EstimateArguments) -> None:
+    if asked.engine == "zero3":
         raise CommandError(
-            f"`estimate {method}` does not cover `--engine fsdp2`: its estimates have been compared with measurements "
-            "only in one process and under DDP. Pass `--engine ddp` instead."
+            "`estimate` does not cover `--engine zero3`, which keeps gathered weights for a time that depends on the "
+            "order of the layers. Pass `--engine fsdp2`, which also shards the weights."
         )
     alone = asked.engine == "one_process"
     if asked.num_devices < 1 or alone != (asked.num_devices == 1):
-        wanted = "1, or give `--engine ddp` or `--engine fsdp2`" if alone else "2 or more, or leave `--engine` out"
+        several = ", ".join(x for x in ENGINES if x != "one_process")
+        wanted = f"1, or `--engine` to one of {several}" if alone else "2 or more, or leave `--engine` out"
         raise CommandError(
             f"`--num_devices` is {asked.num_devices} with `--engine {asked.engine}`. Set `--num_devices` to {wanted}."
         )
@@ -247,17 +295,18 @@ def _longest(step: Step, policy: _Policy, limit: int) -> str:
 def _table(method: str, step: Step, policy: _Policy, memory: StepMemory) -> str:
     rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method == "dpo")
     gathered = ", and gathered weights" if step.engine == "fsdp2" else ""
-    where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {_ENGINES[step.engine]}"
+    copies = ", and fp32 copies of trained parameters" if step.engine.startswith("zero") else ""
+    where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {ENGINES[step.engine]}"
     autocast = "" if step.autocast is None else f" with {_name(step.autocast)} autocast"
     lines = [
         ("weights", memory.weights, "of the policy, with its adapters if any"),
-        ("reference", memory.reference, "a separate model" if step.reference_model else "no separate model"),
-        ("optimizer", memory.optimizer, "AdamW's two states per trained parameter" if step.states else "no states"),
+        ("reference", memory.reference, "a separate model" if step.reference else "no separate model"),
+        ("optimizer", memory.optimizer, "its states" + copies if memory.optimizer else "no states"),
         ("gradients", memory.gradients, "after the backward pass"),
-        *[("buckets", memory.buckets, "of DDP, which averages gradients in them")] * (step.engine == "ddp"),
+        *[("buckets", memory.buckets, "in which the engine averages gradients")] * (memory.buckets > 0),
         ("activations", memory.activations, "after the forward pass of the backbone" + gathered),
         ("head", memory.head, "added by the LM head's forward pass"),
-        ("peak", memory.peak, "below the sum: the backward pass frees activations"),
+        ("peak", memory.peak, "at once, in a forward, backward or optimizer step"),
     ]
     title = wrapped(
         f"{rows} of {step.tokens + 1:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "

@@ -72,6 +72,7 @@ def has_images(batch: dict[str, Any]) -> bool:
 class GRPOInternals(Protocol):
     """The members of TRL's trainer that this file reads or replaces."""
 
+    _trl_trainer: Any  # ours
     accelerator: Any
     args: Any
     model: Any
@@ -142,8 +143,8 @@ def completion_log_probs(
 
 
 def has_own_loss(trainer: GRPOInternals) -> bool:
-    trls = trl.GRPOTrainer._compute_loss
-    is_patched = trls.__module__ != trl.GRPOTrainer.__module__
+    trls = trainer._trl_trainer._compute_loss
+    is_patched = trls.__module__ != trainer._trl_trainer.__module__
     return is_patched or "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trls
 
 
@@ -153,7 +154,8 @@ class Generation:
     Args:
         trainer_class (`type`): TRL's class.
         use_adapter (`Callable`): in place of TRL's context manager, which activates the reference's adapter.
-        members (`Any`): members of the trainer to replace.
+        members (`Any`): members of the trainer to replace. TRL's `_generate` and `_calculate_rewards`, and what a
+            subclass puts in their place, still find the trainer's own log-prob pass.
     """
 
     def __init__(self, trainer: Any, trainer_class: Any, use_adapter: Callable[..., Any], **members: Any) -> None:
@@ -161,7 +163,8 @@ class Generation:
         self.rewards: Any = None
         self.gave_nan_at: set[int] = set()
 
-    def draw(self, inputs: Any) -> dict[str, Any]:
+    def draw(self, inputs: Any, **members: Any) -> dict[str, Any]:
+        """Generate and reward. `members` are replaced for this call only."""
         trainer = self.trainer
         generate, calculate, one_turn = trainer._generate, trainer._calculate_rewards, trainer._generate_single_turn
         real_pass, agreed = getattr(trainer, PASS), trainer._ranks.agreed
@@ -178,7 +181,7 @@ class Generation:
         def turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
             return agreed(one_turn(agreed(prompt_ids), *positional, **keywords))
 
-        members = {**self.members, "_generate": generated, "_calculate_rewards": recorded}
+        members |= {**self.members, "_generate": generated, "_calculate_rewards": recorded}
         with names_replaced(self.trls, use_adapter=self.use_adapter), replaced(trainer, **members):
             return next_of(trainer)._generate_and_score_completions(inputs)
 

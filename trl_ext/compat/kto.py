@@ -18,14 +18,22 @@ _COLUMNS = ("label", "ref_logps", "ref_KL_logps")
 _KL = "KL_"
 
 
-def sequences_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
+KL_PASS = "_compute_kl_logps"
+
+
+def has_kl_rows(batch: dict[str, Any]) -> bool:
+    return f"{_KL}input_ids" in batch
+
+
+def sequences_of(batch: dict[str, Any], *, with_kl: bool) -> list[dict[str, Any]]:
     """Return the inputs of the reference's passes: both halves as one batch, so that they share prompts, if possible.
 
-    The rows for the KL term are the second half, or the second batch if the model has inputs other than tokens.
+    The rows for the KL term are the second half, or the second batch if the model has inputs other than tokens. They
+    are left out unless `with_kl`.
     """
     first = {name: x for name, x in batch.items() if not name.startswith(_KL) and name not in _COLUMNS}
     of_kl = {name.removeprefix(_KL): x for name, x in batch.items() if name.startswith(_KL)}
-    if not of_kl:
+    if not of_kl or not with_kl:
         return [first]
     if {*first} != {*_OF_ROWS} or {*of_kl} != {*_OF_ROWS}:
         return [first, first | of_kl]

@@ -1,32 +1,22 @@
 """Estimates the memory of one training step, by running the model's own code on tensors without data.
 
-Backbone, adapters, checkpointing, packing and head run as in training, so this file has no formulas for them.
-Optimizer states are counted from the trained parameters. The operators are those of the CPU: sdpa saves the same
-tensors as flash attention, but the head upcasts tiles that a GPU multiplies without upcasting.
+Backbone, adapters, checkpointing, packing, head and optimizer run as in training, so this file has no formulas for
+them. The operators are those of the CPU: sdpa saves the same tensors as flash attention, but the head upcasts tiles
+that a GPU multiplies without upcasting.
 
 Dimensions: B rows, S tokens of a row, N scored tokens, T tokens of the packed row, H hidden size.
 """
 
 import types
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from ..heads.linear_log_probs import run_head
 from ..heads.tiled import columns_per_tile, rows_per_tile
@@ -35,9 +25,11 @@ from ..packing.layout import Layout
 from ..packing.packing import Packing
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
+from .engines import Zero, one_rank_of, under_fsdp2
+from .quantized import packed
+from .records import AllocationRecords, here
 
-Engine = Literal["one_process", "ddp", "fsdp2"]
-_AXIS = "dp_shard"
+Engine = Literal["one_process", "ddp", "fsdp2", "zero1", "zero2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +37,7 @@ class Step:
     """The model, the batch shape and the settings of the step to estimate."""
 
     model: Callable[[], Any]  # makes the policy with its adapters, in training mode; called on the device "meta"
+    optimizer: Callable[[Any], torch.optim.Optimizer]  # makes the optimizer of that model
     rows: int  # of a micro-batch; two for each pair
     tokens: int  # of each row that the model processes
     scored: int  # the last tokens of each row, which the head scores
@@ -54,10 +47,11 @@ class Step:
     chunk_size: int | None = None  # the config's `head_chunk_size`
     autocast: torch.dtype | None = None  # of mixed precision
     accumulates: bool = False  # whether gradients of an earlier micro-batch are in memory
-    states: int = 2  # optimizer states for each trained parameter
-    reference_model: bool = False  # whether a reference model of the policy's size is in memory
+    reference: Callable[[], Any] | None = None  # makes the reference model, if there is one; as `model` does
+    reference_rows: int = 0  # of the pass that scores a micro-batch without a gradient; 0 if there is no such pass
     engine: Engine = "one_process"
     devices: int = 1  # the number of devices; all other values are for one of them
+    reduce_bucket_size: int = 500_000_000  # DeepSpeed's, with its default: elements of its buffer for gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +59,14 @@ class StepMemory:
     """Bytes on one device.
 
     Weights, reference, optimizer and buckets stay in memory. The backward frees activations while it makes gradients,
-    so `peak` is below the sum.
+    so `peak` is usually below the sum.
     """
 
     weights: int
     reference: int
     gradients: int
     optimizer: int
-    buckets: int  # of DDP, for the all-reduce of gradients
+    buckets: int  # of DDP and DeepSpeed, where gradients are reduced
     activations: int  # after the backbone's forward, with the weights gathered at that time
     head: int  # of the LM head, in addition to the activations
     peak: int
@@ -81,65 +75,100 @@ class StepMemory:
 def memory_of_step(step: Step) -> StepMemory:
     """Return the parts and the peak of a step after the first, when the optimizer states exist."""
     with torch.device("meta"):
-        model = step.model()
-    # The worst case: rows without padding or shared tokens
-    ids_BS = np.zeros((step.rows, step.tokens), np.int64)
-    lengths_B, first_B = np.full(step.rows, step.tokens), np.zeros(step.rows, np.int64)
-    attention = model.config.get_text_config()._attn_implementation
-    layout = Layout(ids_BS, lengths_B, first_B, share=False, rebase=False, implementation=attention)
-    ranks: AbstractContextManager[Any] = _one_rank_of(step.devices) if step.engine == "fsdp2" else nullcontext()
-    with ranks as mesh, FakeTensorMode() as fake:
-        _move_from_meta(model)
-        if mesh is not None:
-            model = _under_fsdp2(model, mesh, step.autocast)
-        with AllocationRecords() as records:
-            for tensor in (*model.parameters(), *model.buffers()):
-                records.count(tensor.data)
-            weights = records.held
-            gradients = sum(_here(x).nbytes for x in model.parameters() if x.requires_grad)
-            reference = sum(_here(x).nbytes for x in model.parameters()) if step.reference_model else 0
-            for name, value in vars(layout).items():
-                if isinstance(value, Tensor):
-                    setattr(layout, name, fake.from_tensor(value))
-            activations, head, highest = _micro_batches(step, model, layout, records)
-    optimizer, buckets = step.states * gradients, gradients if step.engine == "ddp" else 0
-    held = weights + reference + optimizer + buckets
+        model, reference_model = step.model(), None if step.reference is None else step.reference()
+        if _is_zero(step) and step.autocast is not None:  # DeepSpeed trains weights of this dtype
+            model.to(step.autocast)
+            reference_model = reference_model and reference_model.to(step.autocast)
+    ranks: AbstractContextManager[Any] = one_rank_of(step.devices) if step.engine == "fsdp2" else nullcontext()
+    with ranks as mesh, FakeTensorMode() as fake, AllocationRecords() as records:
+        weights, model = _placed(model, mesh, step, records)
+        reference, reference_model = _placed(reference_model, mesh, step, records)
+        trained = [x for x in model.parameters() if x.requires_grad]
+        before = records.held
+        optimizer, zero = _optimizer(step, model)
+        states = records.held - before
+        ddp_buckets = [torch.empty_like(x) for x in trained] if step.engine == "ddp" else []
+        if step.accumulates and zero is not None:
+            zero.accumulated()
+        records.mark()
+        highest = 0
+        if step.reference_rows:
+            scored = model if reference_model is None else reference_model
+            of_reference = replace(step, rows=step.reference_rows, outputs=("log_probs",))
+            with torch.no_grad():
+                highest = _micro_batch(of_reference, scored, fake, records)[2]
+        activations, head, of_policy = _micro_batches(step, model, fake, records)
+        if zero is not None:
+            zero.after_backward()
+        optimizer.step()
+        highest = max(highest, of_policy, records.peak)
     return StepMemory(
         weights=weights,
         reference=reference,
-        gradients=gradients,
-        optimizer=optimizer,
-        buckets=buckets,
+        gradients=sum(here(x).nbytes for x in trained) if zero is None else zero.gradients,
+        optimizer=states,
+        buckets=sum(x.nbytes for x in ddp_buckets) if zero is None else zero.bucket,
         activations=activations,
         head=head,
-        peak=held + max(highest - weights, gradients),
+        peak=highest,
     )
 
 
-def _here(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _placed(model: Any, mesh: Any, step: Step, records: AllocationRecords) -> tuple[int, Any]:
+    """Return the bytes of `model` without data on one device, and the model there."""
+    if model is None:
+        return 0, None
+    before = records.held
+    trains = any(x.requires_grad for x in model.parameters())
+    _move_from_meta(model)
+    if mesh is not None:
+        model = under_fsdp2(model, mesh, step.autocast, trains=trains)
+    for tensor in (*model.parameters(), *model.buffers()):
+        records.count(tensor.data)
+    return records.held - before, model
 
 
-def _micro_batches(step: Step, model: Any, layout: Layout, records: "AllocationRecords") -> tuple[int, int, int]:
+def _optimizer(step: Step, model: Any) -> tuple[torch.optim.Optimizer, Zero | None]:
+    """Return the optimizer after a first step, which has made its states."""
+    optimizer, zero = step.optimizer(model), None
+    if _is_zero(step):
+        sizes = {"devices": step.devices, "bucket_size": step.reduce_bucket_size}
+        zero = Zero(optimizer, stage=int(step.engine[-1]), **sizes)
+    for group in optimizer.param_groups:
+        if step.device.type == "cuda" and "foreach" in group:  # what torch chooses on a GPU
+            group["foreach"] = group["foreach"] is not False and not group.get("fused")
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer, zero
+
+
+def _is_zero(step: Step) -> bool:
+    return step.engine.startswith("zero")
+
+
+def _micro_batches(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> tuple[int, int, int]:
     """Return the bytes of activations, of the head and of the highest total, also with gradient accumulation."""
     if step.accumulates and step.engine == "fsdp2":
         # Accelerate makes FSDP2 keep whole gradients on each rank until the last micro-batch
         model.set_requires_gradient_sync(False)
-        first = _micro_batch(step, model, layout, records)[2]
+        first = _micro_batch(step, model, fake, records)[2]
         model.set_requires_gradient_sync(True)
-        activations, head, last = _micro_batch(step, model, layout, records)
+        activations, head, last = _micro_batch(step, model, fake, records)
         return activations, head, max(first, last)
-    if step.accumulates:
+    if step.accumulates and not _is_zero(step):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-    return _micro_batch(step, model, layout, records)
+    return _micro_batch(step, model, fake, records)
 
 
-def _micro_batch(step: Step, model: Any, layout: Layout, records: "AllocationRecords") -> tuple[int, int, int]:
+def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> tuple[int, int, int]:
     """Return the bytes of activations, of the head and of the highest total, after one forward and backward."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     packing = Packing(inner, padding_free=True, share_prompts=False)
+    layout = _layout(step, model, fake)
     before, highest, activations = records.held, records.held, 0
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -151,14 +180,29 @@ def _micro_batch(step: Step, model: Any, layout: Layout, records: "AllocationRec
         return _log_probs(step, inner, hidden_NH).clone()  # FSDP2 warns of a view
 
     inner.forward = types.MethodType(forward, inner)
-    autocast = nullcontext() if step.autocast is None else torch.autocast("cpu", dtype=step.autocast)
+    casts = step.autocast is not None and not _is_zero(step)
+    autocast = torch.autocast("cpu", dtype=step.autocast) if casts else nullcontext()
     with autocast:
         records.mark()
         log_probs_N = model(input_ids=layout.input_ids)
         head, highest = records.peak - before - activations, max(highest, records.peak)
     records.mark()
-    log_probs_N.sum().backward()
+    if log_probs_N.requires_grad:
+        log_probs_N.sum().backward()
     return activations, head, max(highest, records.peak)
+
+
+def _layout(step: Step, model: Any, fake: FakeTensorMode) -> Layout:
+    """Return the worst case: rows without padding or shared tokens."""
+    ids_BS = np.zeros((step.rows, step.tokens), np.int64)
+    lengths_B, first_B = np.full(step.rows, step.tokens), np.zeros(step.rows, np.int64)
+    attention = model.config.get_text_config()._attn_implementation
+    with unset_fake_temporarily():
+        layout = Layout(ids_BS, lengths_B, first_B, share=False, rebase=False, implementation=attention)
+    for name, value in vars(layout).items():
+        if isinstance(value, Tensor):
+            setattr(layout, name, fake.from_tensor(value))
+    return layout
 
 
 def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> Tensor:
@@ -206,102 +250,10 @@ def _move_from_meta(model: torch.nn.Module) -> None:
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in moved:
+                if id(tensor) not in moved and hasattr(tensor, "quant_state"):
+                    moved[id(tensor)] = packed(tensor)
+                elif id(tensor) not in moved:
                     empty: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     trains = isinstance(tensor, torch.nn.Parameter)
                     moved[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if trains else empty
                 tensors[name] = moved[id(tensor)]  # type: ignore[assignment]
-
-
-class AllocationRecords(TorchDispatchMode):
-    """Counts the storages that operators return inside the `with` block, until they are freed or resized.
-
-    The temporary memory of an operator is not counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = self.peak = 0  # bytes of live storages: now, and the most since the last `mark()`
-        self._known: dict[int, int] = {}  # bytes of each storage
-
-    def count(self, tensor: Tensor) -> None:
-        """Count the storage of `tensor` if it is new. Of a sharded tensor, count this rank's part."""
-        storage = _here(tensor).untyped_storage()
-        name, size = storage._cdata, storage.nbytes()
-        if name in self._known or size == 0:
-            return
-        self._known[name] = 0
-        weakref.finalize(storage, self._freed, name)
-        self._resized(name, size)
-
-    def mark(self) -> None:
-        self.peak = self.held
-
-    def _resized(self, name: int, size: int) -> None:
-        self.held += size - self._known[name]
-        self._known[name] = size
-        self.peak = max(self.peak, self.held)
-
-    def _freed(self, name: int) -> None:
-        self.held -= self._known.pop(name)
-
-    def __enter__(self) -> Any:
-        """Also watch `resize_`, because FSDP2 resizes the storages of gathered weights without an operator."""
-        resize = self._resize = torch.UntypedStorage.resize_
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            if storage._cdata in self._known:
-                self._resized(storage._cdata, size)
-            return result
-
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*exception)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, and count the memory of what it returns. `bool()` of a tensor without data is True."""
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return True
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self.count(tensor)
-        return result
-
-
-@contextmanager
-def _one_rank_of(devices: int) -> Iterator[DeviceMesh]:
-    """Make this process the first rank of a mesh of `devices` in the `with` block. Its collectives move no data."""
-    dist.init_process_group("fake", rank=0, world_size=devices, store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", (devices,), mesh_dim_names=(_AXIS,))
-    finally:
-        dist.destroy_process_group()
-
-
-def _under_fsdp2(model: Any, mesh: DeviceMesh, mixed_precision: torch.dtype | None) -> Any:
-    """Prepare `model` for FSDP2 as Accelerate does, with the settings of `examples/accelerate_configs`."""
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=True,
-        auto_wrap_policy="transformer_based_wrap",
-        cpu_ram_efficient_loading=False,
-        activation_checkpointing=False,
-    )
-    mixed = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[mixed_precision]
-    if mixed_precision is not None:
-        plugin.set_mixed_precision(mixed)
-    # A real `Accelerator` would look for other processes
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=mesh,
-        parallelism_config=SimpleNamespace(fsdp_dim_names=(_AXIS,)),
-        mixed_precision=mixed,
-        is_main_process=False,
-        device=torch.device("cpu"),
-    )
-    return fsdp2_prepare_model(accelerator, model)

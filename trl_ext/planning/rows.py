@@ -63,7 +63,8 @@ class ScoredTokens:
             if kept_R:
                 inputs["kept"] = tuple(x[chunk] for x in kept_R)
             unscored_rS = torch.nn.functional.pad(chunk_rC, (labels.size(1) - chunk_rC.size(1), 0), value=True)
-            return model(*args, **inputs, labels=labels.masked_fill(unscored_rS, -100), head_outputs=outputs)
+            inputs |= {"labels": labels.masked_fill(unscored_rS, -100), "head_outputs": outputs}
+            return model(*args, **inputs)
 
         return call
 

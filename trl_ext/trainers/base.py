@@ -337,8 +337,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             if self._loss_reached or not added or not self._replaces("loss"):
                 raise
             raise RuntimeError(
-                f"{self._own_loss()} reads {error} from the batch, but does not call `super().compute_loss(...)`, "
-                "which adds it. Call it, or train with TRL's trainer."
+                f"{self._own_loss()} reads {error} from the batch, to which `super().compute_loss(...)` adds it. Call "
+                "that first, or train with TRL's trainer."
             ) from error
         self._first_step_ran = True
         if not self._loss_reached:

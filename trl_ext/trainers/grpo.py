@@ -90,7 +90,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _entropy_has_gradient(self) -> bool:
         # `top_entropy_quantile` compares entropies, which has no gradient
-        return bool(self._entropy_bonus_enabled)
+        return bool(self._entropy_bonus_enabled) or internals.has_own_loss(self)
 
     @property
     def _offloads(self) -> bool:

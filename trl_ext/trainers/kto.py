@@ -3,14 +3,17 @@
 The methods of TRL's trainer that only KTO overrides are here; the others are in `base.py`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import trl
 from datasets import IterableDataset
 
-from ..compat.kto import reference_given, sequences_of
+from ..compat.choices import overrides
+from ..compat.kto import KL_PASS, has_kl_rows, reference_given, sequences_of
 from ..compat.reference import recorded_loads
+from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
 from ..config import KTOConfig as KTOConfig  # `training_args.bin` files refer to it here
 from ..planning.non_finite import labelled, not_finite_rows, prompt_of
@@ -31,17 +34,29 @@ class KTOReference(ReferenceSource):
         policy = Decision("policy", "run", "Scores every completion, and the rows for the KL term, as in TRL.", True)
         if facts.own_loss is not None:
             policy, reference = left_to_own_loss(facts.own_loss)
+        elif self._own_kl_pass:
+            own = f" `{type(self.host).__name__}.{KL_PASS}` scores the rows for the KL term in every micro-batch."
+            reference = replace(reference, reason=reference.reason + own)
         return ReferencePlan(decisions=(policy, reference), facts=facts, source=source, durable=durable)
 
+    @property
+    def _own_kl_pass(self) -> bool:
+        """Whether a subclass scores the rows for the KL term, which TRL asks it for unless they are precomputed."""
+        return overrides(self.host, KL_PASS) is not None and not self.host.args.precompute_ref_log_probs
+
     def sequences_of(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
-        return sequences_of(batch)
+        return sequences_of(batch, with_kl=not self._own_kl_pass)
 
     def sums_of(self, batch: dict[str, Any]) -> list[torch.Tensor]:
         """Return the reference's log-probs of each completion, then of each row for the KL term, `(B,)` each."""
         parts, stores = self.sequences_of(batch), self.host.plan.source == "store"
-        passes = (2 if "KL_input_ids" in batch else 1) // len(parts)
-        scored = [self._found(x, passes=passes) if stores else self._pass(x) for x in parts]
-        return [x.sum(dim=1) for x in scored]
+        own_kl = self._own_kl_pass and has_kl_rows(batch)
+        passes = (2 if has_kl_rows(batch) and not own_kl else 1) // len(parts)
+        sums = [(self._found(x, passes=passes) if stores else self._pass(x)).sum(dim=1) for x in parts]
+        if own_kl:
+            with unrecorded_pass(self.host), self.weights.entered():
+                sums.append(getattr(self.host, KL_PASS)(self._model(prepared=True), batch))
+        return sums
 
 
 class KTOTrainer(ExactTrainer, trl.KTOTrainer):

@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..compat import reference as internals
-from ..compat.choices import maybe_gather_lm_head_ctx
+from ..compat.choices import maybe_gather_lm_head_ctx, overrides
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
 from ..distributed.ranks import Ranks
@@ -27,6 +27,8 @@ from ..scoring.scorer import Scorer
 from .reference_weights import ReferenceOfPolicy
 
 _ROWS_CHECKED_TOGETHER = 64
+# Methods of which a subclass's version may run the reference model
+_MAY_RUN_IT = ("_compute_loss", "_compute_kl_logps", "compute_ref_log_probs")
 
 
 class Host(internals.ReferenceInternals, Protocol):
@@ -307,7 +309,9 @@ class ReferenceSource:
     def release(self) -> None:
         """Free a reference model that TRL loaded, once no dataset of the run needs it."""
         host, accelerator = self.host, self.ranks.accelerator
-        if host.ref_model is None or self._load is None or self._uncacheable or not self._holds_all_data():
+        if host.ref_model is None or self._load is None or self._uncacheable or overrides(host, *_MAY_RUN_IT):
+            return
+        if not self._holds_all_data():
             return
         if self._identity is None:
             self._identity = self._identify()

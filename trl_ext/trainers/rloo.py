@@ -4,7 +4,6 @@ The methods of TRL's trainer that only RLOO overrides are here; the others are i
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from transformers import ProcessorMixin
 
 from ..compat import grpo as internals
 from ..compat.choices import STEP, overrides
-from ..compat.replaced import replaced
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
 from ..packing.support import has_dropout, positions_by_length, trains_expert_modules
@@ -37,8 +35,6 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     _trl_trainer = trl.RLOOTrainer
     _config_class = trl.RLOOConfig
     _added_fields = AddedGroupFields
-    _generates = False  # while completions are generated and scored
-    _micro_batch: "tuple[ScoredTokens, dict[str, Any]] | None" = None  # of the running loss: what is scored, its batch
 
     def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
         if not self._replaces("rewards"):
@@ -61,6 +57,9 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     def _has_reference(self) -> bool:
         return bool(self.args.beta != 0)
+
+    def _entropy_has_gradient(self) -> bool:
+        return internals.has_own_loss(self)  # type: ignore[arg-type]
 
     def _on_accelerator(self) -> None:
         if self._ranks.group is not None or self._ranks.sequence is not None:
@@ -86,7 +85,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
                 has_router_loss=self.aux_loss_enabled,
                 trains_expert_modules=trains_expert_modules(self.model),
                 positions_by_length=positions_by_length(self.model),
-                own_batches=overrides(self, "_generate_and_score_completions", internals.PASS),
+                own_batches=overrides(self, "_generate_and_score_completions", internals.PASS, "_prepare_inputs"),
                 own_step=overrides(self, *STEP),
                 own_loss=own_loss,
                 keep_groups_together=options.keep_groups_together,
@@ -111,15 +110,15 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Sample and reward as TRL does. Equal rewards have advantages of exactly 0, if the plan says so."""
-        with replaced(self, _generates=True):
-            batch = self._generation.draw(inputs)
+        skipped = {internals.PASS: _no_pass} if self.plan.reuses_old_policy else {}
+        batch = self._generation.draw(inputs, **skipped)
         rewards, accelerator = self._generation.rewards, self.accelerator
         if self.model.training and self.state.global_step == 0:
             watched = self._non_finite.action is not None
             nan, names = self._generation.gave_nan(), self.reward_func_names
             check_first_rewards(rewards, nan, names, infinite_is_watched=watched)
         if self.plan.reuses_old_policy:
-            del batch["old_logps"]  # the loss adds it
+            del batch["old_logps"]  # our loss adds it
         if self.model.training and self.plan.zeroes_equal_rewards:
             size = self.num_generations
             equal = rows_of_equal_rewards(rewards, self.reward_weights.to(rewards.device), size, normalized_apart=False)
@@ -160,26 +159,10 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         compute_entropy: bool = False,
         **options: Any,
     ) -> tuple[Any, Any, Any]:
-        """Run TRL's pass, in the loss only over the completions that train. Skip it where the plan does."""
-        if self._generates and self.plan.reuses_old_policy:
-            self._generates = False  # a reward function may call this method, after TRL's only call
-            return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
+        """Run TRL's pass, without the statistics that it does not read."""
+        called = functools.partial(model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy])
         run = super()._get_per_token_logps_and_entropies
-        if self._micro_batch is None:
-            called: Callable[..., Any] = functools.partial(
-                model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy]
-            )
-            return run(called, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
-        scored, given = self._micro_batch
-        if not scored.every_row:
-            input_ids, attention_mask = input_ids[scored.rows_R], attention_mask[scored.rows_R]
-        called = scored.labelled(model, ("log_probs", "entropy"))
-        found = run(called, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
-        log_probs_BC, entropies_BC = (scored.spread(x) for x in found[:2])
-        if self.plan.reuses_old_policy:
-            given["old_logps"] = log_probs_BC.detach().sum(dim=1)
-        given["policy"] = log_probs_BC.detach()
-        return log_probs_BC, entropies_BC, found[2]
+        return run(called, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
 
     # Training
 
@@ -189,19 +172,23 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         """Compute TRL's loss from the log-probs of the planned passes."""
         self._loss_reached, plan = True, self.plan
         scored = self._scored_tokens(inputs)
+        policy_BC, entropies_BC, aux_loss = self._policy_pass(model, inputs, scored)
+        if plan.reuses_old_policy:
+            # In the batch, because a subclass may read it after this loss
+            inputs["old_logps"] = (policy_BC.detach() * inputs["completion_mask"]).sum(dim=1)
         given = dict(inputs)
         if not scored.every_row:
             # The ratio of a row that does not run is 1, and its entropy does not count
             live_B = torch.zeros(len(scored.tokens_BC), dtype=torch.bool, device=scored.rows_R.device)
             live_B[scored.rows_R] = True
             given["completion_mask"] = inputs["completion_mask"] * live_B.unsqueeze(1)
-            if "old_logps" in inputs:
-                given["old_logps"] = inputs["old_logps"].masked_fill(~live_B, 0.0)
-        own_pass = overrides(self, internals.PASS)
-        by = None if own_pass is None else f"`{type(self).__name__}.{own_pass}`"
-        with self._policy_scored(by), replaced(self, _micro_batch=(scored, given)):
+            given["old_logps"] = inputs["old_logps"].masked_fill(~live_B, 0.0)
+        with internals.answered_by(self, model, given, (policy_BC, entropies_BC, aux_loss)):  # type: ignore[arg-type]
             loss: Tensor = super().compute_loss(model, given, return_outputs, num_items_in_batch)
-        self._non_finite.watch(loss, lambda: self._not_finite(given, scored), lambda row: prompt_of(inputs, row))
+        values = {"policy": policy_BC.detach(), "old policy": given["old_logps"], "reward": given["advantages"]}
+        self._non_finite.watch(
+            loss, lambda: not_finite_rows(values, scored.tokens_BC), lambda row: prompt_of(inputs, row)
+        )
         skipped = scored.tokens_left_out(inputs) + (tokens_of(inputs) if plan.reuses_old_policy else 0)
         packed_away, *ran = self._scorer.take_counts()
         rows, tokens = len(scored.tokens_BC) - len(scored.rows_R), int(scored.tokens_BC.sum())
@@ -209,10 +196,19 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         self._count_tokens(counts)
         mode = "train" if self.model.training else "eval"
         self.skipped.add(mode, passes=int(plan.reuses_old_policy), rows=rows)
-        if not tokens:  # on any rank
+        if mode == "train" and not tokens:  # on any rank
             replace_last(self._metrics[mode], "entropy", None)
         return loss
 
-    def _not_finite(self, given: dict[str, Any], scored: ScoredTokens) -> dict[int, list[str]]:
-        values = {"policy": given.get("policy"), "old policy": given["old_logps"], "reward": given["advantages"]}
-        return not_finite_rows(values, scored.tokens_BC)
+    def _policy_pass(self, model: Any, inputs: Any, scored: ScoredTokens) -> tuple[Tensor, Tensor, Any]:
+        """Return log-probs and entropies `(B, C)` of the tokens to score, and the router loss if there is one."""
+        own_pass = overrides(self, internals.PASS)
+        called = model if own_pass is not None else scored.labelled(model, ("log_probs", "entropy"))
+        options = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
+        with self._policy_scored(None if own_pass is None else f"`{type(self).__name__}.{own_pass}`"):
+            found = internals.completion_log_probs(self, called, scored.fed(inputs), **options)  # type: ignore[arg-type]
+        return scored.spread(found[0]), scored.spread(found[1]), found[2]
+
+
+def _no_pass(model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any) -> Any:
+    return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None

@@ -1,0 +1,132 @@
+"""A user's subclass of `KTOTrainer` or `RLOOTrainer` trains as the same subclass of TRL's trainer."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+import trl_ext
+from other_drop_in_cases import CASES
+from run_losses import Trainers, train
+from tiny import Workshop
+from training_comparison import assert_same
+
+STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
+
+
+def completions_cut_by_the_policy(trainer: Any) -> Any:
+    """Scores while it generates; TRL's own pass of the old policy comes later."""
+
+    class Cut(trainer):
+        def _generate_single_turn(self, prompt_ids: Any, *others: Any) -> Any:
+            cut = []
+            for prompt, completion in zip(prompt_ids, super()._generate_single_turn(prompt_ids, *others), strict=True):
+                ids = torch.tensor([[*prompt, *completion]])
+                with torch.no_grad():
+                    found = self._get_per_token_logps_and_entropies(
+                        self.model, ids, torch.ones_like(ids), len(completion)
+                    )
+                cut.append(completion[: max(1, int((found[0] > -4.5).sum()))])
+            return cut
+
+    return Cut
+
+
+def entropies_of_other_rows(trainer: Any) -> Any:
+    class Others(trainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+            loss = super()._compute_loss(model, inputs)
+            ids, attended = (
+                torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1).roll(1, 0)
+                for name in ("ids", "mask")
+            )
+            columns = inputs["completion_ids"].size(1)
+            found = self._get_per_token_logps_and_entropies(model, ids, attended, columns, compute_entropy=True)
+            return loss - 0.1 * (found[1] * inputs["completion_mask"].roll(1, 0)).mean()
+
+    return Others
+
+
+def log_probs_of_the_reference(trainer: Any) -> Any:
+    class Reference(trainer):
+        def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+            ids, attended = (
+                torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+            )
+            columns = inputs["completion_ids"].size(1)
+            with torch.no_grad():
+                found = self._get_per_token_logps_and_entropies(self.ref_model, ids, attended, columns)
+            inputs = {**inputs, "advantages": inputs["advantages"] + found[0].mean(dim=1)}
+            return super()._compute_loss(model, inputs)
+
+    return Reference
+
+
+def old_log_probs_read_after_the_loss(trainer: Any) -> Any:
+    class Reads(trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss * (1 - inputs["old_logps"].mean().detach() / 100)
+
+    return Reads
+
+
+def old_log_probs_read_before_the_loss(trainer: Any) -> Any:
+    class Reads(trainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            batch = super()._prepare_inputs(inputs)
+            return {**batch, "advantages": batch["advantages"] * (1 - batch["old_logps"].mean() / 100)}
+
+    return Reads
+
+
+def kl_rows_of_mean_log_probs(trainer: Any) -> Any:
+    class Mean(trainer):
+        def _compute_kl_logps(self, model: Any, batch: Any) -> torch.Tensor:
+            return super()._compute_kl_logps(model, batch) / batch["KL_completion_mask"].sum(dim=1)
+
+    return Mean
+
+
+def a_reference_scored_in_the_loss(trainer: Any) -> Any:
+    """The reference model must not be freed after the first epoch."""
+
+    class Scores(trainer):
+        def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+            loss = super()._compute_loss(model, inputs, return_outputs)
+            return loss * (1 - self.compute_ref_log_probs(self.ref_model, inputs)[0].mean() / 100)
+
+    return Scores
+
+
+@pytest.mark.parametrize(
+    ("subclass", "name", "changes"),
+    [
+        (completions_cut_by_the_policy, "rloo-without-kl-full", {}),
+        (entropies_of_other_rows, "rloo-without-kl-full", {}),
+        (log_probs_of_the_reference, "rloo-defaults-full", {}),
+        (old_log_probs_read_after_the_loss, "rloo-without-kl-full", {}),
+        (old_log_probs_read_before_the_loss, "rloo-without-kl-full", {}),
+        (kl_rows_of_mean_log_probs, "kto-kto-full", {"beta": 1.0}),
+        (kl_rows_of_mean_log_probs, "kto-kto-ref_model", {"beta": 1.0}),
+        (kl_rows_of_mean_log_probs, "kto-precompute", {}),
+        (a_reference_scored_in_the_loss, "kto-epochs", {}),
+    ],
+    ids=lambda x: getattr(x, "__name__", None) or (x if isinstance(x, str) else "+".join(x) or "as_is"),
+)
+def test_a_subclass_of_kto_or_rloo_trains_as_in_trl(
+    subclass: Callable[[Any], Any], name: str, changes: dict[str, Any], workshop: Workshop
+) -> None:
+    case = replace(CASES[name], config={**CASES[name].config, **changes}, steps=max(3, CASES[name].steps))
+    attribute = f"{case.trainer}_trainer"
+
+    def named(trainers: Trainers) -> Trainers:
+        made = subclass(getattr(trainers, attribute))
+        made.__name__ = getattr(trainers, attribute).__name__
+        return replace(trainers, **{attribute: made})
+
+    ours, stock = (train(case, named(trainers), workshop) for trainers in (OURS, STOCK))
+    assert_same(case, ours, stock)

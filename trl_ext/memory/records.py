@@ -1,0 +1,75 @@
+"""Counts the memory of operators that run on tensors without data."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def here(tensor: Tensor) -> Tensor:
+    """Return this rank's part of `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class AllocationRecords(TorchDispatchMode):
+    """Counts the storages that operators return inside the `with` block, until they are freed or resized.
+
+    The temporary memory of an operator is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0  # bytes of live storages: now, and the most since the last `mark()`
+        self._known: dict[int, int] = {}  # bytes of each storage
+
+    def count(self, tensor: Tensor) -> None:
+        """Count the storage of `tensor` if it is new. Of a sharded tensor, count this rank's part."""
+        storage = here(tensor).untyped_storage()
+        name, size = storage._cdata, storage.nbytes()
+        if name in self._known or size == 0:
+            return
+        self._known[name] = 0
+        weakref.finalize(storage, self._freed, name)
+        self._resized(name, size)
+
+    def mark(self) -> None:
+        self.peak = self.held
+
+    def _resized(self, name: int, size: int) -> None:
+        self.held += size - self._known[name]
+        self._known[name] = size
+        self.peak = max(self.peak, self.held)
+
+    def _freed(self, name: int) -> None:
+        self.held -= self._known.pop(name)
+
+    def __enter__(self) -> Any:
+        """Also watch `resize_`, because FSDP2 resizes the storages of gathered weights without an operator."""
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._known:
+                self._resized(storage._cdata, size)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, and count the memory of what it returns. The value of a tensor without data is 1."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True if args[0].dtype == torch.bool else 1
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.count(tensor)
+        return result
