@@ -41,7 +41,7 @@ def longest_that_fits(bytes_of: Callable[[int], int], limit: int, first: int, mo
 
 
 # The engines whose estimates have been compared with measurements
-_ENGINES = {"one_process": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
+ENGINES = {"one_process": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
 # Number of states per trained parameter; other optimizers also allocate memory during a step
 _STATES = {"adamw_torch_fused": 2, "sgd": 0}
 _GIB = 2**30
@@ -76,7 +76,7 @@ class EstimateArguments:
     prompt_length: int = 0
     """Tokens of a prompt. DPO's `max_length` includes them; GRPO's `max_completion_length` does not."""
 
-    engine: str = field(default="one_process", metadata={"choices": [*_ENGINES]})
+    engine: str = field(default="one_process", metadata={"choices": [*ENGINES]})
     """How training will run: `"one_process"`, `"ddp"`, or `"fsdp2"` as in
     `examples/accelerate_configs/fsdp2.yaml`."""
 
@@ -86,24 +86,10 @@ class EstimateArguments:
 
 def run(line: Line) -> int:
     """Print the parts of the memory, the peak and the longest sequence that fits."""
-    script_class, config_class, *others = dataclasses_of(line.method)
-    # GRPO's config checks the batch of all processes
-    devices = str(line.value("num_devices"))
-    world_size = max(1, int(devices)) if devices.isdigit() else 1
-    on_devices = type(config_class.__name__, (config_class,), {"world_size": world_size})
-    parser = OneLineParser((script_class, on_devices, *others, EstimateArguments), prog=line.prog)
-    parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
-    script, training, model_args, mixture, asked, launch_of_file, launch = parse(parser, line, may_launch=True)
-    for_launch = [*launch_of_file, *launch]
-    if for_launch:
-        raise CommandError(
-            f"`{for_launch[0]}` is for `accelerate launch`, which `estimate` does not run. Remove it, and pass "
-            "`--engine` and `--num_devices` instead."
-        )
-    _refuse_what_is_not_covered(training, model_args)
-    _check_devices(line.method, asked)
-    parsed = Parsed(script, training, model_args, mixture, [], [])
-    step, policy = step_of(line.method, parsed, asked), _policy(parsed)
+    parsed, asked = arguments_of(line, EstimateArguments, "Remove it, and pass `--engine` and `--num_devices` instead")
+    check_covered(line.method, parsed, asked)
+    step, policy = step_of(line.method, parsed, asked), policy_of(parsed)
+    training = parsed.training
     print(_table(line.method, step, policy, memory_of_step(step)))
     limit = None if asked.device_memory is None else int(asked.device_memory * _GIB)
     if limit is None and asked.device == "cuda" and torch.cuda.is_available():
@@ -119,6 +105,33 @@ def run(line: Line) -> int:
     return 0
 
 
+def arguments_of(line: Line, asked: type, instead: str) -> tuple[Parsed, Any]:
+    """Return a run's arguments, for a machine that may be another one, and the dataclass `asked` of the command.
+
+    Raises:
+        `CommandError`: an argument is for `accelerate launch`; `instead` says what to do.
+    """
+    script_class, config_class, *others = dataclasses_of(line.method)
+    # GRPO's config checks the batch of all processes
+    devices = str(line.value("num_devices"))
+    world_size = max(1, int(devices)) if devices.isdigit() else 1
+    on_devices = type(config_class.__name__, (config_class,), {"world_size": world_size})
+    parser = OneLineParser((script_class, on_devices, *others, asked), prog=line.prog)
+    parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
+    script, training, model_args, mixture, found, launch_of_file, launch = parse(parser, line, may_launch=True)
+    for_launch = [*launch_of_file, *launch]
+    if for_launch:
+        command = line.prog.split()[1]
+        raise CommandError(f"`{for_launch[0]}` is for `accelerate launch`, which `{command}` does not run. {instead}.")
+    return Parsed(script, training, model_args, mixture, [], []), found
+
+
+def check_covered(method: str, parsed: Parsed, asked: EstimateArguments) -> None:
+    """Raise `CommandError` if the memory of these arguments, or of this engine, is not estimated."""
+    _refuse_what_is_not_covered(parsed.training, parsed.model)
+    _check_devices(method, asked)
+
+
 def _longest_row(method: str, training: Any, asked: EstimateArguments) -> int:
     """Return the number of tokens in the longest row that the arguments allow."""
     if method in _SAMPLES:
@@ -131,7 +144,7 @@ def _longest_row(method: str, training: Any, asked: EstimateArguments) -> int:
 def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     """Return the training step with these arguments, on one device, with the longest rows."""
     training = parsed.training
-    prompt_length, policy = asked.prompt_length, _policy(parsed)
+    prompt_length, policy = asked.prompt_length, policy_of(parsed)
     longest = min(_longest_row(method, training, asked), policy.positions)
     if not 0 <= prompt_length < longest:
         raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
@@ -161,13 +174,15 @@ def _has_reference(method: str, training: Any) -> bool:
     return bool(training.beta != 0 if method in _SAMPLES else not training.precompute_ref_log_probs)
 
 
-class _Policy(NamedTuple):
+class Policy(NamedTuple):
     make: Callable[[], Any]
     positions: int  # in the config
     dtype: torch.dtype
+    config: Any
+    name: str  # of the model, or of an adapter's base
 
 
-def _policy(parsed: Parsed) -> _Policy:
+def policy_of(parsed: Parsed) -> Policy:
     """Return a function that makes the policy from its config alone, and the policy's longest row and dtype."""
     _, training, model_args, *_ = parsed
     name, adapter = model_args.model_name_or_path, get_peft_config(model_args)
@@ -202,7 +217,7 @@ def _policy(parsed: Parsed) -> _Policy:
         return model.train()
 
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
-    return _Policy(make, positions, dtype or torch.float32)
+    return Policy(make, positions, dtype or torch.float32, config, name)
 
 
 def _refuse_what_is_not_covered(training: Any, model_args: Any) -> None:
@@ -232,7 +247,7 @@ def _check_devices(method: str, asked: EstimateArguments) -> None:
         )
 
 
-def _longest(step: Step, policy: _Policy, limit: int) -> str:
+def _longest(step: Step, policy: Policy, limit: int) -> str:
     prompt = step.tokens - step.scored
 
     def bytes_of(length: int) -> int:
@@ -244,10 +259,10 @@ def _longest(step: Step, policy: _Policy, limit: int) -> str:
     return f"rows of {longest:,} tokens fit in {limit / _GIB:.4g} GiB{whole}"
 
 
-def _table(method: str, step: Step, policy: _Policy, memory: StepMemory) -> str:
+def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
     rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method == "dpo")
     gathered = ", and gathered weights" if step.engine == "fsdp2" else ""
-    where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {_ENGINES[step.engine]}"
+    where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {ENGINES[step.engine]}"
     autocast = "" if step.autocast is None else f" with {_name(step.autocast)} autocast"
     lines = [
         ("weights", memory.weights, "of the policy, with its adapters if any"),
@@ -263,12 +278,13 @@ def _table(method: str, step: Step, policy: _Policy, memory: StepMemory) -> str:
         f"{rows} of {step.tokens + 1:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "
         f"{where} on {step.device.type}"
     )
-    return "\n".join([title, "", *(wrapped(text, f"{name:<13}{_readable(size):>12}   ") for name, size, text in lines)])
+    return "\n".join([title, "", *(wrapped(text, f"{name:<13}{readable(size):>12}   ") for name, size, text in lines)])
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _readable(size: int) -> str:
+def readable(size: int) -> str:
+    """Return a number of bytes in GiB, or in MiB if it is below one."""
     return f"{size / _GIB:.3f} GiB" if size >= _GIB else f"{size / 2**20:.1f} MiB"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,11 +33,20 @@ from ..heads.tiled import columns_per_tile, rows_per_tile
 from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
 from ..packing.packing import Packing
+from ..packing.support import has_dropout, positions_by_length, rebases
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 
 Engine = Literal["one_process", "ddp", "fsdp2"]
 _AXIS = "dp_shard"
+
+
+class Row(NamedTuple):
+    """The tokens of one row. Rows of the same group share their prompt, which the model then processes once."""
+
+    group: int
+    prompt: int
+    completion: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +67,7 @@ class Step:
     reference_model: bool = False  # whether a reference model of the policy's size is in memory
     engine: Engine = "one_process"
     devices: int = 1  # the number of devices; all other values are for one of them
+    lengths: tuple[Row, ...] = ()  # of rows that differ, in place of `rows`, `tokens` and `scored`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +92,7 @@ def memory_of_step(step: Step) -> StepMemory:
     """Return the parts and the peak of a step after the first, when the optimizer states exist."""
     with torch.device("meta"):
         model = step.model()
-    # The worst case: rows without padding or shared tokens
-    ids_BS = np.zeros((step.rows, step.tokens), np.int64)
-    lengths_B, first_B = np.full(step.rows, step.tokens), np.zeros(step.rows, np.int64)
-    attention = model.config.get_text_config()._attn_implementation
-    layout = Layout(ids_BS, lengths_B, first_B, share=False, rebase=False, implementation=attention)
+    layout = _layout(step, model)
     ranks: AbstractContextManager[Any] = _one_rank_of(step.devices) if step.engine == "fsdp2" else nullcontext()
     with ranks as mesh, FakeTensorMode() as fake:
         _move_from_meta(model)
@@ -113,6 +119,28 @@ def memory_of_step(step: Step) -> StepMemory:
         activations=activations,
         head=head,
         peak=held + max(highest - weights, gradients),
+    )
+
+
+def _layout(step: Step, model: Any) -> Layout:
+    """Return the packed row of the micro-batch: without padding, and without shared tokens unless rows have groups."""
+    attention = model.config.get_text_config()._attn_implementation
+    same = (Row(-1, step.tokens - step.scored + 1, step.scored),) * step.rows
+    rows = step.lengths or same
+    # The last token of a row is only predicted
+    lengths_B = np.array([row.prompt + row.completion - 1 for row in rows])
+    ids_BS = np.zeros((len(rows), max(lengths_B)), np.int64)
+    scored_BS = np.zeros(ids_BS.shape, bool)
+    for i, (row, length) in enumerate(zip(rows, lengths_B, strict=True)):
+        ids_BS[i, 0] = 1 + row.group
+        ids_BS[i, row.prompt :] = 1 + i
+        scored_BS[i, max(row.prompt - 1, 0) : length] = True
+    return Layout(
+        *(ids_BS, lengths_B, np.zeros(len(rows), np.int64)),
+        scored_BS=scored_BS,
+        share=bool(step.lengths),
+        rebase=rebases(model),
+        implementation=attention,
     )
 
 
@@ -165,9 +193,9 @@ def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> 
     """Return the hidden states `(N, H)` of the scored tokens."""
     if packing.padded_reason is None:
         hidden_TH = run_packed(inner, layout, {"use_cache": False}).last_hidden_state.squeeze(0)
-    else:
-        ids_BS = layout.input_ids.view(step.rows, step.tokens)
-        hidden_TH = inner.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
+        return index_select_fp32_grad(hidden_TH, layout.at_N)
+    ids_BS = layout.input_ids.view(step.rows, step.tokens)
+    hidden_TH = inner.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
     starts_B = torch.arange(step.rows) * step.tokens + step.tokens - step.scored
     at_N = (starts_B.unsqueeze(1) + torch.arange(step.scored)).flatten()
     return index_select_fp32_grad(hidden_TH, at_N)
@@ -271,6 +299,39 @@ class AllocationRecords(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.count(tensor)
         return result
+
+
+class ModelFacts(NamedTuple):
+    """What a plan of micro-batches needs to know about the model."""
+
+    packs: bool  # batches run without padding
+    shares: bool  # rows of a pass share their prompt in training
+    by_micro_batch: str | None  # why the gradient depends on which rows share a micro-batch
+    weight_bytes: int
+    trained_bytes: int
+
+
+def facts_of(make: Callable[[], Any], router_aux_loss_coef: float | None) -> ModelFacts:
+    """Return the facts of the model that `make` makes on the device "meta". `router_aux_loss_coef`: the config's."""
+    with torch.device("meta"):
+        model = make()
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    packs = Packing(inner, padding_free=True, share_prompts=True).padded_reason is None
+    reason = None
+    if positions_by_length(inner):
+        reason = "the model's rotary embeddings depend on the longest row of each micro-batch"
+    config = inner.config.get_text_config()
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if router_aux_loss_coef is None else router_aux_loss_coef
+    if hasattr(config, "output_router_logits") and coefficient != 0.0:
+        reason = "the router loss is computed for each micro-batch"
+    sizes = [(x.nbytes, x.requires_grad) for x in model.parameters()]
+    return ModelFacts(
+        packs=packs,
+        shares=packs and not has_dropout(model),
+        by_micro_batch=reason,
+        weight_bytes=sum(size for size, _ in sizes),
+        trained_bytes=sum(size for size, trains in sizes if trains),
+    )
 
 
 @contextmanager
