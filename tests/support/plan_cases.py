@@ -13,7 +13,7 @@ from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
 from trl_ext.cli.estimate import arguments_of
 from trl_ext.cli.line import Line, read
 from trl_ext.cli.plan import MARGIN, PlanArguments, chosen
-from trl_ext.cli.plan_search import Counted, Option, ranked, search
+from trl_ext.cli.plan_search import Counted, Option, ranked
 from trl_ext.cli.plan_subject import Subject
 from trl_ext.cli.training import build
 from trl_ext.planning.speed import CPU
@@ -101,9 +101,7 @@ def planned(name: str, folder: Path) -> Planned:
     parsed, _ = arguments_of(line, PlanArguments, "")
     subject = Subject(line.method, parsed, 1, "cpu", CPU)
     bound = int(CASES[name].bound * 2**20)
-    return Planned(
-        subject, bound, *search(subject.space.ladders(subject.lengths), subject.peak_of, int(bound * (1 - MARGIN)))
-    )
+    return Planned(subject, bound, *subject.search(int(bound * (1 - MARGIN))))
 
 
 def measured(name: str, folder: Path, subject: Subject, option: Option) -> int:

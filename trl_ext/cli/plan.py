@@ -19,12 +19,13 @@ from . import CommandError, wrapped
 from .arguments import OneLineParser, dataclasses_of
 from .estimate import ENGINES, arguments_of, readable
 from .line import Line
-from .plan_search import Counted, Option, ranked, search
+from .plan_search import Counted, Option, ranked, varied
 from .plan_subject import Subject
 
 _GIB = 2**30
 # Estimates differ from measurements by less than this; a plan that just fits would sometimes not
 MARGIN = 0.05
+_PERCENT = f"{100 * (1 - MARGIN):.0f} %"
 _SHOWN, _MISSES = 3, 4
 _NOT_COVERED = (
     "Peaks and times are predictions, not measurements. No prediction was compared with a GPU. They leave out "
@@ -70,15 +71,16 @@ def run(line: Line) -> int:
     kind = asked.device or ("cpu" if line.has_on("use_cpu") else "cuda")
     limits, bound, source = _limits(asked, kind)
     subject = Subject(line.method, parsed, asked.num_devices, kind, limits)
-    fits, misses = search(subject.space.ladders(subject.lengths), subject.peak_of, int(bound * (1 - MARGIN)))
-    print(_read(subject), _memory(bound, source), sep="\n", end="\n\n")
+    limit = int(bound * (1 - MARGIN))
+    fits, misses = subject.search(limit)
     if not fits:
-        raise _nothing_fits(subject, misses, bound)
+        raise _nothing_fits(subject, misses, limit)
+    print(_read(subject), _memory(bound, source), sep="\n", end="\n\n")
     best = ranked(fits, subject.seconds_of, subject.space.given)
-    for number, (counted, time) in enumerate(best[:_SHOWN], 1):
+    for number, (counted, time) in enumerate(varied(best, _SHOWN), 1):
         print(f"{number}. predicted peak {readable(counted.peak)}, predicted time {time:.2f}")
         print(_to_copy(_words(subject, counted.option, kind)), end="\n\n")
-    print(_unfit(subject, misses, bound), end="")
+    print(_unfit(subject, misses, limit), end="")
     if subject.kept_because is not None:
         print(wrapped(f"The batch stays as given: {subject.kept_because}."))
     path = Path(asked.plan_output or os.path.join(parsed.training.output_dir, "plan.yaml"))
@@ -198,8 +200,8 @@ def _read(subject: Subject) -> str:
 
 
 def _memory(bound: float, source: str) -> str:
-    left = f"The plan leaves {MARGIN:.0%} of it free.".replace("%", " %")
-    return wrapped(f"{readable(int(bound))} ({source}). {left}", "memory bound  ")
+    free = f"The plan leaves {100 * MARGIN:.0f} % of it free."
+    return wrapped(f"{readable(int(bound))} ({source}). {free}", "memory bound  ")
 
 
 def _named(subject: Subject, option: Option) -> str:
@@ -211,7 +213,7 @@ def _named(subject: Subject, option: Option) -> str:
     return f"{size} per pass, {checkpointing} checkpointing{reference}{engine}"
 
 
-def _unfit(subject: Subject, misses: list[Counted], bound: float) -> str:
+def _unfit(subject: Subject, misses: list[Counted], limit: int) -> str:
     """Return the closest miss for each engine, checkpointing and reference."""
     closest: dict[tuple[Any, ...], Counted] = {}
     for miss in misses:
@@ -222,14 +224,11 @@ def _unfit(subject: Subject, misses: list[Counted], bound: float) -> str:
         for x in sorted(closest.values(), key=lambda x: x.peak)[:_MISSES]
     ]
     lines += [wrapped(text, f"    {'-':>10}   ") for text in subject.uncovered.values()]
-    return (
-        "\n".join([f"Does not fit, by its predicted peak, into {readable(int(bound))}", *lines, "", ""])
-        if lines
-        else ""
-    )
+    title = f"Does not fit into {readable(limit)}, by its predicted peak"
+    return "\n".join([title, *lines, "", ""]) if lines else ""
 
 
-def _nothing_fits(subject: Subject, misses: list[Counted], bound: float) -> CommandError:
+def _nothing_fits(subject: Subject, misses: list[Counted], limit: int) -> CommandError:
     least = min(misses, key=lambda x: x.peak)
     options = ["set `--max_completion_length`" if subject.lengths.group > 1 else "set `--max_length`"]
     options[0] += " to a lower number"
@@ -237,6 +236,5 @@ def _nothing_fits(subject: Subject, misses: list[Counted], bound: float) -> Comm
         options.insert(0, "train an adapter with `--use_peft`")
     options.append("pass more devices with `--num_devices`")
     shown = f"the smallest predicted peak is {readable(least.peak)} ({_named(subject, least.option)})"
-    return CommandError(
-        f"Nothing fits into {readable(int(bound))}: {shown}. {', '.join(options[:-1]).capitalize()}, or {options[-1]}."
-    )
+    remedies = f"{', '.join(options[:-1]).capitalize()}, or {options[-1]}"
+    return CommandError(f"Nothing fits into {readable(limit)} ({_PERCENT} of the memory): {shown}. {remedies}.")

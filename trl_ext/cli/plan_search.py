@@ -4,8 +4,9 @@ Pure functions and data. Dimensions: U units (rows, or pairs in DPO), C completi
 """
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -97,7 +98,12 @@ class Lengths:
         longest: Array = self.prompts_U + self.completions_UC.max(axis=1)
         return longest
 
-    @property
+    @cached_property
+    def _longest_first(self) -> Array:
+        """The numbers of the units, those with the most tokens first."""
+        return np.argsort(-self.units_U, kind="stable")
+
+    @cached_property
     def units_U(self) -> Array:
         """The tokens that the model processes of each unit, alone."""
         return self._tokens(self.prompts_U, self.completions_UC, self.shares)
@@ -118,7 +124,7 @@ class Lengths:
             # Without sharing, every copy of a prompt counts; with it, the worst has the most prompts
             together = self.kept_together or not self.shares
             prompts = whole + (rest > 0) + (rest > 0 and whole > 0 and self.shares) if together else units
-        order_U = np.argsort(-self.units_U, kind="stable")[:prompts]
+        order_U = self._longest_first[:prompts]
         at = [int(order_U[i % len(order_U)]) for i in range(units)]
         return tuple(row for unit, i in enumerate(at) for row in self._rows(unit, i))
 
@@ -172,7 +178,7 @@ class Lengths:
 
     def _parts(self, budget: int, units: int) -> int:
         """Return in how many passes of at most `budget` tokens `units` typical units run."""
-        order_U = np.argsort(self.units_U, kind="stable")
+        order_U = self._longest_first
         prompts = -(-units // self.group)
         typical = order_U[((np.arange(prompts) + 0.5) / prompts * len(order_U)).astype(int)]
         prompt_B = [i // self.group if self.group > 1 and self.shares else UNSHARED for i in range(units)]
@@ -187,29 +193,37 @@ class Counted(NamedTuple):
 
 
 def search(
-    ladders: Iterator[list[Option]], peak_of: Callable[[Option], int], bound: int
+    ladders: Iterable[list[Option]], peak_of: Callable[[Option], int], size_of: Callable[[Option], int], bound: int
 ) -> tuple[list[Counted], list[Counted]]:
     """Return the options that fit into `bound` bytes, and those that do not, of all whose memory was counted.
 
-    The memory of a ladder's options grows along it. The largest that fits is always among those counted.
+    Memory and size, in tokens of a pass, grow along a ladder. Of each ladder, the largest option that fits is among
+    those counted, and the next one, too.
     """
     fits: list[Counted] = []
     misses: list[Counted] = []
     for ladder in ladders:
-        for counted in _counted(ladder, peak_of, bound):
+        for counted in _counted(ladder, peak_of, size_of, bound):
             (fits if counted.peak <= bound else misses).append(counted)
     return fits, misses
 
 
-def _counted(ladder: list[Option], peak_of: Callable[[Option], int], bound: int) -> list[Counted]:
+def _counted(
+    ladder: list[Option], peak_of: Callable[[Option], int], size_of: Callable[[Option], int], bound: int
+) -> list[Counted]:
+    """Count the largest option, then the smallest; then follow the line between the two nearest to `bound`."""
     known: dict[int, int] = {}
-    fits, exceeds = -1, len(ladder)
-    at = len(ladder) - 1
+    fits, exceeds, at = -1, len(ladder), len(ladder) - 1
     while exceeds - fits > 1:
         known[at] = peak_of(ladder[at])
         fits, exceeds = (at, exceeds) if known[at] <= bound else (fits, at)
-        # The smallest second, as most options fit or none does; then halves
-        at = 0 if len(known) == 1 else (fits + exceeds) // 2
+        at = 0
+        if fits in known and exceeds in known:
+            low, high = size_of(ladder[fits]), size_of(ladder[exceeds])
+            size = low + (high - low) * (bound - known[fits]) / max(1, known[exceeds] - known[fits])
+            at = bisect.bisect_right(ladder, size, key=size_of) - 1
+            if len(known) % 3 == 0:  # the line misleads
+                at = (fits + exceeds) // 2
         at = min(max(at, fits + 1), exceeds - 1)
     return [Counted(ladder[i], peak) for i, peak in sorted(known.items())]
 
@@ -228,3 +242,16 @@ def ranked(fits: list[Counted], seconds_of: Callable[[Option], float], given: Op
         return round(item[1], 2), changed, item[0].peak
 
     return sorted(zip(fits, (x / least for x in times), strict=True), key=key)
+
+
+def varied(best: list[tuple[Counted, float]], count: int) -> list[tuple[Counted, float]]:
+    """Return the first `count`: those that are the first of their engine, checkpointing and reference, then others."""
+    kinds: set[tuple[str, bool, bool]] = set()
+    first: list[tuple[Counted, float]] = []
+    others: list[tuple[Counted, float]] = []
+    for item in best:
+        kind = item[0].option.engine, item[0].option.checkpointing, item[0].option.precompute
+        (others if kind in kinds else first).append(item)
+        kinds.add(kind)
+    chosen = [*first, *others][:count]
+    return [item for item in best if item in chosen]

@@ -17,7 +17,7 @@ from . import CommandError
 from .arguments import Parsed
 from .estimate import ENGINES, EstimateArguments, check_covered, policy_of, step_of
 from .plan_lengths import lengths_of
-from .plan_search import Lengths, Option, Space
+from .plan_search import Counted, Lengths, Option, Space, search
 
 _SAMPLES = ("grpo", "rloo")
 
@@ -131,6 +131,14 @@ class Subject:
             changes_budget=free and self.method in ("dpo", "grpo"),
             together=self._joined if self.method in ("dpo", "grpo") else 1,
         )
+
+    def search(self, limit: int) -> tuple[list[Counted], list[Counted]]:
+        """Return the options whose predicted peak is at most `limit` bytes, and the others that were counted."""
+
+        def size_of(option: Option) -> int:
+            return self.lengths.tokens_of(self.lengths.worst(option, self.space.together))
+
+        return search(self.space.ladders(self.lengths), self.peak_of, size_of, limit)
 
     # Memory
 
