@@ -60,8 +60,8 @@ def test_sizes():
 
 def test_the_package_stays_small():
     files = list(PACKAGE.rglob("*.py"))
-    assert len(files) <= 123
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 19_900
+    assert len(files) <= 128
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 20_900
 
 
 def test_protocols_of_parts_are_small():

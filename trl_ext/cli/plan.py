@@ -96,7 +96,8 @@ def run(line: Line) -> int:
 def _limits(asked: PlanArguments, kind: str) -> tuple[Device, float, str]:
     """Return the limits of a device, the bytes of its memory, and where they are from."""
     if asked.gpu is not None and (asked.device_memory is not None or kind == "cpu"):
-        other = "`--device cpu`" if kind == "cpu" else f"`--device_memory {asked.device_memory}`"
+        of_cpu = "`--device cpu`" if asked.device else "`--use_cpu`"
+        other = of_cpu if kind == "cpu" else f"`--device_memory {asked.device_memory}`"
         raise CommandError(f"`--gpu {asked.gpu}` and {other} contradict each other. Remove one of the two.")
     if asked.device_memory is not None:
         if not asked.device_memory > 0:
@@ -109,7 +110,7 @@ def _limits(asked: PlanArguments, kind: str) -> tuple[Device, float, str]:
         words = re.split(r"[\s-]+", found.name)
         known = next((x for name, x in GPUS.items() if name.split("-")[-1] in words or name in words), None)
         return known or GPUS["A100-80GB"], found.total_memory, f"{found.name}, this machine's GPU"
-    there = "`--device cpu` has no memory of its own" if kind == "cpu" else "there is no GPU to read it from"
+    there = "a CPU has no memory of its own" if kind == "cpu" else "there is no GPU to read it from"
     remedy = "" if kind == "cpu" else f", or the GPU of the run with `--gpu`: {', '.join(GPUS)}"
     raise CommandError(f"`--device_memory` is not set, and {there}. Pass it in GiB{remedy}.")
 
@@ -127,8 +128,7 @@ def chosen(subject: Subject, option: Option, kind: str) -> dict[str, Any]:
     chosen["gradient_checkpointing"] = option.checkpointing
     if option.precompute:
         chosen["precompute_ref_log_probs"] = True
-    if kind == "cpu":
-        chosen["use_cpu"] = True
+    chosen["use_cpu"] = True if kind == "cpu" else None
     if option.engine == "one_process":
         return chosen
     launch: dict[str, Any] = {"num_processes": subject.devices, "mixed_precision": "no"}
@@ -145,7 +145,7 @@ def _words(subject: Subject, option: Option, kind: str) -> list[str]:
     for name, value in chosen(subject, option, kind).items():
         if name == "env":
             words += [f"{x}={y}" for x, y in value.items()]
-        elif name in ("use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed"):
+        elif name in ("use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed") and value:
             words.append(f"--{name}")
         elif value is not None:
             words.append(f"--{name} {str(value).lower() if isinstance(value, bool) else value}")
