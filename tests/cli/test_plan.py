@@ -62,7 +62,7 @@ def test_plan_says_what_it_read_what_fits_and_what_does_not(words, tmp_path, cap
     *lines, command = out.splitlines()  # whose path is pytest's
     assert max(map(len, lines)) <= 80
     assert re.search(r"^32 pairs read; tokens: median, 95 %, longest$", out, re.MULTILINE), out
-    assert "5 % of it free" in out
+    assert "7 % of it free" in out
     assert re.search(r"^1\. predicted peak [\d.]+ MiB, predicted time 1\.0", out, re.MULTILINE), out
     assert "Does not fit into" in out
     assert "predictions, not measurements" in out
@@ -242,7 +242,7 @@ def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(drawn: tup
     times = [round(time, 2) for _, time in best]
     assert times == sorted(times)
     shown = varied(best, 3)
-    assert len(shown) == min(3, len(best))
+    assert len(shown) == min(3, sum(peak_of(x) <= bound for ladder in ladders for x in ladder))
     assert shown[:1] == best[:1]
 
 

@@ -23,8 +23,8 @@ from .plan_search import Counted, Option, ranked, varied
 from .plan_subject import Subject
 
 _GIB = 2**30
-# Estimates differ from measurements by less than this; a plan that just fits would sometimes not
-MARGIN = 0.05
+# In tests of small models, measured peaks exceed their estimates by up to this share
+MARGIN = 0.07
 _PERCENT = f"{100 * (1 - MARGIN):.0f} %"
 _SHOWN, _MISSES = 3, 4
 _NOT_COVERED = (

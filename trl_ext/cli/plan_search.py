@@ -193,19 +193,27 @@ class Counted(NamedTuple):
 
 
 def search(
-    ladders: Iterable[list[Option]], peak_of: Callable[[Option], int], size_of: Callable[[Option], int], bound: int
+    ladders: Iterable[list[Option]],
+    peak_of: Callable[[Option], int],
+    size_of: Callable[[Option], int],
+    bound: int,
+    wanted: int = 3,
 ) -> tuple[list[Counted], list[Counted]]:
     """Return the options that fit into `bound` bytes, and those that do not, of all whose memory was counted.
 
     Memory and size, in tokens of a pass, grow along a ladder. Of each ladder, the largest option that fits is among
-    those counted, and the next one, too.
+    those counted, and the next one, too. If fewer than `wanted` fit, smaller ones are counted.
     """
-    fits: list[Counted] = []
-    misses: list[Counted] = []
+    counted: list[Counted] = []
+    smaller: list[Option] = []
     for ladder in ladders:
-        for counted in _counted(ladder, peak_of, size_of, bound):
-            (fits if counted.peak <= bound else misses).append(counted)
-    return fits, misses
+        of_ladder = _counted(ladder, peak_of, size_of, bound)
+        counted += of_ladder
+        least = next((x.option for x in of_ladder if x.peak <= bound), ladder[0])
+        smaller += reversed(ladder[: ladder.index(least)])
+    lacking = max(0, wanted - sum(x.peak <= bound for x in counted))
+    counted += [Counted(option, peak_of(option)) for option in smaller[:lacking]]
+    return [x for x in counted if x.peak <= bound], [x for x in counted if x.peak > bound]
 
 
 def _counted(
