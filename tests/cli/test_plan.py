@@ -1,7 +1,10 @@
 """`plan`: what it chooses fits when trained, what it calls unfit does not, and its file trains."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +19,13 @@ from memory_estimates import saved_model
 from plan_cases import CASES, line_of, measured, planned
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli.__main__ import main
+from trl_ext.cli.estimate import arguments_of
+from trl_ext.cli.plan import PlanArguments
 from trl_ext.cli.plan_lengths import lengths_of
 from trl_ext.cli.plan_search import Counted, Lengths, Option, Space, ranked, search, varied
 from trl_ext.planning.speed import GPUS
 
+ROOT = Path(__file__).parents[2]
 FAST = {"sft-full-narrow"}
 
 
@@ -91,8 +97,7 @@ def test_the_file_trains_as_it_is(words, tmp_path, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_apply_trains_at_once(words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONPATH", ":".join(str(Path(__file__).parents[i]) for i in (2,)) + ":tests/support")
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
     assert main(["plan", "grpo", *words["grpo"], "--device", "cpu", "--device_memory", "1", "--apply"]) == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
 
@@ -129,6 +134,20 @@ def test_several_devices_get_an_engine_and_its_launch_arguments(words, tmp_path,
     assert "A10, by its data sheet" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_several_processes_on_a_cpu_run_from_the_file(words, tmp_path: Path):
+    assert main(["plan", "dpo", *words["dpo"], "--num_devices", "2", "--device", "cpu", "--device_memory", "1"]) == 0
+    run = subprocess.run(
+        [sys.executable, "-m", "trl_ext.cli", "explain", "dpo", "--config", str(tmp_path / "out" / "plan.yaml")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "DDP, 2 processes (gloo)" in run.stdout
+
+
 def test_without_a_gpu_or_a_bound_there_is_one_error(words, capsys: pytest.CaptureFixture, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["plan", "dpo", *words["dpo"]]) == 2
@@ -150,9 +169,6 @@ def test_if_nothing_fits_the_error_names_the_smallest_peak_and_what_is_left(word
 def test_lengths_are_those_of_the_rows_that_train(method: str, tmp_path: Path):
     name = next(x for x, case in CASES.items() if case.method == method)
     line = line_of(name, tmp_path)
-    from trl_ext.cli.estimate import arguments_of
-    from trl_ext.cli.plan import PlanArguments
-
     parsed, _ = arguments_of(line, PlanArguments, "")
     prompts_U, completions_UC = lengths_of(method, parsed, saved_model(CASES[name].model, tmp_path), "main")
     # Words are tokens; the end of a completion is one more

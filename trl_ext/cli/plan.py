@@ -143,10 +143,10 @@ def _words(subject: Subject, option: Option, kind: str) -> list[str]:
     """Return the arguments of an option as they are on a command line, each with its value."""
     words = []
     for name, value in chosen(subject, option, kind).items():
-        if name == "env":
-            words += [f"{x}={y}" for x, y in value.items()]
-        elif name in ("use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed") and value:
+        if name in ("use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed") and value:
             words.append(f"--{name}")
+        elif name == "env":  # the last one
+            words += [f"  # with {x}={y} in the environment" for x, y in value.items()]
         elif value is not None:
             words.append(f"--{name} {str(value).lower() if isinstance(value, bool) else value}")
     return words

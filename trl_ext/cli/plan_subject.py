@@ -20,6 +20,7 @@ from .plan_lengths import lengths_of
 from .plan_search import Counted, Lengths, Option, Space, search
 
 _SAMPLES = ("grpo", "rloo")
+_OF_CPU = ("one_process", "ddp")
 
 
 class Subject:
@@ -38,7 +39,8 @@ class Subject:
         self.peak_of, self._step = cache(self._peak), cache(self._step_of)
 
     def _covers(self, engine: str) -> bool:
-        if (engine == "one_process") != (self.devices == 1):
+        # accelerate runs no other engines on a CPU
+        if (engine == "one_process") != (self.devices == 1) or (self.kind == "cpu" and engine not in _OF_CPU):
             return False
         try:
             check_covered(self.method, self.parsed, self._asked(engine))
