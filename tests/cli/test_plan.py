@@ -268,6 +268,7 @@ def test_more_units_have_no_fewer_tokens(drawn: tuple[Space, Lengths], units: in
     _, lengths = drawn
     small, large = (lengths.most(x) for x in (units, units + 1))
     assert len(small) == units * lengths.completions_UC.shape[1]
+    assert lengths.tokens_of(lengths.most(1)) == lengths.units_U.max() or not lengths.packs
     if lengths.group == 1:
         assert lengths.tokens_of(small) <= lengths.tokens_of(large)
 

@@ -61,4 +61,5 @@ def test_engines_that_shard_weights_gather_them_in_each_pass():
 def test_the_longest_of_more_rows_is_longer(lengths: list[int], rows: int):
     assert min(lengths) - 1e-6 <= padded_length(lengths, rows) <= max(lengths) + 1e-6
     assert padded_length(lengths, rows) <= padded_length(lengths, rows + 1) + 1e-6
+    assert padded_length([1, 3], 2) == 2.5
     assert padded_length(lengths, 1) == pytest.approx(sum(lengths) / len(lengths))
