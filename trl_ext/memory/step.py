@@ -137,7 +137,7 @@ def _layout(step: Step, model: Any) -> Layout:
         scored_BS[i, max(row.prompt - 1, 0) : length] = True
     return Layout(
         *(ids_BS, lengths_B, np.zeros(len(rows), np.int64)),
-        scored_BS=scored_BS,
+        scored_BS=scored_BS if step.lengths else None,
         share=bool(step.lengths),
         rebase=rebases(model),
         implementation=attention,
@@ -193,9 +193,11 @@ def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> 
     """Return the hidden states `(N, H)` of the scored tokens."""
     if packing.padded_reason is None:
         hidden_TH = run_packed(inner, layout, {"use_cache": False}).last_hidden_state.squeeze(0)
+    else:
+        ids_BS = layout.input_ids.view(step.rows, step.tokens)
+        hidden_TH = inner.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
+    if step.lengths:
         return index_select_fp32_grad(hidden_TH, layout.at_N)
-    ids_BS = layout.input_ids.view(step.rows, step.tokens)
-    hidden_TH = inner.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
     starts_B = torch.arange(step.rows) * step.tokens + step.tokens - step.scored
     at_N = (starts_B.unsqueeze(1) + torch.arange(step.scored)).flatten()
     return index_select_fp32_grad(hidden_TH, at_N)
