@@ -6,7 +6,7 @@ TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short smoke t test test-all fuzz test-part test-torch-newest test-nightly test-sampler lint types bench bench-training bench-passes bench-packing bench-scaling bench-balance bench-curves bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
+.PHONY: demo demo-check demo-short smoke t test test-all fuzz test-part test-torch-newest test-nightly test-sampler lint types bench bench-training bench-passes bench-packing bench-scaling bench-balance bench-curves bench-plan bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -146,6 +146,7 @@ bench: $(VENV)
 	$(PYTHON) benchmarks/scaling.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/store.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/balance.py --smoke --results runs/bench
+	$(PYTHON) benchmarks/plan.py --smoke --results runs/bench
 	$(PYTHON) benchmarks/curves.py --smoke --only dpo --results runs/bench/curves --models runs/bench/models
 
 # Whole training steps and loss curves beside stock TRL's, on whatever device there is
@@ -172,6 +173,10 @@ bench-balance: $(VENV)
 # stopped
 bench-curves: $(VENV)
 	$(PYTHON) benchmarks/curves.py
+
+# Whether `trl-ext plan` orders options as their measured times do; 15 minutes
+bench-plan: $(VENV)
+	$(PYTHON) benchmarks/plan.py
 
 # On a machine with a GPU and no network, two calls of under 6 minutes each: make bench-gpu-head PYTHON=python3
 bench-gpu: bench-gpu-head bench-gpu-training

@@ -29,7 +29,10 @@ MAY_IMPORT = {
         *("heads", "packing", "distributed", "scoring", "planning", "checkpoints", "reference", "losses", "callbacks"),
         *("compat", "config", "sampler"),
     },
-    "cli": {"config", "trainers", "memory", "heads", "distributed", "scoring", "losses", "compat", "version"},
+    "cli": {
+        *("config", "trainers", "memory", "heads", "distributed", "scoring", "losses", "compat", "version"),
+        "planning",
+    },
 }
 HEADS_KNOW_TORCH_ONLY = {"transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "numpy"}
 

@@ -325,6 +325,7 @@ def test_doctor_says_what_is_there_and_what_is_wrong(capsys: pytest.CaptureFixtu
         (["trl-ext", "dpo", "--loss_type", "rpo_s"], {"rpo_squared"}),
         (["trl-ext", "explain", "grpo", "--reward_f"], {"--reward_funcs"}),
         (["trl-ext", "estimate", "dpo", "--device_m"], {"--device_memory"}),
+        (["trl-ext", "plan", "dpo", "--plan_o"], {"--plan_output"}),
     ],
 )
 def test_bash_completes(words: list[str], expected: set[str], completion_script: Path):
@@ -361,7 +362,10 @@ def test_a_completion_script_has_each_argument_once_and_nothing_else(completion_
     assert "--reference-store" not in script
 
 
-@pytest.mark.parametrize("command", [["--help"], *([x, "--help"] for x in COMMANDS), ["estimate", "dpo", "--help"]])
+@pytest.mark.parametrize(
+    "command",
+    [["--help"], *([x, "--help"] for x in COMMANDS), ["estimate", "dpo", "--help"], ["plan", "dpo", "--help"]],
+)
 def test_help_of_every_command_fits_80_columns(command: list[str], monkeypatch, capsys: pytest.CaptureFixture):
     monkeypatch.setenv("COLUMNS", "80")
     try:

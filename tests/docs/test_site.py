@@ -30,7 +30,7 @@ WORDS = {
     "arguments.md": 1250,
     "losses.md": 800,
     "metrics.md": 600,
-    "command-line.md": 800,
+    "command-line.md": 1150,
     "errors.md": 1800,
     "skipped-work.md": 1000,
     "reference-log-probs.md": 700,
@@ -47,7 +47,7 @@ WORDS = {
     "extending.md": 600,
     "safety.md": 300,
 }
-ALL_WORDS = 21_800
+ALL_WORDS = 22_200
 
 
 def words_of(page: Path) -> int:

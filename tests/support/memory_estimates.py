@@ -122,7 +122,7 @@ def parsed(name: str, folder: Path, launched: tuple[str, ...] | None = None) -> 
     """Return the arguments of a case. `launched`: further arguments for ranks, whose launch chooses the device."""
     method, model, options = CASES[name]
     arguments = [
-        *("--model_name_or_path", _model(model, folder), "--dataset_name", _data(method, folder)),
+        *("--model_name_or_path", saved_model(model, folder), "--dataset_name", _data(method, folder)),
         *("--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "2"),
         *("--output_dir", str(folder / "out"), "--share_prompts", "false", "--learning_rate", "1e-5"),
         *("--gradient_accumulation_steps", "1", "--no_dataloader_pin_memory", "--disable_tqdm", "true"),
@@ -133,7 +133,7 @@ def parsed(name: str, folder: Path, launched: tuple[str, ...] | None = None) -> 
     return Parsed(*parse(OneLineParser(dataclasses_of(method)), read(method, arguments), may_launch=False))
 
 
-def _model(name: str, folder: Path) -> str:
+def saved_model(name: str, folder: Path) -> str:
     path = folder / name
     if not path.exists():
         torch.manual_seed(0)

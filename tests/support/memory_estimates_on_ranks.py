@@ -69,8 +69,8 @@ _ALWAYS = ("dpo-lora", "dpo-full-accumulation", "dpo-lora-bf16", "kto-full-check
 _ON_SHARDS = (*_ALWAYS, "dpo-full", "sft-adamw_torch", "grpo-full-reference", "rloo-full-reference-checkpointing")
 ON_RANKS = {
     "ddp": (*_ALWAYS, "dpo-full", "dpo-lora-checkpointing", "grpo-full", "sft-full", "sft-adamw_8bit", "sft-4bit"),
-    "fsdp2": (*_ON_SHARDS, "sft-lora", "grpo-full", "kto-lora"),
-    "small_buckets_zero1": (*_ON_SHARDS, "sft-short-full"),
+    "fsdp2": (*_ON_SHARDS, "sft-lora", "sft-sgd", "grpo-full", "kto-lora"),
+    "small_buckets_zero1": (*_ON_SHARDS, "sft-short-full", "sft-sgd"),
     "small_buckets_zero2": (*_ON_SHARDS, "sft-short-full", "sft-short-momentum"),
     "zero1": ("dpo-full",),
     "zero2": ("dpo-full",),

@@ -21,12 +21,19 @@ COMMANDS = {
     "rloo": "train with RLOO",
     "explain": "show what a run computes, reuses and skips, and why",
     "estimate": "estimate the memory of a training step, and the longest sequence that fits",
+    "plan": "find the batch, checkpointing and engine that fit, the fastest first",
     "doctor": "check versions, devices and the engine, and test the LM head on each device",
     "completion": "print a script that makes a shell complete commands and arguments",
 }
 # What follows a command that is not a method
 _METHOD = f" {{{','.join(METHODS)}}} [ARGUMENTS]"
-_FOLLOWED_BY = {"explain": _METHOD, "estimate": _METHOD, "doctor": "", "completion": " {bash,zsh,tcsh}"}
+_FOLLOWED_BY = {
+    "explain": _METHOD,
+    "estimate": _METHOD,
+    "plan": _METHOD,
+    "doctor": "",
+    "completion": " {bash,zsh,tcsh}",
+}
 _HELP = ("-h", "--help")
 _OVERVIEW = """usage: trl-ext [--version] COMMAND [ARGUMENTS]
 
@@ -106,6 +113,10 @@ def _run(arguments: list[str], may_launch: bool, shows_traceback: bool) -> int:
                 from . import estimate
 
                 return estimate.run(line)
+            if command == "plan":
+                from . import plan
+
+                return plan.run(line)
             from . import training
 
             return training.run(command, line, may_launch=may_launch, shows_traceback=shows_traceback)

@@ -135,7 +135,7 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
     except ValueError as error:
         if "divisible" in str(error):
             # The processes that this one launches check the batch of all processes
-            if may_launch and "estimate" not in line.prog and needs_launch([*of_file, *left]):
+            if may_launch and {"estimate", "plan"}.isdisjoint(line.prog.split()) and needs_launch([*of_file, *left]):
                 return None, None, None, None, of_file, left
             one, of = ("", "train") if "num_generations" in str(error) else ("_eval", "eval")
             raise CommandError(f"{error} Change `--num_generations{one}` or `--per_device_{of}_batch_size`.") from error

@@ -9,7 +9,15 @@ import shtab
 
 from .line import METHODS
 
-FILES = ("accelerate_config", "config", "dataset_name", "model_name_or_path", "output_dir", "reward_model_name_or_path")
+FILES = (
+    "accelerate_config",
+    "config",
+    "dataset_name",
+    "model_name_or_path",
+    "output_dir",
+    "plan_output",
+    "reward_model_name_or_path",
+)
 
 
 def run(shell: str, commands: dict[str, str]) -> None:
@@ -31,6 +39,7 @@ def _parser_of_all(texts: dict[str, str]) -> argparse.ArgumentParser:
     from ..losses.preference import PREFERENCE_LOSSES
     from .arguments import REWARDS, OneLineParser, dataclasses_of
     from .estimate import EstimateArguments
+    from .plan import PlanArguments
 
     # Values that TRL checks only in the first step, so that its parser does not know them
     choices: dict[str, dict[str, tuple[str, ...]]] = {
@@ -51,6 +60,7 @@ def _parser_of_all(texts: dict[str, str]) -> argparse.ArgumentParser:
                 action.complete = shtab.FILE
             action.choices = action.choices or choices[method].get(action.dest)
 
+    further: dict[str, list[type]] = {"explain": [], "estimate": [EstimateArguments], "plan": [PlanArguments]}
     parser = argparse.ArgumentParser(prog="trl-ext")
     commands: Any = parser.add_subparsers(parser_class=OneLineParser)
     for name, text in texts.items():
@@ -58,10 +68,10 @@ def _parser_of_all(texts: dict[str, str]) -> argparse.ArgumentParser:
             add_method(commands, name)
             continue
         command = commands.add_parser(name, help=text)
-        if name in ("explain", "estimate"):
+        if name in further:
             methods = command.add_subparsers(parser_class=OneLineParser)
             for method in METHODS:
-                add_method(methods, method, *([EstimateArguments] if name == "estimate" else []))
+                add_method(methods, method, *further[name])
         elif name == "completion":
             command.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
     return parser

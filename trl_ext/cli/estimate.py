@@ -96,23 +96,9 @@ class EstimateArguments:
 
 def run(line: Line) -> int:
     """Print the parts of the memory, the peak and the longest sequence that fits."""
-    script_class, config_class, *others = dataclasses_of(line.method)
-    # GRPO's config checks the batch of all processes
-    devices = str(line.value("num_devices"))
-    world_size = max(1, int(devices)) if devices.isdigit() else 1
-    on_devices = type(config_class.__name__, (config_class,), {"world_size": world_size})
-    parser = OneLineParser((script_class, on_devices, *others, EstimateArguments), prog=line.prog)
-    parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
-    script, training, model_args, mixture, asked, launch_of_file, launch = parse(parser, line, may_launch=True)
-    for_launch = [*launch_of_file, *launch]
-    if for_launch:
-        raise CommandError(
-            f"`{for_launch[0]}` is for `accelerate launch`, which `estimate` does not run. Remove it, and pass "
-            "`--engine` and `--num_devices` instead."
-        )
-    parsed = Parsed(script, training, model_args, mixture, [], [])
-    step = step_of(line.method, parsed, asked)
-    policy = _policy(parsed)
+    parsed, asked = arguments_of(line, EstimateArguments, "Remove it, and pass `--engine` and `--num_devices` instead")
+    step, policy = step_of(line.method, parsed, asked), policy_of(parsed)
+    training = parsed.training
     print(_table(line.method, step, policy, memory_of_step(step)))
     limit = None if asked.device_memory is None else int(asked.device_memory * _GIB)
     if limit is None and asked.device == "cuda" and torch.cuda.is_available():
@@ -126,6 +112,33 @@ def run(line: Line) -> int:
         notes.insert(0, f"{cut}, so the estimate is for rows of {most:,} tokens.")
     print("", *map(wrapped, notes), sep="\n")
     return 0
+
+
+def arguments_of(line: Line, asked: type, instead: str) -> tuple[Parsed, Any]:
+    """Return a run's arguments, for a machine that may be another one, and the dataclass `asked` of the command.
+
+    Raises:
+        `CommandError`: an argument is for `accelerate launch`; `instead` says what to do.
+    """
+    script_class, config_class, *others = dataclasses_of(line.method)
+    # GRPO's config checks the batch of all processes
+    devices = str(line.value("num_devices"))
+    world_size = max(1, int(devices)) if devices.isdigit() else 1
+    on_devices = type(config_class.__name__, (config_class,), {"world_size": world_size})
+    parser = OneLineParser((script_class, on_devices, *others, asked), prog=line.prog)
+    parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
+    script, training, model_args, mixture, found, launch_of_file, launch = parse(parser, line, may_launch=True)
+    for_launch = [*launch_of_file, *launch]
+    if for_launch:
+        command = line.prog.split()[1]
+        raise CommandError(f"`{for_launch[0]}` is for `accelerate launch`, which `{command}` does not run. {instead}.")
+    return Parsed(script, training, model_args, mixture, [], []), found
+
+
+def check_covered(parsed: Parsed, asked: EstimateArguments) -> None:
+    """Raise `CommandError` if the memory of these arguments, or of this engine, is not estimated."""
+    _check_devices(asked)
+    _refuse_what_is_not_covered(parsed.training, parsed.model, asked.engine)
 
 
 def _longest_row(method: str, training: Any, asked: EstimateArguments) -> int:
@@ -144,9 +157,8 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
         `CommandError`: `estimate` does not cover an argument.
     """
     training = parsed.training
-    _check_devices(asked)
-    _refuse_what_is_not_covered(training, parsed.model, asked.engine)
-    prompt_length, policy = asked.prompt_length, _policy(parsed)
+    check_covered(parsed, asked)
+    prompt_length, policy = asked.prompt_length, policy_of(parsed)
     longest = min(_longest_row(method, training, asked), policy.positions)
     if not 0 <= prompt_length < longest:
         raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
@@ -171,7 +183,7 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
         accumulates=training.gradient_accumulation_steps > 1,
         optimizer=partial(_optimizer, training),
         reference=policy.make_reference if has_reference and not adapted else None,
-        reference_rows=(2 * rows if method == "kto" and training.loss_type == "kto" else rows) if has_reference else 0,
+        reference_batches=has_reference * (2 if method == "kto" and training.loss_type == "kto" else 1),
     )
 
 
@@ -191,14 +203,16 @@ def _optimizer(training: Any, model: Any) -> torch.optim.Optimizer:
         return Trainer.create_optimizer(trainer)
 
 
-class _Policy(NamedTuple):
+class Policy(NamedTuple):
     make: Callable[[], Any]
     make_reference: Callable[[], Any]
     positions: int  # in the config
     dtype: torch.dtype
+    config: Any
+    name: str  # of the model, or of an adapter's base
 
 
-def _policy(parsed: Parsed) -> _Policy:
+def policy_of(parsed: Parsed) -> Policy:
     """Return a function that makes the policy from its config alone, and the policy's longest row and dtype."""
     _, training, model_args, *_ = parsed
     name, adapter = model_args.model_name_or_path, get_peft_config(model_args)
@@ -243,7 +257,11 @@ def _policy(parsed: Parsed) -> _Policy:
         return model.train()
 
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
-    return _Policy(make, lambda: load().eval().requires_grad_(False), positions, dtype or torch.float32)
+
+    def make_reference() -> Any:
+        return load().eval().requires_grad_(False)
+
+    return Policy(make, make_reference, positions, dtype or torch.float32, config, name)
 
 
 def _refuse_what_is_not_covered(training: Any, model_args: Any, engine: str) -> None:
@@ -280,7 +298,7 @@ def _check_devices(asked: EstimateArguments) -> None:
         )
 
 
-def _longest(step: Step, policy: _Policy, limit: int) -> str:
+def _longest(step: Step, policy: Policy, limit: int) -> str:
     prompt = step.tokens - step.scored
 
     def bytes_of(length: int) -> int:
@@ -292,7 +310,7 @@ def _longest(step: Step, policy: _Policy, limit: int) -> str:
     return f"rows of {longest:,} tokens fit in {limit / _GIB:.4g} GiB{whole}"
 
 
-def _table(method: str, step: Step, policy: _Policy, memory: StepMemory) -> str:
+def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
     rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method == "dpo")
     gathered = ", and gathered weights" if step.engine == "fsdp2" else ""
     copies = ", and fp32 copies of trained parameters" if step.engine.startswith("zero") else ""
@@ -312,12 +330,13 @@ def _table(method: str, step: Step, policy: _Policy, memory: StepMemory) -> str:
         f"{rows} of {step.tokens + 1:,} tokens per micro-batch, {_name(policy.dtype)} weights{autocast}, "
         f"{where} on {step.device.type}"
     )
-    return "\n".join([title, "", *(wrapped(text, f"{name:<13}{_readable(size):>12}   ") for name, size, text in lines)])
+    return "\n".join([title, "", *(wrapped(text, f"{name:<13}{readable(size):>12}   ") for name, size, text in lines)])
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _readable(size: int) -> str:
+def readable(size: int) -> str:
+    """Return a number of bytes in GiB, or in MiB if it is below one."""
     return f"{size / _GIB:.3f} GiB" if size >= _GIB else f"{size / 2**20:.1f} MiB"

@@ -99,7 +99,7 @@ def build(method: str, parsed: Parsed, *, most_rows: int | None = None) -> Any:
     """Return the trainer, ready to train, with at most the first `most_rows` of each data set."""
     script, training, model_args, mixture, *_ = parsed
     rewards = {"reward_funcs": rewards_of(script)} if method in ("grpo", "rloo") else {}
-    train, evaluation = _data_sets(script, training, mixture, most_rows)
+    train, evaluation = data_sets(script, training, mixture, most_rows)
     model, quantization_config = _model(training, model_args)
     trainer = TRAINERS[method](
         model=model,
@@ -148,7 +148,8 @@ def _model(training: Any, model_args: Any) -> tuple[Any, Any]:
     return model, None
 
 
-def _data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) -> tuple[Any, Any]:
+def data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) -> tuple[Any, Any]:
+    """Return the rows to train on and those to evaluate, each at most the first `most_rows`."""
     data = get_dataset(mixture) if mixture.datasets else _loaded(script)
     wanted = {"dataset_train_split": script.dataset_train_split}
     if training.eval_strategy != "no":

@@ -8,6 +8,7 @@ _NAMES = {
     "transformers.generation.utils:GenerationMixin": "_get_logits_processor",
     "transformers.modeling_layers": "GradientCheckpointingLayer",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
+    "transformers.quantizers": "AutoHfQuantizer",
     "transformers.trainer": "OPTIMIZER_NAME SCHEDULER_NAME TRAINING_ARGS_NAME",
     "transformers.trainer_callback:ProgressCallback": "training_bar",
     "transformers.trainer_callback:TrainerCallback": "on_evaluate on_pre_optimizer_step on_predict on_step_begin",
@@ -28,9 +29,10 @@ _NAMES = {
         "_signature_columns _tag_names _tokenizer _total_train_tokens accelerator add_callback args "
         "aux_loss_enabled beta callback_handler create_model_card current_gradient_accumulation_steps "
         "data_collator eval_dataset evaluation_loop f_alpha_divergence_coef f_divergence_type "
-        "gather_function get_batch_samples is_deepspeed_enabled is_fsdp_enabled is_world_process_zero "
-        "label_smoothing loss_types loss_weights lr_scheduler model model_wrapped optimizer padding_free"
-        " precompute_ref_logps push_to_hub ref_model save_model state train train_dataset training_step"
+        "gather_function get_batch_samples get_decay_parameter_names get_optimizer_cls_and_kwargs "
+        "is_deepspeed_enabled is_fsdp_enabled is_world_process_zero label_smoothing loss_types "
+        "loss_weights lr_scheduler model model_wrapped optimizer padding_free precompute_ref_logps "
+        "push_to_hub ref_model save_model state train train_dataset training_step"
     ),
     "trl.trainer.grpo_config:GRPOConfig": "_VALID_DICT_FIELDS",
     "trl.trainer.grpo_trainer": "BaseTunerLayer VLLMGeneration gather gather_object get_peft_model is_peft_model",
@@ -41,14 +43,15 @@ _NAMES = {
         "_tokenizer _total_train_tokens accelerator add_callback args aux_loss_enabled beta "
         "callback_handler create_model_card current_gradient_accumulation_steps data_collator "
         "environment_factories eval_dataset evaluation_loop gather_function get_batch_samples "
-        "get_high_entropy_mask get_train_dataloader importance_sampling_level is_deepspeed_enabled "
-        "is_fsdp_enabled is_world_process_zero loss_type lr_scheduler model model_wrapped "
-        "multi_objective_aggregation num_generations num_iterations optimizer processing_class "
-        "push_to_hub ref_model reward_func_names reward_funcs reward_weights rollout_func save_model "
-        "scale_rewards shuffle_dataset state tools top_entropy_quantile train train_dataset "
-        "training_step use_transformers_continuous_batching use_vllm vllm_generation "
-        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_mode"
+        "get_decay_parameter_names get_high_entropy_mask get_optimizer_cls_and_kwargs "
+        "get_train_dataloader importance_sampling_level is_deepspeed_enabled is_fsdp_enabled "
+        "is_world_process_zero loss_type lr_scheduler model model_wrapped multi_objective_aggregation "
+        "num_generations num_iterations optimizer processing_class push_to_hub ref_model "
+        "reward_func_names reward_funcs reward_weights rollout_func save_model scale_rewards "
+        "shuffle_dataset state tools top_entropy_quantile train train_dataset training_step "
+        "use_transformers_continuous_batching use_vllm vllm_generation vllm_importance_sampling_clip_max"
+        " vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
+        "vllm_importance_sampling_mode vllm_mode"
     ),
     "trl.trainer.kto_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.kto_trainer:KTOTrainer": (

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ..heads.tiled import columns_per_tile, rows_per_tile
 from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
 from ..packing.packing import Packing
+from ..packing.support import has_dropout, positions_by_length, rebases
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
@@ -30,6 +31,14 @@ from .quantized import packed
 from .records import AllocationRecords, here
 
 Engine = Literal["one_process", "ddp", "fsdp2", "zero1", "zero2"]
+
+
+class Row(NamedTuple):
+    """The tokens of one row. Rows of the same group share their prompt, which the model then processes once."""
+
+    group: int
+    prompt: int
+    completion: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +57,11 @@ class Step:
     autocast: torch.dtype | None = None  # of mixed precision
     accumulates: bool = False  # whether gradients of an earlier micro-batch are in memory
     reference: Callable[[], Any] | None = None  # makes the reference model, if there is one; as `model` does
-    reference_rows: int = 0  # of the pass that scores a micro-batch without a gradient; 0 if there is no such pass
+    reference_batches: int = 0  # how many times the rows of a micro-batch the reference's pass scores; 0: no such pass
     engine: Engine = "one_process"
     devices: int = 1  # the number of devices; all other values are for one of them
     reduce_bucket_size: int = 500_000_000  # DeepSpeed's, with its default: elements of its buffer for gradients
+    lengths: tuple[Row, ...] = ()  # of rows that differ, in place of `rows`, `tokens` and `scored`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +102,10 @@ def memory_of_step(step: Step) -> StepMemory:
             zero.accumulated()
         records.mark()
         highest = 0
-        if step.reference_rows:
+        if step.reference_batches:
             scored = model if reference_model is None else reference_model
-            of_reference = replace(step, rows=step.reference_rows, outputs=("log_probs",))
+            rows, lengths = step.rows * step.reference_batches, step.lengths * step.reference_batches
+            of_reference = replace(step, rows=rows, lengths=lengths, outputs=("log_probs",))
             with torch.no_grad():
                 highest = _micro_batch(of_reference, scored, fake, records)[2]
         activations, head, of_policy = _micro_batches(step, model, fake, records)
@@ -193,12 +204,25 @@ def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: Allocati
 
 
 def _layout(step: Step, model: Any, fake: FakeTensorMode) -> Layout:
-    """Return the worst case: rows without padding or shared tokens."""
-    ids_BS = np.zeros((step.rows, step.tokens), np.int64)
-    lengths_B, first_B = np.full(step.rows, step.tokens), np.zeros(step.rows, np.int64)
-    attention = model.config.get_text_config()._attn_implementation
+    """Return the packed row of the micro-batch: without padding, and without shared tokens unless rows have groups."""
+    same = (Row(-1, step.tokens - step.scored + 1, step.scored),) * step.rows
+    rows = step.lengths or same
+    # The last token of a row is only predicted
+    lengths_B = np.array([row.prompt + row.completion - 1 for row in rows])
+    ids_BS = np.zeros((len(rows), max(lengths_B)), np.int64)
+    scored_BS = np.zeros(ids_BS.shape, bool)
+    for i, (row, length) in enumerate(zip(rows, lengths_B, strict=True)):
+        ids_BS[i, 0] = 1 + row.group
+        ids_BS[i, row.prompt :] = 1 + i
+        scored_BS[i, max(row.prompt - 1, 0) : length] = True
     with unset_fake_temporarily():
-        layout = Layout(ids_BS, lengths_B, first_B, share=False, rebase=False, implementation=attention)
+        layout = Layout(
+            *(ids_BS, lengths_B, np.zeros(len(rows), np.int64)),
+            scored_BS=scored_BS if step.lengths else None,
+            share=bool(step.lengths),
+            rebase=rebases(model),
+            implementation=model.config.get_text_config()._attn_implementation,
+        )
     for name, value in vars(layout).items():
         if isinstance(value, Tensor):
             setattr(layout, name, fake.from_tensor(value))
@@ -212,6 +236,8 @@ def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> 
     else:
         ids_BS = layout.input_ids.view(step.rows, step.tokens)
         hidden_TH = inner.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
+    if step.lengths:
+        return index_select_fp32_grad(hidden_TH, layout.at_N)
     starts_B = torch.arange(step.rows) * step.tokens + step.tokens - step.scored
     at_N = (starts_B.unsqueeze(1) + torch.arange(step.scored)).flatten()
     return index_select_fp32_grad(hidden_TH, at_N)
@@ -257,3 +283,36 @@ def _move_from_meta(model: torch.nn.Module) -> None:
                     trains = isinstance(tensor, torch.nn.Parameter)
                     moved[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if trains else empty
                 tensors[name] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+class ModelFacts(NamedTuple):
+    """What a plan of micro-batches needs to know about the model."""
+
+    packs: bool  # batches run without padding
+    shares: bool  # rows of a pass share their prompt in training
+    by_micro_batch: str | None  # why the gradient depends on which rows share a micro-batch
+    weight_bytes: int
+    trained_bytes: int
+
+
+def facts_of(make: Callable[[], Any], router_aux_loss_coef: float | None) -> ModelFacts:
+    """Return the facts of the model that `make` makes on the device "meta". `router_aux_loss_coef`: the config's."""
+    with torch.device("meta"):
+        model = make()
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    packs = Packing(inner, padding_free=True, share_prompts=True).padded_reason is None
+    reason = None
+    if positions_by_length(inner):
+        reason = "the model's rotary embeddings depend on the longest row of each micro-batch"
+    config = inner.config.get_text_config()
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if router_aux_loss_coef is None else router_aux_loss_coef
+    if hasattr(config, "output_router_logits") and coefficient != 0.0:
+        reason = "the router loss is computed for each micro-batch"
+    sizes = [(x.nbytes, x.requires_grad) for x in model.parameters()]
+    return ModelFacts(
+        packs=packs,
+        shares=packs and not has_dropout(model),
+        by_micro_batch=reason,
+        weight_bytes=sum(size for size, _ in sizes),
+        trained_bytes=sum(size for size, trains in sizes if trains),
+    )

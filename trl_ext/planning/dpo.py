@@ -7,7 +7,7 @@ from .plan import BY_LENGTH, Decision
 from .reference import ReferenceFacts, ReferencePlan, Source, left_to_own_loss, plan_reference
 
 # Loss types that are not a mean over pairs
-_OF_WHOLE_BATCH = {
+OF_WHOLE_BATCH = {
     "aot": "sorts the pairs of a micro-batch",
     "aot_unpaired": "sorts the pairs of a micro-batch",
     "sft": "is a mean over the tokens of a micro-batch",
@@ -113,9 +113,9 @@ def _balance(facts: DPOFacts) -> Decision:
 
 def _micro_batch_reason(facts: DPOFacts) -> str | None:
     """Return why the gradient depends on which pairs share a micro-batch, or why pairs cannot change micro-batches."""
-    whole = next((name for name in facts.loss_types if name in _OF_WHOLE_BATCH), None)
+    whole = next((name for name in facts.loss_types if name in OF_WHOLE_BATCH), None)
     if whole is not None:
-        return f"the loss type '{whole}' {_OF_WHOLE_BATCH[whole]}"
+        return f"the loss type '{whole}' {OF_WHOLE_BATCH[whole]}"
     if facts.has_router_loss:
         return "the router loss is computed for each micro-batch"
     if facts.positions_by_length:

@@ -1,0 +1,300 @@
+"""`plan`: what it chooses fits when trained, what it calls unfit does not, and its file trains."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memory_estimates import saved_model
+from plan_cases import CASES, line_of, measured, planned
+from tiny import Workshop, preferences, prompts
+from trl_ext.cli.__main__ import main
+from trl_ext.cli.estimate import arguments_of
+from trl_ext.cli.plan import PlanArguments
+from trl_ext.cli.plan_lengths import lengths_of
+from trl_ext.cli.plan_search import Counted, Lengths, Option, Space, ranked, search, varied
+from trl_ext.planning.speed import GPUS
+
+ROOT = Path(__file__).parents[2]
+FAST = {"sft-full-narrow"}
+
+
+@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+def test_the_choice_fits_when_trained_and_what_was_called_unfit_does_not(case: str, tmp_path: Path):
+    plan = planned(case, tmp_path)
+    peak = measured(case, tmp_path, plan.subject, plan.best.option)
+    print(f"{case}: bound {plan.bound}, {plan.best.option}, predicted {plan.best.peak}, measured {peak}")
+    assert peak <= plan.bound
+    for miss in plan.tempting:
+        peak = measured(case, tmp_path, plan.subject, miss.option)
+        print(f"{case}: {miss.option} called unfit, predicted {miss.peak}, measured {peak}")
+        assert peak >= 0.9 * plan.bound
+
+
+@pytest.fixture
+def words(workshop: Workshop, tmp_path: Path) -> dict[str, list[str]]:
+    """The arguments of short runs, by method."""
+    for method, rows in (("dpo", preferences(32, seed=3)), ("grpo", prompts(8, seed=3))):
+        (tmp_path / method).mkdir()
+        rows.to_json(tmp_path / method / "train.jsonl")
+    common = [
+        *("--model_name_or_path", workshop.model("tied"), "--output_dir", str(tmp_path / "out"), "--max_steps", "2"),
+        *("--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--no_dataloader_pin_memory"),
+        *("--gradient_accumulation_steps", "2", "--disable_tqdm", "true"),
+    ]
+    grpo = ["--num_generations", "2", "--max_completion_length", "4", "--reward_funcs", "rewards.id_reward"]
+    return {
+        "dpo": ["--dataset_name", str(tmp_path / "dpo"), *common, "--per_device_train_batch_size", "2"],
+        "grpo": ["--dataset_name", str(tmp_path / "grpo"), *common, "--per_device_train_batch_size", "4", *grpo],
+    }
+
+
+def test_plan_says_what_it_read_what_fits_and_what_does_not(words, tmp_path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "given.yaml"
+    file.write_text("beta: 0.5\nlearning_rate: 1.0e-4\n")
+    given = ["--config", str(file), *words["dpo"], "--lear", "1e-3", "--device", "cpu", "--device_memory", "0.0008"]
+    assert main(["plan", "dpo", *given]) == 0
+    out = capsys.readouterr().out
+    *lines, command = out.splitlines()  # whose path is pytest's
+    assert max(map(len, lines)) <= 80
+    assert re.search(r"^32 pairs read; tokens: median, 95 %, longest$", out, re.MULTILINE), out
+    assert "7 % of it free" in out
+    assert re.search(r"^1\. predicted peak [\d.]+ MiB, predicted time 1\.0", out, re.MULTILINE), out
+    assert "Does not fit into" in out
+    assert "predictions, not measurements" in out
+    chosen = yaml.safe_load((tmp_path / "out" / "plan.yaml").read_text())
+    assert chosen["beta"] == 0.5
+    assert chosen["learning_rate"] == 1e-3  # the line overrides the file, also by the beginning of a name
+    assert chosen["per_device_train_batch_size"] * chosen["gradient_accumulation_steps"] == 4
+    assert not {"device", "device_memory", "apply", "plan_output", "lear"} & chosen.keys()
+    assert command == f"trl-ext dpo --config {tmp_path / 'out' / 'plan.yaml'}"
+    # The words to copy are the file's
+    first = out.split("1. predicted")[1].split("\n\n")[0].split("\n", 1)[1]
+    copied = shlex.split(first)
+    assert [chosen[name.lstrip("-")] for name in copied if name.startswith("--max_tokens")] == [
+        int(copied[i + 1]) for i, name in enumerate(copied) if name.startswith("--max_tokens")
+    ]
+
+
+def test_the_file_trains_as_it_is(words, tmp_path, capsys: pytest.CaptureFixture):
+    at = tmp_path / "elsewhere" / "best.yaml"
+    given = [*words["dpo"], "--device", "cpu", "--device_memory", "1", "--plan_output", str(at)]
+    assert main(["plan", "dpo", *given]) == 0
+    assert not (tmp_path / "out").exists()
+    assert main(["dpo", "--config", str(at)]) == 0
+    assert "Model saved to" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_apply_trains_at_once(words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+    assert main(["plan", "grpo", *words["grpo"], "--device", "cpu", "--device_memory", "1", "--apply"]) == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "further", "reason"),
+    [
+        ("dpo", ["--loss_type", "aot"], "the loss type `aot` sorts the pairs"),
+        ("grpo", ["--loss_type", "bnpo"], "the loss `bnpo` is normalised"),
+        ("grpo", ["--entropy_coef", "0.01"], "the entropy bonus is a mean"),
+        ("grpo", ["--top_entropy_quantile", "0.5"], "`top_entropy_quantile` selects tokens"),
+    ],
+)
+def test_a_loss_of_the_micro_batch_keeps_the_batch(
+    method: str, further: list[str], reason: str, words, tmp_path, capsys
+):
+    given = [*words[method], *further, "--device", "cpu", "--device_memory", "1"]
+    assert main(["plan", method, *given]) == 0
+    assert f"The batch stays as given: {reason}" in " ".join(capsys.readouterr().out.split())
+    chosen = yaml.safe_load((tmp_path / "out" / "plan.yaml").read_text())
+    assert chosen["per_device_train_batch_size"] == int(given[given.index("--per_device_train_batch_size") + 1])
+    assert "max_tokens_per_micro_batch" not in chosen
+
+
+@pytest.mark.slow
+def test_several_devices_get_an_engine_and_its_launch_arguments(words, tmp_path, capsys: pytest.CaptureFixture):
+    full = [*words["dpo"], "--num_devices", "4", "--gpu", "A10", "--bf16", "true"]
+    assert main(["plan", "dpo", *full]) == 0
+    chosen = yaml.safe_load((tmp_path / "out" / "plan.yaml").read_text())
+    assert chosen["num_processes"] == 4
+    assert chosen["mixed_precision"] == "no"
+    assert chosen.get("multi_gpu") or chosen.get("use_fsdp") or chosen.get("use_deepspeed")
+    assert "A10, by its data sheet" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_several_processes_on_a_cpu_run_from_the_file(words, tmp_path: Path):
+    assert main(["plan", "dpo", *words["dpo"], "--num_devices", "2", "--device", "cpu", "--device_memory", "1"]) == 0
+    run = subprocess.run(
+        [sys.executable, "-m", "trl_ext.cli", "explain", "dpo", "--config", str(tmp_path / "out" / "plan.yaml")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "DDP, 2 processes (gloo)" in run.stdout
+
+
+def test_without_a_gpu_or_a_bound_there_is_one_error(words, capsys: pytest.CaptureFixture, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["plan", "dpo", *words["dpo"]]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("trl-ext plan: error: `--device_memory` is not set, and there is no GPU to read it from.")
+    assert "RTX-4090" in said
+
+
+def test_if_nothing_fits_the_error_names_the_smallest_peak_and_what_is_left(words, capsys: pytest.CaptureFixture):
+    assert main(["plan", "dpo", *words["dpo"], "--device", "cpu", "--device_memory", "0.0001"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(r"Nothing fits into 0\.1 MiB.*: the smallest predicted peak is [\d.]+ MiB \(", said), said
+    assert "`--use_peft`" in said
+    assert "`--max_length`" in said
+    assert "`--num_devices`" in said
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "grpo", "rloo"])
+def test_lengths_are_those_of_the_rows_that_train(method: str, tmp_path: Path):
+    name = next(x for x, case in CASES.items() if case.method == method)
+    line = line_of(name, tmp_path)
+    parsed, _ = arguments_of(line, PlanArguments, "")
+    prompts_U, completions_UC = lengths_of(method, parsed, saved_model(CASES[name].model, tmp_path), "main")
+    # Words are tokens; the end of a completion is one more
+    assert (prompts_U.min(), prompts_U.max()) == (4, 32)
+    if method in ("grpo", "rloo"):
+        assert completions_UC.shape == (64, 0)
+        return
+    assert completions_UC.shape == (64, 2 if method == "dpo" else 1)
+    assert (prompts_U[:, None] + completions_UC).max() == 160
+    # Longer rows are truncated
+    parsed.training.max_length = 100
+    prompts_U, completions_UC = lengths_of(method, parsed, saved_model(CASES[name].model, tmp_path), "main")
+    assert (prompts_U[:, None] + completions_UC).max() == 100
+
+
+# The search
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=40)
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> tuple[Space, Lengths]:
+    group = draw(st.sampled_from((1, 1, 4)))
+    completions = 1 if group > 1 else draw(st.integers(1, 2))
+    rows = np.array(draw(LENGTHS))
+    accumulation, batch = draw(st.integers(1, 6)), draw(st.integers(1, 8))
+    lengths = Lengths(
+        *(rows[:, 0], rows[:, 1 : 1 + completions]),
+        group=group,
+        packs=draw(st.booleans()),
+        shares=draw(st.booleans()),
+        kept_together=draw(st.booleans()),
+    )
+    given = Option(engine="one_process", checkpointing=True, batch=batch, accumulation=accumulation)
+    if group > 1:
+        given = replace(given, generation=draw(st.integers(1, 6)) * accumulation)
+    changes = draw(st.sampled_from(("batch", "budget", "neither")))
+    space = Space(
+        given=given,
+        devices=1,
+        engines=draw(st.sampled_from((("one_process",), ("ddp", "fsdp2")))),
+        precompute=draw(st.sampled_from(((False,), (False, True)))),
+        changes_batch=changes == "batch",
+        changes_budget=changes == "budget",
+        together=accumulation if changes == "budget" else 1,
+    )
+    return space, lengths
+
+
+def peak_by_tokens(lengths: Lengths, space: Space):
+    def peak_of(option: Option) -> int:
+        rows = lengths.worst(option, space.together)
+        tokens = lengths.tokens_of(rows)
+        return 1000 + tokens * (10 if option.checkpointing else 40) - 200 * option.precompute
+
+    return peak_of
+
+
+@settings(deadline=None)
+@given(spaces(), st.integers(0, 200_000))
+def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(drawn: tuple[Space, Lengths], bound: int):
+    space, lengths = drawn
+    peak_of, ladders = peak_by_tokens(lengths, space), [*space.ladders(lengths)]
+
+    def size_of(option: Option) -> int:
+        return lengths.tokens_of(lengths.worst(option, space.together))
+
+    fits, misses = search(ladders, peak_of, size_of, bound)
+    assert all(x.peak <= bound for x in fits)
+    assert all(x.peak > bound for x in misses)
+    counted = {x.option for x in (*fits, *misses)}
+    given_option = space.given
+    for ladder in ladders:
+        sizes = [size_of(x) for x in ladder]
+        assert sizes == sorted(sizes)
+        largest = max((i for i, x in enumerate(ladder) if peak_of(x) <= bound), default=-1)
+        assert {*ladder[max(0, largest) : largest + 2]} <= counted
+        for option in ladder:
+            rows = option.batch * option.accumulation
+            assert rows == given_option.batch * given_option.accumulation
+            assert (option.generation or 0) * option.batch == (given_option.generation or 0) * given_option.batch
+            assert option.batch == given_option.batch or space.changes_batch
+            assert option.budget is None or space.changes_budget
+            assert option.budget is None or option.budget >= lengths.tokens_of(lengths.most(1))
+            assert option.engine in space.engines
+    best = ranked(fits, lambda x: float(x.accumulation), given_option)
+    times = [round(time, 2) for _, time in best]
+    assert times == sorted(times)
+    shown = varied(best, 3)
+    assert len(shown) == min(3, sum(peak_of(x) <= bound for ladder in ladders for x in ladder))
+    assert shown[:1] == best[:1]
+
+
+@settings(deadline=None)
+@given(spaces(), st.integers(1, 20))
+def test_more_units_have_no_fewer_tokens(drawn: tuple[Space, Lengths], units: int):
+    _, lengths = drawn
+    small, large = (lengths.most(x) for x in (units, units + 1))
+    assert len(small) == units * lengths.completions_UC.shape[1]
+    assert lengths.tokens_of(lengths.most(1)) == lengths.units_U.max() or not lengths.packs
+    if lengths.group == 1:
+        assert lengths.tokens_of(small) <= lengths.tokens_of(large)
+
+
+@settings(deadline=None)
+@given(spaces())
+def test_a_budget_is_kept_by_the_rows_that_it_stands_for(drawn: tuple[Space, Lengths]):
+    space, lengths = drawn
+    for ladder in replace(space, changes_batch=False, changes_budget=True).ladders(lengths):
+        for option in ladder:
+            if option.budget is not None:
+                assert lengths.tokens_of(lengths.worst(option, space.together)) <= option.budget
+            assert lengths.work(option, 1, space.together, 0.0).passes >= 1
+
+
+def test_of_equal_times_the_option_nearest_to_the_arguments_is_first():
+    given_option = Option(engine="ddp", checkpointing=True, batch=4, accumulation=2)
+    other = replace(given_option, batch=8, accumulation=1)
+    best = ranked([Counted(other, 1), Counted(given_option, 2)], lambda _: 1.0, given_option)
+    assert best[0][0].option == given_option
+
+
+def test_the_table_of_gpus_is_in_the_units_of_torch():
+    assert {"A10", "L4", "L40S", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X"} < GPUS.keys()
+    for gpu in GPUS.values():
+        assert 20 * 2**30 < gpu.memory < 200 * 2**30
+        assert 50e12 < gpu.flops < 3e15
+        assert gpu.link < gpu.bandwidth < 1e13
+    assert torch.cuda is not None

@@ -1,0 +1,144 @@
+"""Runs to plan and to measure: the arguments of a case, what `plan` says, and the peak of training with an option."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from allocations import peak_bytes
+
+from memory_estimates import saved_model
+from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
+from trl_ext.cli.estimate import arguments_of
+from trl_ext.cli.line import Line, read
+from trl_ext.cli.plan import MARGIN, PlanArguments, chosen
+from trl_ext.cli.plan_search import Counted, Option, ranked
+from trl_ext.cli.plan_subject import Subject
+from trl_ext.cli.training import build
+from trl_ext.planning.speed import CPU
+
+ROWS = 64
+LONGEST, PROMPT, COMPLETION = 160, 32, 64
+_LORA = ("--use_peft", "true", "--lora_target_modules", "all-linear", "--lora_dropout", "0")
+_OF_METHOD = {
+    "sft": ("--per_device_train_batch_size=8", f"--max_length={LONGEST}"),
+    "dpo": ("--per_device_train_batch_size=8", f"--max_length={LONGEST}"),
+    "kto": ("--per_device_train_batch_size=4", f"--max_length={LONGEST}"),
+    "grpo": ("--per_device_train_batch_size=8", "--num_generations=4", "--reward_funcs", "rewards.id_reward"),
+    "rloo": ("--per_device_train_batch_size=8", "--num_generations=4", "--reward_funcs", "rewards.id_reward"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    method: str
+    model: str  # of `memory_estimates.py`
+    bound: float  # MiB
+    options: tuple[str, ...] = ()
+
+
+CASES = {
+    "sft-full-wide": Case("sft", "small", 150),
+    "sft-full-narrow": Case("sft", "small", 40),
+    "sft-lora-tied": Case("sft", "tied", 40, _LORA),
+    "dpo-lora-wide": Case("dpo", "small", 120, _LORA),
+    "dpo-lora-narrow": Case("dpo", "small", 24, _LORA),
+    "dpo-full-tied": Case("dpo", "tied", 70),
+    "dpo-full-reference": Case("dpo", "small", 45),
+    "dpo-whole-batch": Case("dpo", "small", 60, (*_LORA, "--loss_type", "aot")),
+    "kto-full": Case("kto", "small", 60),
+    "kto-lora-tied": Case("kto", "tied", 30, _LORA),
+    "grpo-full-wide": Case("grpo", "small", 120),
+    "grpo-full-narrow": Case("grpo", "tied", 45),
+    "grpo-lora-reference": Case("grpo", "small", 30, (*_LORA, "--beta", "0.1")),
+    "rloo-full": Case("rloo", "small", 50),
+    "rloo-lora-tied": Case("rloo", "tied", 40, _LORA),
+}
+
+
+def line_of(name: str, folder: Path, longest_only: bool = False) -> Line:
+    """Return the command line of a case, as `trl-ext plan` reads it."""
+    case = CASES[name]
+    words = [
+        *("--model_name_or_path", saved_model(case.model, folder)),
+        *("--dataset_name", _data(case.method, folder, longest_only), "--output_dir", str(folder / "out")),
+        *("--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "2", "--use_cpu"),
+        *("--learning_rate", "1e-5", "--no_dataloader_pin_memory", "--disable_tqdm", "true"),
+        *("--gradient_accumulation_steps", "2", *_OF_METHOD[case.method]),
+        *case.options,
+    ]
+    if case.method in ("dpo", "kto"):
+        words += ["--reference_store", "memory"]
+    if case.method in ("grpo", "rloo"):
+        words += [f"--max_completion_length={COMPLETION}", "--generation_kwargs", '{"suppress_tokens": [1]}']
+    return read("plan", [case.method, *words])
+
+
+@dataclass(frozen=True)
+class Planned:
+    subject: Subject
+    bound: int
+    fits: list[Counted]
+    misses: list[Counted]
+
+    @property
+    def best(self) -> Counted:
+        return ranked(self.fits, self.subject.seconds_of, self.subject.space.given)[0][0]
+
+    @property
+    def tempting(self) -> list[Counted]:
+        """The closest miss of each ladder: less checkpointing, or a larger micro-batch."""
+        closest: dict[tuple[Any, ...], Counted] = {}
+        for miss in sorted(self.misses, key=lambda x: -x.peak):
+            closest[miss.option.checkpointing, miss.option.precompute] = miss
+        return [*closest.values()]
+
+
+def planned(name: str, folder: Path) -> Planned:
+    """Return what `plan` finds for a case."""
+    line = line_of(name, folder)
+    parsed, _ = arguments_of(line, PlanArguments, "")
+    subject = Subject(line.method, parsed, 1, "cpu", CPU)
+    bound = int(CASES[name].bound * 2**20)
+    return Planned(subject, bound, *subject.search(int(bound * (1 - MARGIN))))
+
+
+def measured(name: str, folder: Path, subject: Subject, option: Option) -> int:
+    """Return the peak bytes of training with an option on the longest rows alone, by the allocator's records."""
+    line = line_of(name, folder, longest_only=True)
+    words = list(line.words)
+    for argument, value in chosen(subject, option, "cpu").items():
+        if value is not None and argument != "use_cpu":
+            words += [f"--{argument}", str(value)]
+    again = read(line.method, words)
+    parsed = Parsed(*parse(OneLineParser(dataclasses_of(line.method)), again, may_launch=False))
+    trainer: Any = build(line.method, parsed)
+    models = [trainer.model, *([] if trainer.ref_model is None else [trainer.ref_model])]
+    held = sum(x.nbytes for model in models for x in (*model.parameters(), *model.buffers()))
+    return held + peak_bytes(trainer.train)
+
+
+def _data(method: str, folder: Path, longest_only: bool) -> str:
+    """Write rows of an eighth of the longest length up to all of it, which half of them have."""
+    path = folder / f"{method}-{'longest' if longest_only else 'ragged'}"
+    if not path.exists():
+        path.mkdir()
+        rows = [_row(method, i, 8 if longest_only else min(8, 1 + i * 16 // ROWS)) for i in range(ROWS)]
+        (path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _row(method: str, i: int, eighths: int) -> dict[str, Any]:
+    draws = np.random.default_rng(i)
+
+    def words(count: int) -> str:
+        return " ".join(f"w{x}" for x in draws.integers(94, size=max(1, count)))
+
+    prompt, rest = words(PROMPT * eighths // 8), (LONGEST - PROMPT) * eighths // 8 - 1  # and the end of the text
+    if method in ("grpo", "rloo"):
+        return {"prompt": prompt}
+    if method == "dpo":
+        return {"prompt": prompt, "chosen": f" {words(rest)}", "rejected": f" {words(rest)}"}
+    row = {"prompt": prompt, "completion": f" {words(rest)}"}
+    return row if method == "sft" else {**row, "label": bool(i % 2)}

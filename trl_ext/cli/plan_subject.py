@@ -1,0 +1,197 @@
+"""The run that `plan` plans: what may change without changing a result, and the memory and time of each option."""
+
+import copy
+import math
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from ..memory.step import Row, Step, facts_of, memory_of_step
+from ..planning.cost import CostModel
+from ..planning.dpo import OF_WHOLE_BATCH
+from ..planning.non_finite import steps_in_backward
+from ..planning.speed import Device, Model, seconds
+from . import CommandError
+from .arguments import Parsed
+from .estimate import ENGINES, EstimateArguments, check_covered, policy_of, step_of
+from .plan_lengths import lengths_of
+from .plan_search import Counted, Lengths, Option, Space, search
+
+_SAMPLES = ("grpo", "rloo")
+_OF_CPU = ("one_process", "ddp")
+
+
+class Subject:
+    """A run of `method` with these arguments on `devices` devices of one kind."""
+
+    def __init__(self, method: str, parsed: Parsed, devices: int, kind: str, limits: Device) -> None:
+        self.method, self.parsed, self.devices, self.kind, self.limits = method, parsed, devices, kind, limits
+        self.training = parsed.training
+        self.policy = policy_of(parsed)
+        self.facts = facts_of(self.policy.make, self.training.router_aux_loss_coef)
+        self.uncovered: dict[str, str] = {}  # engines that `estimate` does not cover, and what it says
+        self.engines = tuple(x for x in ENGINES if self._covers(x))
+        if not self.engines:
+            raise CommandError(next(reversed(self.uncovered.values())))
+        self.lengths = self._lengths()
+        self.peak_of, self._step = cache(self._peak), cache(self._step_of)
+
+    def _covers(self, engine: str) -> bool:
+        # accelerate runs no other engines on a CPU
+        if (engine == "one_process") != (self.devices == 1) or (self.kind == "cpu" and engine not in _OF_CPU):
+            return False
+        try:
+            check_covered(self.parsed, self._asked(engine))
+        except CommandError as error:
+            self.uncovered[engine] = str(error)
+            return False
+        return True
+
+    def _asked(self, engine: str, prompt_length: int = 0) -> EstimateArguments:
+        return EstimateArguments(device=self.kind, engine=engine, num_devices=self.devices, prompt_length=prompt_length)
+
+    def _lengths(self) -> Lengths:
+        training = self.training
+        prompts_U, completions_UC = lengths_of(
+            self.method, self.parsed, self.policy.name, self.parsed.model.model_revision
+        )
+        if self.method in _SAMPLES:
+            completions_UC = np.full((len(prompts_U), 1), training.max_completion_length)
+        return Lengths(
+            prompts_U,
+            completions_UC,
+            group=training.num_generations if self.method in _SAMPLES else 1,
+            packs=self.facts.packs and training.padding_free is not False,
+            shares=self.method in ("dpo", *_SAMPLES) and self.facts.shares and training.share_prompts is not False,
+            kept_together=self._keeps_groups,
+        )
+
+    @property
+    def _keeps_groups(self) -> bool:
+        if self.method not in _SAMPLES or self.training.steps_per_generation == 1:
+            return True
+        return self.kept_because is None and self._joined > 1
+
+    @property
+    def _joined(self) -> int:
+        """How many micro-batches of a generation batch are certain to share an optimizer step."""
+        training = self.training
+        if self.method == "dpo":
+            return int(training.gradient_accumulation_steps)
+        if self.method not in _SAMPLES or training.keep_groups_together is False:
+            return 1
+        return math.gcd(training.steps_per_generation, training.gradient_accumulation_steps)
+
+    @cached_property
+    def kept_because(self) -> str | None:
+        """Why the loss depends on the micro-batch, whose rows then stay as given; `None` if it does not."""
+        training = self.training
+        if self.method == "kto":
+            return "KTO's KL term pairs the rows of each micro-batch"
+        if self.method == "dpo":
+            of_batch = next((x for x in training.loss_type if x in OF_WHOLE_BATCH), None)
+            if of_batch is not None:
+                return f"the loss type `{of_batch}` {OF_WHOLE_BATCH[of_batch]}"
+        if self.method == "grpo":
+            if training.loss_type == "bnpo":
+                return "the loss `bnpo` is normalised by the tokens of each micro-batch"
+            if training.entropy_coef != 0.0 or training.use_adaptive_entropy:
+                return "the entropy bonus is a mean over the tokens of each micro-batch"
+            if training.top_entropy_quantile < 1.0:
+                return "`top_entropy_quantile` selects tokens within each micro-batch"
+        if steps_in_backward(training.optim):
+            return f"the optimizer `{training.optim}` steps in each backward"
+        return self.facts.by_micro_batch
+
+    @cached_property
+    def space(self) -> Space:
+        training, free = self.training, self.kept_because is None
+        given = Option(
+            engine=self.engines[0],
+            checkpointing=bool(training.gradient_checkpointing),
+            batch=training.per_device_train_batch_size,
+            accumulation=training.gradient_accumulation_steps,
+            generation=training.steps_per_generation if self.method in _SAMPLES else None,
+            budget=getattr(training, "max_tokens_per_micro_batch", None),
+            precompute=bool(getattr(training, "precompute_ref_log_probs", False)),
+        )
+        may_precompute = (
+            self.method in ("dpo", "kto")
+            and not given.precompute
+            and training.reference_store != "off"
+            and not training.sync_ref_model
+            and self._step(self.engines[0], given.checkpointing, False).reference is not None
+        )
+        return Space(
+            given=given,
+            devices=self.devices,
+            engines=self.engines,
+            precompute=(False, True) if may_precompute else (given.precompute,),
+            changes_batch=free and self.method in ("sft", "rloo"),
+            changes_budget=free and self.method in ("dpo", "grpo"),
+            together=self._joined if self.method in ("dpo", "grpo") else 1,
+        )
+
+    def search(self, limit: int) -> tuple[list[Counted], list[Counted]]:
+        """Return the options whose predicted peak is at most `limit` bytes, and the others that were counted."""
+
+        def size_of(option: Option) -> int:
+            return self.lengths.tokens_of(self.lengths.worst(option, self.space.together))
+
+        return search(self.space.ladders(self.lengths), self.peak_of, size_of, limit)
+
+    # Memory
+
+    def _step_of(self, engine: str, checkpointing: bool, precompute: bool) -> Step:
+        training = copy.copy(self.training)
+        training.gradient_checkpointing = checkpointing
+        if hasattr(training, "precompute_ref_log_probs"):
+            training.precompute_ref_log_probs = precompute
+        prompt_length = 0
+        if self.method in _SAMPLES:
+            prompt_length = min(int(self.lengths.prompts_U.max()), self.policy.positions - 2)
+        else:
+            training.max_length = max(2, int(self.lengths.rows_U.max()))
+        return step_of(self.method, self.parsed._replace(training=training), self._asked(engine, prompt_length))
+
+    def _peak(self, option: Option) -> int:
+        """Return the predicted peak of the largest micro-batch that the data allows, in bytes."""
+        step, together = self._step(option.engine, option.checkpointing, option.precompute), self.space.together
+        rows = self.lengths.worst(option, together)
+        apart = option.accumulation // (together if option.budget else 1) > 1
+        whole = self.lengths.most(option.batch * together)
+        splits = option.budget is not None and option.budget < self.lengths.tokens_of(whole)
+        return memory_of_step(replace(step, accumulates=apart or splits, **self._shape(rows))).peak
+
+    def _shape(self, rows: tuple[Row, ...]) -> dict[str, Any]:
+        if self.lengths.packs:
+            return {"lengths": rows}
+        tokens = max(row.prompt + row.completion - 1 for row in rows)
+        return {"rows": len(rows), "tokens": tokens, "scored": min(tokens, max(row.completion for row in rows))}
+
+    # Time
+
+    @cached_property
+    def _model(self) -> Model:
+        config = self.policy.config.get_text_config()
+        layers = getattr(config, "num_hidden_layers", None) or 1
+        return Model(CostModel.of(config), layers, self.facts.weight_bytes, self.facts.trained_bytes)
+
+    def seconds_of(self, option: Option) -> float:
+        """Return the predicted time of an optimizer step: only ratios mean something."""
+        work = self.lengths.work(option, self.devices, self.space.together, self._reference_passes(option))
+        return seconds(work, self._model, self.limits)
+
+    def _reference_passes(self, option: Option) -> float:
+        """Return how often the reference scores the tokens of a step, on average over the run."""
+        training = self.training
+        if self.method == "sft" or (self.method in _SAMPLES and training.beta == 0.0):
+            return 0.0
+        if self.method in _SAMPLES or training.reference_store == "off":
+            return 1.0
+        rows, step = len(self.lengths.prompts_U), option.batch * option.accumulation * self.devices
+        epochs = training.max_steps * step / rows if training.max_steps > 0 else training.num_train_epochs
+        # Precomputing scores all rows, also those that the run does not reach
+        return 1 / epochs if option.precompute else min(1.0, 1 / epochs)
