@@ -12,7 +12,7 @@ import trl
 from ..config import AddedFields
 from ..config import SFTConfig as SFTConfig  # `training_args.bin` files refer to it here
 from ..planning.non_finite import not_finite_rows
-from ..planning.plan import Decision, PackingPlan, Plan
+from ..planning.plan import Decision, PackingFacts, PackingPlan, Plan
 from .base import ExactTrainer
 from .checked_arguments import check_sft_arguments
 from .checked_data import check_rows_are_left, checked_rows, formatted, sft_columns
@@ -64,7 +64,7 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         logits = self._needs_logits()
         reason = "Scores every token with a label, as in TRL."
         if logits is not None:
-            reason = f"Runs twice for each batch, as in TRL: {logits} needs all logits."
+            reason = f"Runs twice for each batch: {logits} needs all logits, so log-probs are rounded as in TRL."
         return Plan(decisions=(Decision("policy", "run", reason, routine=logits is None),))
 
     def _needs_logits(self) -> str | None:
@@ -74,6 +74,9 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         if self.label_smoother is not None and self.args.loss_type == "nll":
             return f"`label_smoothing_factor={self.args.label_smoothing_factor}`"
         return None
+
+    def _packing_facts(self) -> PackingFacts:
+        return dataclasses.replace(super()._packing_facts(), has_prompts=False)
 
     def _packing_plan(self) -> PackingPlan:
         plan = super()._packing_plan()
