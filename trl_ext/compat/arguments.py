@@ -55,7 +55,7 @@ _RENAMED = {
     **OTHER_NAMES,
     **_OF_TEXTS,
     **_OF_GROUPS,
-    # RLOO before TRL 0.24
+    # RLOO in earlier versions
     **{"cliprange": "epsilon", "normalize_reward": "normalize_advantages", "num_ppo_epochs": "num_iterations"},
     **{"response_length": "max_completion_length", "rloo_k": "num_generations"},
     "evaluation_strategy": "eval_strategy",
