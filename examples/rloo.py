@@ -2,10 +2,11 @@
 
     python examples/rloo.py --model_name_or_path examples/demo/model --dataset_name examples/demo/data/grpo \
         --per_device_train_batch_size 32 --num_generations 8 --max_completion_length 36 --beta 0 --learning_rate 3e-4 \
-        --use_peft --lora_target_modules all-linear --use_cpu --bf16 false --output_dir runs/rloo
+        --use_peft --lora_target_modules all-linear --lora_dropout 0 --use_cpu --bf16 false --output_dir runs/rloo
 
-The options are TRL's (`--help` lists them). Without a KL term (`--beta 0`), each prompt of a group is computed once,
-equal rewards cost no training pass, and the old policy's pass is skipped.
+The options are TRL's (`--help` lists them). Without dropout (`--lora_dropout` is 0.05 by default), the completions of a
+group share their prompt. Without a KL term (`--beta 0`), equal rewards cost no training pass, and the old policy's pass
+is skipped.
 """
 
 from typing import Any

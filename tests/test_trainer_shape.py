@@ -48,7 +48,7 @@ def test_sizes():
     lines = {path.name: len(path.read_text().splitlines()) for path in (PACKAGE / "trainers").glob("*.py")}
     assert len(lines) <= 21
     assert lines.pop("base.py") <= 480  # of five trainers
-    assert max(lines.values()) <= 400
+    assert max(lines.values()) <= 420
     assert max(lines[f"{name}.py"] for name in ("sft", "dpo", "kto", "grpo", "rloo")) <= 250
     ignores = sum(
         path.read_text().count("type: ignore")
@@ -61,7 +61,7 @@ def test_sizes():
 def test_the_package_stays_small():
     files = list(PACKAGE.rglob("*.py"))
     assert len(files) <= 131
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 21_150
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 21_400
 
 
 def test_protocols_of_parts_are_small():

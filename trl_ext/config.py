@@ -200,15 +200,15 @@ class AddedGroupFields(AddedReferenceFields):
     """The fields of trainers that sample groups of completions, in addition to [`AddedReferenceFields`]."""
 
     zero_advantages_of_equal_rewards: bool = True
-    """Set the advantages of a group to 0 if all its rewards are bitwise equal. In TRL they may be fp32 rounding noise
-    of about 6e-4, for which AdamW takes steps of the full learning rate. Takes effect only where zero-advantage
-    completions can be skipped."""
+    """Set the advantages of a group of GRPO, and of RLOO with `beta=0`, to 0 if all its rewards are bitwise equal. In
+    TRL they may be fp32 rounding noise of about 6e-4, for which AdamW takes steps of the full learning rate. Takes
+    effect only where zero-advantage completions can be skipped."""
 
     keep_groups_together: bool | None = None
     """Whether to put the completions of a prompt into one micro-batch if there is room, within one optimizer step.
     `None`: if this changes no gradient. `True`: raise an error before training if it would, or would save nothing;
     assume that a subclass's overrides do not depend on the micro-batch as a whole, and with
-    `max_tokens_per_micro_batch` accept one without rows. `False`: TRL's order."""
+    `max_tokens_per_micro_batch` (GRPO) accept one without rows. `False`: TRL's order."""
 
     def __post_init__(self) -> None:
         _check_values(self, AddedGroupFields)

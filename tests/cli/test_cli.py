@@ -260,6 +260,13 @@ def test_the_tiles_of_a_sharded_head_are_sized_for_the_whole_vocabulary(tmp_path
     assert {*asked} == {(2048, 2048 * 128)}
 
 
+@pytest.mark.parametrize(("method", "said"), [("rloo", True), ("dpo", False)])
+def test_estimate_says_that_it_counts_no_prompt(method: str, said: bool, arguments, capsys: pytest.CaptureFixture):
+    for given, expected in (([], said), (["--prompt_length", "3"], False)):
+        assert main(["estimate", method, *arguments[method], "--device_memory", "1", *given]) == 0
+        assert ("Prompts count as 0 tokens" in capsys.readouterr().out) == expected
+
+
 @pytest.mark.parametrize("square", [0.0, 0.7])
 @pytest.mark.parametrize("limit", [100, 6_464, 50_000, 10_000_000])
 def test_the_longest_fits_and_the_next_does_not(square: float, limit: int):

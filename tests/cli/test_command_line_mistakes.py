@@ -16,11 +16,12 @@ from stock_command import stock_says
 from tiny import Workshop
 from trl_ext.cli.__main__ import COMMANDS, main
 from trl_ext.cli.arguments import OneLineParser, dataclasses_of, launch_command_parser
-from trl_ext.cli.line import METHODS, OTHER_NAMES, OTHER_NAMES_OF
+from trl_ext.cli.line import METHODS
+from trl_ext.compat.arguments import OTHER_NAMES, OTHER_NAMES_OF
 
 ROOT = Path(__file__).parents[2]
-# What `datasets` prints while it reads a file
-PROGRESS = ("Generating ", "Failed to load JSON")
+# What `datasets` and transformers print while they read files and rows
+PROGRESS = ("Generating ", "Failed to load JSON", "Loading weights:", "Dropping fully truncated")
 
 
 class Mistake(NamedTuple):

@@ -13,9 +13,14 @@ _COMMON = (
     "--output_dir out --no_dataloader_pin_memory --disable_tqdm true"
 )
 _RUNS = {
+    "SFT": f"--dataset_name texts {_COMMON}",
     "DPO": f"--dataset_name pairs {_COMMON}",
-    "GRPO": f"--dataset_name prompts {_COMMON} --reward_funcs my_rewards.py:brevity --num_generations 2 "
-    "--per_device_train_batch_size 4 --max_completion_length 4",
+    "KTO": f"--dataset_name labelled {_COMMON}",
+    **dict.fromkeys(
+        ("GRPO", "RLOO"),
+        f"--dataset_name prompts {_COMMON} --reward_funcs my_rewards.py:brevity --num_generations 2 "
+        "--per_device_train_batch_size 4 --max_completion_length 4",
+    ),
 }
 _OF_DPO = "dataset_name: pairs\nuse_cpu: true\n"
 _FILES = {
@@ -40,6 +45,12 @@ _FILES = {
     "flag.yaml": "cpu: maybe\n",
     "precision.yaml": "mixed_precision: fp17\n",
     "rpo_zero.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nrpo_alpha: 0\n",
+    "clipped.yaml": "reward_clip_range: [1.0, -1.0]\n",
+    "texts/train.jsonl": '{"text": "w1 w2 w3"}\n' * 8,
+    "labelled/train.jsonl": '{"prompt": "w1 w2", "completion": " w3", "label": true}\n' * 8,
+    "rated/train.jsonl": '{"prompt": "w1 w2", "completion": " w3", "label": 1}\n'
+    '{"prompt": "w1 w2", "completion": " w4", "label": -1}\n',
+    "questions/train.jsonl": '{"question": "w1 w2"}\n' * 8,
     "adapter/adapter_config.json": '{"base_model_name_or_path": "$MODEL"}',
     "moved/adapter_config.json": '{"base_model_name_or_path": "/old/base"}',
     "moved_on_hub/adapter_config.json": '{"base_model_name_or_path": "nobody/nothing", "peft_type": "LORA", '
@@ -52,7 +63,7 @@ LONG = "x" * 300  # more than a file system takes
 
 def fill(folder: Path, workshop: Workshop) -> None:
     """Write the files into `folder`, the current one of the command lines."""
-    for name in ("pairs", "prompts", "adapter", "moved", "moved_on_hub"):
+    for name in ("pairs", "prompts", "adapter", "moved", "moved_on_hub", "texts", "labelled", "rated", "questions"):
         (folder / name).mkdir()
     for path in ("pairs.jsonl", "pairs/train.jsonl"):
         preferences(8, seed=3).to_json(folder / path)
@@ -67,6 +78,6 @@ def fill(folder: Path, workshop: Workshop) -> None:
 
 
 def words_of(line: str, workshop: Workshop) -> list[str]:
-    """Return the words of a line, in which `$DPO` and `$GRPO` stand for the arguments of a short run."""
+    """Return the words of a line, in which `$DPO` and the like stand for the arguments of a short run."""
     names = {"MODEL": workshop.model("tied"), "LONG": LONG}
     return shlex.split(Template(Template(line).safe_substitute(_RUNS)).substitute(names))

@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -12,6 +13,10 @@ from tiny import V_WORDS, Workshop, lora_config, preferences, prompts, word_toke
 
 PAIRS, PROMPTS = preferences(6, seed=1), prompts(6, seed=1)
 PAIR = {"prompt": "w1 w2", "chosen": " w3 w4", "rejected": " w5"}
+ROW = {"prompt": "w1 w2", "completion": " w3 w4", "label": True}
+LABELLED = Dataset.from_list([{**ROW, "completion": f" w{place}", "label": place % 2 == 0} for place in range(6)])
+TEXTS = Dataset.from_list([{"text": f"w1 w2 w{place}"} for place in range(6)])
+_SHORT = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
 
 
 class Bench:
@@ -34,9 +39,17 @@ class Bench:
     def dpo(self, **arguments: Any) -> None:
         self._train("DPO", {"train_dataset": PAIRS, **arguments}, {})
 
+    def sft(self, **arguments: Any) -> None:
+        self._train("SFT", {"train_dataset": TEXTS, **arguments}, {})
+
+    def kto(self, **arguments: Any) -> None:
+        self._train("KTO", {"train_dataset": LABELLED, **arguments}, {})
+
     def grpo(self, **arguments: Any) -> None:
-        short = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
-        self._train("GRPO", {"reward_funcs": reward, "train_dataset": PROMPTS, **arguments}, short)
+        self._train("GRPO", {"reward_funcs": reward, "train_dataset": PROMPTS, **arguments}, _SHORT)
+
+    def rloo(self, **arguments: Any) -> None:
+        self._train("RLOO", {"reward_funcs": reward, "train_dataset": PROMPTS, **arguments}, _SHORT)
 
     def config(self, kind: str, **fields: Any) -> Any:
         return getattr(self.package, f"{kind}Config")(**{**self.shortest(), **fields})
@@ -48,7 +61,7 @@ class Bench:
         }
 
     def _train(self, kind: str, arguments: dict[str, Any], short: dict[str, Any]) -> None:
-        of_config = inspect.signature(trl_ext.DPOConfig if kind == "DPO" else trl_ext.GRPOConfig).parameters
+        of_config = inspect.signature(getattr(trl_ext, f"{kind}Config")).parameters
         fields = {x: arguments.pop(x) for x in list(arguments) if x in of_config}
         arguments.setdefault("model", self.workshop.model("tied"))
         config: Any = arguments.pop("args", None) or self.config(kind, **{**short, **fields})

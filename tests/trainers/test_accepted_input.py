@@ -20,7 +20,7 @@ import trl_ext
 from short_training import PAIR, PAIRS, PROMPTS, Bench, of_answers, of_completions, reward, tokenizer, with_more_tokens
 from tiny import V_WORDS, Workshop, chat_tokenizer, preferences, prompts, scripted_rollout
 from trl_ext.compat.arguments import check_numbers
-from trl_ext.trainers.checked_data import _check_prompts, check_enough_prompts, checked_pairs
+from trl_ext.trainers.checked_data import _check_prompts, check_enough_prompts, checked_rows, pair_columns
 
 SOURCED = PROMPTS.add_column("source", ["a"] * len(PROMPTS))
 
@@ -345,21 +345,21 @@ def test_checks_read_few_rows_of_a_million() -> None:
     rows = Counted(filled.data, indices_table=filled._indices)
     states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
     Counted.read = 0
-    checked_pairs(rows, "train_dataset", tokenizer(), has_end=True)
-    _check_prompts(rows, "train_dataset", tokenizer())
+    checked_rows(rows, "train", tokenizer(), pair_columns, has_end=True)
+    _check_prompts(rows, "train_dataset", tokenizer(), "GRPO")
     check_enough_prompts(rows, 64, 8)
     assert Counted.read == 10
     assert states[0] == random.getstate()
     assert torch.equal(states[1], torch.get_rng_state())
     assert states[2] == np.random.get_state()[1].tolist()
     with pytest.raises(ValueError, match=r"`prompt` is None in row 0 "):
-        _check_prompts(whole, "train_dataset", tokenizer())
+        _check_prompts(whole, "train_dataset", tokenizer(), "GRPO")
 
 
 def test_the_first_row_of_a_stream_is_checked_once() -> None:
     rows = [{"chosen": "w1 w2", "rejected": "w1 w3"}] * 2 + [{"chosen": "w1", "rejected": "w2"}] * 2
     stream = Dataset.from_list([{**row, "context": "w4"} for row in rows]).to_iterable_dataset(num_shards=2)
-    checked = checked_pairs(stream, "train_dataset", tokenizer(), has_end=True)
+    checked = checked_rows(stream, "train", tokenizer(), pair_columns, has_end=True)
     next(iter(checked))  # as TRL prepares it
     assert len(list(checked.shard(num_shards=2, index=1))) == 2  # as a data loader worker reads it
 
@@ -369,7 +369,7 @@ def test_a_transform_of_the_prompts_is_not_called_before_training() -> None:
         return {"prompt": [f"w{random.randrange(9)}" for _ in batch["prompt"]]}
 
     state = random.getstate()
-    _check_prompts(PROMPTS.with_transform(at_random), "train_dataset", tokenizer())
+    _check_prompts(PROMPTS.with_transform(at_random), "train_dataset", tokenizer(), "GRPO")
     assert random.getstate() == state
 
 
@@ -433,4 +433,4 @@ def test_fields_that_a_user_adds_to_a_config_may_have_any_type(tmp_path: Path) -
 def test_an_empty_completion_trains_as_in_trl() -> None:
     messages = [{"role": "user", "content": "w1"}]
     row = {"prompt": messages, "chosen": [], "rejected": [{"role": "assistant", "content": "w2"}]}
-    checked_pairs(Dataset.from_list([row]), "train_dataset", chat_tokenizer(), has_end=True)
+    checked_rows(Dataset.from_list([row]), "train", chat_tokenizer(), pair_columns, has_end=True)

@@ -13,8 +13,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 import trl_ext
-from mistakes import MISTAKES, PARTS, asked, messages, pairs
-from short_training import PAIR, PAIRS, Bench, tokenizer
+from mistakes import MISTAKES, PARTS, asked, labelled, messages, pairs, said
+from short_training import LABELLED, PAIR, PAIRS, TEXTS, Bench, tokenizer
 from tiny import Workshop, lora_config
 from trl_ext.compat.arguments import check_numbers
 from trl_ext.compat.replaced import replaced
@@ -30,10 +30,18 @@ FAST = {
     ),
     *("a reference of another vocabulary", "a reward model's name that there is not", "a language model as reward"),
     *("an adapter's checkpoint, a whole model", "a checkpoint of GRPO in DPO"),
+    *(
+        "SFT, a column by another name",
+        "SFT, ShareGPT messages",
+        "SFT, max_seq_length",
+        "SFT, packing without max_length",
+    ),
+    *("KTO, labels of -1", "KTO, prompts and labels by other names", "KTO, prompts longer than max_length"),
+    *("RLOO, prompts by another name", "RLOO, a reversed range of rewards", "RLOO, rloo_k", "RLOO, no reward"),
 }
 
 
-GROUPS: dict[str, Any] = {"DPO": {}, "GRPO": {"num_generations": 2}}
+GROUPS: dict[str, Any] = {"GRPO": {"num_generations": 2}, "RLOO": {"num_generations": 2}}
 
 
 @pytest.fixture
@@ -69,19 +77,19 @@ def test_a_mistake_stops_before_a_forward_pass_and_names_the_argument(name: str,
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_stock_trl_does_with_it(name: str, bench: Any) -> None:
     bench.package, mistake = trl, MISTAKES[name]
-    if mistake.stock is None:
+    if mistake.stock in (None, "no step"):
         mistake.make(bench)
-        assert bench.trainer.state.global_step
+        assert bool(bench.trainer.state.global_step) is (mistake.stock is None)
         return
     with pytest.raises(Exception) as raised:  # noqa: PT011 - of any type: the message is compared
         mistake.make(bench)
-    said = without_folders(str(raised.value), bench)
+    said = without_folders(f"{type(raised.value).__name__}: {raised.value}", bench)
     assert any(message in said for message in mistake.stock.split(" OR ")), said
 
 
-@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO"])
 def test_each_numeric_field_refuses_text_and_takes_its_default(kind: str, bench: Any) -> None:
-    config = bench.config(kind, **GROUPS[kind])
+    config = bench.config(kind, **GROUPS.get(kind, {}))
     check_numbers(config)
     names = {x.name for x in fields(config)} - {"vllm_server_port"}
     numeric = [x for x in names if type(getattr(config, x)) in (int, float)]
@@ -111,6 +119,27 @@ ACCEPTED: dict[str, Callable[[Any], None]] = {
         processing_class=tokenizer(chat_template=PART_TEMPLATE),
     ),
     "whole numbers with a decimal point that TRL takes": lambda b: b.grpo(max_completion_length=4.0),
+    "labels of -1, converted as the message says": lambda b: b.kto(
+        train_dataset=labelled(1, -1).map(lambda row: {"label": row["label"] > 0})
+    ),
+    "labels of text, converted as the message says": lambda b: b.kto(
+        train_dataset=labelled("good", "bad").map(lambda row: {"label": row["label"] == "good"})
+    ),
+    "labels of 0 and 1": lambda b: b.kto(train_dataset=labelled(0.0, 1.0)),
+    "ShareGPT conversations": lambda b: b.sft(
+        train_dataset=said({"from": "human", "value": "w1"}, "conversations"),
+        processing_class=tokenizer(chat_template=PART_TEMPLATE),
+    ),
+    "messages beside text, where the text is read": lambda b: b.sft(
+        train_dataset=TEXTS.add_column("messages", ["w1"] * 6)
+    ),
+    "a formatting function": lambda b: b.sft(
+        train_dataset=LABELLED.rename_column("prompt", "question"), formatting_func=lambda row: row["question"]
+    ),
+    "one bound of rewards": lambda b: b.rloo(reward_clip_range=(None, 1.0)),
+    "one row per batch without a KL term": lambda b: b.kto(
+        loss_type="apo_zero_unpaired", per_device_train_batch_size=1
+    ),
     "an adapter of no task": lambda b: b.dpo(peft_config=lora_config(task_type=None)),
     "an adapter resumed": lambda b: (
         b.dpo(peft_config=lora_config(), save_strategy="steps", save_steps=1),
@@ -138,16 +167,26 @@ def test_what_looks_like_a_mistake_and_is_none_trains(what: str, package: Any, b
     assert bench.trainer.state.global_step
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
 @pytest.mark.parametrize(
     ("rows", "warned"), [(pairs(chosen=" w5"), True), (pairs(chosen="", rejected=""), True), (PAIRS, False)]
 )
 def test_pairs_that_are_all_equal_are_a_warning(
-    rows: Dataset, warned: bool, bench: Any, caplog: pytest.LogCaptureFixture
+    kind: str, rows: Dataset, warned: bool, bench: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench.dpo(train_dataset=rows)
-    said = "`chosen` and `rejected` are equal in the first 4 rows of `train_dataset`. Equal pairs have no preference"
-    assert (said in caplog.text) is warned
-    assert (abs(bench.trainer.state.log_history[-1]["train_loss"] - 0.6931) < 1e-4) or not warned
+    getattr(bench, kind)(train_dataset=rows)
+    text = "`chosen` and `rejected` are equal in the first 4 rows of `train_dataset`. Equal pairs have no preference"
+    assert (text in caplog.text) is warned
+    unlearned = {"dpo": 0.6931, "kto": 0.5}[kind]
+    assert (abs(bench.trainer.state.log_history[-1]["train_loss"] - unlearned) < 1e-4) or not warned
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_rewards_that_are_all_none_are_a_warning(kind: str, bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+    getattr(bench, kind)(
+        reward_funcs=lambda completions, **_: [None for _ in completions], max_steps=2, logging_steps=1
+    )
+    assert "So far, no reward function returned a number" in caplog.text
 
 
 def test_one_pair_that_differs_is_no_warning(bench: Any, caplog: pytest.LogCaptureFixture) -> None:

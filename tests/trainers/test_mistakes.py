@@ -73,7 +73,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     "prompts by another name, GRPO": (
         lambda b: b.grpo(train_dataset=PROMPTS.rename_column("prompt", "question")),
-        ("`train_dataset`", "'question'", 'rename_column("...", "prompt")'),
+        ("`train_dataset`", "'question'", 'rename_column("question", "prompt")'),
     ),
     "evaluation data by another name": (
         lambda b: b.dpo(eval_dataset=PAIRS.rename_column("rejected", "worse")),
@@ -233,6 +233,11 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     "a loss type, DPO": (lambda b: b.dpo(loss_type="sigmiod"), ("`loss_type`", "'sigmiod'", "'sigmoid'")),
     "a loss type of ours": (lambda b: b.dpo(loss_type=["sft", "ipo-sum"]), ("`loss_type`", "'ipo-sum'", "'ipo_sum'")),
     "a loss type, GRPO": (lambda b: b.grpo(loss_type="drgrpo"), ("`loss_type`", "'drgrpo'", "'dr_grpo'")),
+    "a loss type, KTO": (lambda b: b.kto(loss_type="bco"), ("`loss_type`", "'bco'", "'apo_zero_unpaired'")),
+    "a way to pack, SFT": (
+        lambda b: b.sft(packing=True, packing_strategy="ffd"),
+        ("`packing_strategy`", "'ffd'", "'bfd_split'"),
+    ),
     "a divergence": (lambda b: b.dpo(f_divergence_type="kl"), ("`f_divergence_type`", "'kl'", "'reverse_kl'")),
     "where to cut": (lambda b: b.dpo(truncation_mode="end"), ("`truncation_mode`", "'end'", "'keep_end'")),
     "a level of the ratio": (

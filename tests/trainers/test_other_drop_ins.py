@@ -63,6 +63,17 @@ def test_a_run_is_saved_and_resumed_and_has_a_model_card(name: str, workshop: Wo
     assert settings == {"sft": ["loss_type"], "kto": ["loss_type", "beta"], "rloo": ["beta"]}[case.trainer]
 
 
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")  # TRL's, of its argument
+def test_the_plan_of_sft_speaks_of_rows_and_of_its_own_fields(workshop: Workshop, tmp_path: Path) -> None:
+    def row(name: str, of: str, **changes: Any) -> str:
+        case = replace(CASES[name], **changes)
+        return str(build(case, OURS, workshop, str(tmp_path), Record()).explain()[of].reason)
+
+    assert row("sft-nll-full", "packing") == "Padding is dropped, and leading tokens that rows share are computed once."
+    assert "(`lora_dropout`, `attention_dropout`)" in row("sft-nll-lora", "packing", lora={"lora_dropout": 0.1})
+    assert row("sft-label_smoothing", "policy").endswith("needs all logits, so log-probs are rounded as in TRL.")
+
+
 @pytest.mark.parametrize("beta", [0.05, 0.0])
 def test_an_entropy_of_no_token_is_absent(beta: float, workshop: Workshop) -> None:
     """All completions are truncated, so masked: TRL logs 0. With a KL term, the other passes still score tokens."""

@@ -84,7 +84,7 @@ class EstimateArguments:
     """Where training will run, `"cuda"` or `"cpu"`. This machine need not have the device."""
 
     prompt_length: int = 0
-    """Tokens of a prompt. DPO's `max_length` includes them; GRPO's `max_completion_length` does not."""
+    """Tokens of a prompt. `max_length` includes them; `max_completion_length` does not."""
 
     engine: str = field(default="one_process", metadata={"choices": [*ENGINES, "zero3"]})
     """How training will run: `"one_process"`, `"ddp"`, or `"fsdp2"`, `"zero1"`, `"zero2"` as in
@@ -106,6 +106,8 @@ def run(line: Line) -> int:
     unknown = "Pass `--device_memory` in GiB: there is no GPU to read it from."
     print(wrapped(unknown if limit is None else _longest(step, policy, limit), f"{'longest':<13}"))
     notes = [_NOT_COVERED]
+    if line.method in _SAMPLES and not asked.prompt_length:
+        notes.insert(0, "Prompts count as 0 tokens: set `--prompt_length` to that of the longest.")
     asked_for, most = _longest_row(line.method, training, asked), policy.positions
     if asked_for > most:
         cut = f"The arguments allow rows of {asked_for:,} tokens, but the model has {most:,} positions"

@@ -10,25 +10,6 @@ import yaml
 
 from . import CommandError
 
-# What other libraries and users call an argument; `compat/arguments.py` has the names in older versions of TRL
-OTHER_NAMES = {
-    **dict.fromkeys(("model", "model_id", "model_path", "base_model"), "model_name_or_path"),
-    **dict.fromkeys(("data", "dataset", "dataset_path"), "dataset_name"),
-    **dict.fromkeys(
-        ("batch_size", "train_batch_size", "micro_batch_size", "per_device_batch_size"),
-        "per_device_train_batch_size",
-    ),
-    **dict.fromkeys(("accumulation_steps", "grad_accum", "grad_accumulation_steps"), "gradient_accumulation_steps"),
-    **dict.fromkeys(("epochs", "num_epochs"), "num_train_epochs"),
-    **dict.fromkeys(("lora", "use_lora"), "use_peft"),
-    **dict.fromkeys(("target_modules", "lora_targets"), "lora_target_modules"),
-    **{"eval_batch_size": "per_device_eval_batch_size", "kl_coef": "beta", "lora_rank": "lora_r"},
-    **{"lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "torch_dtype": "dtype"},
-}
-_OF_TEXTS = {**dict.fromkeys(("max_seq_length", "max_seq_len"), "max_length"), "num_proc": "dataset_num_proc"}
-_OF_GROUPS = {"group_size": "num_generations"}
-OTHER_NAMES_OF = {**dict.fromkeys(("sft", "dpo", "kto"), _OF_TEXTS), **dict.fromkeys(("grpo", "rloo"), _OF_GROUPS)}
-
 # The arguments that each method needs: (name, what to give, alternatives)
 _MODEL = ("model_name_or_path", "a folder, or a name on the Hub", ())
 _DATA = ("dataset_name", "a file, a folder, or a name on the Hub", ("datasets",))
@@ -97,6 +78,8 @@ class Line(NamedTuple):
 
 def read(command: str, words: list[str]) -> Line:
     """Read the words, and raise `CommandError` for mistakes that show without the types of the arguments."""
+    from ..compat.arguments import OTHER_NAMES, OTHER_NAMES_OF  # checks the version of TRL
+
     method, prog = command, f"trl-ext {command}"
     if command not in METHODS:
         method, *words = words or [""]
@@ -166,6 +149,11 @@ def _check_names(line: Line, others: dict[str, str]) -> None:
     for name, shown, mark in line.given():
         if name in others:
             raise CommandError(f"{shown} is not an argument of `{line.prog}`. Write `{mark}{others[name]}`.")
+        # Also the beginning of `label_smoothing_factor`, which only SFT reads
+        if name == "label_smoothing" and line.method not in ("sft", "dpo"):
+            raise CommandError(
+                f"{shown} is not an argument of `{line.prog}`, whose loss has no label smoothing. Leave it out."
+            )
 
 
 def _check_model(line: Line) -> None:

@@ -31,8 +31,33 @@ _LEAST = {
     **{"num_generations": 2, "steps_per_generation": 1, "generation_batch_size": 1},
 }
 
+# What other libraries and users call a field of a config, or an argument of the command line
+OTHER_NAMES = {
+    **dict.fromkeys(("model", "model_id", "model_path", "base_model"), "model_name_or_path"),
+    **dict.fromkeys(("data", "dataset", "dataset_path"), "dataset_name"),
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size", "micro_batch_size", "per_device_batch_size"),
+        "per_device_train_batch_size",
+    ),
+    **dict.fromkeys(("accumulation_steps", "grad_accum", "grad_accumulation_steps"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("epochs", "num_epochs"), "num_train_epochs"),
+    **dict.fromkeys(("lora", "use_lora"), "use_peft"),
+    **dict.fromkeys(("target_modules", "lora_targets"), "lora_target_modules"),
+    **{"eval_batch_size": "per_device_eval_batch_size", "kl_coef": "beta", "lora_rank": "lora_r"},
+    **{"lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "torch_dtype": "dtype"},
+}
+_OF_TEXTS = {**dict.fromkeys(("max_seq_length", "max_seq_len"), "max_length"), "num_proc": "dataset_num_proc"}
+_OF_GROUPS = {"group_size": "num_generations"}
+OTHER_NAMES_OF = {**dict.fromkeys(("sft", "dpo", "kto"), _OF_TEXTS), **dict.fromkeys(("grpo", "rloo"), _OF_GROUPS)}
+
 # Fields of a config that have another name now
 _RENAMED = {
+    **OTHER_NAMES,
+    **_OF_TEXTS,
+    **_OF_GROUPS,
+    # RLOO in earlier versions
+    **{"cliprange": "epsilon", "normalize_reward": "normalize_advantages", "num_ppo_epochs": "num_iterations"},
+    **{"response_length": "max_completion_length", "rloo_k": "num_generations"},
     "evaluation_strategy": "eval_strategy",
     "max_new_tokens": "max_completion_length",
     "model_adapter_name": "policy_adapter_name",
@@ -54,16 +79,16 @@ _REMOVED = {
     "is_encoder_decoder": f"{_LEFT_OUT} Encoder-decoder models are not supported.",
     "label_pad_token_id": f"{_LEFT_OUT} The label of padding is -100.",
     "logging_dir": "Set the environment variable `TENSORBOARD_LOGGING_DIR` to {value}.",
-    "max_prompt_length": "Prompts are no longer truncated. Remove rows with long prompts from the data set. In DPO, "
-    "`max_length` limits prompt and completion together.",
+    "max_prompt_length": "Prompts are no longer truncated. Remove rows with long prompts from the data set.",
     **dict.fromkeys(
         ("max_completion_length", "max_target_length"), "Use `max_length`, which limits prompt and completion together."
     ),
     "padding_value": "Use `pad_token`, which takes the token and not its id.",
     "ref_model_init_kwargs": "Load the reference with them, and pass it to the trainer as `ref_model`.",
-    "reference_free": "DPO needs a reference. For a loss without one, see `trl.experimental.cpo`.",
+    "reference_free": "The loss needs a reference. For one without, see `trl.experimental.cpo`.",
     "rpo_alpha": 'Use `loss_type=["sigmoid", "sft"]` and `loss_weights=[1.0, {value}]`.',
     "tools": "Add a column `tools` to the data set.",
+    "truncation_mode": f"{_LEFT_OUT} `max_length` keeps the beginning of a row.",
     "use_liger_loss": f"{_LEFT_OUT} The logits of a batch are never built.",
     "vllm_device": 'Use `vllm_mode="colocate"`, or `"server"` with a server on another device.',
     "warmup_ratio": "Use `warmup_steps={value}`: a number below 1 is a ratio.",
@@ -77,18 +102,24 @@ _REMOVED = {
     ),
 }
 
+# Those that only configs with `max_length` had
+_OF_LENGTH = ("max_completion_length", "max_target_length", "tools", "truncation_mode")
+
 # Arguments of a trainer
 _RENAMED_OF_TRAINERS = {
     **dict.fromkeys(("config", "training_args"), "args"),
     **dict.fromkeys(("reward_fn", "reward_func", "reward_function", "reward_model", "rewards"), "reward_funcs"),
-    "lora_config": "peft_config",
+    **{"lora_config": "peft_config", "policy": "model"},
     "dataset": "train_dataset",
     "tokenizer": "processing_class",
 }
 _REMOVED_OF_TRAINERS = {
     "model_init": "Pass a `model`.",
     "preprocess_logits_for_metrics": f"{_LEFT_OUT} The logits of a batch are never built.",
-    "ref_model": f"{_LEFT_OUT} The reference is the model before training, and is used if `beta` is above 0.",
+    **dict.fromkeys(
+        ("ref_model", "ref_policy"),
+        f"{_LEFT_OUT} The reference is the model before training, and is used if `beta` is above 0.",
+    ),
 }
 
 
@@ -109,23 +140,33 @@ def refuse_unknown(
             raise TypeError(
                 f"`{name}` is an argument of `{config}`, not of `{owner}`. Pass `args={config}({name}={shown}, ...)`."
             )
-        remedy = former_name(name, known, shown, of_trainer=bool(config)) or former_name(name, of_config, shown)
+        remedy = former_name(name, known, shown, of_trainer=of_config) or former_name(name, of_config, shown, config)
         if remedy is not None:
             raise TypeError(f"`{name}` is not an argument of `{owner}`. {remedy}")
         raise TypeError(f"{owner}.__init__() got an unexpected keyword argument '{name}'.{_did_you_mean(name, known)}")
 
 
-def former_name(name: str, known: Collection[str], value: str = "...", *, of_trainer: bool = False) -> str | None:
-    """Return what to use instead of an argument of an earlier version; `None` for other names.
+def former_name(
+    name: str, known: Collection[str], value: str = "...", config: str = "", *, of_trainer: Collection[str] = ()
+) -> str | None:
+    """Return what to use instead of an argument of an earlier version or another library; `None` for other names.
 
     Args:
         known (`Collection[str]`): the present arguments of the trainer, or of its config.
         value (`str`): the value given, as it is shown.
+        config (`str`): for a field that was given to a trainer, the name of its config.
+        of_trainer (`Collection[str]`): for an argument of a trainer, the fields of its config.
     """
     renamed, removed = (_RENAMED_OF_TRAINERS, _REMOVED_OF_TRAINERS) if of_trainer else (_RENAMED, _REMOVED)
     if renamed.get(name) in known:
-        return f"Use `{renamed[name]}`."
-    return removed[name].format(value=value) if known and name in removed else None
+        return f"Pass `args={config}({renamed[name]}={value}, ...)`." if config else f"Use `{renamed[name]}`."
+    has_length = "max_length" in known
+    if not known or name not in removed or (name in _OF_LENGTH and not has_length):
+        return None
+    if name in ("ref_model", "ref_policy") and "beta" not in of_trainer:
+        return f"{_LEFT_OUT} This method has no reference."
+    more = " `max_length` limits prompt and completion together."
+    return removed[name].format(value=value) + more * (name == "max_prompt_length" and has_length)
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

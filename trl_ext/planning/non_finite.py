@@ -31,12 +31,12 @@ def not_finite_rows(values: dict[str, Tensor | None], tokens_BC: Tensor) -> dict
 
 
 def labelled(inputs: dict[str, Tensor]) -> Tensor:
-    """Return a mask of the tokens in DPO's loss, at the positions that predict them: `(2B, S - 1)`, bool."""
+    """Return a mask of the tokens in the loss of DPO or KTO, at the positions that predict them: `(R, S - 1)`, bool."""
     return inputs["completion_mask"][:, 1:].bool()
 
 
 def prompt_of(inputs: dict[str, Tensor], row: int) -> list[int]:
-    """Return the token ids of the prompt in a row of DPO's batch."""
+    """Return the token ids of the prompt in a row of a batch of DPO or KTO."""
     prompt_S = inputs["attention_mask"][row].bool() & ~inputs["completion_mask"][row].bool()
     ids: list[int] = inputs["input_ids"][row][prompt_S].tolist()
     return ids

@@ -74,7 +74,6 @@ def _with_tilde(folder: str) -> str:
 
 
 BY_LENGTH = "the model's rotary embeddings depend on the longest row of each micro-batch"
-_SWITCH_OFF = "switch dropout off (`disable_dropout`, `lora_dropout`, `attention_dropout`)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +85,11 @@ class PackingFacts:
     unsupported: str | None  # why one row cannot hold several sequences; `padding_free=False` is a reason, too
     unshared: str | None  # why rows cannot share their leading tokens
     active_dropout: bool  # two passes over the same tokens differ in training
+    has_prompts: bool = True  # False: rows of SFT, whose config has no `disable_dropout` either
+
+    @property
+    def switch_off(self) -> str:
+        return f"switch dropout off ({'`disable_dropout`, ' * self.has_prompts}`lora_dropout`, `attention_dropout`)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +109,7 @@ def check_packing_options(facts: PackingFacts) -> None:
     if facts.share_prompts and facts.active_dropout:
         raise ValueError(
             "`share_prompts=True` is not supported in training: dropout is active, and a shared prompt would have one "
-            f"dropout mask for all its completions. Leave `share_prompts` at None, or {_SWITCH_OFF}."
+            f"dropout mask for all its completions. Leave `share_prompts` at None, or {facts.switch_off}."
         )
 
 
@@ -116,14 +120,19 @@ def plan_packing(facts: PackingFacts) -> PackingPlan:
         against = "`padding_free=False`" if facts.padding_free is False else facts.unsupported
         reason = f"Batches stay padded, as in TRL: {against}."
     elif facts.unshared:
-        reason = f"Padding is dropped. The prompt of each completion is computed separately: {facts.unshared}."
+        what = "The prompt of each completion" if facts.has_prompts else "Each row"
+        reason = f"Padding is dropped. {what} is computed separately: {facts.unshared}."
     elif facts.active_dropout:
         reason = (
-            "Padding is dropped. Shared prompts are computed once in evaluation but not in training, because dropout "
-            f"is active. To share them in training too, {_SWITCH_OFF}."
+            f"Padding is dropped. Shared {'prompts' if facts.has_prompts else 'leading tokens'} are computed once in "
+            f"evaluation but not in training, because dropout is active. To share them in training too, "
+            f"{facts.switch_off}."
         )
     else:
-        reason = "Padding is dropped, and a prompt that several completions share is computed once."
+        shared = (
+            "a prompt that several completions share is" if facts.has_prompts else "leading tokens that rows share are"
+        )
+        reason = f"Padding is dropped, and {shared} computed once."
     return PackingPlan(
         decision=Decision("packing", "run" if runs else "skip", reason),
         padding_free=runs,

@@ -1,4 +1,4 @@
-"""Which rows of a GRPO batch a model runs on, and which of their completion tokens are scored.
+"""Which rows of a batch of GRPO or RLOO a model runs on, and which of their completion tokens are scored.
 
 Dimensions: B rows, R rows that run, C completion tokens, P prompt tokens.
 """

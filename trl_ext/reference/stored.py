@@ -56,7 +56,7 @@ class Variants:
 class BatchLogProbs(NamedTuple):
     """Reference log-probs of one batch, and their cost. Token counts cover all ranks and include padding."""
 
-    log_probs: Tensor  # fp32 `(2B, S - 1)`; 0 without a label, and if not `wanted`
+    log_probs: Tensor  # fp32 `(R, S - 1)` for R rows; 0 without a label, and if not `wanted`
     passes: int  # passes that ran, including canary checks; the same on every rank
     tokens: int  # tokens of these passes
     tokens_of_batch: int

@@ -72,14 +72,22 @@ class Lifecycle(TrainerCallback):
     on_predict = on_train_end = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        equal = (logs or {}).get("frac_reward_zero_std")  # also absent: evaluation, DPO
+        logs = logs or {}
+        equal, reward = logs.get("frac_reward_zero_std"), logs.get("reward", 0.0)  # also absent: evaluation, DPO
+        has_none = reward is None or reward != reward  # NaN
         if equal is not None and self._equal_steps is not None:
-            self._equal_steps = self._equal_steps + max(1, state.logging_steps) if equal == 1.0 else None
+            is_equal = equal == 1.0 or has_none
+            self._equal_steps = self._equal_steps + max(1, state.logging_steps) if is_equal else None
         if self._equal_steps is not None and self._equal_steps > 1 and state.is_world_process_zero:
             self._equal_steps = None
+            equal_or_none = (
+                "all completions of each prompt had equal rewards",
+                "different values for different completions",
+            )
+            what, wanted = ("no reward function returned a number", "numbers") if has_none else equal_or_none
             logger.warning(
-                "So far, all completions of each prompt had equal rewards, so every advantage is zero and no reward "
-                "trains the policy. Check that the reward functions return different values for different completions."
+                f"So far, {what}, so every advantage is zero and no reward trains the policy. Check that the reward "
+                f"functions return {wanted}."
             )
 
 

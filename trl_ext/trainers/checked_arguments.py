@@ -111,27 +111,45 @@ def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
         _check_number(config, "max_length", 2, hint="A prompt and a completion have at least one token each.")
     if config.activation_offloading:
         check_offloading_device(config.device)
+    if config.loss_type != "apo_zero_unpaired" and config.per_device_train_batch_size == 1:
+        raise ValueError(
+            "`per_device_train_batch_size` must be 2 or more, got 1: the KL term pairs each prompt with the completion "
+            'of another row of the batch. Raise it, or use `loss_type="apo_zero_unpaired"`, which has no KL term.'
+        )
     if own_loss:
         return
     _check_choices(config, {"loss_type": KTO_LOSS_TYPES})
     _check_number(config, "beta", 0, above=True, hint="At 0, the loss does not depend on the policy.")
     for name in ("desirable_weight", "undesirable_weight"):
         _check_number(config, name, 0)
+    if not config.desirable_weight and not config.undesirable_weight:
+        raise ValueError("`desirable_weight=0` and `undesirable_weight=0` leave nothing to train. Set one above 0.")
 
 
-def check_rloo_arguments(config: Any, *, own_loss: bool) -> None:
-    """Raise `ValueError` if an `RLOOConfig`, TRL's or ours, has an invalid value. `own_loss` as for GRPO."""
+def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -> None:
+    """Raise `ValueError` if an `RLOOConfig`, TRL's or ours, has an invalid value. The others as for GRPO."""
     _check_reference_sync(config)
     _check_number(config, "num_iterations", 1)
     if config.max_completion_length is not None:
         _check_number(config, "max_completion_length", 1)
     _check_number(config, "temperature", 0, above=True, hint="For less random samples, use a small one.")
     _check_number(config, "beta", 0, hint="A negative one would drive the policy away from its reference.")
+    if config.reward_clip_range and not own_advantages:
+        _check_clip_range(config.reward_clip_range)
     if own_loss:
         return
     _check_number(config, "epsilon", 0)
     if config.epsilon_high is not None:
         _check_number(config, "epsilon_high", 0)
+
+
+def _check_clip_range(given: Any) -> None:
+    bounds = [x for x in given if x is not None] if isinstance(given, list | tuple) and len(given) == 2 else [""]
+    if not bounds or not all(hasattr(x, "__float__") for x in bounds) or bounds[0] > bounds[-1]:
+        raise ValueError(
+            f"`reward_clip_range` must be the lowest and the highest reward, such as (-1.0, 1.0), got {given!r}. For "
+            "the command line, write `reward_clip_range: [-1.0, 1.0]` in a YAML file."
+        )
 
 
 def check_offloading_device(device: Any) -> None:
@@ -235,6 +253,14 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
             f"`peft_config` has `task_type={str(getattr(task, 'value', task))!r}`, but `model` is a causal language "
             "model. Set `task_type='CAUSAL_LM'`."
         )
+    ref_model, collator = given.get("ref_model"), given.get("data_collator")
+    if isinstance(ref_model, str):
+        raise TypeError(
+            f"`ref_model={ref_model!r}` is a name, but must be a model. Load it with "
+            "`AutoModelForCausalLM.from_pretrained(...)`, or leave it out to use the model before training."
+        )
+    if collator is not None and not callable(collator):
+        raise TypeError(f"`data_collator` must be a function or an object of a collator's class, got {collator!r}.")
     callbacks = given.get("callbacks")
     if callbacks is not None and not isinstance(callbacks, list):
         got = f"a `{type(callbacks).__name__}`"

@@ -22,8 +22,12 @@ _ROWS_COMPARED = 8  # the first rows of a data set, to find out if chosen equals
 # Keyword arguments of reward functions: a column with one of these names would collide
 _RESERVED = ("prompts", "completions")
 
-# Other names that data sets give to the column `prompt`
-_NAMES_OF_PROMPTS = ("prompts", "question", "query", "instruction", "input", "problem", "context")
+# Other names that data sets give to columns
+_OTHER_NAMES = {
+    "prompt": ("prompts", "question", "query", "instruction", "input", "problem", "context"),
+    "completion": ("completions", "response", "output", "answer", "chosen"),
+    "label": ("labels", "score", "rating"),
+}
 
 
 def named_datasets(train_dataset: Any, eval_dataset: Any) -> Iterable[tuple[str, Any]]:
@@ -47,44 +51,144 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise ValueError(f"`{name}` has no rows. Look at the filter or the split that made it.")
 
 
-def check_columns(given: dict[str, Any], method: str, *wanted: tuple[str, ...]) -> None:
-    """Raise `ValueError` unless each data set of a trainer has all columns of one of `wanted`.
-
-    Streams without known columns pass.
-    """
-    for name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
-        columns = _columns(dataset)
-        if columns is not None and not any(set(columns) >= set(names) for names in wanted):
-            known = " or ".join(" and ".join(f"`{x}`" for x in names) for names in wanted)
-            raise ValueError(f"`{name}` has the columns {sorted(columns)}, but {method} reads {known}. Rename yours.")
-
-
-def check_rows_are_left(dataset: Dataset, max_length: int | None) -> None:
-    """Raise `ValueError` if TRL has dropped every row, because all prompts are too long for DPO."""
-    if len(dataset) == 0:
+def check_rows_are_left(dataset: Any, config: Any) -> None:
+    """Raise `ValueError` if TRL has dropped every row of the training data, because all prompts are too long."""
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        has_mode = hasattr(config, "truncation_mode")
+        remedy = ", shorten the prompts, or set `truncation_mode='keep_end'`" if has_mode else " or shorten the prompts"
         raise ValueError(
-            f"`max_length={max_length}` leaves no row of `train_dataset`: every prompt alone reaches it. Raise it, "
-            "shorten the prompts, or set `truncation_mode='keep_end'`."
+            f"`max_length={config.max_length}` leaves no row of `train_dataset`: every prompt alone reaches it. Raise "
+            f"it{remedy}."
         )
 
 
-def checked_pairs(dataset: Any, name: str, processing_class: Any, *, has_end: bool) -> Any:
-    """Return the data set; raise `ValueError` if it lacks what DPO reads. Streams are checked when TRL reads them."""
-    check_row = partial(_check_pair, name=name, processing_class=processing_class, has_end=has_end)
+def checked_rows(
+    dataset: Any,
+    dataset_name: str,
+    processing_class: Any,
+    columns_of: Callable[[dict[str, Any], str], tuple[str, ...]],
+    *,
+    has_end: bool,
+) -> Any:
+    """Return the data set; raise `ValueError` if it lacks what TRL reads. Streams are checked when TRL reads them.
+
+    Args:
+        dataset_name (`str`): TRL's: "train", "eval", or a key of `eval_dataset`.
+        columns_of (`Callable`): takes a row and the name of its data set, and returns the columns with text or messages
+            that TRL reads. Raises `ValueError` if one is missing.
+    """
+    name = f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]"
+    check_row = partial(
+        _check_row, columns_of=columns_of, name=name, processing_class=processing_class, has_end=has_end
+    )
     if not isinstance(dataset, Dataset):
         return dataset.map(_FirstRow(check_row))
     check_dataset(dataset, name)
-    for column in _PAIR:
+    row = dataset[0]
+    columns = columns_of(row, name)
+    for column in columns:
         _check_filled(dataset, column, name)
-    check_row(dataset[0])
+    check_row(row)
+    if "rejected" in columns:
+        _warn_of_equal_pairs(dataset, name)
+    elif "label" in row and "completion" in columns and dataset.format["type"] != "custom":
+        for place, label in enumerate(dataset.with_format(None).select_columns("label")["label"]):
+            _check_label(label, place, name)
+    return dataset
+
+
+def _warn_of_equal_pairs(dataset: Dataset, name: str) -> None:
     if {"chosen", "rejected"} <= set(_columns(dataset) or ()):
         first = dataset.with_format(None).select_columns(["chosen", "rejected"])[:_ROWS_COMPARED]
         if first["chosen"] == first["rejected"]:
             logger.warning(
                 f"`chosen` and `rejected` are equal in the first {len(first['chosen'])} rows of `{name}`. Equal pairs "
-                "have no preference to learn: the sigmoid loss stays at 0.6931."
+                "have no preference to learn."
             )
-    return dataset
+
+
+def pair_columns(row: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Return the columns that DPO reads. As for the other methods, `row` is the first of the data set `name`."""
+    if missing := [column for column in ("chosen", "rejected") if column not in row]:
+        raise _missing(row, name, "DPO reads `prompt`, `chosen` and `rejected`", dict.fromkeys(missing, ()))
+    return tuple(x for x in _PAIR if x in row)
+
+
+def kto_columns(row: dict[str, Any], name: str) -> tuple[str, ...]:
+    """Return the columns that KTO reads: those of a pair, or of a completion."""
+    if {"chosen", "rejected"} <= set(row):
+        return pair_columns(row, name)
+    if missing := [column for column in ("prompt", "completion", "label") if column not in row]:
+        reads = "KTO reads `prompt`, `completion` and `label`, or pairs with `prompt`, `chosen` and `rejected`"
+        raise _missing(row, name, reads, {column: _OTHER_NAMES[column] for column in missing})
+    _check_label(row["label"], 0, name)
+    return "prompt", "completion"
+
+
+def sft_columns(row: dict[str, Any], name: str, *, text_field: str | None) -> tuple[str, ...]:
+    """Return the columns that SFT reads; none of rows that have token ids, or that TRL converts to messages or text.
+
+    Without a `text_field`, a `formatting_func` makes the text.
+    """
+    chat = [x for x in ("messages", "conversations", text_field) if _is_chat(row.get(x or ""))]
+    if text_field is None or "input_ids" in row or _is_chat(row.get("conversations"), role="from"):
+        return ()
+    if "prompt" not in row:
+        if "messages" in row and ("messages" in chat or text_field not in row):
+            return ("messages",)
+        if text_field in row and text_field not in chat:
+            return (text_field,)
+    elif "completion" in row:
+        return "prompt", "completion"
+    reads = "SFT reads `text` (or the column in `dataset_text_field`), or `messages`, or both `prompt` and `completion`"
+    missing = [column for column in ("prompt", "completion") if column not in row]
+    likely = {x: _OTHER_NAMES[x] for x in missing if "prompt" in row or any(y in row for y in _OTHER_NAMES["prompt"])}
+    hint = "Rename yours."
+    if "prompt" in row and (chat or text_field in row):
+        hint = f'To train on `{[*chat, text_field][0]}`, remove the prompt: `dataset.remove_columns("prompt")`.'
+    elif chat:
+        hint = f'Rename the column: `dataset.rename_column("{chat[0]}", "messages")`.'
+    elif likely:
+        hint = ""
+    elif len(row) == 1:
+        hint = f"Set `dataset_text_field={next(iter(row))!r}`."
+    raise _missing(row, name, reads, likely, hint)
+
+
+def formatted(formatting_func: Callable[[dict[str, Any]], Any], row: dict[str, Any]) -> Any:
+    """Return the text of a row; raise `ValueError` if `formatting_func` does not return text, and TRL reads it."""
+    text = formatting_func(row)
+    if isinstance(text, str) or is_conversational(row):
+        return text
+    raise ValueError(
+        f"`formatting_func` must return text, got {reprlib.repr(text)}. TRL calls it for each row: return one text."
+    )
+
+
+def _is_chat(value: Any, role: str = "role") -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and role in value[0]
+
+
+def _missing(
+    row: dict[str, Any], name: str, reads: str, others: dict[str, tuple[str, ...]], hint: str = ""
+) -> ValueError:
+    """Return an error about columns that a row lacks: the keys of `others`, each with other names for it."""
+    old = {column: next((x for x in names if x in row), f"old_{column}") for column, names in others.items()}
+    renaming = ", ".join(f'"{x}": "{column}"' for column, x in old.items())
+    hint = hint or f"Rename what you have: `dataset.rename_columns({{{renaming}}})`."
+    return ValueError(f"`{name}` has the columns {sorted(row)}, but {reads}. {hint}")
+
+
+def _check_label(label: Any, row: int, name: str) -> None:
+    if label is None:
+        _refuse_none("label", row, name)
+    if isinstance(label, list | str) or label not in (0, 1):
+        test = "== '...'" if isinstance(label, str) else "> ..."
+        if isinstance(label, int | float) and label < 0:
+            test = "> 0"
+        hint = f'Convert it: `dataset.map(lambda row: {{"label": row["label"] {test}}})`.'
+        hint = "Give one value for each row." if isinstance(label, list) else hint
+        raise ValueError(f"`label` of `{name}` must be True or False, got {label!r} in row {row}. {hint}")
 
 
 class _FirstRow:
@@ -99,15 +203,17 @@ class _FirstRow:
         return row
 
 
-def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_end: bool) -> None:
-    if missing := [column for column in ("chosen", "rejected") if column not in row]:
-        renaming = ", ".join(f'"old_{column}": "{column}"' for column in missing)
-        raise ValueError(
-            f"`{name}` has the columns {sorted(row)}, but DPO reads `prompt`, `chosen` and `rejected`. Rename what you "
-            f"have: `dataset.rename_columns({{{renaming}}})`."
-        )
-    kinds = {x: _kind(row[x], x, name) for x in _PAIR if x in row}
-    if "prompt" not in row:
+def _check_row(
+    row: dict[str, Any],
+    *,
+    columns_of: Callable[[dict[str, Any], str], tuple[str, ...]],
+    name: str,
+    processing_class: Any,
+    has_end: bool,
+) -> None:
+    columns = columns_of(row, name)
+    kinds = {x: _kind(row[x], x, name) for x in columns}
+    if "chosen" in kinds and "prompt" not in row:
         _check_shared_prompt(row, name)
     if len(set(kinds.values())) > 1:
         raise ValueError(
@@ -115,9 +221,9 @@ def _check_pair(row: dict[str, Any], *, name: str, processing_class: Any, has_en
             "first row. Give all columns as text, or all as lists of messages."
         )
     # TRL's `is_conversational` reads the first message of any column
-    row = {x: value for x, value in row.items() if x not in kinds or len(value)}
-    _check_template(row, name, processing_class)
-    if not has_end and not is_conversational(row):
+    read = {x: row[x] for x in (*columns, "chat_template_kwargs") if row.get(x)}
+    _check_template(read, name, processing_class)
+    if columns and not has_end and not is_conversational(read):
         raise ValueError(
             "`processing_class` has no `eos_token`, which ends each completion. Set it: "
             '`processing_class.eos_token = "..."`.'
@@ -129,7 +235,7 @@ def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
     chosen, rejected = row["chosen"], row["rejected"]
     is_text = isinstance(chosen, str) and isinstance(rejected, str)
     shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))]
-    likely = next((x for x in _NAMES_OF_PROMPTS if row.get(x) is not None), None)
+    likely = next((x for x in _OTHER_NAMES["prompt"] if row.get(x) is not None), None)
     has_none = not shared or (is_text and not any(map(str.isspace, shared)))
     if likely is not None and has_none and not (is_text and str(row[likely]) in "".join(shared)):
         raise ValueError(
@@ -146,23 +252,23 @@ def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
 def check_prompts(trainer: Any, processing_class: Any) -> None:
     """Check the prompts of a trainer's data sets, and warn if one for evaluation has none."""
     evaluated = None if trainer.args.eval_strategy == "no" else trainer.eval_dataset
+    method = trainer._config_class.__name__.removesuffix("Config")
     for name, dataset in named_datasets(trainer.train_dataset, evaluated):
-        _check_prompts(dataset, name, processing_class)
+        _check_prompts(dataset, name, processing_class, method)
         if isinstance(dataset, Dataset) and len(dataset) == 0:
             logger.warning("`%s` has no rows, so evaluations on it have no result.", name)
 
 
-def _check_prompts(dataset: Any, name: str, processing_class: Any) -> None:
+def _check_prompts(dataset: Any, name: str, processing_class: Any, method: str) -> None:
     """Raise `ValueError` unless a data set has prompts that `processing_class` can render. Streams are not read.
 
     Without a `processing_class`, something else renders the prompts, so their content is not checked.
     """
     columns = _columns(dataset)
     if columns is not None and "prompt" not in columns:
-        raise ValueError(
-            f"`{name}` has the columns {sorted(columns)}, but GRPO reads `prompt`. Rename the column of prompts: "
-            '`dataset.rename_column("...", "prompt")`.'
-        )
+        likely = next((x for x in _OTHER_NAMES["prompt"] if x in columns), "...")
+        hint = f'Rename the column of prompts: `dataset.rename_column("{likely}", "prompt")`.'
+        raise _missing(dict.fromkeys(columns), name, f"{method} reads `prompt`", {}, hint)
     if columns is not None and isinstance(dataset, Dataset) and len(dataset):  # `_columns` is None with a transform
         _check_filled(dataset, "prompt", name)
         if processing_class is not None:
@@ -189,6 +295,8 @@ def check_rewards(given: dict[str, Any], config: Any, *, has_environments: bool,
 
     With `columns_are_added`, a rollout function adds columns that are not known here.
     """
+    if given.get("reward_funcs") == [] and not has_environments:
+        raise ValueError("`reward_funcs` is empty. Pass a function, a model or the name of a model.")
     reward_funcs, drops = given.get("reward_funcs"), getattr(config, "remove_unused_columns", False)
     columns = _columns(None if drops else given.get("train_dataset"))
     reserved = next((x for x in _RESERVED if x in (columns or ())), None)
@@ -258,14 +366,16 @@ def _kind(value: Any, column: str, name: str) -> str:
     """Return `"text"` or `"messages"`; raise `ValueError` for other values, which TRL cannot render."""
     if value is None:
         _refuse_none(column, 0, name)
-    if isinstance(value, str):
+    if isinstance(value, str) and column != "messages":
         return "text"
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, dict) and "role" in first:
         return "messages"
     hint = "Give text, or messages such as [{'role': 'user', 'content': '...'}]."
+    if isinstance(value, str):
+        hint = f'Rename the column: `dataset.rename_column("{column}", "text")`.'
     if isinstance(value, list) and not value:
-        if column != "prompt":  # TRL trains on an empty completion
+        if column not in ("prompt", "messages"):  # TRL trains on an empty completion
             return "messages"
         hint = "Give at least one message, or remove the row."
     elif isinstance(value, dict):
@@ -273,7 +383,8 @@ def _kind(value: Any, column: str, name: str) -> str:
     elif isinstance(first, dict) and "from" in first:
         hint = f"Convert messages with `from` and `value`: `{name}.map(trl.maybe_convert_to_chatml)`."
     raise ValueError(
-        f"`{column}` of `{name}` must be text or a list of messages, got {reprlib.repr(value)} in its first row. {hint}"
+        f"`{column}` of `{name}` must be {'text or ' * (column != 'messages')}a list of messages, got "
+        f"{reprlib.repr(value)} in its first row. {hint}"
     )
 
 
@@ -286,7 +397,7 @@ def _check_template(row: dict[str, Any], name: str, processing_class: Any) -> No
             f"`{name}` holds messages, but `processing_class` has no chat template to render them. Use an "
             "instruct model's tokenizer, set `processing_class.chat_template`, or give the rows as text."
         )
-    messages = [one for column in _PAIR for one in row.get(column, ())]
+    messages = [one for column, value in row.items() if column != "chat_template_kwargs" for one in value]
     has_parts = any(isinstance(one, dict) and isinstance(one.get("content"), list) for one in messages)
     if has_parts and not _renders_parts(partial(processing_class.apply_chat_template, tokenize=False, **options)):
         raise ValueError(

@@ -25,7 +25,7 @@ from ..reference.sequences import CheckedCollator, have_columns
 from ..scoring.checks import check_token_ids, missing_rows
 from .base import ExactTrainer
 from .checked_arguments import check_dpo_arguments
-from .checked_data import check_rows_are_left, checked_pairs
+from .checked_data import check_rows_are_left, checked_rows, pair_columns
 from .dpo_batches import DPOBatches
 from .dpo_loss import DPOLoss
 from .dpo_reference import DPOReference
@@ -52,12 +52,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         given = self._begin(positional, keywords)
-        config, ref_model = given.get("args"), given.get("ref_model")
-        if isinstance(ref_model, str):
-            raise TypeError(
-                f"`ref_model={ref_model!r}` is a name, but must be a model. Load it with "
-                "`AutoModelForCausalLM.from_pretrained(...)`, or leave it out to use the model before training."
-            )
+        config = given.get("args")
         self._source = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
         self._in_parts = InParts(self, self._ranks)
         self._dpo_batches = DPOBatches(self, self._ranks, self._balance, self._in_parts)
@@ -77,8 +72,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if self._dpo_loss.columns:
             self.data_collator = RewardCollator(self.data_collator)
         self._ready(given.get("callbacks"))
-        if isinstance(self.train_dataset, Dataset):
-            check_rows_are_left(self.train_dataset, self.args.max_length)
+        check_rows_are_left(self.train_dataset, self.args)
         tokens = len(self._tokenizer)
         for name, model in (("model", self.model), ("ref_model", self.ref_model)):
             rows = None if model is None else missing_rows(model, tokens)
@@ -90,8 +84,8 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """Check the rows, then prepare them as TRL does."""
-        where = f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]"
-        dataset = checked_pairs(dataset, where, processing_class, has_end=self._tokenizer.eos_token is not None)
+        has_end = self._tokenizer.eos_token is not None
+        dataset = checked_rows(dataset, dataset_name, processing_class, pair_columns, has_end=has_end)
         if self._dpo_loss.columns:
             dataset = _with_rewards(dataset, f"the {dataset_name} data set", self._dpo_loss.columns)
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)

@@ -21,7 +21,7 @@ from ..planning.plan import Decision
 from ..planning.reference import ReferenceFacts, ReferencePlan, left_to_own_loss, plan_reference
 from .base import ExactTrainer
 from .checked_arguments import check_kto_arguments
-from .checked_data import check_columns
+from .checked_data import check_rows_are_left, checked_rows, kto_columns
 from .reference_source import ReferenceSource
 
 
@@ -75,8 +75,16 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
         if config is not None:
             check_kto_arguments(config, own_loss=self._replaces("loss"))
         self._source = KTOReference(self, self._ranks, self._scorer, self._reference_weights)
-        check_columns(given, "KTO", ("completion", "label"), ("chosen", "rejected"), ("completion_ids", "label"))
         return recorded_loads(trl.KTOTrainer, self._source.loaded)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        """Check the rows, then prepare them as TRL does."""
+        has_end = self._tokenizer.eos_token is not None
+        dataset = checked_rows(dataset, dataset_name, processing_class, kto_columns, has_end=has_end)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if dataset_name == "train":
+            check_rows_are_left(prepared, args)
+        return prepared
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         if isinstance(dataset, IterableDataset):

@@ -4,6 +4,7 @@ The methods of TRL's trainer that only SFT overrides are here; the others are in
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import trl
@@ -11,10 +12,10 @@ import trl
 from ..config import AddedFields
 from ..config import SFTConfig as SFTConfig  # `training_args.bin` files refer to it here
 from ..planning.non_finite import not_finite_rows
-from ..planning.plan import Decision, PackingPlan, Plan
+from ..planning.plan import Decision, PackingFacts, PackingPlan, Plan
 from .base import ExactTrainer
 from .checked_arguments import check_sft_arguments
-from .checked_data import check_columns
+from .checked_data import check_rows_are_left, checked_rows, formatted, sft_columns
 
 
 class SFTTrainer(ExactTrainer, trl.SFTTrainer):
@@ -34,15 +35,28 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
             check_sft_arguments(config, own_loss=self._replaces("loss"))
         if self._packed_by_trl(config):
             self._scorer.options.padding_free = None  # TRL's packing implies it
-        prepared = bool((getattr(config, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"))
-        if given.get("formatting_func") is None and not prepared:
-            text = getattr(config, "dataset_text_field", "text")
-            forms = ((text,), ("messages",), ("prompt", "completion"), ("input_ids",), ("conversations",))
-            check_columns(given, "SFT", *forms)
         return {}
 
     def _has_reference(self) -> bool:
         return False
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        """Check the rows, then prepare them as TRL does."""
+        if packing and args.max_length is None:
+            raise ValueError(
+                "`packing=True` needs `max_length`, the length of packed rows, got None. Set it, or `packing=False`."
+            )
+        columns_of = partial(sft_columns, text_field=None if formatting_func else args.dataset_text_field)
+        has_end = self._tokenizer.eos_token is not None
+        dataset = checked_rows(dataset, dataset_name, processing_class, columns_of, has_end=has_end)
+        if formatting_func is not None:
+            formatting_func = partial(formatted, formatting_func)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if dataset_name == "train":
+            check_rows_are_left(prepared, args)
+        return prepared
 
     # The plan
 
@@ -50,7 +64,7 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         logits = self._needs_logits()
         reason = "Scores every token with a label, as in TRL."
         if logits is not None:
-            reason = f"Runs twice for each batch, as in TRL: {logits} needs all logits."
+            reason = f"Runs twice for each batch: {logits} needs all logits, so log-probs are rounded as in TRL."
         return Plan(decisions=(Decision("policy", "run", reason, routine=logits is None),))
 
     def _needs_logits(self) -> str | None:
@@ -60,6 +74,9 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         if self.label_smoother is not None and self.args.loss_type == "nll":
             return f"`label_smoothing_factor={self.args.label_smoothing_factor}`"
         return None
+
+    def _packing_facts(self) -> PackingFacts:
+        return dataclasses.replace(super()._packing_facts(), has_prompts=False)
 
     def _packing_plan(self) -> PackingPlan:
         plan = super()._packing_plan()
