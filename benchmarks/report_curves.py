@@ -242,7 +242,7 @@ def draw_distances(comparisons: list[Comparison], path: Path) -> None:
         axes.set_yticks(range(len(comparisons)), [f"{x.group.name}: {METRICS[x.metric]}" for x in comparisons])
         axes.set_ylim(len(comparisons) - 0.5, -0.5)
         axes.set_xlim(left=0)
-        axes.set_xlabel("distance from TRL in fp32; 1: as far as another seed")
+        axes.set_xlabel("distance from TRL in fp32\n1: as far as another seed")
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
         save(figure, path)
 

@@ -35,6 +35,7 @@ WORDS = {
     "skipped-work.md": 1030,
     "reference-log-probs.md": 700,
     "performance.md": 1050,
+    "exactness.md": 1250,
     "api.md": 200,
     # Design notes
     "architecture.md": 1200,
@@ -47,7 +48,7 @@ WORDS = {
     "extending.md": 600,
     "safety.md": 300,
 }
-ALL_WORDS = 22_500
+ALL_WORDS = 24_000
 
 
 def words_of(page: Path) -> int:
