@@ -3,8 +3,7 @@
     python benchmarks/report_curves.py
 
 The distance of a run from fp32 is the mean over its steps of the difference to stock TRL's fp32 run with the same seed,
-divided by the standard deviation of these fp32 runs over seeds, also the mean over steps. At 1, a run is as far from
-fp32 as another seed is from the mean of all.
+divided by the standard deviation of these fp32 runs over seeds, also the mean over steps.
 """
 
 from collections.abc import Iterable, Iterator
@@ -242,7 +241,7 @@ def draw_distances(comparisons: list[Comparison], path: Path) -> None:
         axes.set_yticks(range(len(comparisons)), [f"{x.group.name}: {METRICS[x.metric]}" for x in comparisons])
         axes.set_ylim(len(comparisons) - 0.5, -0.5)
         axes.set_xlim(left=0)
-        axes.set_xlabel("distance from TRL in fp32\n1: as far as another seed")
+        axes.set_xlabel("distance from TRL in fp32\n1: a standard deviation between seeds")
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
         save(figure, path)
 

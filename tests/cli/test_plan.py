@@ -23,7 +23,8 @@ from trl_ext.cli.estimate import arguments_of
 from trl_ext.cli.plan import PlanArguments
 from trl_ext.cli.plan_lengths import lengths_of
 from trl_ext.cli.plan_search import Counted, Lengths, Option, Space, ranked, search, varied
-from trl_ext.planning.speed import GPUS
+from trl_ext.cli.plan_subject import Subject
+from trl_ext.planning.speed import CPU, GPUS
 
 ROOT = Path(__file__).parents[2]
 FAST = {"sft-full-narrow"}
@@ -132,6 +133,36 @@ def test_several_devices_get_an_engine_and_its_launch_arguments(words, tmp_path,
     assert chosen["mixed_precision"] == "no"
     assert chosen.get("multi_gpu") or chosen.get("use_fsdp") or chosen.get("use_deepspeed")
     assert "A10, by its data sheet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "devices", "reason"),
+    [
+        ({}, 2, None),
+        ({"dataloader_drop_last": True}, 1, "`dataloader_drop_last` drops rows"),
+        ({"average_tokens_across_devices": False}, 1, None),
+        ({"average_tokens_across_devices": False}, 2, "the loss depends on the tokens of each device"),
+    ],
+)
+def test_the_batch_of_sft_stays_where_it_would_change_the_result(
+    changed: dict[str, bool], devices: int, reason: str | None, tmp_path: Path
+):
+    parsed, _ = arguments_of(line_of("sft-full-narrow", tmp_path), PlanArguments, "")
+    for name, value in changed.items():
+        setattr(parsed.training, name, value)
+    kept = Subject("sft", parsed, devices, "cpu", CPU).kept_because
+    assert (reason is None and kept is None) or (reason is not None and reason in str(kept))
+
+
+def test_variables_of_the_file_stay(words, tmp_path: Path):
+    file = tmp_path / "given.yaml"
+    file.write_text("env:\n  FOO: 1\n")
+    options = ["--config", str(file), *words["dpo"], "--num_devices", "2", "--device", "cpu", "--device_memory", "1"]
+    assert main(["plan", "dpo", *options]) == 0
+    assert yaml.safe_load((tmp_path / "out" / "plan.yaml").read_text())["env"] == {
+        "FOO": 1,
+        "ACCELERATE_USE_CPU": "true",
+    }
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ WORDS = {
     "arguments.md": 1250,
     "losses.md": 800,
     "metrics.md": 600,
-    "command-line.md": 1200,
+    "command-line.md": 1250,
     "errors.md": 1800,
     "skipped-work.md": 1030,
     "reference-log-probs.md": 700,

@@ -1,5 +1,6 @@
 """The command `estimate`: the memory of a training step with these arguments, and the longest sequence that fits."""
 
+import math
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -68,7 +69,7 @@ _SAMPLES = ("grpo", "rloo")
 _OUTPUTS = {"sft": ("is_top1",), "dpo": ("mean_logits", "is_top1"), "kto": ("mean_logits",)}
 _NOT_COVERED = (
     "The estimate is for the longest rows without shared prompts, so no batch takes more. It leaves out workspaces of "
-    "operators, the device's context, fragmentation, and generation (its key-value cache, vLLM)."
+    "operators, the device's context, fragmentation, evaluation, and generation (its key-value cache, vLLM)."
 )
 
 
@@ -97,6 +98,8 @@ class EstimateArguments:
 def run(line: Line) -> int:
     """Print the parts of the memory, the peak and the longest sequence that fits."""
     parsed, asked = arguments_of(line, EstimateArguments, "Remove it, and pass `--engine` and `--num_devices` instead")
+    if asked.device_memory is not None:
+        check_memory(asked.device_memory)
     step, policy = step_of(line.method, parsed, asked), policy_of(parsed)
     training = parsed.training
     print(_table(line.method, step, policy, memory_of_step(step)))
@@ -137,6 +140,12 @@ def arguments_of(line: Line, asked: type, instead: str) -> tuple[Parsed, Any]:
     return Parsed(script, training, model_args, mixture, [], []), found
 
 
+def check_memory(device_memory: float) -> None:
+    """Raise `CommandError` unless `device_memory`, in GiB, is a positive number."""
+    if not 0 < device_memory < math.inf:
+        raise CommandError(f"`--device_memory` must be a number above 0, in GiB, got {device_memory}.")
+
+
 def check_covered(parsed: Parsed, asked: EstimateArguments) -> None:
     """Raise `CommandError` if the memory of these arguments, or of this engine, is not estimated."""
     _check_devices(asked)
@@ -162,6 +171,9 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     check_covered(parsed, asked)
     prompt_length, policy = asked.prompt_length, policy_of(parsed)
     longest = min(_longest_row(method, training, asked), policy.positions)
+    if longest < 2:
+        name = "max_completion_length" if method in _SAMPLES else "max_length"
+        raise CommandError(f"`--{name}` leaves rows of {longest} tokens. Set it so that they have 2 or more.")
     if not 0 <= prompt_length < longest:
         raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
     adapted = parsed.model.use_peft or is_adapter(parsed.model.model_name_or_path)

@@ -17,7 +17,7 @@ from ..config import with_help
 from ..planning.speed import CPU, GPUS, Device
 from . import CommandError, wrapped
 from .arguments import OneLineParser, dataclasses_of
-from .estimate import ENGINES, arguments_of, readable
+from .estimate import ENGINES, arguments_of, check_memory, readable
 from .line import Line
 from .plan_search import Counted, Option, ranked, varied
 from .plan_subject import Subject
@@ -84,7 +84,9 @@ def run(line: Line) -> int:
     if subject.kept_because is not None:
         print(wrapped(f"The batch stays as given: {subject.kept_because}."))
     path = Path(asked.plan_output or os.path.join(parsed.training.output_dir, "plan.yaml"))
-    _write(path, {**_given(line), **chosen(subject, best[0][0].option, kind)})
+    given, best_words = _given(line), chosen(subject, best[0][0].option, kind)
+    variables = (given.get("env") or {}) | best_words.get("env", {})
+    _write(path, {**given, **best_words, "env": variables or None})
     print(wrapped(_NOT_COVERED), "", f"trl-ext {line.method} --config {path}", sep="\n")
     if not asked.apply:
         return 0
@@ -100,8 +102,7 @@ def _limits(asked: PlanArguments, kind: str) -> tuple[Device, float, str]:
         other = of_cpu if kind == "cpu" else f"`--device_memory {asked.device_memory}`"
         raise CommandError(f"`--gpu {asked.gpu}` and {other} contradict each other. Remove one of the two.")
     if asked.device_memory is not None:
-        if not asked.device_memory > 0:
-            raise CommandError(f"`--device_memory` must be above 0 GiB, got {asked.device_memory}.")
+        check_memory(asked.device_memory)
         return CPU if kind == "cpu" else GPUS["A100-80GB"], asked.device_memory * _GIB, "`--device_memory`"
     if asked.gpu is not None:
         return GPUS[asked.gpu], GPUS[asked.gpu].memory, f"{asked.gpu}, by its data sheet"

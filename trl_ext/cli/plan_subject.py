@@ -4,11 +4,10 @@ import copy
 import math
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 
-from ..memory.step import Row, Step, facts_of, memory_of_step
+from ..memory.step import Step, facts_of, memory_of_step
 from ..planning.cost import CostModel
 from ..planning.dpo import OF_WHOLE_BATCH
 from ..planning.non_finite import steps_in_backward
@@ -35,6 +34,7 @@ class Subject:
         self.engines = tuple(x for x in ENGINES if self._covers(x))
         if not self.engines:
             raise CommandError(next(reversed(self.uncovered.values())))
+        self._refuse_padding()
         self.lengths = self._lengths()
         self.peak_of, self._step = cache(self._peak), cache(self._step_of)
 
@@ -48,6 +48,18 @@ class Subject:
             self.uncovered[engine] = str(error)
             return False
         return True
+
+    def _refuse_padding(self) -> None:
+        """Raise `CommandError` if batches stay padded: the memory of their attention masks is not counted."""
+        training, why = self.training, None
+        if not self.facts.packs:
+            why = "which this model needs. Use `estimate`"
+        elif training.padding_free is False:
+            why = "which `--padding_free false` asks for. Leave it out"
+        elif training.neftune_noise_alpha is not None:
+            why = f"which `--neftune_noise_alpha {training.neftune_noise_alpha}` needs. Leave it out"
+        if why is not None:
+            raise CommandError(f"`plan` does not cover padded batches, {why}.")
 
     def _asked(self, engine: str, prompt_length: int = 0) -> EstimateArguments:
         return EstimateArguments(device=self.kind, engine=engine, num_devices=self.devices, prompt_length=prompt_length)
@@ -63,7 +75,6 @@ class Subject:
             prompts_U,
             completions_UC,
             group=training.num_generations if self.method in _SAMPLES else 1,
-            packs=self.facts.packs and training.padding_free is not False,
             shares=self.method in ("dpo", *_SAMPLES) and self.facts.shares and training.share_prompts is not False,
             kept_together=self._keeps_groups,
         )
@@ -89,7 +100,11 @@ class Subject:
         """Why the loss depends on the micro-batch, whose rows then stay as given; `None` if it does not."""
         training = self.training
         if self.method == "kto":
-            return "KTO's KL term pairs the rows of each micro-batch"
+            return "KTO may pair the rows of each micro-batch"
+        if training.dataloader_drop_last:
+            return "`dataloader_drop_last` drops rows that do not fill a micro-batch"
+        if self.method == "sft" and self.devices > 1 and not training.average_tokens_across_devices:
+            return "with `average_tokens_across_devices=False`, the loss depends on the tokens of each device"
         if self.method == "dpo":
             of_batch = next((x for x in training.loss_type if x in OF_WHOLE_BATCH), None)
             if of_batch is not None:
@@ -163,13 +178,7 @@ class Subject:
         apart = option.accumulation // (together if option.budget else 1) > 1
         whole = self.lengths.most(option.batch * together)
         splits = option.budget is not None and option.budget < self.lengths.tokens_of(whole)
-        return memory_of_step(replace(step, accumulates=apart or splits, **self._shape(rows))).peak
-
-    def _shape(self, rows: tuple[Row, ...]) -> dict[str, Any]:
-        if self.lengths.packs:
-            return {"lengths": rows}
-        tokens = max(row.prompt + row.completion - 1 for row in rows)
-        return {"rows": len(rows), "tokens": tokens, "scored": min(tokens, max(row.completion for row in rows))}
+        return memory_of_step(replace(step, accumulates=apart or splits, lengths=rows)).peak
 
     # Time
 
