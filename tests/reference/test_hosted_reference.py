@@ -19,7 +19,7 @@ from model_families import batch
 from run_losses import Trainers, train
 from tiny import MODELS, lora_config, preferences
 from training_comparison import assert_same
-from trl_ext.reference.hosted import HostedReference
+from trl_ext.reference.hosted import HostedReference, check_supported
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 DEVICE = torch.device("cpu")
@@ -196,8 +196,13 @@ def test_calling_a_part_of_the_model_is_an_error():
 def test_a_model_that_cannot_be_hosted_is_an_error(change, words):
     model = deep("untied")
     change(model)
-    with pytest.raises(ValueError, match=words):
+
+    def host() -> None:
+        check_supported(model)
         HostedReference(model, DEVICE)
+
+    with pytest.raises(ValueError, match=words):
+        host()
 
 
 TRAINED = [

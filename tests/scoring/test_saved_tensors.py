@@ -1,24 +1,17 @@
-"""A backward reads each saved tensor once, because offloading and checkpointing return each tensor only once."""
+"""A backward reads each saved tensor once, because checkpointing and TRL's offloading return it only once."""
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import trl
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from trl.models import get_act_offloading_ctx_manager
 
 import trl_ext
-from drop_in_cases import Case
-from run_losses import Trainers, train
-from tiny import Workshop
-from training_comparison import assert_same
 from trl_ext.distributed import gradients as gradient_factor
 from trl_ext.distributed import sequence_parallel
 from trl_ext.heads import dense as given_product
@@ -189,56 +182,3 @@ def test_functions_that_exchange_with_other_ranks_unpack_once_too() -> None:
 
 def test_every_autograd_function_of_the_package_is_tested() -> None:
     assert {*functions_of_the_package()} == {*FUNCTIONS, *EXCHANGES}
-
-
-@dataclass
-class Offloads:
-    """Makes trainers that offload activations as with `activation_offloading=True`, with the host as accelerator.
-
-    TRL needs an accelerator from torch, which the CPU is not. Pinned memory and streams are off.
-    """
-
-    saved: int = 0
-
-    def __call__(self, trainer: type) -> type:
-        offloads = self
-
-        class Offloading(trainer):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                self.maybe_activation_offload_context = get_act_offloading_ctx_manager(
-                    model=self.model, use_pin_memory=False, use_streams=False
-                )
-
-            def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-                loss = super().training_step(*args, **kwargs)
-                offloads.saved += self.maybe_activation_offload_context.tensor_id
-                return loss
-
-        return Offloading
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("dpo-full-offloaded", "dpo", model="untied"),
-        pytest.param(Case("dpo-full-tied-offloaded", "dpo"), marks=pytest.mark.slow),
-        pytest.param(Case("dpo-lora-offloaded", "dpo", "lora", model="untied"), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_dpo_with_activation_offloading_trains_as_stock(
-    case: Case, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
-    monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
-    records, saved = [], []
-    for library in (trl_ext, trl):
-        trainers, offloads = Trainers.of(library), Offloads()
-        offloading = Trainers(
-            *(offloads(trainers.dpo_trainer), trainers.dpo_config, trainers.grpo_trainer, trainers.grpo_config)
-        )
-        records.append(train(case, offloading, workshop))
-        saved.append(offloads.saved)
-    assert all(saved)
-    assert_same(case, *records)

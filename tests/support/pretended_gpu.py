@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,6 +113,34 @@ class Record:
 RECORD = Record()
 
 
+class Memory:
+    """Counts the storages on the device. The temporary memory of one kernel is not counted.
+
+    Attributes:
+        held (`int`), peak (`int`): bytes of live storages: now, and the most while `RECORD.on`.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.peak = 0
+        self._known: set[int] = set()
+
+    def count(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self.held += storage.nbytes()
+            weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        if RECORD.on:
+            self.peak = max(self.peak, self.held)
+
+    def _freed(self, name: int, size: int) -> None:
+        self._known.discard(name)
+        self.held -= size
+
+
+MEMORY = Memory()
+
+
 def _place() -> tuple[str, int]:
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -141,6 +170,7 @@ class Pretended(Tensor):
         )
         made.held = held
         ORDER.allocated(made)
+        MEMORY.count(held)
         return made
 
     device = property(lambda self: torch.device("cpu") if self.on_host else CUDA)
@@ -156,6 +186,8 @@ class Pretended(Tensor):
         self.on_host = not isinstance(_placed(value), Pretended)
         if self.on_host:
             assert (value.shape, value.dtype) == (self.shape, self.dtype)
+            # Frees what it had on the device
+            Tensor.data.__set__(self, Pretended(torch.empty((), dtype=self.dtype).expand(self.shape)))
         else:
             Tensor.data.__set__(self, value)
         self.held = held(value)
@@ -294,7 +326,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         RECORD.launch(name)
     # Operations in place return the tensors that they were given
     given = {id(x.held): x for x in here}
-    result = tree_map(lambda x: _wrapped(given.get(id(x), x)) if isinstance(x, Tensor) else x, out())
+    result = out()
+    if asked is None or to_device:
+        result = tree_map(lambda x: _wrapped(given.get(id(x), x)) if isinstance(x, Tensor) else x, result)
     if name not in _VIEWS:
         _check_order(func, here, args, kwargs, result)
     return result

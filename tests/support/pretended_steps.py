@@ -163,9 +163,9 @@ def main(names: list[str]) -> None:
     # Triton's interpreter stops at an `if` of theirs. These are their functions for devices without Triton
     stock._forward_kernel = pretended_gpu.one_kernel(stock._forward_tile)
     stock._backward_kernel = pretended_gpu.one_kernel(stock._backward_tile)
-    from trl_ext.reference import hosted
+    from trl_ext.trainers import reference_weights
 
-    hosted._check_supported = lambda _: None  # a pretended weight is no plain parameter
+    reference_weights.check_supported = lambda _: None  # a pretended weight is no plain parameter
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder, pretended_gpu.DeviceMode():
         for name in names:

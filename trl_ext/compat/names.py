@@ -136,6 +136,12 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "trl.trainer.dpo_trainer": {
         "add_fused_lm_head": ("(model, temperature=..., cast_lm_head_to_fp32=..., outputs=...)",),
         "create_model_from_path": ("(model_id, architecture=..., **kwargs)",),
+        "get_act_offloading_ctx_manager": (
+            (
+                "(model, use_pin_memory=..., use_streams=..., min_offload_size=..., max_fwd_stash_size=..., "
+                "warn_if_no_head=...)"
+            ),
+        ),
         "hash_module": ("(module)",),
     },
     "trl.trainer.dpo_trainer:DPOTrainer": {
@@ -210,6 +216,12 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "trl.trainer.kto_trainer": {
         "add_fused_lm_head": ("(model, temperature=..., cast_lm_head_to_fp32=..., outputs=...)",),
         "create_model_from_path": ("(model_id, architecture=..., **kwargs)",),
+        "get_act_offloading_ctx_manager": (
+            (
+                "(model, use_pin_memory=..., use_streams=..., min_offload_size=..., max_fwd_stash_size=..., "
+                "warn_if_no_head=...)"
+            ),
+        ),
         "hash_module": ("(module)",),
     },
     "trl.trainer.kto_trainer:KTOTrainer": {
@@ -268,6 +280,12 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "trl.trainer.sft_trainer": {
         "add_fused_lm_head": ("(model, temperature=..., cast_lm_head_to_fp32=..., outputs=...)",),
+        "get_act_offloading_ctx_manager": (
+            (
+                "(model, use_pin_memory=..., use_streams=..., min_offload_size=..., max_fwd_stash_size=..., "
+                "warn_if_no_head=...)"
+            ),
+        ),
     },
     "trl.trainer.sft_trainer:SFTTrainer": {
         "_get_output_dir": ("(self, trial)",),

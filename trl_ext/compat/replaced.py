@@ -32,11 +32,12 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 # The names that may be replaced in each trainer's module
+_OFFLOADING = "get_act_offloading_ctx_manager"
 _OF_ALL = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_model")
 REPLACED: dict[type, tuple[str, ...]] = {
-    trl.SFTTrainer: _OF_ALL,
-    trl.DPOTrainer: (*_OF_ALL, "create_model_from_path", "hash_module"),
-    trl.KTOTrainer: (*_OF_ALL, "create_model_from_path", "hash_module"),
+    trl.SFTTrainer: (*_OF_ALL, _OFFLOADING),
+    trl.DPOTrainer: (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module"),
+    trl.KTOTrainer: (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module"),
     trl.GRPOTrainer: (*_OF_ALL, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
     trl.RLOOTrainer: (*_OF_ALL, "shuffle_sequence_dict", "use_adapter"),
     transformers.Trainer: ("rotate_checkpoints",),
@@ -79,7 +80,14 @@ def unrecorded_pass(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def built_with(
-    trainer_class: type, config: Any, attach: Callable[..., None], make_adapter: Any, *, copies: bool, **others: Any
+    trainer_class: type,
+    config: Any,
+    attach: Callable[..., None],
+    make_adapter: Any,
+    offloading: Callable[..., Any],
+    *,
+    copies: bool,
+    **others: Any,
 ) -> Iterator[None]:
     """Make `trainer_class.__init__` attach each model's scoring head with `attach(model, **options)` in the block.
 
@@ -89,6 +97,7 @@ def built_with(
     Args:
         config (`Any`): the trainer's config. `padding_free=True` is hidden, because TRL rejects it.
         make_adapter (`Callable`): called with PEFT's `get_peft_model` and its arguments.
+        offloading (`Callable`): called with `model`, returns the context of `activation_offloading`.
         copies (`bool`): whether TRL may copy an adapter as the reference.
         others (`Any`): replacements for further names of the module.
     """
@@ -96,6 +105,8 @@ def built_with(
     names = {"add_fused_lm_head": attach, "get_peft_model": partial(make_adapter, module.get_peft_model), **others}
     if not (getattr(config, "cast_lm_head_to_fp32", False) or getattr(config, "use_vllm", False)):
         names["BaseTunerLayer"] = _NoAdapter
+    if hasattr(module, _OFFLOADING):
+        names[_OFFLOADING] = offloading
     if not copies:  # TRL copies an adapter if its first call of `is_peft_model` returns True
         answers = chain([lambda model: False], repeat(module.is_peft_model))
         names["is_peft_model"] = lambda model: next(answers)(model)

@@ -1,1 +1,1 @@
-"""How much memory a training step takes, by running the model's own code on tensors that hold no numbers."""
+"""Memory on the device: what a training step takes, and activations kept on the host."""

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..memory.offloading import event, wait
+
 logger = logging.getLogger("trl_ext")
 
 _PAGE = mmap.PAGESIZE
@@ -29,18 +31,17 @@ class HostedReference:
     parameters are on the host again, unchanged and frozen. Buffers, which are small, stay on `device`.
 
     Args:
-        model (`PreTrainedModel`): on one device, not sharded, quantized or wrapped.
+        model (`PreTrainedModel`): on one device, not sharded, quantized or wrapped; see `check_supported`.
         device (`torch.device`): where `model` computes. A CUDA device copies on a separate stream.
 
     Attributes:
         layer_bytes (`int`), rest_bytes (`int`): the size of the largest decoder layer, and of the weights outside.
 
     Raises:
-        `ValueError`: the model is spread over devices or ranks, is quantized, or has no list of layers.
+        `ValueError`: the model has no list of layers.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        _check_supported(model)
         layers = _decoder_layers(model)
         self._device = device
         pinned = device.type == "cuda"
@@ -85,14 +86,14 @@ class HostedReference:
         rest = torch.empty(self._rest.size, dtype=torch.uint8, device=self._device)
         self._places = [_Place(torch.empty(self.layer_bytes, dtype=torch.uint8, device=self._device)) for _ in range(2)]
         # Kernels that are still running may use this memory
-        _wait(self._copies, _event(self._compute))
+        wait(self._copies, event(self._compute))
         rest.copy_(self._rest.host, non_blocking=True)
         self._rest.point_at(rest)
         self._fetch(0)
 
     def _leave(self) -> None:
         # The copy of a layer that was not called may still be running
-        _wait(self._compute, _event(self._copies))
+        wait(self._compute, event(self._copies))
         for group in (self._rest, *self._layers):
             group.point_at(group.host)
         self._places = []
@@ -102,17 +103,17 @@ class HostedReference:
         place, group = self._places[index % 2], self._layers[index]
         if place.layer == index:
             return
-        _wait(self._copies, place.computed)
+        wait(self._copies, place.computed)
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             place.memory[: group.size].copy_(group.host, non_blocking=True)
-        place.layer, place.copied = index, _event(self._copies)
+        place.layer, place.copied = index, event(self._copies)
 
     def _bring(self, index: int) -> None:
         if not self._places:
             raise RuntimeError("The reference model is in host memory. Call the model, not its `forward` or a part.")
         self._fetch(index)
         place = self._places[index % 2]
-        _wait(self._compute, place.copied)
+        wait(self._compute, place.copied)
         self._layers[index].point_at(place.memory)
         if index + 1 < len(self._layers):
             self._fetch(index + 1)
@@ -120,7 +121,7 @@ class HostedReference:
     def _drop(self, index: int) -> None:
         place, group = self._places[index % 2], self._layers[index]
         group.point_at(group.host)
-        place.layer, place.computed = None, _event(self._compute)
+        place.layer, place.computed = None, event(self._compute)
 
 
 class _Group:
@@ -178,17 +179,6 @@ class _Place:
     computed: Any = None
 
 
-def _event(stream: Any) -> Any:
-    """Record an event after the current work of `stream`; None without CUDA."""
-    return None if stream is None else stream.record_event()
-
-
-def _wait(stream: Any, event: Any) -> None:
-    """Make later work of `stream` wait for `event`."""
-    if event is not None:
-        stream.wait_event(event)
-
-
 def _decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the `nn.ModuleList` with the most weights."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -210,7 +200,8 @@ def _outside(model: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Parameter
             yield from module.parameters(recurse=False)
 
 
-def _check_supported(model: Any) -> None:
+def check_supported(model: Any) -> None:
+    """Raise `ValueError` if the model is spread over devices or ranks, or is quantized."""
     if getattr(model, "is_quantized", False):
         raise ValueError(
             "`reference_device='cpu'` does not support a quantized reference model. Leave `reference_device` unset, or "

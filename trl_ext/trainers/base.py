@@ -28,6 +28,7 @@ from ..distributed.failures import rank_failures_reported
 from ..distributed.lora import keep_differentiable, make_adapter
 from ..distributed.ranks import Ranks
 from ..heads.kernels.work import triton_unavailable_reason
+from ..memory.offloading import ActivationsOnHost
 from ..packing.support import has_dropout
 from ..planning.plan import (
     Decision,
@@ -132,7 +133,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._reference_weights.adapters = adapters
         copies = adapters.trl_may_copy or not isinstance(self._added, AddedReferenceFields)
         try:
-            with built_with(self._trl_trainer, config, self._attach_model, make_adapter, copies=copies, **others):
+            parts = self._attach_model, make_adapter, self._activations_on_host
+            with built_with(self._trl_trainer, config, *parts, copies=copies, **others):
                 yield
         finally:
             self._reference_weights.restore(config)
@@ -171,6 +173,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         # Only once: a reference model that was freed is attached again when it is loaded again
         if self._source is not None and not self._source.registered and self.ref_model in (None, model):
             self._source.register()
+
+    def _activations_on_host(self, model: Any) -> AbstractContextManager[None]:
+        """Return the context that TRL's training step enters with `activation_offloading`."""
+        return ActivationsOnHost(model, self.accelerator.device)
 
     def _has_reference(self) -> bool:
         return True

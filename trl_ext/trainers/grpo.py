@@ -21,7 +21,6 @@ from ..compat import grpo as internals
 from ..compat.choices import STEP, overrides
 from ..config import AddedGRPOFields
 from ..config import GRPOConfig as GRPOConfig  # earlier `training_args.bin` files refer to it here
-from ..distributed.gradients import activations_on_host
 from ..packing.support import has_dropout, positions_by_length, trains_expert_modules
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import prompt_of
@@ -194,7 +193,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        on_host = activations_on_host(self.model, self.accelerator.device) if self._offloads else nullcontext()
+        # TRL's GRPO has no such argument
+        on_host = self._activations_on_host(self.model) if self._offloads else nullcontext()
         with self._grpo_scoring.in_parts.training_step(), on_host:
             yield
 

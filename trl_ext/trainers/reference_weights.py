@@ -11,7 +11,7 @@ from peft import PeftModel
 
 from ..distributed.ranks import Ranks
 from ..reference.adapters import AdapterChoice, OwnReference, load_weights, reshard, save_weights
-from ..reference.hosted import HostedReference
+from ..reference.hosted import HostedReference, check_supported
 from ..reference.weights import ReferenceWeights
 
 logger = logging.getLogger("trl_ext")
@@ -62,6 +62,7 @@ class ReferenceOfPolicy:
                 "`reference_device='cpu'` moves the reference's weights to the host, but the policy shares them "
                 f"(`{shared}`). Leave it unset, or load a separate `ref_model`."
             )
+        check_supported(model)
         HostedReference(model, self.trainer.accelerator.device)
 
     def restore(self, config: Any) -> None:

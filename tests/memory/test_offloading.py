@@ -1,4 +1,4 @@
-"""GRPO's activation offloading keeps activations on the host, and gradients stay bitwise equal."""
+"""Activation offloading keeps activations on the host, and gradients stay bitwise equal."""
 
 import weakref
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ import trl_ext
 from device_memory import allocated_by
 from resumable_runs import build, weights
 from tiny import Workshop, lora_config
-from trl_ext.distributed.gradients import _HostCopy, _KeptOnHost, activations_on_host
+from trl_ext.memory.offloading import ActivationsOnHost, HostCopy, KeptOnHost
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def gradients(model: Any, offloaded: bool) -> dict[str, torch.Tensor]:
     """Train with offloading; on the CPU, it copies from host to host."""
     tokens = torch.arange(3, 3 + 4 * 16).view(4, 16)
     model.zero_grad()
-    with activations_on_host(model, CPU) if offloaded else nullcontext():
+    with ActivationsOnHost(model, CPU) if offloaded else nullcontext():
         model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs.exp().sum().backward()
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
@@ -41,7 +41,7 @@ def test_gradients_are_bitwise_equal(name: str, workshop: Workshop) -> None:
 def test_large_activations_are_copied_and_weights_are_not() -> None:
     layer = torch.nn.Linear(64, 64, bias=False)
     inputs = torch.randn(32, 64, requires_grad=True)
-    with activations_on_host(layer, CPU):
+    with ActivationsOnHost(layer, CPU):
         out = layer(inputs)
     saved = out.grad_fn
     held = [saved._saved_self, saved._saved_mat2]  # a matrix product's: unpacked when they are read
@@ -51,10 +51,10 @@ def test_large_activations_are_copied_and_weights_are_not() -> None:
 
 
 def test_a_tensor_that_is_saved_twice_is_copied_once() -> None:
-    kept = _KeptOnHost(torch.nn.Linear(2, 2), CPU)
+    kept = KeptOnHost(torch.nn.Linear(2, 2), CPU)
     x = torch.randn(32, 64)
     first = kept.pack(x)
-    assert isinstance(first, _HostCopy)
+    assert isinstance(first, HostCopy)
     assert kept.pack(x) is first
     assert kept.pack(x.t()) is not first
     before = x.clone()
@@ -72,11 +72,11 @@ def test_tensors_that_lora_layers_save_several_times_are_copied_once(workshop: W
     base = AutoModelForCausalLM.from_pretrained(workshop.model("untied"), dtype=torch.bfloat16)
     attach_scoring_forward(base, ScoringOptions())
     model = get_peft_model(base, lora_config(target_modules="all-linear"))
-    kept, saved = _KeptOnHost(model, CPU), []
+    kept, saved = KeptOnHost(model, CPU), []
 
     def pack(tensor: torch.Tensor) -> Any:
         packed = kept.pack(tensor)
-        if isinstance(packed, _HostCopy):
+        if isinstance(packed, HostCopy):
             saved.append((tensor.detach(), packed))  # alive, so that no address is used again
         return packed
 
