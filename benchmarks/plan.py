@@ -33,7 +33,7 @@ from steps import Case as Run
 from transformers import PrinterCallback, TrainerCallback
 
 import trl_ext
-from trl_ext.cli.plan_search import Lengths, Option, Space
+from trl_ext.cli.plan_search import Lengths, Option, Setting, Space
 from trl_ext.planning.cost import CostModel
 from trl_ext.planning.speed import CPU, Model, seconds
 
@@ -85,12 +85,12 @@ def rows_of(method: str, shape: Shape) -> Dataset:
 
 def options_of(method: str, lengths: Lengths, checkpointing_only: bool) -> list[Option]:
     """Return options of all sizes, from one unit in a pass to the whole step."""
-    given = Option(engine="one_process", checkpointing=False, batch=8, accumulation=2)
+    settings = tuple(Setting("one_process", checkpointing=x) for x in (False, True))
+    given = Option(setting=settings[0], batch=8, accumulation=2)
     given = replace(given, generation=2) if method == "grpo" else given
     space = Space(
         given=given,
-        devices=1,
-        engines=("one_process",),
+        settings=settings,
         changes_batch=method == "sft",
         changes_budget=method != "sft",
         together=1 if method == "sft" else 2,
@@ -107,7 +107,7 @@ def trainer_of(method: str, shape: Shape, option: Option, lora: bool, folder: st
     config = {
         **common(replace(shape, steps=STEPS)),
         **{"output_dir": folder, "show_plan": False, "per_device_train_batch_size": option.batch},
-        **{"gradient_accumulation_steps": option.accumulation, "gradient_checkpointing": option.checkpointing},
+        **{"gradient_accumulation_steps": option.accumulation, "gradient_checkpointing": option.setting.checkpointing},
     }
     further: dict[str, Any] = {}
     if option.budget is not None:

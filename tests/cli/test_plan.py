@@ -22,7 +22,7 @@ from trl_ext.cli.__main__ import main
 from trl_ext.cli.estimate import arguments_of
 from trl_ext.cli.plan import PlanArguments
 from trl_ext.cli.plan_lengths import lengths_of
-from trl_ext.cli.plan_search import Counted, Lengths, Option, Space, ranked, search, varied
+from trl_ext.cli.plan_search import Counted, Lengths, Option, Setting, Space, ranked, search, varied
 from trl_ext.cli.plan_subject import Subject
 from trl_ext.planning.speed import CPU, GPUS
 
@@ -229,19 +229,20 @@ def spaces(draw: st.DrawFn) -> tuple[Space, Lengths]:
     lengths = Lengths(
         *(rows[:, 0], rows[:, 1 : 1 + completions]),
         group=group,
-        packs=draw(st.booleans()),
         shares=draw(st.booleans()),
         kept_together=draw(st.booleans()),
     )
-    given = Option(engine="one_process", checkpointing=True, batch=batch, accumulation=accumulation)
+    engines = draw(st.sampled_from((("one_process",), ("ddp", "fsdp2"))))
+    precompute, on_host = draw(st.sampled_from(((False,), (False, True)))), draw(st.booleans())
+    settings = [Setting(x, y, z) for x in engines for y in (False, True) for z in precompute]
+    settings += [x._replace(offloads=True, hosts=True) for x in settings] if on_host else []
+    given = Option(setting=settings[0], batch=batch, accumulation=accumulation)
     if group > 1:
         given = replace(given, generation=draw(st.integers(1, 6)) * accumulation)
     changes = draw(st.sampled_from(("batch", "budget", "neither")))
     space = Space(
         given=given,
-        devices=1,
-        engines=draw(st.sampled_from((("one_process",), ("ddp", "fsdp2")))),
-        precompute=draw(st.sampled_from(((False,), (False, True)))),
+        settings=tuple(settings),
         changes_batch=changes == "batch",
         changes_budget=changes == "budget",
         together=accumulation if changes == "budget" else 1,
@@ -253,7 +254,8 @@ def peak_by_tokens(lengths: Lengths, space: Space):
     def peak_of(option: Option) -> int:
         rows = lengths.worst(option, space.together)
         tokens = lengths.tokens_of(rows)
-        return 1000 + tokens * (10 if option.checkpointing else 40) - 200 * option.precompute
+        of_token = (10 if option.setting.checkpointing else 40) / (1 + option.setting.offloads)
+        return 1000 + int(tokens * of_token) - 200 * option.setting.precompute
 
     return peak_of
 
@@ -272,7 +274,12 @@ def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(drawn: tup
     assert all(x.peak > bound for x in misses)
     counted = {x.option for x in (*fits, *misses)}
     given_option = space.given
+    fit_whole = [x[0].setting for x in ladders if peak_of(x[-1]) <= bound]
     for ladder in ladders:
+        setting = ladder[0].setting
+        if any(x != setting and setting.only_slows(x) for x in fit_whole):
+            assert not {*ladder} & counted
+            continue
         sizes = [size_of(x) for x in ladder]
         assert sizes == sorted(sizes)
         largest = max((i for i, x in enumerate(ladder) if peak_of(x) <= bound), default=-1)
@@ -284,12 +291,14 @@ def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(drawn: tup
             assert option.batch == given_option.batch or space.changes_batch
             assert option.budget is None or space.changes_budget
             assert option.budget is None or option.budget >= lengths.tokens_of(lengths.most(1))
-            assert option.engine in space.engines
+            assert option.setting in space.settings
     best = ranked(fits, lambda x: float(x.accumulation), given_option)
     times = [round(time, 2) for _, time in best]
     assert times == sorted(times)
     shown = varied(best, 3)
-    assert len(shown) == min(3, sum(peak_of(x) <= bound for ladder in ladders for x in ladder))
+    assert len(shown) >= min(
+        3, sum(peak_of(x) <= bound for ladder in ladders for x in ladder if not x.setting.offloads)
+    )
     assert shown[:1] == best[:1]
 
 
@@ -299,7 +308,7 @@ def test_more_units_have_no_fewer_tokens(drawn: tuple[Space, Lengths], units: in
     _, lengths = drawn
     small, large = (lengths.most(x) for x in (units, units + 1))
     assert len(small) == units * lengths.completions_UC.shape[1]
-    assert lengths.tokens_of(lengths.most(1)) == lengths.units_U.max() or not lengths.packs
+    assert lengths.tokens_of(lengths.most(1)) == lengths.units_U.max()
     if lengths.group == 1:
         assert lengths.tokens_of(small) <= lengths.tokens_of(large)
 
@@ -316,7 +325,7 @@ def test_a_budget_is_kept_by_the_rows_that_it_stands_for(drawn: tuple[Space, Len
 
 
 def test_of_equal_times_the_option_nearest_to_the_arguments_is_first():
-    given_option = Option(engine="ddp", checkpointing=True, batch=4, accumulation=2)
+    given_option = Option(setting=Setting("ddp", checkpointing=True), batch=4, accumulation=2)
     other = replace(given_option, batch=8, accumulation=1)
     best = ranked([Counted(other, 1), Counted(given_option, 2)], lambda _: 1.0, given_option)
     assert best[0][0].option == given_option

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_ext.planning.cost import CostModel
-from trl_ext.planning.speed import CPU, GPUS, Model, StepWork, padded_length, seconds
+from trl_ext.planning.speed import CPU, GPUS, Model, StepWork, seconds
 
 MODELS = [Model(CostModel(2e9, 1e5, 3e8), 36, 4 * 10**9, trained) for trained in (4 * 10**9, 10**7)]
 WORK = StepWork(4, 10_000, 1e7, 5_000, checkpointing=False, engine="one_process", devices=1)
@@ -55,11 +55,3 @@ def test_engines_that_shard_weights_gather_them_in_each_pass():
         for x in ("ddp", "fsdp2", "zero2", "zero3")
     }
     assert of_engine["fsdp2"] == of_engine["zero3"] > of_engine["zero2"] > of_engine["ddp"]
-
-
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.integers(1, 20))
-def test_the_longest_of_more_rows_is_longer(lengths: list[int], rows: int):
-    assert min(lengths) - 1e-6 <= padded_length(lengths, rows) <= max(lengths) + 1e-6
-    assert padded_length(lengths, rows) <= padded_length(lengths, rows + 1) + 1e-6
-    assert padded_length([1, 3], 2) == 2.5
-    assert padded_length(lengths, 1) == pytest.approx(sum(lengths) / len(lengths))

@@ -13,7 +13,7 @@ from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
 from trl_ext.cli.estimate import arguments_of
 from trl_ext.cli.line import Line, read
 from trl_ext.cli.plan import MARGIN, PlanArguments, chosen
-from trl_ext.cli.plan_search import Counted, Option, ranked
+from trl_ext.cli.plan_search import Counted, Option, Setting, ranked
 from trl_ext.cli.plan_subject import Subject
 from trl_ext.cli.training import build
 from trl_ext.planning.speed import CPU
@@ -89,9 +89,9 @@ class Planned:
     @property
     def tempting(self) -> list[Counted]:
         """The closest miss of each ladder: less checkpointing, or a larger micro-batch."""
-        closest: dict[tuple[Any, ...], Counted] = {}
+        closest: dict[Setting, Counted] = {}
         for miss in sorted(self.misses, key=lambda x: -x.peak):
-            closest[miss.option.checkpointing, miss.option.precompute] = miss
+            closest[miss.option.setting] = miss
         return [*closest.values()]
 
 

@@ -1,4 +1,7 @@
-"""Training steps on a GPU that is not there: devices never mix, the numbers are the CPU's, and no wait is added."""
+"""Training steps on a GPU that is not there.
+
+Devices never mix, the numbers are the CPU's, no wait is added, and the memory is what `estimate` predicts.
+"""
 
 import fcntl
 import importlib.util
@@ -10,10 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import memory_estimates_on_gpu
 import pretended_gpu
 import pretended_steps
+from memory_estimates import CASES, PROMPT, parsed
+from memory_estimates_on_gpu import CASES as ON_GPU
 from pretended_steps import STEPS, Outcome, train
+from trl_ext.cli.estimate import EstimateArguments, step_of
+from trl_ext.memory.step import memory_of_step
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the pretended GPU needs g++"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="the pretended GPU needs a build of torch for the CPU"),
@@ -194,8 +203,7 @@ with pretended_gpu.DeviceMode(), torch.no_grad():
     hosted._Group(iter([torch.nn.Parameter(torch.ones(9))]), True)
     assert "cudaHostRegister: error 2" in lines[0]
     pretended_gpu.RUNTIME.refuses = False
-    with patch.object(hosted, "_check_supported"):  # a pretended weight is no plain parameter
-        reference = hosted.HostedReference(pretended_gpu.moved(model), torch.device("cuda"))
+    reference = hosted.HostedReference(pretended_gpu.moved(model), torch.device("cuda"))
     locked = pretended_gpu.RUNTIME.locked
     weights = sum(x.nbytes for x in model.parameters())
     assert len(locked) == 5 and weights <= sum(locked.values()) <= weights + 5 * 4096
@@ -206,7 +214,7 @@ with pretended_gpu.DeviceMode(), torch.no_grad():
         assert torch.allclose(model(tokens.to("cuda")).logits.cpu(), want, atol=1e-5)
         assert all(x.device.type == "cpu" for x in model.parameters())
     assert ahead == [1, 2, 3, 3] * 2
-    wait, wrong = hosted._wait, []
+    wait, wrong = hosted.wait, []
 
     def call_without(number):
         # Leave out one wait of the first three layers
@@ -214,7 +222,7 @@ with pretended_gpu.DeviceMode(), torch.no_grad():
         torch.cuda.synchronize()
         x = tokens.to("cuda") + 0
         try:
-            with patch.object(hosted, "_wait", lambda *given: next(numbers) == number or wait(*given)):
+            with patch.object(hosted, "wait", lambda *given: next(numbers) == number or wait(*given)):
                 model(x)
         except ZeroDivisionError:
             x + 0
@@ -285,3 +293,21 @@ def test_launches_are_at_most_those_of_stock_trl(name: str, tmp_path_factory: py
     assert sum(ours.launches.values()) <= sum(stock.launches.values())
     # Not ours: the same batches, losses and optimizer
     assert ours.loss == pytest.approx(stock.loss, rel=0.05)
+
+
+@pytest.mark.parametrize("case", ["dpo-lora-offloading", pytest.param("others", marks=pytest.mark.slow)])
+def test_what_is_estimated_is_within_a_tenth_of_what_the_gpu_allocates(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))  # as pyproject.toml has it for this process
+    expected = {}
+    for name, (of, further) in ON_GPU.items():
+        if (name == case) == (case != "others"):
+            arguments = parsed(of, tmp_path, ("--use_cpu", *further))
+            asked = EstimateArguments(device="cuda", prompt_length=PROMPT)
+            expected[name] = memory_of_step(step_of(CASES[of][0], arguments, asked)).peak
+    measured = json.loads(pretended_gpu.python(memory_estimates_on_gpu.__file__, str(tmp_path), *expected))
+    for name, peak in measured.items():
+        print(f"{name}: {expected[name]} bytes estimated, {peak} measured, {expected[name] / peak:.3f}")
+        assert 0.9 <= expected[name] / peak <= 1.1, name
+    assert measured.keys() == expected.keys()

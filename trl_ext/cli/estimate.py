@@ -54,15 +54,16 @@ _ON_WHOLE_WEIGHTS = (
     *("lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "paged_adamw_8bit", "paged_adamw_32bit"),
     *("paged_lion_8bit", "paged_lion_32bit"),
 )
-OPTIMIZERS = {x: _ON_SHARDS + _ON_WHOLE_WEIGHTS * (x in ("one_process", "ddp")) for x in ENGINES}
+OF_WHOLE_WEIGHTS = ("one_process", "ddp")  # the engines that keep each weight as a whole
+OPTIMIZERS = {x: _ON_SHARDS + _ON_WHOLE_WEIGHTS * (x in OF_WHOLE_WEIGHTS) for x in ENGINES}
 _GIB = 2**30
 # The `model_init_kwargs` that `estimate` reads, or that change no memory
 _OF_MODEL = {"dtype", "attn_implementation", "trust_remote_code", "use_cache"}
 # Arguments of which `estimate` refuses some values
+_WITH_WHOLE_WEIGHTS = ("activation_offloading", "load_in_4bit", "reference_device")
 _WATCHED = (
-    *("optim", "model_init_kwargs", "load_in_4bit", "load_in_8bit", "deepspeed", "fsdp", "torch_compile"),
-    *("activation_offloading", "reference_device", "use_liger_kernel", "cast_lm_head_to_fp32"),
-    "label_smoothing_factor",
+    *("optim", "model_init_kwargs", "load_in_8bit", "deepspeed", "fsdp", "torch_compile", *_WITH_WHOLE_WEIGHTS),
+    *("use_liger_kernel", "cast_lm_head_to_fp32", "label_smoothing_factor"),
 )
 # Methods that sample completions, and what the head computes of each token besides log-probs and entropy
 _SAMPLES = ("grpo", "rloo")
@@ -177,11 +178,23 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     if not 0 <= prompt_length < longest:
         raise CommandError(f"`--prompt_length` must be from 0 to {longest - 1}, got {prompt_length}.")
     adapted = parsed.model.use_peft or is_adapter(parsed.model.model_name_or_path)
+    has_reference = _has_reference(method, training)
+    offloads = bool(getattr(training, "activation_offloading", False))
+    hosts = getattr(training, "reference_device", None) is not None
+    if offloads and asked.device == "cpu":
+        raise CommandError(
+            "`--activation_offloading` keeps activations in host memory, where they already are with `--device cpu`. "
+            "Leave one of the two out."
+        )
+    if hosts and adapted and has_reference:
+        raise CommandError(
+            "`--reference_device` is for a separate reference model, but an adapter's policy and reference share their "
+            "weights. Leave it out."
+        )
     if parsed.model.load_in_4bit and not adapted:
         raise CommandError("`--load_in_4bit` trains only adapters. Pass `--use_peft`, or leave `--load_in_4bit` out.")
     tokens = longest - 1  # the model predicts nothing from a row's last token
     rows = training.per_device_train_batch_size * (2 if method == "dpo" else 1)
-    has_reference = _has_reference(method, training)
     return Step(
         model=policy.make,
         rows=rows,
@@ -197,6 +210,8 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
         accumulates=training.gradient_accumulation_steps > 1,
         optimizer=partial(_optimizer, training),
         reference=policy.make_reference if has_reference and not adapted else None,
+        offloads=offloads,
+        hosts_reference=hosts,
         reference_batches=has_reference * (2 if method == "kto" and training.loss_type == "kto" else 1),
     )
 
@@ -280,16 +295,15 @@ def policy_of(parsed: Parsed) -> Policy:
 
 def _refuse_what_is_not_covered(training: Any, model_args: Any, engine: str) -> None:
     given = {x: getattr(training, x, None) or getattr(model_args, x, None) for x in _WATCHED}
-    whole = engine in ("one_process", "ddp")
     covered = {
         "optim": given["optim"] in OPTIMIZERS[engine],
         "model_init_kwargs": set(given["model_init_kwargs"] or ()) <= _OF_MODEL,
-        "load_in_4bit": whole,
+        **dict.fromkeys(_WITH_WHOLE_WEIGHTS, engine in OF_WHOLE_WEIGHTS),
     }
     for name, value in given.items():
         if value and not covered.get(name):
             value = getattr(value, "value", value)  # of an enumeration
-            if name == "load_in_4bit" or (name == "optim" and value in OPTIMIZERS["one_process"]):
+            if name in _WITH_WHOLE_WEIGHTS or (name == "optim" and value in OPTIMIZERS["one_process"]):
                 value = f"{value}` with `--engine {engine}"
             allowed = f"one of {', '.join(_ON_SHARDS)}" if name == "optim" else "its default"
             raise CommandError(
@@ -326,17 +340,21 @@ def _longest(step: Step, policy: Policy, limit: int) -> str:
 
 def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
     rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method == "dpo")
+    on_host = f", without {readable(memory.offloaded)} in host memory" if step.offloads else ""
+    reference = "a separate model" if step.reference else "no separate model"
+    if step.reference and step.hosts_reference:
+        reference += ", whose layers are on the device only while it scores"
     gathered = ", and gathered weights" if step.engine == "fsdp2" else ""
     copies = ", and fp32 copies of trained parameters" if step.engine.startswith("zero") else ""
     where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {ENGINES[step.engine]}"
     autocast = "" if step.autocast is None else f" with {_name(step.autocast)} autocast"
     lines = [
         ("weights", memory.weights, "of the policy, with its adapters if any"),
-        ("reference", memory.reference, "a separate model" if step.reference else "no separate model"),
+        ("reference", memory.reference, reference),
         ("optimizer", memory.optimizer, "its states" + copies if memory.optimizer else "no states"),
         ("gradients", memory.gradients, "after the backward pass"),
         *[("buckets", memory.buckets, "in which the engine averages gradients")] * (memory.buckets > 0),
-        ("activations", memory.activations, "after the forward pass of the backbone" + gathered),
+        ("activations", memory.activations, "after the forward pass of the backbone" + gathered + on_host),
         ("head", memory.head, "added by the LM head's forward pass"),
         ("peak", memory.peak, "at once, in a forward, backward or optimizer step"),
     ]

@@ -19,7 +19,7 @@ from . import CommandError, wrapped
 from .arguments import OneLineParser, dataclasses_of
 from .estimate import ENGINES, arguments_of, check_memory, readable
 from .line import Line
-from .plan_search import Counted, Option, ranked, varied
+from .plan_search import Counted, Option, Setting, ranked, varied
 from .plan_subject import Subject
 
 _GIB = 2**30
@@ -29,8 +29,7 @@ _PERCENT = f"{100 * (1 - MARGIN):.0f} %"
 _SHOWN, _MISSES = 3, 4
 _NOT_COVERED = (
     "Peaks and times are predictions, not measurements. No prediction was compared with a GPU. They leave out "
-    "workspaces of operators, the device's context, fragmentation, and generation (its key-value cache, vLLM). "
-    "`activation_offloading` and `reference_device`, which `estimate` does not cover, are not planned."
+    "workspaces of operators, the device's context, fragmentation, and generation (its key-value cache, vLLM)."
 )
 _FSDP2 = {
     **{"use_fsdp": True, "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
@@ -76,15 +75,16 @@ def run(line: Line) -> int:
     if not fits:
         raise _nothing_fits(subject, misses, limit)
     print(_read(subject), _memory(bound, source), sep="\n", end="\n\n")
+    given = _given(line)
     best = ranked(fits, subject.seconds_of, subject.space.given)
     for number, (counted, time) in enumerate(varied(best, _SHOWN), 1):
         print(f"{number}. predicted peak {readable(counted.peak)}, predicted time {time:.2f}")
-        print(_to_copy(_words(subject, counted.option, kind)), end="\n\n")
+        print(_to_copy(_words(subject, counted.option, kind, given)), end="\n\n")
     print(_unfit(subject, misses, limit), end="")
     if subject.kept_because is not None:
         print(wrapped(f"The batch stays as given: {subject.kept_because}."))
     path = Path(asked.plan_output or os.path.join(parsed.training.output_dir, "plan.yaml"))
-    given, best_words = _given(line), chosen(subject, best[0][0].option, kind)
+    best_words = chosen(subject, best[0][0].option, kind)
     variables = (given.get("env") or {}) | best_words.get("env", {})
     _write(path, {**given, **best_words, "env": variables or None})
     print(wrapped(_NOT_COVERED), "", f"trl-ext {line.method} --config {path}", sep="\n")
@@ -118,31 +118,36 @@ def _limits(asked: PlanArguments, kind: str) -> tuple[Device, float, str]:
 
 def chosen(subject: Subject, option: Option, kind: str) -> dict[str, Any]:
     """Return the arguments of an option, with those of its engine."""
+    given, setting = subject.space.given, option.setting
     chosen: dict[str, Any] = {
         "per_device_train_batch_size": option.batch,
         "gradient_accumulation_steps": option.accumulation,
     }
     if option.generation is not None:
         chosen |= {"steps_per_generation": option.generation, "generation_batch_size": None}
-    if option.budget is not None or subject.space.given.budget is not None:
+    if option.budget is not None or given.budget is not None:
         chosen["max_tokens_per_micro_batch"] = option.budget
-    chosen["gradient_checkpointing"] = option.checkpointing
-    if option.precompute:
+    chosen["gradient_checkpointing"] = setting.checkpointing
+    if setting.precompute:
         chosen["precompute_ref_log_probs"] = True
+    if setting.offloads or given.setting.offloads:
+        chosen["activation_offloading"] = setting.offloads
+    if setting.hosts or given.setting.hosts:
+        chosen["reference_device"] = "cpu" if setting.hosts else None
     chosen["use_cpu"] = True if kind == "cpu" else None
-    if option.engine == "one_process":
+    if setting.engine == "one_process":
         return chosen
     launch: dict[str, Any] = {"num_processes": subject.devices, "mixed_precision": "no"}
-    if stage := re.fullmatch(r"zero(\d)", option.engine):
+    if stage := re.fullmatch(r"zero(\d)", setting.engine):
         launch |= {"use_deepspeed": True, "zero_stage": int(stage[1])}
     else:
-        launch |= _FSDP2 if option.engine == "fsdp2" else {"multi_gpu": True}
+        launch |= _FSDP2 if setting.engine == "fsdp2" else {"multi_gpu": True}
     return chosen | launch | ({"env": {"ACCELERATE_USE_CPU": "true"}} if kind == "cpu" else {})
 
 
-def _words(subject: Subject, option: Option, kind: str) -> list[str]:
+def _words(subject: Subject, option: Option, kind: str, given: dict[str, Any]) -> list[str]:
     """Return the arguments of an option as they are on a command line, each with its value."""
-    words = []
+    words, without = [], []
     for name, value in chosen(subject, option, kind).items():
         if name in ("use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed") and value:
             words.append(f"--{name}")
@@ -150,7 +155,9 @@ def _words(subject: Subject, option: Option, kind: str) -> list[str]:
             words += [f"  # with {x}={y} in the environment" for x, y in value.items()]
         elif value is not None:
             words.append(f"--{name} {str(value).lower() if isinstance(value, bool) else value}")
-    return words
+        elif given.get(name) is not None:
+            without.append(f"--{name}")
+    return [*words, *[f"  # without {x}" for x in without]]
 
 
 def _to_copy(words: list[str]) -> str:
@@ -207,19 +214,20 @@ def _memory(bound: float, source: str) -> str:
 
 def _named(subject: Subject, option: Option) -> str:
     """Return an option in few words."""
+    setting = option.setting
     size = f"{option.batch} rows" if option.budget is None else f"{option.budget:,} tokens"
-    checkpointing = "with" if option.checkpointing else "without"
-    engine = f", {ENGINES[option.engine]}" if subject.devices > 1 else ""
-    reference = ", `precompute_ref_log_probs`" if option.precompute else ""
-    return f"{size} per pass, {checkpointing} checkpointing{reference}{engine}"
+    parts = [f"{size} per pass", f"{'with' if setting.checkpointing else 'without'} checkpointing"]
+    parts += ["`activation_offloading`"] * setting.offloads + ["`reference_device`"] * setting.hosts
+    parts += ["`precompute_ref_log_probs`"] * setting.precompute + [ENGINES[setting.engine]] * (subject.devices > 1)
+    return ", ".join(parts)
 
 
 def _unfit(subject: Subject, misses: list[Counted], limit: int) -> str:
-    """Return the closest miss for each engine, checkpointing and reference."""
-    closest: dict[tuple[Any, ...], Counted] = {}
+    """Return the closest miss of each setting."""
+    closest: dict[Setting, Counted] = {}
     for miss in misses:
-        kind = miss.option.engine, miss.option.checkpointing, miss.option.precompute
-        closest[kind] = min(miss, closest.get(kind, miss), key=lambda x: x.peak)
+        setting = miss.option.setting
+        closest[setting] = min(miss, closest.get(setting, miss), key=lambda x: x.peak)
     lines = [
         wrapped(f"{_named(subject, x.option)}", f"    {readable(x.peak):>10}   ")
         for x in sorted(closest.values(), key=lambda x: x.peak)[:_MISSES]

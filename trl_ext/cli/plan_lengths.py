@@ -21,7 +21,8 @@ from .training import TRAINERS, data_sets
 # Arguments that would load, write or report something, and have no effect on the tokens
 _OFF = {
     **dict.fromkeys(("push_to_hub", "sync_ref_model", "precompute_ref_log_probs", "gradient_checkpointing"), False),
-    **dict.fromkeys(("model_init_kwargs", "policy_adapter_name", "ref_adapter_name"), None),
+    "activation_offloading": False,
+    **dict.fromkeys(("model_init_kwargs", "reference_device", "policy_adapter_name", "ref_adapter_name"), None),
     **{"report_to": [], "eval_strategy": "no", "show_plan": False, "reference_store": "memory", "bf16": False},
     **{"fp16": False, "use_cpu": True, "reference_store_dir": None},
 }

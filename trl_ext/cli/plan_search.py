@@ -7,7 +7,6 @@ import bisect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,22 +15,34 @@ from numpy.typing import NDArray
 from ..memory.step import Row
 from ..planning.micro_batches import UNSHARED, RowTokens
 from ..planning.parts import few_parts
-from ..planning.speed import StepWork, padded_length
+from ..planning.speed import StepWork
 
 Array = NDArray[np.int64]
+
+
+class Setting(NamedTuple):
+    """The arguments that trade time for memory."""
+
+    engine: str
+    checkpointing: bool
+    precompute: bool = False  # `precompute_ref_log_probs`
+    offloads: bool = False  # `activation_offloading`
+    hosts: bool = False  # `reference_device="cpu"`
+
+    def only_slows(self, other: "Setting") -> bool:
+        """Return whether this is `other` with more in host memory, which takes time and changes nothing else."""
+        return self[:3] == other[:3] and self.offloads >= other.offloads and self.hosts >= other.hosts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """The arguments that a plan chooses."""
 
-    engine: str
-    checkpointing: bool
+    setting: Setting
     batch: int  # `per_device_train_batch_size`
     accumulation: int
     generation: int | None = None  # `steps_per_generation`
     budget: int | None = None  # `max_tokens_per_micro_batch`
-    precompute: bool = False  # `precompute_ref_log_probs`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +50,17 @@ class Space:
     """What the arguments give, and what may change without changing a result."""
 
     given: Option
-    devices: int
-    engines: tuple[str, ...]
-    precompute: tuple[bool, ...] = (False,)
+    settings: tuple[Setting, ...]  # those that keep more in host memory last
     changes_batch: bool = False  # else the batch is kept
     changes_budget: bool = False  # `max_tokens_per_micro_batch` is allowed
     together: int = 1  # micro-batches of an optimizer step that it joins
 
     def ladders(self, lengths: "Lengths") -> Iterator[list[Option]]:
-        """Yield, for each engine, checkpointing and reference, the options from the smallest micro-batch up."""
-        for engine, precompute, checkpointing in product(self.engines, self.precompute, (False, True)):
+        """Yield, for each setting, the options from the smallest micro-batch up."""
+        for setting in self.settings:
             yield [
                 Option(
-                    engine=engine,
-                    checkpointing=checkpointing,
-                    precompute=precompute,
+                    setting=setting,
                     batch=batch,
                     accumulation=self.given.accumulation * self.given.batch // batch,
                     generation=self.given.generation and self.given.generation * self.given.batch // batch,
@@ -83,12 +90,11 @@ class Space:
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """The tokens of each unit of the data, truncated as in training."""
+    """The tokens of each unit of the data, truncated as in training. A pass has no padding."""
 
     prompts_U: Array
     completions_UC: Array
     group: int = 1  # completions of a prompt, each of which is a unit
-    packs: bool = True  # a pass has no padding
     shares: bool = True  # completions of a prompt share it in a pass
     kept_together: bool = True  # completions of a group share a micro-batch where there is room
 
@@ -141,8 +147,6 @@ class Lengths:
 
     def tokens_of(self, rows: tuple[Row, ...]) -> int:
         """Return the number of tokens in a pass over `rows`."""
-        if not self.packs:
-            return len(rows) * int(max(row.prompt + row.completion - 1 for row in rows))
         prompts = {row.group: row.prompt for row in rows}
         return max(1, sum(prompts.values()) + sum(max(row.completion - 1, 0) for row in rows))
 
@@ -152,16 +156,19 @@ class Lengths:
             return self.most(option.batch)
         return self.within(option.budget, option.batch * together)
 
-    def work(self, option: Option, devices: int, together: int, reference: float) -> StepWork:
-        """Return the optimizer step with `option` on one of `devices`, of units of average length."""
-        units, rows = option.batch * option.accumulation, self.completions_UC.shape[1]
+    def work(self, option: Option, devices: int, together: int, reference: float, offloaded: float = 0.0) -> StepWork:
+        """Return the optimizer step with `option` on one of `devices`, of units of average length.
+
+        Args:
+            reference: forward passes of the reference, on average.
+            offloaded: bytes of activations that go to host memory for each token.
+        """
+        units = option.batch * option.accumulation
         lengths_UC = self.prompts_U[:, None] + self.completions_UC
         tokens = units * float(self.units_U.mean())
         if self.group > 1 and self.shares and (option.batch > 1 or option.budget is not None):
             sharing = min(self.group, option.batch * (together if option.budget else 1))
             tokens -= units * float(self.prompts_U.mean()) * (1 - 1 / sharing)
-        if not self.packs:
-            tokens = units * rows * padded_length(self.rows_U.tolist(), option.batch * rows)
         passes = option.accumulation
         if option.budget is not None:
             passes = option.accumulation // together * self._parts(option.budget, option.batch * together)
@@ -170,10 +177,12 @@ class Lengths:
             tokens=tokens,
             pairs=units * float((lengths_UC.astype(float) ** 2 / 2).sum(axis=1).mean()),
             scored=units * float(self.completions_UC.sum(axis=1).mean()),
-            checkpointing=option.checkpointing,
-            engine=option.engine,
+            checkpointing=option.setting.checkpointing,
+            engine=option.setting.engine,
             devices=devices,
             reference=reference,
+            offloaded=tokens * offloaded,
+            hosts_reference=option.setting.hosts,
         )
 
     def _parts(self, budget: int, units: int) -> int:
@@ -202,12 +211,18 @@ def search(
     """Return the options that fit into `bound` bytes, and those that do not, of all whose memory was counted.
 
     Memory and size, in tokens of a pass, grow along a ladder. Of each ladder, the largest option that fits is among
-    those counted, and the next one, too. If fewer than `wanted` fit, smaller ones are counted.
+    those counted, and the next one, too. If fewer than `wanted` fit, smaller ones are counted. If all of a ladder fits,
+    those that only slow it down are left out.
     """
     counted: list[Counted] = []
     smaller: list[Option] = []
+    whole: list[Setting] = []
     for ladder in ladders:
+        if any(ladder[0].setting.only_slows(x) for x in whole):
+            continue
         of_ladder = _counted(ladder, peak_of, size_of, bound)
+        if of_ladder[-1].peak <= bound:
+            whole.append(ladder[0].setting)
         counted += of_ladder
         least = next((x.option for x in of_ladder if x.peak <= bound), ladder[0])
         smaller += reversed(ladder[: ladder.index(least)])
@@ -245,21 +260,21 @@ def ranked(fits: list[Counted], seconds_of: Callable[[Option], float], given: Op
     least = min(times, default=1.0)
 
     def key(item: tuple[Counted, float]) -> tuple[Any, ...]:
-        option = vars(item[0].option)
-        changed = sum(option[name] != value for name, value in vars(given).items() if name != "engine")
+        option = item[0].option
+        changed = sum(x != y for x, y in zip(option.setting[1:], given.setting[1:], strict=True))
+        changed += sum(vars(option)[name] != value for name, value in vars(given).items() if name != "setting")
         return round(item[1], 2), changed, item[0].peak
 
     return sorted(zip(fits, (x / least for x in times), strict=True), key=key)
 
 
 def varied(best: list[tuple[Counted, float]], count: int) -> list[tuple[Counted, float]]:
-    """Return the first `count`: those that are the first of their engine, checkpointing and reference, then others."""
-    kinds: set[tuple[str, bool, bool]] = set()
+    """Return the first `count`: those that are the first of their setting, then others."""
+    settings: set[Setting] = set()
     first: list[tuple[Counted, float]] = []
     others: list[tuple[Counted, float]] = []
     for item in best:
-        kind = item[0].option.engine, item[0].option.checkpointing, item[0].option.precompute
-        (others if kind in kinds else first).append(item)
-        kinds.add(kind)
+        (others if item[0].option.setting in settings else first).append(item)
+        settings.add(item[0].option.setting)
     chosen = [*first, *others][:count]
     return [item for item in best if item in chosen]

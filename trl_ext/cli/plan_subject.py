@@ -2,21 +2,23 @@
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import product
 
 import numpy as np
 
-from ..memory.step import Step, facts_of, memory_of_step
+from ..memory.step import Step, StepMemory, facts_of, memory_of_step
 from ..planning.cost import CostModel
 from ..planning.dpo import OF_WHOLE_BATCH
 from ..planning.non_finite import steps_in_backward
 from ..planning.speed import Device, Model, seconds
 from . import CommandError
 from .arguments import Parsed
-from .estimate import ENGINES, EstimateArguments, check_covered, policy_of, step_of
+from .estimate import ENGINES, OF_WHOLE_WEIGHTS, EstimateArguments, check_covered, policy_of, step_of
 from .plan_lengths import lengths_of
-from .plan_search import Counted, Lengths, Option, Space, search
+from .plan_search import Counted, Lengths, Option, Setting, Space, search
 
 _SAMPLES = ("grpo", "rloo")
 _OF_CPU = ("one_process", "ddp")
@@ -26,8 +28,13 @@ class Subject:
     """A run of `method` with these arguments on `devices` devices of one kind."""
 
     def __init__(self, method: str, parsed: Parsed, devices: int, kind: str, limits: Device) -> None:
-        self.method, self.parsed, self.devices, self.kind, self.limits = method, parsed, devices, kind, limits
-        self.training = parsed.training
+        self.method, self.devices, self.kind, self.limits = method, devices, kind, limits
+        # The search decides what is in host memory
+        self._given, self.training = parsed.training, copy.copy(parsed.training)
+        for name, value in (("activation_offloading", False), ("reference_device", None)):
+            if hasattr(self.training, name):
+                setattr(self.training, name, value)
+        self.parsed = parsed._replace(training=self.training)
         self.policy = policy_of(parsed)
         self.facts = facts_of(self.policy.make, self.training.router_aux_loss_coef)
         self.uncovered: dict[str, str] = {}  # engines that `estimate` does not cover, and what it says
@@ -36,7 +43,7 @@ class Subject:
             raise CommandError(next(reversed(self.uncovered.values())))
         self._refuse_padding()
         self.lengths = self._lengths()
-        self.peak_of, self._step = cache(self._peak), cache(self._step_of)
+        self.memory_of, self._step = cache(self._memory), cache(self._step_of)
 
     def _covers(self, engine: str) -> bool:
         # accelerate runs no other engines on a CPU
@@ -123,31 +130,44 @@ class Subject:
     @cached_property
     def space(self) -> Space:
         training, free = self.training, self.kept_because is None
-        given = Option(
-            engine=self.engines[0],
+        setting = Setting(
+            self.engines[0],
             checkpointing=bool(training.gradient_checkpointing),
+            precompute=bool(getattr(training, "precompute_ref_log_probs", False)),
+            offloads=bool(getattr(self._given, "activation_offloading", False)),
+            hosts=getattr(self._given, "reference_device", None) is not None,
+        )
+        given = Option(
+            setting=setting,
             batch=training.per_device_train_batch_size,
             accumulation=training.gradient_accumulation_steps,
             generation=training.steps_per_generation if self.method in _SAMPLES else None,
             budget=getattr(training, "max_tokens_per_micro_batch", None),
-            precompute=bool(getattr(training, "precompute_ref_log_probs", False)),
-        )
-        may_precompute = (
-            self.method in ("dpo", "kto")
-            and not given.precompute
-            and training.reference_store != "off"
-            and not training.sync_ref_model
-            and self._step(self.engines[0], given.checkpointing, False).reference is not None
         )
         return Space(
             given=given,
-            devices=self.devices,
-            engines=self.engines,
-            precompute=(False, True) if may_precompute else (given.precompute,),
+            settings=tuple(self._settings(setting)),
             changes_batch=free and self.method in ("sft", "rloo"),
             changes_budget=free and self.method in ("dpo", "grpo"),
             together=self._joined if self.method in ("dpo", "grpo") else 1,
         )
+
+    def _settings(self, given: Setting) -> Iterator[Setting]:
+        training = self.training
+        # A model, which stays as it is
+        separate = self._step(given._replace(precompute=False)).reference is not None
+        separate = separate and not getattr(training, "sync_ref_model", False)
+        stores = self.method in ("dpo", "kto") and training.reference_store != "off"
+        precompute = (False, True) if separate and stores and not given.precompute else (given.precompute,)
+        for hosts, offloads in product((False, True), (False, True)):
+            # A CPU's memory is host memory
+            if hosts and not (separate and self.kind == "cuda" and hasattr(training, "reference_device")):
+                continue
+            if offloads and not (self.kind == "cuda" and hasattr(training, "activation_offloading")):
+                continue
+            for engine, precomputes, checkpointing in product(self.engines, precompute, (False, True)):
+                if not (hosts and precomputes) and (engine in OF_WHOLE_WEIGHTS or not (hosts or offloads)):
+                    yield Setting(engine, checkpointing, precomputes, offloads, hosts)
 
     def search(self, limit: int) -> tuple[list[Counted], list[Counted]]:
         """Return the options whose predicted peak is at most `limit` bytes, and the others that were counted."""
@@ -155,30 +175,34 @@ class Subject:
         def size_of(option: Option) -> int:
             return self.lengths.tokens_of(self.lengths.worst(option, self.space.together))
 
-        return search(self.space.ladders(self.lengths), self.peak_of, size_of, limit)
+        return search(self.space.ladders(self.lengths), lambda x: self.memory_of(x).peak, size_of, limit)
 
     # Memory
 
-    def _step_of(self, engine: str, checkpointing: bool, precompute: bool) -> Step:
+    def _step_of(self, setting: Setting) -> Step:
         training = copy.copy(self.training)
-        training.gradient_checkpointing = checkpointing
+        training.gradient_checkpointing = setting.checkpointing
         if hasattr(training, "precompute_ref_log_probs"):
-            training.precompute_ref_log_probs = precompute
+            training.precompute_ref_log_probs = setting.precompute
+        if setting.offloads:
+            training.activation_offloading = True
+        if setting.hosts:
+            training.reference_device = "cpu"
         prompt_length = 0
         if self.method in _SAMPLES:
             prompt_length = min(int(self.lengths.prompts_U.max()), self.policy.positions - 2)
         else:
             training.max_length = max(2, int(self.lengths.rows_U.max()))
-        return step_of(self.method, self.parsed._replace(training=training), self._asked(engine, prompt_length))
+        return step_of(self.method, self.parsed._replace(training=training), self._asked(setting.engine, prompt_length))
 
-    def _peak(self, option: Option) -> int:
-        """Return the predicted peak of the largest micro-batch that the data allows, in bytes."""
-        step, together = self._step(option.engine, option.checkpointing, option.precompute), self.space.together
+    def _memory(self, option: Option) -> StepMemory:
+        """Return the predicted memory of the largest micro-batch that the data allows."""
+        step, together = self._step(option.setting), self.space.together
         rows = self.lengths.worst(option, together)
         apart = option.accumulation // (together if option.budget else 1) > 1
         whole = self.lengths.most(option.batch * together)
         splits = option.budget is not None and option.budget < self.lengths.tokens_of(whole)
-        return memory_of_step(replace(step, accumulates=apart or splits, lengths=rows)).peak
+        return memory_of_step(replace(step, accumulates=apart or splits, lengths=rows))
 
     # Time
 
@@ -190,7 +214,12 @@ class Subject:
 
     def seconds_of(self, option: Option) -> float:
         """Return the predicted time of an optimizer step: only ratios mean something."""
-        work = self.lengths.work(option, self.devices, self.space.together, self._reference_passes(option))
+        together, reference = self.space.together, self._reference_passes(option)
+        offloaded = 0.0
+        if option.setting.offloads:
+            tokens = self.lengths.tokens_of(self.lengths.worst(option, together))
+            offloaded = self.memory_of(option).offloaded / tokens
+        work = self.lengths.work(option, self.devices, together, reference, offloaded)
         return seconds(work, self._model, self.limits)
 
     def _reference_passes(self, option: Option) -> float:
@@ -203,4 +232,4 @@ class Subject:
         rows, step = len(self.lengths.prompts_U), option.batch * option.accumulation * self.devices
         epochs = training.max_steps * step / rows if training.max_steps > 0 else training.num_train_epochs
         # Precomputing scores all rows, also those that the run does not reach
-        return 1 / epochs if option.precompute else min(1.0, 1 / epochs)
+        return 1 / epochs if option.setting.precompute else min(1.0, 1 / epochs)

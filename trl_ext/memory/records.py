@@ -1,6 +1,8 @@
 """Counts the memory of operators that run on tensors without data."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +26,10 @@ class AllocationRecords(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.held = self.peak = 0  # bytes of live storages: now, and the most since the last `mark()`
+        self.host = 0  # bytes of live storages in host memory, which `held` leaves out
         self._known: dict[int, int] = {}  # bytes of each storage
+        self._of_host: set[int] = set()
+        self._makes_on_host = False
 
     def count(self, tensor: Tensor) -> None:
         """Count the storage of `tensor` if it is new. Of a sharded tensor, count this rank's part."""
@@ -33,19 +38,36 @@ class AllocationRecords(TorchDispatchMode):
         if name in self._known or size == 0:
             return
         self._known[name] = 0
+        if self._makes_on_host:
+            self._of_host.add(name)
         weakref.finalize(storage, self._freed, name)
         self._resized(name, size)
 
     def mark(self) -> None:
         self.peak = self.held
 
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count what is made in the `with` block as host memory."""
+        before, self._makes_on_host = self._makes_on_host, True
+        try:
+            yield
+        finally:
+            self._makes_on_host = before
+
     def _resized(self, name: int, size: int) -> None:
-        self.held += size - self._known[name]
+        more = size - self._known[name]
         self._known[name] = size
-        self.peak = max(self.peak, self.held)
+        if name in self._of_host:
+            self.host += more
+        else:
+            self.held += more
+            self.peak = max(self.peak, self.held)
 
     def _freed(self, name: int) -> None:
-        self.held -= self._known.pop(name)
+        self._resized(name, 0)
+        del self._known[name]
+        self._of_host.discard(name)
 
     def __enter__(self) -> Any:
         """Also watch `resize_`, because FSDP2 resizes the storages of gathered weights without an operator."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..heads.linear_log_probs import run_head
 from ..heads.tiled import columns_per_tile, rows_per_tile
@@ -24,12 +25,15 @@ from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
 from ..packing.packing import Packing
 from ..packing.support import has_dropout, positions_by_length, rebases
+from ..reference.hosted import HostedReference
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
+from .offloading import KeptOnHost
 from .quantized import packed
 from .records import AllocationRecords, here
 
+_CPU = torch.device("cpu")  # that of the tensors without data
 Engine = Literal["one_process", "ddp", "fsdp2", "zero1", "zero2"]
 
 
@@ -62,6 +66,8 @@ class Step:
     devices: int = 1  # the number of devices; all other values are for one of them
     reduce_bucket_size: int = 500_000_000  # DeepSpeed's, with its default: elements of its buffer for gradients
     lengths: tuple[Row, ...] = ()  # of rows that differ, in place of `rows`, `tokens` and `scored`
+    offloads: bool = False  # `activation_offloading`
+    hosts_reference: bool = False  # `reference_device="cpu"`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +84,7 @@ class StepMemory:
     optimizer: int
     buckets: int  # of DDP and DeepSpeed, where gradients are reduced
     activations: int  # after the backbone's forward, with the weights gathered at that time
+    offloaded: int  # activations in host memory at that time
     head: int  # of the LM head, in addition to the activations
     peak: int
 
@@ -93,6 +100,11 @@ def memory_of_step(step: Step) -> StepMemory:
     with ranks as mesh, FakeTensorMode() as fake, AllocationRecords() as records:
         weights, model = _placed(model, mesh, step, records)
         reference, reference_model = _placed(reference_model, mesh, step, records)
+        if step.hosts_reference and reference_model is not None:
+            before = records.held
+            with records.on_host():
+                HostedReference(reference_model, _CPU)
+            reference += records.held - before
         trained = [x for x in model.parameters() if x.requires_grad]
         before = records.held
         optimizer, zero = _optimizer(step, model)
@@ -107,8 +119,8 @@ def memory_of_step(step: Step) -> StepMemory:
             rows, lengths = step.rows * step.reference_batches, step.lengths * step.reference_batches
             of_reference = replace(step, rows=rows, lengths=lengths, outputs=("log_probs",))
             with torch.no_grad():
-                highest = _micro_batch(of_reference, scored, fake, records)[2]
-        activations, head, of_policy = _micro_batches(step, model, fake, records)
+                highest = _micro_batch(of_reference, scored, fake, records)[-1]
+        activations, offloaded, head, of_policy = _micro_batches(step, model, fake, records)
         if zero is not None:
             zero.after_backward()
         optimizer.step()
@@ -120,6 +132,7 @@ def memory_of_step(step: Step) -> StepMemory:
         optimizer=states,
         buckets=sum(x.nbytes for x in ddp_buckets) if zero is None else zero.bucket,
         activations=activations,
+        offloaded=offloaded,
         head=head,
         peak=highest,
     )
@@ -159,15 +172,15 @@ def _is_zero(step: Step) -> bool:
     return step.engine.startswith("zero")
 
 
-def _micro_batches(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> tuple[int, int, int]:
-    """Return the bytes of activations, of the head and of the highest total, also with gradient accumulation."""
+def _micro_batches(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> tuple[int, ...]:
+    """Return what `_micro_batch` does, also with gradient accumulation."""
     if step.accumulates and step.engine == "fsdp2":
         # Accelerate makes FSDP2 keep whole gradients on each rank until the last micro-batch
         model.set_requires_gradient_sync(False)
-        first = _micro_batch(step, model, fake, records)[2]
+        first = _micro_batch(step, model, fake, records)[-1]
         model.set_requires_gradient_sync(True)
-        activations, head, last = _micro_batch(step, model, fake, records)
-        return activations, head, max(first, last)
+        *parts, last = _micro_batch(step, model, fake, records)
+        return *parts, max(first, last)
     if step.accumulates and not _is_zero(step):
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -175,32 +188,45 @@ def _micro_batches(step: Step, model: Any, fake: FakeTensorMode, records: Alloca
     return _micro_batch(step, model, fake, records)
 
 
-def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> tuple[int, int, int]:
-    """Return the bytes of activations, of the head and of the highest total, after one forward and backward."""
+def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> tuple[int, ...]:
+    """Return the bytes of activations on the device and on the host, of the head, and of the highest total."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     packing = Packing(inner, padding_free=True, share_prompts=False)
     layout = _layout(step, model, fake)
-    before, highest, activations = records.held, records.held, 0
+    before, host, highest, activations, offloaded = records.held, records.host, records.held, 0, 0
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Replace the model's own forward inside its wrappers, as in training."""
-        nonlocal highest, activations
+        nonlocal highest, activations, offloaded
         hidden_NH = _hidden_states(step, packing, inner, layout)
-        activations, highest = records.held - before, max(highest, records.peak)
+        activations, offloaded = records.held - before, records.host - host
+        highest = max(highest, records.peak)
         records.mark()
         return _log_probs(step, inner, hidden_NH).clone()  # FSDP2 warns of a view
 
     inner.forward = types.MethodType(forward, inner)
     casts = step.autocast is not None and not _is_zero(step)
     autocast = torch.autocast("cpu", dtype=step.autocast) if casts else nullcontext()
-    with autocast:
+    with _on_host(model, records) if step.offloads else nullcontext():
+        with autocast:
+            records.mark()
+            log_probs_N = model(input_ids=layout.input_ids)
+            head, highest = records.peak - before - activations, max(highest, records.peak)
         records.mark()
-        log_probs_N = model(input_ids=layout.input_ids)
-        head, highest = records.peak - before - activations, max(highest, records.peak)
-    records.mark()
-    if log_probs_N.requires_grad:
-        log_probs_N.sum().backward()
-    return activations, head, max(highest, records.peak)
+        if log_probs_N.requires_grad:
+            log_probs_N.sum().backward()
+    return activations, offloaded, head, max(highest, records.peak)
+
+
+def _on_host(model: Any, records: AllocationRecords) -> saved_tensors_hooks:
+    """Return the context of `activation_offloading`, whose copies are in host memory."""
+    kept = KeptOnHost(model, _CPU)
+
+    def pack(tensor: Tensor) -> Any:
+        with records.on_host():
+            return kept.pack(tensor)
+
+    return saved_tensors_hooks(pack, kept.unpack)
 
 
 def _layout(step: Step, model: Any, fake: FakeTensorMode) -> Layout:

@@ -4,10 +4,7 @@ A step is its passes. A pass is its products, or the reading of the weights if t
 each layer; several devices add what they exchange. Nothing here was fitted to a GPU, so only ratios mean something.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from .cost import CostModel
 
@@ -20,31 +17,32 @@ class Device:
     flops: float  # per second: dense products in bf16
     bandwidth: float  # of its memory, bytes per second
     link: float  # to the other devices, bytes per second in one direction
+    host: float  # to host memory, bytes per second in one direction
     overhead: float = 2e-4  # seconds of a layer's forward or backward in which nothing is multiplied
 
 
-def _gpu(memory: int, teraflops: float, bandwidth: int, link: int) -> Device:
-    """Return a GPU of `memory` GB; both bandwidths are in GB/s, that of the link in both directions together."""
-    return Device(memory * 10**9, teraflops * 1e12, bandwidth * 1e9, link * 1e9 / 2)
+def _gpu(memory: int, teraflops: float, bandwidth: int, link: int, host: int) -> Device:
+    """Return a GPU of `memory` GB; bandwidths are in GB/s, those of links in both directions together."""
+    return Device(memory * 10**9, teraflops * 1e12, bandwidth * 1e9, link * 1e9 / 2, host * 1e9 / 2)
 
 
 # From the vendors' data sheets, without sparsity: NVIDIA A10, L4, L40S, A100, H100 SXM, H200 SXM, HGX B200 and the
-# white papers of the GA102 and AD102 GPUs; AMD Instinct MI300X. PCIe 4.0 has 64 GB/s.
+# white papers of the GA102 and AD102 GPUs; AMD Instinct MI300X. PCIe 4.0 has 64 GB/s, PCIe 5.0 128 GB/s.
 GPUS = {
-    "A10": _gpu(24, 125, 600, 64),
-    "L4": _gpu(24, 121, 300, 64),
-    "L40S": _gpu(48, 362, 864, 64),
-    "A100-40GB": _gpu(40, 312, 1555, 600),
-    "A100-80GB": _gpu(80, 312, 2039, 600),
-    "H100": _gpu(80, 989, 3350, 900),
-    "H200": _gpu(141, 989, 4800, 900),
-    "B200": _gpu(180, 2250, 8000, 1800),
-    "RTX-3090": _gpu(24, 71, 936, 64),
-    "RTX-4090": _gpu(24, 165, 1008, 64),
-    "MI300X": _gpu(192, 1307, 5300, 896),
+    "A10": _gpu(24, 125, 600, 64, 64),
+    "L4": _gpu(24, 121, 300, 64, 64),
+    "L40S": _gpu(48, 362, 864, 64, 64),
+    "A100-40GB": _gpu(40, 312, 1555, 600, 64),
+    "A100-80GB": _gpu(80, 312, 2039, 600, 64),
+    "H100": _gpu(80, 989, 3350, 900, 128),
+    "H200": _gpu(141, 989, 4800, 900, 128),
+    "B200": _gpu(180, 2250, 8000, 1800, 128),
+    "RTX-3090": _gpu(24, 71, 936, 64, 64),
+    "RTX-4090": _gpu(24, 165, 1008, 64, 64),
+    "MI300X": _gpu(192, 1307, 5300, 896, 128),
 }
 # One core of a server, in fp32
-CPU = Device(0, 5e10, 1e10, 1e9, 1e-4)
+CPU = Device(0, 5e10, 1e10, 1e9, 1e10, 1e-4)
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,8 @@ class StepWork:
     engine: str  # "one_process", "ddp", "fsdp2", or "zero1" to "zero3"
     devices: int
     reference: float = 0.0  # forward passes of a reference over all tokens, on average
+    offloaded: float = 0.0  # bytes of activations that go to host memory and back
+    hosts_reference: bool = False  # a reference model's weights come from host memory in each of its passes
 
 
 def seconds(work: StepWork, model: Model, device: Device) -> float:
@@ -87,7 +87,9 @@ def seconds(work: StepWork, model: Model, device: Device) -> float:
     products = backbone * (forwards + model.backward) + head * (4.0 + work.reference)
     readings = work.passes * model.weight_bytes * (forwards + model.backward) / device.bandwidth
     fixed = work.passes * model.layers * (forwards + 1.0) * device.overhead
-    return max(products / device.flops, readings) + fixed + _exchange(work, model) / device.link
+    # Copies run while the device computes
+    copied = 2 * work.offloaded + work.hosts_reference * work.passes * work.reference * model.weight_bytes
+    return max(products / device.flops, readings, copied / device.host) + fixed + _exchange(work, model) / device.link
 
 
 def _exchange(work: StepWork, model: Model) -> float:
@@ -100,10 +102,3 @@ def _exchange(work: StepWork, model: Model) -> float:
     if work.engine == "zero2":  # reduces gradients after each pass
         return others * (work.passes + 1) * reduced
     return others * 2 * reduced
-
-
-def padded_length(lengths: Sequence[int], rows: int) -> float:
-    """Return the expected number of tokens of the longest of `rows` rows, drawn from `lengths` with replacement."""
-    sorted_B = np.sort(np.asarray(lengths, float))
-    below_B = np.arange(len(sorted_B) + 1) / len(sorted_B)
-    return float((sorted_B * np.diff(below_B**rows)).sum())
