@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_estimates import saved_model
-from plan_cases import CASES, line_of, measured, planned
+from plan_cases import CASES, ON_GPU, line_of, measured, measured_on_gpu, planned
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli.__main__ import main
 from trl_ext.cli.estimate import arguments_of
@@ -40,6 +41,20 @@ def test_the_choice_fits_when_trained_and_what_was_called_unfit_does_not(case: s
         peak = measured(case, tmp_path, plan.subject, miss.option)
         print(f"{case}: {miss.option} called unfit, predicted {miss.peak}, measured {peak}")
         assert peak >= 0.9 * plan.bound
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the pretended GPU needs g++")
+@pytest.mark.parametrize("case", ON_GPU)
+def test_on_a_gpu_too_with_activations_or_the_reference_on_the_host(case: str, tmp_path: Path):
+    plan = planned(case, tmp_path)
+    assert plan.best.option.setting.offloads or plan.best.option.setting.hosts
+    options = [plan.best, *plan.tempting]
+    peak, *of_misses = measured_on_gpu(case, tmp_path, plan.subject, [x.option for x in options])
+    for option, measured_peak in zip(options, (peak, *of_misses), strict=True):
+        print(f"{case}: bound {plan.bound}, {option.option}, predicted {option.peak}, measured {measured_peak}")
+    assert peak <= plan.bound
+    assert all(x >= 0.9 * plan.bound for x in of_misses)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from launch import SMALL_BUCKET
+from memory_on_gpu import peaks
 from tiny import word_tokenizer
 from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
 from trl_ext.cli.estimate import OPTIMIZERS, EstimateArguments, step_of
@@ -65,6 +66,8 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "sft-lora-checkpointing": ("sft", "small", _LORA),
     "kto-full": ("kto", "small", _NO_CHECKPOINTS),
     "kto-full-checkpointing": ("kto", "small", []),
+    # The reference's pass is the peak, beside the gradients of the micro-batch before
+    "kto-full-reference-accumulation": ("kto", "small", ["--gradient_accumulation_steps", "2"]),
     "kto-lora": ("kto", "tied", [*_LORA, *_NO_CHECKPOINTS]),
     "kto-lora-checkpointing": ("kto", "small", _LORA),
     "kto-apo-checkpointing": ("kto", "small", ["--loss_type", "apo_zero_unpaired"]),
@@ -76,6 +79,22 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     **{f"sft-{x}": ("sft", "small", [*_OF_OPTIMIZER.get(x, []), "--optim", x]) for x in OPTIMIZERS["one_process"]},
     **{f"sft-4bit{x}": ("sft", "wide", [*_LORA, "--load_in_4bit", "true", *options]) for x, options in _4_BIT.items()},
     "sft-short-momentum": ("sft", "small", [*_SHORT, "--optim", "sgd", "--optim_args", "momentum=0.9"]),
+}
+_OFFLOADS, _HOSTED = ("--activation_offloading", "true"), ("--reference_device", "cpu")
+# A case above, and further arguments
+ON_GPU: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sft-full": ("sft-full", ()),
+    "sft-full-offloading": ("sft-full", _OFFLOADS),
+    "sft-lora-offloading": ("sft-lora", _OFFLOADS),
+    "dpo-lora": ("dpo-lora", ()),
+    "dpo-lora-offloading": ("dpo-lora", _OFFLOADS),
+    "dpo-full-checkpointing-offloading": ("dpo-full-checkpointing", _OFFLOADS),
+    "dpo-full-hosted": ("dpo-full", _HOSTED),
+    "dpo-full-offloading-hosted": ("dpo-full", (*_OFFLOADS, *_HOSTED)),
+    "kto-full-offloading": ("kto-full", _OFFLOADS),
+    "kto-full-hosted": ("kto-full", _HOSTED),
+    "grpo-lora-offloading": ("grpo-lora-reference", _OFFLOADS),
+    "grpo-full-hosted": ("grpo-full-reference", _HOSTED),
 }
 _SAMPLED = [
     *(f"--max_completion_length={COMPLETION}", "--per_device_train_batch_size=4", "--num_generations=4"),
@@ -103,6 +122,17 @@ def estimated_and_measured(name: str, folder: Path) -> tuple[int, int]:
     return bytes_of_step, held + peak_bytes(trainer.train)
 
 
+def estimated_and_measured_on_gpu(names: list[str], folder: Path) -> dict[str, tuple[int, int]]:
+    """Return for cases of `ON_GPU` the peak bytes by `estimate`, and those on the pretended GPU."""
+    expected, runs = {}, {}
+    for name in names:
+        case, further = ON_GPU[name]
+        method, asked = CASES[case][0], EstimateArguments(device="cuda", prompt_length=PROMPT)
+        expected[name] = memory_of_step(step_of(method, parsed(case, folder, ("--use_cpu", *further)), asked)).peak
+        runs[name] = method, [*words(case, folder), *further]
+    return {name: (expected[name], peak) for name, peak in peaks(runs, folder).items()}
+
+
 def estimated(name: str, folder: Path, engine: str = "one_process", devices: int = 1) -> int:
     """Return the peak bytes of a case's step on one of `devices` CPUs, by `estimate`."""
     small, engine = engine.startswith("small_buckets"), engine.removeprefix("small_buckets_")
@@ -120,17 +150,21 @@ def _scales(weight: Any) -> list[torch.Tensor]:
 
 def parsed(name: str, folder: Path, launched: tuple[str, ...] | None = None) -> Parsed:
     """Return the arguments of a case. `launched`: further arguments for ranks, whose launch chooses the device."""
+    method, arguments = CASES[name][0], [*words(name, folder), *(["--use_cpu"] if launched is None else launched)]
+    return Parsed(*parse(OneLineParser(dataclasses_of(method)), read(method, arguments), may_launch=False))
+
+
+def words(name: str, folder: Path) -> list[str]:
+    """Return the arguments of a case as on a command line, without the device."""
     method, model, options = CASES[name]
-    arguments = [
+    return [
         *("--model_name_or_path", saved_model(model, folder), "--dataset_name", _data(method, folder)),
         *("--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "2"),
         *("--output_dir", str(folder / "out"), "--share_prompts", "false", "--learning_rate", "1e-5"),
         *("--gradient_accumulation_steps", "1", "--no_dataloader_pin_memory", "--disable_tqdm", "true"),
         *_OF_METHOD[method],
         *options,
-        *(["--use_cpu"] if launched is None else launched),
     ]
-    return Parsed(*parse(OneLineParser(dataclasses_of(method)), read(method, arguments), may_launch=False))
 
 
 def saved_model(name: str, folder: Path) -> str:
@@ -148,7 +182,7 @@ def _data(method: str, folder: Path) -> str:
     if not path.exists():
         path.mkdir()
         numbers = torch.randint(94, (32, 3, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
-        texts = [[" ".join(f"w{x}" for x in words) for words in row] for row in numbers]
+        texts = [[" ".join(f"w{y}" for y in x) for x in row] for row in numbers]
         cut = [" ".join(prompt.split()[:PROMPT]) for prompt, _, _ in texts]
         rows: list[dict[str, Any]] = [{"prompt": x} for x in cut]
         for number, (row, (_, first, second)) in enumerate(zip(rows, texts, strict=True)):

@@ -66,7 +66,14 @@ def _free_on_this_thread() -> None:
 
 
 _ALWAYS = ("dpo-lora", "dpo-full-accumulation", "dpo-lora-bf16", "kto-full-checkpointing", "rloo-lora-reference")
-_ON_SHARDS = (*_ALWAYS, "dpo-full", "sft-adamw_torch", "grpo-full-reference", "rloo-full-reference-checkpointing")
+_ON_SHARDS = (
+    *_ALWAYS,
+    "dpo-full",
+    "sft-adamw_torch",
+    "kto-full-reference-accumulation",
+    "grpo-full-reference",
+    "rloo-full-reference-checkpointing",
+)
 ON_RANKS = {
     "ddp": (*_ALWAYS, "dpo-full", "dpo-lora-checkpointing", "grpo-full", "sft-full", "sft-adamw_8bit", "sft-4bit"),
     "fsdp2": (*_ON_SHARDS, "sft-lora", "sft-sgd", "grpo-full", "kto-lora"),

@@ -9,6 +9,7 @@ import numpy as np
 from allocations import peak_bytes
 
 from memory_estimates import saved_model
+from memory_on_gpu import peaks
 from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
 from trl_ext.cli.estimate import arguments_of
 from trl_ext.cli.line import Line, read
@@ -16,7 +17,7 @@ from trl_ext.cli.plan import MARGIN, PlanArguments, chosen
 from trl_ext.cli.plan_search import Counted, Option, Setting, ranked
 from trl_ext.cli.plan_subject import Subject
 from trl_ext.cli.training import build
-from trl_ext.planning.speed import CPU
+from trl_ext.planning.speed import CPU, GPUS
 
 ROWS = 64
 LONGEST, PROMPT, COMPLETION = 160, 32, 64
@@ -36,6 +37,7 @@ class Case:
     model: str  # of `memory_estimates.py`
     bound: float  # MiB
     options: tuple[str, ...] = ()
+    kind: str = "cpu"
 
 
 CASES = {
@@ -55,17 +57,26 @@ CASES = {
     "rloo-full": Case("rloo", "small", 50),
     "rloo-lora-tied": Case("rloo", "tied", 40, _LORA),
 }
+# On the pretended GPU, from which activations and the reference may go to the host
+ON_GPU = {
+    "gpu-sft-full": Case("sft", "small", 30, kind="cuda"),
+    "gpu-dpo-lora": Case("dpo", "small", 20, _LORA, kind="cuda"),
+    "gpu-dpo-full": Case("dpo", "small", 35, kind="cuda"),
+    "gpu-kto-full": Case("kto", "small", 45, kind="cuda"),
+    "gpu-grpo-lora": Case("grpo", "small", 16, _LORA, kind="cuda"),
+}
 
 
 def line_of(name: str, folder: Path, longest_only: bool = False) -> Line:
     """Return the command line of a case, as `trl-ext plan` reads it."""
-    case = CASES[name]
+    case = (CASES | ON_GPU)[name]
     words = [
         *("--model_name_or_path", saved_model(case.model, folder)),
         *("--dataset_name", _data(case.method, folder, longest_only), "--output_dir", str(folder / "out")),
-        *("--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "2", "--use_cpu"),
+        *("--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "2"),
         *("--learning_rate", "1e-5", "--no_dataloader_pin_memory", "--disable_tqdm", "true"),
         *("--gradient_accumulation_steps", "2", *_OF_METHOD[case.method]),
+        *(["--use_cpu"] if case.kind == "cpu" else []),
         *case.options,
     ]
     if case.method in ("dpo", "kto"):
@@ -99,24 +110,37 @@ def planned(name: str, folder: Path) -> Planned:
     """Return what `plan` finds for a case."""
     line = line_of(name, folder)
     parsed, _ = arguments_of(line, PlanArguments, "")
-    subject = Subject(line.method, parsed, 1, "cpu", CPU)
-    bound = int(CASES[name].bound * 2**20)
+    case = (CASES | ON_GPU)[name]
+    subject = Subject(line.method, parsed, 1, case.kind, CPU if case.kind == "cpu" else GPUS["A10"])
+    bound = int(case.bound * 2**20)
     return Planned(subject, bound, *subject.search(int(bound * (1 - MARGIN))))
 
 
 def measured(name: str, folder: Path, subject: Subject, option: Option) -> int:
     """Return the peak bytes of training with an option on the longest rows alone, by the allocator's records."""
     line = line_of(name, folder, longest_only=True)
-    words = list(line.words)
-    for argument, value in chosen(subject, option, "cpu").items():
-        if value is not None and argument != "use_cpu":
-            words += [f"--{argument}", str(value)]
-    again = read(line.method, words)
+    again = read(line.method, _words(line, subject, option))
     parsed = Parsed(*parse(OneLineParser(dataclasses_of(line.method)), again, may_launch=False))
     trainer: Any = build(line.method, parsed)
     models = [trainer.model, *([] if trainer.ref_model is None else [trainer.ref_model])]
     held = sum(x.nbytes for model in models for x in (*model.parameters(), *model.buffers()))
     return held + peak_bytes(trainer.train)
+
+
+def measured_on_gpu(name: str, folder: Path, subject: Subject, options: list[Option]) -> list[int]:
+    """Return what `measured` does for several options, on the pretended GPU."""
+    line = line_of(name, folder, longest_only=True)
+    runs = {str(i): (line.method, _words(line, subject, x)) for i, x in enumerate(options)}
+    return [*peaks(runs, folder).values()]
+
+
+def _words(line: Line, subject: Subject, option: Option) -> list[str]:
+    """Return the arguments of a run with an option."""
+    words = list(line.words)
+    for argument, value in chosen(subject, option, subject.kind).items():
+        if value is not None and argument != "use_cpu":
+            words += [f"--{argument}", str(value)]
+    return words
 
 
 def _data(method: str, folder: Path, longest_only: bool) -> str:

@@ -110,17 +110,15 @@ def memory_of_step(step: Step) -> StepMemory:
         optimizer, zero = _optimizer(step, model)
         states = records.held - before
         ddp_buckets = [torch.empty_like(x) for x in trained] if step.engine == "ddp" else []
-        if step.accumulates and zero is not None:
-            zero.accumulated()
         records.mark()
-        highest = 0
+        highest = _earlier_micro_batch(step, model, zero, fake, records) if step.accumulates else 0
         if step.reference_batches:
             scored = model if reference_model is None else reference_model
             rows, lengths = step.rows * step.reference_batches, step.lengths * step.reference_batches
             of_reference = replace(step, rows=rows, lengths=lengths, outputs=("log_probs",))
             with torch.no_grad():
-                highest = _micro_batch(of_reference, scored, fake, records)[-1]
-        activations, offloaded, head, of_policy = _micro_batches(step, model, fake, records)
+                highest = max(highest, _micro_batch(of_reference, scored, fake, records)[-1])
+        activations, offloaded, head, of_policy = _micro_batch(step, model, fake, records)
         if zero is not None:
             zero.after_backward()
         optimizer.step()
@@ -172,20 +170,23 @@ def _is_zero(step: Step) -> bool:
     return step.engine.startswith("zero")
 
 
-def _micro_batches(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> tuple[int, ...]:
-    """Return what `_micro_batch` does, also with gradient accumulation."""
-    if step.accumulates and step.engine == "fsdp2":
+def _earlier_micro_batch(
+    step: Step, model: Any, zero: Zero | None, fake: FakeTensorMode, records: AllocationRecords
+) -> int:
+    """Make the gradients that an earlier micro-batch leaves, and return the bytes of its highest total."""
+    if zero is not None:
+        zero.accumulated()
+    elif step.engine == "fsdp2":
         # Accelerate makes FSDP2 keep whole gradients on each rank until the last micro-batch
         model.set_requires_gradient_sync(False)
-        first = _micro_batch(step, model, fake, records)[-1]
+        highest = _micro_batch(step, model, fake, records)[-1]
         model.set_requires_gradient_sync(True)
-        *parts, last = _micro_batch(step, model, fake, records)
-        return *parts, max(first, last)
-    if step.accumulates and not _is_zero(step):
+        return highest
+    else:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-    return _micro_batch(step, model, fake, records)
+    return 0
 
 
 def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> tuple[int, ...]:
