@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_estimates import saved_model
-from plan_cases import CASES, ON_GPU, line_of, measured, measured_on_gpu, planned
+from plan_cases import CASES, ON_GPU, ON_RANKS, line_of, measured, measured_on_gpu, measured_on_ranks, planned
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli.__main__ import main
 from trl_ext.cli.estimate import arguments_of
@@ -55,6 +55,20 @@ def test_on_a_gpu_too_with_activations_or_the_reference_on_the_host(case: str, t
         print(f"{case}: bound {plan.bound}, {option.option}, predicted {option.peak}, measured {measured_peak}")
     assert peak <= plan.bound
     assert all(x >= 0.9 * plan.bound for x in of_misses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", dict.fromkeys(x.engine for x in ON_RANKS.values()))
+def test_on_two_ranks_too(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    paths = [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]  # as pyproject.toml has it for this process
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    plans = {name: planned(name, tmp_path) for name, case in ON_RANKS.items() if case.engine == engine}
+    for name, of_ranks in measured_on_ranks(plans, tmp_path).items():
+        plan = plans[name]
+        for option, *peaks in zip((plan.best, *plan.tempting), *of_ranks, strict=True):
+            print(f"{name}: bound {plan.bound}, {option.option}, predicted {option.peak}, measured {peaks}")
+        assert all(best <= plan.bound for best, *_ in of_ranks), name
+        assert all(max(peaks) >= 0.9 * plan.bound for peaks in zip(*(misses for _, *misses in of_ranks), strict=True))
 
 
 @pytest.fixture

@@ -13,7 +13,9 @@ from transformers import TrainerCallback
 
 from launch import LaunchedRank
 from memory_estimates import CASES as ALL
-from memory_estimates import parsed
+from memory_estimates import words
+from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
+from trl_ext.cli.line import read
 from trl_ext.cli.training import build
 
 
@@ -27,7 +29,17 @@ class _Steady(TrainerCallback):
 
 
 def measured(case: str, rank: LaunchedRank) -> int:
-    """Return the bytes that this rank holds at the peak of a step.
+    """Return the bytes that this rank holds at the peak of a step of a case."""
+    further: tuple[str, ...] = ()
+    if "bf16" in case and not rank.is_zero:
+        # The argument wants a GPU or `--use_cpu`, which the launch of an engine for GPUs has not
+        further = ("--bf16", "false")
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    return peak_of(ALL[case][0], [*words(case, rank.folder), *further], rank)
+
+
+def peak_of(method: str, arguments: list[str], rank: LaunchedRank) -> int:
+    """Return the bytes that this rank holds at the peak of a step with these arguments.
 
     Counting begins before the models are loaded, because each engine copies what it keeps of them into its own memory,
     and frees the files that they were read from.
@@ -35,16 +47,13 @@ def measured(case: str, rank: LaunchedRank) -> int:
     trainers: list[Any] = []
 
     def run() -> None:
-        trainers.append(build(ALL[case][0], parsed(case, rank.folder, ("--max_steps", "3", *arguments))))
+        line = read(method, [*arguments, "--max_steps", "3", *of_rank])
+        trainers.append(build(method, Parsed(*parse(OneLineParser(dataclasses_of(method)), line, may_launch=False))))
         trainers[0].add_callback(_Steady())
         trainers[0].train()
 
-    arguments = [x for name, value in rank.training_arguments().items() for x in (f"--{name}", value)]
-    if rank.is_zero:
-        arguments += ["--use_cpu"]
-    elif "bf16" in case:  # the argument wants a GPU or `--use_cpu`, which the launch of an engine for GPUs has not
-        arguments += ["--bf16", "false"]
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    of_rank = [x for name, value in rank.training_arguments().items() for x in (f"--{name}", value)]
+    of_rank += ["--use_cpu"] * rank.is_zero
     _free_on_this_thread()
     peak = peak_bytes(run, since="steady")
     rank.check(trainers[0])

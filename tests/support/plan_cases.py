@@ -1,19 +1,20 @@
 """Runs to plan and to measure: the arguments of a case, what `plan` says, and the peak of training with an option."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from allocations import peak_bytes
 
+from launch import SMALL_BUCKET, launch
 from memory_estimates import saved_model
 from memory_on_gpu import peaks
 from trl_ext.cli.arguments import OneLineParser, Parsed, dataclasses_of, parse
 from trl_ext.cli.estimate import arguments_of
 from trl_ext.cli.line import Line, read
-from trl_ext.cli.plan import MARGIN, PlanArguments, chosen
+from trl_ext.cli.plan import MARGIN, PlanArguments, chosen_of_trainer
 from trl_ext.cli.plan_search import Counted, Option, Setting, ranked
 from trl_ext.cli.plan_subject import Subject
 from trl_ext.cli.training import build
@@ -38,6 +39,7 @@ class Case:
     bound: float  # MiB
     options: tuple[str, ...] = ()
     kind: str = "cpu"
+    engine: str = "one_process"  # of `launch.py`
 
 
 CASES = {
@@ -65,18 +67,30 @@ ON_GPU = {
     "gpu-kto-full": Case("kto", "small", 45, kind="cuda"),
     "gpu-grpo-lora": Case("grpo", "small", 16, _LORA, kind="cuda"),
 }
+# On two ranks
+ON_RANKS = {
+    "ddp-dpo-lora": Case("dpo", "small", 40, _LORA, engine="ddp"),
+    "ddp-sft-full": Case("sft", "small", 70, engine="ddp"),
+    "fsdp2-dpo-full": Case("dpo", "small", 50, engine="fsdp2"),
+    "fsdp2-grpo-full": Case("grpo", "small", 50, engine="fsdp2"),
+    "fsdp2-kto-lora": Case("kto", "tied", 34, _LORA, engine="fsdp2"),
+    "zero1-sft-full": Case("sft", "small", 50, engine="small_buckets_zero1"),
+    "zero1-rloo-full": Case("rloo", "small", 50, engine="small_buckets_zero1"),
+    "zero2-dpo-full": Case("dpo", "small", 50, engine="small_buckets_zero2"),
+}
+_ALL = CASES | ON_GPU | ON_RANKS
 
 
 def line_of(name: str, folder: Path, longest_only: bool = False) -> Line:
     """Return the command line of a case, as `trl-ext plan` reads it."""
-    case = (CASES | ON_GPU)[name]
+    case = _ALL[name]
     words = [
         *("--model_name_or_path", saved_model(case.model, folder)),
         *("--dataset_name", _data(case.method, folder, longest_only), "--output_dir", str(folder / "out")),
         *("--bf16", "false", "--report_to", "none", "--save_strategy", "no", "--max_steps", "2"),
         *("--learning_rate", "1e-5", "--no_dataloader_pin_memory", "--disable_tqdm", "true"),
         *("--gradient_accumulation_steps", "2", *_OF_METHOD[case.method]),
-        *(["--use_cpu"] if case.kind == "cpu" else []),
+        *(["--use_cpu"] if (case.kind, case.engine) == ("cpu", "one_process") else []),
         *case.options,
     ]
     if case.method in ("dpo", "kto"):
@@ -108,10 +122,15 @@ class Planned:
 
 def planned(name: str, folder: Path) -> Planned:
     """Return what `plan` finds for a case."""
-    line = line_of(name, folder)
-    parsed, _ = arguments_of(line, PlanArguments, "")
-    case = (CASES | ON_GPU)[name]
-    subject = Subject(line.method, parsed, 1, case.kind, CPU if case.kind == "cpu" else GPUS["A10"])
+    line, case = line_of(name, folder), _ALL[name]
+    devices = 1 if case.engine == "one_process" else 2
+    asked = read("plan", [line.method, *line.words, "--num_devices", str(devices)])
+    parsed, _ = arguments_of(asked, PlanArguments, "")
+    subject = Subject(line.method, parsed, devices, case.kind, CPU if case.kind == "cpu" else GPUS["A10"])
+    if devices > 1:  # `plan` has other engines than DDP only for GPUs
+        subject.engines = (case.engine.removeprefix("small_buckets_"),)
+        of_setting = subject._step
+        subject._step = lambda setting: replace(of_setting(setting), reduce_bucket_size=SMALL_BUCKET)
     bound = int(case.bound * 2**20)
     return Planned(subject, bound, *subject.search(int(bound * (1 - MARGIN))))
 
@@ -134,11 +153,21 @@ def measured_on_gpu(name: str, folder: Path, subject: Subject, options: list[Opt
     return [*peaks(runs, folder).values()]
 
 
+def measured_on_ranks(plans: dict[str, Planned], folder: Path) -> dict[str, list[list[int]]]:
+    """Return for plans under one engine, on each rank, what `measured` does for the best option and the misses."""
+    for name, plan in plans.items():
+        line = line_of(name, folder, longest_only=True)
+        runs = [_words(line, plan.subject, x.option) for x in (plan.best, *plan.tempting)]
+        (folder / f"{name}.json").write_text(json.dumps(runs))
+    (engine,) = {ON_RANKS[name].engine for name in plans}
+    return launch(Path(__file__).with_name("plans_on_ranks.py"), list(plans), engine, folder, timeout=900.0)
+
+
 def _words(line: Line, subject: Subject, option: Option) -> list[str]:
     """Return the arguments of a run with an option."""
     words = list(line.words)
-    for argument, value in chosen(subject, option, subject.kind).items():
-        if value is not None and argument != "use_cpu":
+    for argument, value in chosen_of_trainer(subject, option).items():
+        if value is not None:
             words += [f"--{argument}", str(value)]
     return words
 

@@ -116,8 +116,8 @@ def _limits(asked: PlanArguments, kind: str) -> tuple[Device, float, str]:
     raise CommandError(f"`--device_memory` is not set, and {there}. Pass it in GiB{remedy}.")
 
 
-def chosen(subject: Subject, option: Option, kind: str) -> dict[str, Any]:
-    """Return the arguments of an option, with those of its engine."""
+def chosen_of_trainer(subject: Subject, option: Option) -> dict[str, Any]:
+    """Return the arguments of an option that the trainer takes; `None` for those to leave out."""
     given, setting = subject.space.given, option.setting
     chosen: dict[str, Any] = {
         "per_device_train_batch_size": option.batch,
@@ -134,7 +134,13 @@ def chosen(subject: Subject, option: Option, kind: str) -> dict[str, Any]:
         chosen["activation_offloading"] = setting.offloads
     if setting.hosts or given.setting.hosts:
         chosen["reference_device"] = "cpu" if setting.hosts else None
-    chosen["use_cpu"] = True if kind == "cpu" else None
+    return chosen
+
+
+def chosen(subject: Subject, option: Option, kind: str) -> dict[str, Any]:
+    """Return the arguments of an option, with those of its device and engine."""
+    setting = option.setting
+    chosen = {**chosen_of_trainer(subject, option), "use_cpu": True if kind == "cpu" else None}
     if setting.engine == "one_process":
         return chosen
     launch: dict[str, Any] = {"num_processes": subject.devices, "mixed_precision": "no"}
