@@ -30,7 +30,7 @@ def packed(kind: str, layout: Layout, qkv: list[torch.Tensor], window: int | Non
         output, _ = packed_attention(module, *qkv, NO_MASK, packed_layout=layout, **options)
     ((shapes, masks, *_),) = layout.calls.values()
     # On some devices the softmax of a query without a key is NaN
-    assert all((mask.bool() == (mask.dtype == torch.bool)).any(-1).all() for mask in masks if mask is not None)
+    assert all((mask == 0).any(-1).all() for mask in masks if mask is not None)
     assert len(shapes) <= len(layout.segments) if pairs else len(shapes) == len({x[1:] for x in layout.segments})
     return output[0]
 
@@ -123,7 +123,8 @@ def test_rows_share_a_call_if_their_padding_costs_less() -> None:
 def test_a_gpu_runs_few_calls_without_waits_and_what_is_slow_is_said_once() -> None:
     costs, logged, warned = json.loads(pretended_gpu.python(attention_cases.__file__))
     # Row by row, two layers took 32 calls and 114, 1030 and 1061 launches
-    most = {"sdpa": 74, "softcap": 131, "sinks": 132}
+    # Three launches add the mask for all layers, instead of a conversion in each sdpa, which is not counted
+    most = {"sdpa": 77, "softcap": 131, "sinks": 132}
     for kind, cost in costs.items():
         assert (cost["calls"], cost["waits"]) == (2, 0)
         assert cost["launches"] <= most[kind]

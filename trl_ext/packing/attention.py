@@ -209,7 +209,8 @@ def _by_batches(
     special = not options.keys() <= {"scaling", "dropout"}
     eager = layout.implementation == "eager" or (special and layout.implementation != "sdpa")
     attend = _eager_attention(module) if eager else AttentionInterface()["sdpa"]
-    name = query_THD.shape[1], window, query_THD.dtype if eager else None, query_THD.device
+    dtype = query_THD.dtype if eager else _attention_dtype(query_THD)
+    name = query_THD.shape[1], window, dtype, eager, query_THD.device
     if name not in layout.calls:
         layout.calls[name] = _calls(layout, *name)
     shapes, masks, queries, keys, place_T = layout.calls[name]
@@ -224,12 +225,15 @@ def _by_batches(
     return (output if place_T is None else output.index_select(0, place_T)).unsqueeze(0)
 
 
-def _calls(layout: Layout, heads: int, window: int, added: torch.dtype | None, device: torch.device) -> tuple[Any, ...]:
+def _calls(
+    layout: Layout, heads: int, window: int, dtype: torch.dtype, eager: bool, device: torch.device
+) -> tuple[Any, ...]:
     """Return shapes and masks of the calls, and the indices of `Layout.in_batches`, or None for the tokens in order.
 
-    A mask says which keys a query sees, each row at most `window`. It is bool, or of the dtype `added` to eager scores.
+    A mask is added to the scores, so that each query sees the keys of its row, at most `window`. All layers share it:
+    sdpa would convert a bool mask in each layer, and keep the copy for the backward.
     """
-    groups = _groups(layout.segments, heads, window, added is not None, device)
+    groups = _groups(layout.segments, heads, window, eager, device)
     found = [_shape(layout.segments, group, window) for group in groups]
     shapes = [shape for shape, _, _ in found]
     indices: tuple[Any, ...] = None, layout.keys_K if layout.shared else None, None
@@ -239,7 +243,7 @@ def _calls(layout: Layout, heads: int, window: int, added: torch.dtype | None, d
         copies = [*zip(*(_split(indices[i], shapes, i + 1) for i in (0, 1)), strict=True)]
     masks: list[Tensor | None] = []
     for (shape, padded, causal), of_call in zip(found, copies, strict=True):
-        if added is None and causal:
+        if not eager and causal:
             masks.append(None)
             continue
         columns = torch.arange(shape.keys, device=device)
@@ -249,9 +253,9 @@ def _calls(layout: Layout, heads: int, window: int, added: torch.dtype | None, d
             # An index before an equal one is padding. Padded queries see it, because a softmax needs a key
             query_RQ, key_RK = (F.pad(x[:, 1:] == x[:, :-1], (0, 1)) for x in of_call)
             mask = mask & (query_RQ[:, None, :, None] | ~key_RK[:, None, None])
-        if added is not None:
-            mask = torch.zeros_like(mask, dtype=added).masked_fill_(~mask, torch.finfo(added).min)
-        masks.append(mask.expand(shape.rows, 1, -1, -1))
+        unseen = torch.finfo(dtype).min if eager else -torch.inf
+        added = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, unseen)
+        masks.append(added.expand(shape.rows, 1, -1, -1))
     return shapes, masks, *indices
 
 
