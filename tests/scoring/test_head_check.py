@@ -1,5 +1,6 @@
 """A wrong head, or a policy that our head does not score, stops training at the first batch."""
 
+import gc
 import tempfile
 
 import pytest
@@ -11,7 +12,7 @@ from head_definition import ALL, FROZEN
 from tiny import Workshop, lora_config, preferences
 from trl_ext import DPOConfig, DPOTrainer
 from trl_ext.heads.logits import LogitTransform
-from trl_ext.scoring.checks import check_head
+from trl_ext.scoring.checks import check_head, self_test
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 from trl_ext.scoring.head import LinearHead
 from trl_ext.scoring.weight_layout import weight_layout_of
@@ -164,3 +165,14 @@ def test_a_policy_whose_forward_was_replaced_stops_training(workshop):
 def test_the_error_names_a_bad_config_field(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         DPOConfig(str(tmp_path), bf16=False, use_cpu=True, report_to="none", **options)
+
+
+def test_a_check_leaves_no_tensor_behind():
+    def alive() -> int:
+        gc.collect()
+        return sum(type(x) is torch.Tensor and x.dtype == torch.float64 for x in gc.get_objects())
+
+    self_test(torch.device("cpu"))
+    before = alive()
+    self_test(torch.device("cpu"))
+    assert alive() == before

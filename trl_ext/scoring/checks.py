@@ -122,7 +122,7 @@ def check_head(
 @contextmanager
 def _own_graph() -> Iterator[None]:
     """Record gradients without the caller's hooks on saved tensors, such as those of activation offloading."""
-    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+    with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, lambda x: x):
         yield
 
 
