@@ -73,8 +73,8 @@ ON_RANKS = {
     "ddp-sft-full": Case("sft", "small", 70, engine="ddp"),
     "fsdp2-dpo-full": Case("dpo", "small", 50, engine="fsdp2"),
     "fsdp2-grpo-full": Case("grpo", "small", 50, engine="fsdp2"),
-    "fsdp2-kto-lora": Case("kto", "tied", 34, _LORA, engine="fsdp2"),
-    "zero1-sft-full": Case("sft", "small", 50, engine="small_buckets_zero1"),
+    "fsdp2-kto-lora": Case("kto", "tied", 36, _LORA, engine="fsdp2"),
+    "zero1-sft-full": Case("sft", "small", 42.6, engine="small_buckets_zero1"),
     "zero1-rloo-full": Case("rloo", "small", 50, engine="small_buckets_zero1"),
     "zero2-dpo-full": Case("dpo", "small", 50, engine="small_buckets_zero2"),
 }

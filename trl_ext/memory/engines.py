@@ -99,10 +99,11 @@ class Zero:
         return self._trained[0].dtype
 
     def accumulated(self) -> None:
-        """Make the gradients of earlier micro-batches."""
+        """Make what earlier micro-batches leave: gradients, and in ZeRO-1 the bucket, which only the last one frees."""
         if self._stage == 2:
             self._earlier = torch.empty(self._own_size, dtype=self._dtype)
         else:
+            self._bucket = torch.empty(self._bucket_size, dtype=self._dtype)
             for parameter in self._trained:
                 parameter.grad = torch.empty_like(parameter)
 
