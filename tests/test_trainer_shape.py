@@ -60,8 +60,8 @@ def test_sizes():
 
 def test_the_package_stays_small():
     files = list(PACKAGE.rglob("*.py"))
-    assert len(files) <= 131
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 21_400
+    assert len(files) <= 132
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 21_600
 
 
 def test_protocols_of_parts_are_small():

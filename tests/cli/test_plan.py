@@ -21,7 +21,7 @@ from plan_cases import CASES, ON_GPU, ON_RANKS, line_of, measured, measured_on_g
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli.__main__ import main
 from trl_ext.cli.estimate import arguments_of
-from trl_ext.cli.plan import PlanArguments
+from trl_ext.cli.plan import MARGIN, PlanArguments
 from trl_ext.cli.plan_lengths import lengths_of
 from trl_ext.cli.plan_search import Counted, Lengths, Option, Setting, Space, ranked, search, varied
 from trl_ext.cli.plan_subject import Subject
@@ -67,6 +67,7 @@ def test_on_two_ranks_too(engine: str, tmp_path: Path, monkeypatch: pytest.Monke
         plan = plans[name]
         for option, *peaks in zip((plan.best, *plan.tempting), *of_ranks, strict=True):
             print(f"{name}: bound {plan.bound}, {option.option}, predicted {option.peak}, measured {peaks}")
+            assert max(peaks) * (1 - MARGIN) <= option.peak
         assert all(best <= plan.bound for best, *_ in of_ranks), name
         assert all(max(peaks) >= 0.9 * plan.bound for peaks in zip(*(misses for _, *misses in of_ranks), strict=True))
 
@@ -192,6 +193,24 @@ def test_variables_of_the_file_stay(words, tmp_path: Path):
         "FOO": 1,
         "ACCELERATE_USE_CPU": "true",
     }
+
+
+def test_what_contradicts_an_option_is_to_be_left_out(words, tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = tmp_path / "given.yaml"
+    file.write_text("generation_batch_size: 8\nactivation_offloading: true\nreference_device: cpu\nbeta: 0.1\n")
+    options = ["--config", str(file), *words["grpo"], "--device", "cpu", "--device_memory", "1"]
+    assert main(["plan", "grpo", *options]) == 0
+    assert "Leave out `generation_batch_size` and `reference_device`, which you gave." in capsys.readouterr().out
+    chosen = yaml.safe_load((tmp_path / "out" / "plan.yaml").read_text())
+    assert chosen["activation_offloading"] is False
+    assert not {"generation_batch_size", "reference_device"} & chosen.keys()
+
+
+def test_host_memory_is_printed(words, capsys: pytest.CaptureFixture):
+    assert main(["plan", "dpo", *words["dpo"], "--device_memory", "0.0007"]) == 0
+    assert re.search(
+        r"^\d\. predicted peak \d+\.\d MiB and \d+\.\d MiB of host memory, predicted", capsys.readouterr().out, re.M
+    )
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ WORDS = {
     "arguments.md": 1250,
     "losses.md": 800,
     "metrics.md": 600,
-    "command-line.md": 1250,
+    "command-line.md": 1275,
     "errors.md": 1800,
     "skipped-work.md": 1030,
     "reference-log-probs.md": 700,
@@ -48,7 +48,7 @@ WORDS = {
     "extending.md": 600,
     "safety.md": 300,
 }
-ALL_WORDS = 24_000
+ALL_WORDS = 24_050
 
 
 def words_of(page: Path) -> int:

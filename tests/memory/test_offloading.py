@@ -24,7 +24,7 @@ def gradients(model: Any, offloaded: bool) -> dict[str, torch.Tensor]:
     """Train with offloading; on the CPU, it copies from host to host."""
     tokens = torch.arange(3, 3 + 4 * 16).view(4, 16)
     model.zero_grad()
-    with ActivationsOnHost(model, CPU) if offloaded else nullcontext():
+    with ActivationsOnHost(lambda: model, CPU) if offloaded else nullcontext():
         model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs.exp().sum().backward()
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
@@ -41,7 +41,7 @@ def test_gradients_are_bitwise_equal(name: str, workshop: Workshop) -> None:
 def test_large_activations_are_copied_and_weights_are_not() -> None:
     layer = torch.nn.Linear(64, 64, bias=False)
     inputs = torch.randn(32, 64, requires_grad=True)
-    with ActivationsOnHost(layer, CPU):
+    with ActivationsOnHost(lambda: layer, CPU):
         out = layer(inputs)
     saved = out.grad_fn
     held = [saved._saved_self, saved._saved_mat2]  # a matrix product's: unpacked when they are read

@@ -181,16 +181,7 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     has_reference = _has_reference(method, training)
     offloads = bool(getattr(training, "activation_offloading", False))
     hosts = getattr(training, "reference_device", None) is not None
-    if offloads and asked.device == "cpu":
-        raise CommandError(
-            "`--activation_offloading` keeps activations in host memory, where they already are with `--device cpu`. "
-            "Leave one of the two out."
-        )
-    if hosts and adapted and has_reference:
-        raise CommandError(
-            "`--reference_device` is for a separate reference model, but an adapter's policy and reference share their "
-            "weights. Leave it out."
-        )
+    _check_host_memory(training, asked, adapted)
     if parsed.model.load_in_4bit and not adapted:
         raise CommandError("`--load_in_4bit` trains only adapters. Pass `--use_peft`, or leave `--load_in_4bit` out.")
     tokens = longest - 1  # the model predicts nothing from a row's last token
@@ -214,6 +205,29 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
         hosts_reference=hosts,
         reference_batches=has_reference * (2 if method == "kto" and training.loss_type == "kto" else 1),
     )
+
+
+def _check_host_memory(training: Any, asked: EstimateArguments, adapted: bool) -> None:
+    """Raise `CommandError` for options of host memory that the trainer refuses, or that save nothing."""
+    given = {
+        "activation_offloading": getattr(training, "activation_offloading", False),
+        "reference_device": getattr(training, "reference_device", None),
+    }
+    name = next((name for name, value in given.items() if value), None)
+    if name is not None and asked.device == "cpu":
+        raise CommandError(f"`--{name}` saves nothing on a CPU, whose memory is host memory. Leave it out.")
+    if given["reference_device"] is None:
+        return
+    if adapted and training.beta != 0:
+        raise CommandError(
+            "`--reference_device` is for a separate reference model, but an adapter's policy and reference share their "
+            "weights. Leave it out."
+        )
+    if training.sync_ref_model:
+        raise CommandError(
+            "`--reference_device` needs a reference that does not change, but `--sync_ref_model` changes it. Leave one "
+            "of the two out."
+        )
 
 
 def _has_reference(method: str, training: Any) -> bool:
@@ -342,8 +356,8 @@ def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:
     rows = f"{step.rows} rows" + f" ({step.rows // 2} pairs)" * (method == "dpo")
     on_host = f", without {readable(memory.offloaded)} in host memory" if step.offloads else ""
     reference = "a separate model" if step.reference else "no separate model"
-    if step.reference and step.hosts_reference:
-        reference += ", whose layers are on the device only while it scores"
+    if memory.hosted:
+        reference += f", with {readable(memory.hosted)} in host memory"
     gathered = ", and gathered weights" if step.engine == "fsdp2" else ""
     copies = ", and fp32 copies of trained parameters" if step.engine.startswith("zero") else ""
     where = "one process" if step.devices == 1 else f"one of {step.devices} devices under {ENGINES[step.engine]}"

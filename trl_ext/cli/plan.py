@@ -1,4 +1,4 @@
-"""The command `plan`: the batch, checkpointing and engine that fit into a device's memory, the fastest first."""
+"""The command `plan`: the batch, checkpointing, offloading and engine that fit a device's memory, fastest first."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ from . import CommandError, wrapped
 from .arguments import OneLineParser, dataclasses_of
 from .estimate import ENGINES, arguments_of, check_memory, readable
 from .line import Line
-from .plan_search import Counted, Option, Setting, ranked, varied
+from .plan_search import Counted, Option, ranked, varied
 from .plan_subject import Subject
 
 _GIB = 2**30
@@ -78,8 +78,12 @@ def run(line: Line) -> int:
     given = _given(line)
     best = ranked(fits, subject.seconds_of, subject.space.given)
     for number, (counted, time) in enumerate(varied(best, _SHOWN), 1):
-        print(f"{number}. predicted peak {readable(counted.peak)}, predicted time {time:.2f}")
-        print(_to_copy(_words(subject, counted.option, kind, given)), end="\n\n")
+        memory = subject.memory_of(counted.option)
+        host = f" and {readable(memory.offloaded + memory.hosted)} of host memory"
+        host = host + " in each process" * (asked.num_devices > 1) if memory.offloaded + memory.hosted else ""
+        print(wrapped(f"{number}. predicted peak {readable(counted.peak)}{host}, predicted time {time:.2f}"))
+        print(_to_copy(_words(subject, counted.option, kind)))
+        print(_to_leave_out(chosen(subject, counted.option, kind), given))
     print(_unfit(subject, misses, limit), end="")
     if subject.kept_because is not None:
         print(wrapped(f"The batch stays as given: {subject.kept_because}."))
@@ -151,9 +155,9 @@ def chosen(subject: Subject, option: Option, kind: str) -> dict[str, Any]:
     return chosen | launch | ({"env": {"ACCELERATE_USE_CPU": "true"}} if kind == "cpu" else {})
 
 
-def _words(subject: Subject, option: Option, kind: str, given: dict[str, Any]) -> list[str]:
+def _words(subject: Subject, option: Option, kind: str) -> list[str]:
     """Return the arguments of an option as they are on a command line, each with its value."""
-    words, without = [], []
+    words = []
     for name, value in chosen(subject, option, kind).items():
         if name in ("use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed") and value:
             words.append(f"--{name}")
@@ -161,9 +165,13 @@ def _words(subject: Subject, option: Option, kind: str, given: dict[str, Any]) -
             words += [f"  # with {x}={y} in the environment" for x, y in value.items()]
         elif value is not None:
             words.append(f"--{name} {str(value).lower() if isinstance(value, bool) else value}")
-        elif given.get(name) is not None:
-            without.append(f"--{name}")
-    return [*words, *[f"  # without {x}" for x in without]]
+    return words
+
+
+def _to_leave_out(chosen: dict[str, Any], given: dict[str, Any]) -> str:
+    """Return a line with the given arguments that contradict an option."""
+    names = [f"`{name}`" for name, value in chosen.items() if value is None and given.get(name) not in (None, False)]
+    return wrapped(f"Leave out {' and '.join(names)}, which you gave.") + "\n" if names else ""
 
 
 def _to_copy(words: list[str]) -> str:
@@ -221,7 +229,8 @@ def _memory(bound: float, source: str) -> str:
 def _named(subject: Subject, option: Option) -> str:
     """Return an option in few words."""
     setting = option.setting
-    size = f"{option.batch} rows" if option.budget is None else f"{option.budget:,} tokens"
+    unit = ("pair" if subject.method == "dpo" else "row") + "s" * (option.batch > 1)
+    size = f"{option.batch} {unit}" if option.budget is None else f"{option.budget:,} tokens"
     parts = [f"{size} per pass", f"{'with' if setting.checkpointing else 'without'} checkpointing"]
     parts += ["`activation_offloading`"] * setting.offloads + ["`reference_device`"] * setting.hosts
     parts += ["`precompute_ref_log_probs`"] * setting.precompute + [ENGINES[setting.engine]] * (subject.devices > 1)
@@ -229,11 +238,11 @@ def _named(subject: Subject, option: Option) -> str:
 
 
 def _unfit(subject: Subject, misses: list[Counted], limit: int) -> str:
-    """Return the closest miss of each setting."""
-    closest: dict[Setting, Counted] = {}
+    """Return the closest miss for each engine, checkpointing and reference."""
+    closest: dict[tuple[Any, ...], Counted] = {}
     for miss in misses:
-        setting = miss.option.setting
-        closest[setting] = min(miss, closest.get(setting, miss), key=lambda x: x.peak)
+        kind = miss.option.setting[:3]
+        closest[kind] = min(miss, closest.get(kind, miss), key=lambda x: x.peak)
     lines = [
         wrapped(f"{_named(subject, x.option)}", f"    {readable(x.peak):>10}   ")
         for x in sorted(closest.values(), key=lambda x: x.peak)[:_MISSES]

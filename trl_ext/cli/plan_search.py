@@ -30,7 +30,7 @@ class Setting(NamedTuple):
     hosts: bool = False  # `reference_device="cpu"`
 
     def only_slows(self, other: "Setting") -> bool:
-        """Return whether this is `other` with more in host memory, which takes time and changes nothing else."""
+        """Return whether this is `other` with more in host memory: the same results, slower."""
         return self[:3] == other[:3] and self.offloads >= other.offloads and self.hosts >= other.hosts
 
 

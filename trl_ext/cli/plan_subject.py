@@ -155,7 +155,7 @@ class Subject:
     def _settings(self, given: Setting) -> Iterator[Setting]:
         training = self.training
         # A model, which stays as it is
-        separate = self._step(given._replace(precompute=False)).reference is not None
+        separate = self._step(Setting(given.engine, given.checkpointing)).reference is not None
         separate = separate and not getattr(training, "sync_ref_model", False)
         stores = self.method in ("dpo", "kto") and training.reference_store != "off"
         precompute = (False, True) if separate and stores and not given.precompute else (given.precompute,)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,22 +22,27 @@ _IN_FLIGHT = 4  # tensors that stay on the device while they are copied to the h
 class ActivationsOnHost:
     """A context in which autograd keeps what it saves for the backward in host memory, pinned unless `device` is a CPU.
 
-    It moves only tensors on `device`, but not weights of `model`, nor small, expanded or sharded tensors. A tensor that
-    is saved several times is copied once. Copies run on their own stream, so neither host nor device waits for each.
-    Values stay bitwise equal. Copies live as long as the graph. TRL's class does not suffice: it leaves a tensor that
-    is saved twice on the device, as LoRA layers do, and raises if a graph is dropped or unpacked twice.
+    It moves only tensors on `device`, but not weights of the model, nor small, expanded or sharded tensors. A tensor
+    that is saved several times is copied once. Copies run on their own stream, so neither host nor device waits for
+    each copy. Values stay bitwise equal. Copies live as long as the graph. TRL's class is not enough: it leaves tensors
+    that are saved twice on the device, which LoRA layers produce, and raises if a graph is dropped or unpacked twice.
+
+    Args:
+        model (`Callable`): returns the model; called at each entry, because an engine may have replaced it.
+        device (`torch.device`): the device that computes.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: Callable[[], nn.Module], device: torch.device) -> None:
         self._model, self._device = model, device
+        self._entered: list[saved_tensors_hooks] = []
 
     def __enter__(self) -> None:
-        kept = KeptOnHost(self._model, self._device)  # an engine may have replaced the weights
-        self._hooks = saved_tensors_hooks(kept.pack, kept.unpack)
-        self._hooks.__enter__()
+        kept = KeptOnHost(self._model(), self._device)
+        self._entered.append(saved_tensors_hooks(kept.pack, kept.unpack))
+        self._entered[-1].__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        self._hooks.__exit__(*exception)
+        self._entered.pop().__exit__(*exception)
 
 
 class KeptOnHost:

@@ -85,6 +85,7 @@ class StepMemory:
     buckets: int  # of DDP and DeepSpeed, where gradients are reduced
     activations: int  # after the backbone's forward, with the weights gathered at that time
     offloaded: int  # activations in host memory at that time
+    hosted: int  # the reference's weights in host memory
     head: int  # of the LM head, in addition to the activations
     peak: int
 
@@ -105,6 +106,7 @@ def memory_of_step(step: Step) -> StepMemory:
             with records.on_host():
                 HostedReference(reference_model, _CPU)
             reference += records.held - before
+        hosted = records.host
         trained = [x for x in model.parameters() if x.requires_grad]
         before = records.held
         optimizer, zero = _optimizer(step, model)
@@ -131,6 +133,7 @@ def memory_of_step(step: Step) -> StepMemory:
         buckets=sum(x.nbytes for x in ddp_buckets) if zero is None else zero.bucket,
         activations=activations,
         offloaded=offloaded,
+        hosted=hosted,
         head=head,
         peak=highest,
     )

@@ -31,7 +31,7 @@ class HostedReference:
     parameters are on the host again, unchanged and frozen. Buffers, which are small, stay on `device`.
 
     Args:
-        model (`PreTrainedModel`): on one device, not sharded, quantized or wrapped; see `check_supported`.
+        model (`PreTrainedModel`): on one device, not sharded, quantized or wrapped. Call `check_supported` on it first.
         device (`torch.device`): where `model` computes. A CUDA device copies on a separate stream.
 
     Attributes:

@@ -174,9 +174,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self._source is not None and not self._source.registered and self.ref_model in (None, model):
             self._source.register()
 
-    def _activations_on_host(self, model: Any) -> AbstractContextManager[None]:
-        """Return the context that TRL's training step enters with `activation_offloading`."""
-        return ActivationsOnHost(model, self.accelerator.device)
+    def _activations_on_host(self, model: Any = None) -> AbstractContextManager[None]:
+        """Return the context of `activation_offloading`, which TRL's training step enters."""
+        return ActivationsOnHost(lambda: self.model, self.accelerator.device)
 
     def _has_reference(self) -> bool:
         return True

@@ -194,7 +194,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     @contextmanager
     def _in_step(self) -> Iterator[None]:
         # TRL's GRPO has no such argument
-        on_host = self._activations_on_host(self.model) if self._offloads else nullcontext()
+        on_host = self._activations_on_host() if self._offloads else nullcontext()
         with self._grpo_scoring.in_parts.training_step(), on_host:
             yield
 
