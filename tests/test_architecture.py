@@ -17,7 +17,8 @@ MAY_IMPORT = {
     "packing": set(),
     "distributed": set(),
     "scoring": {"heads", "packing", "distributed", "compat"},
-    "memory": {"heads", "packing", "scoring"},
+    "host": set(),
+    "memory": {"heads", "packing", "scoring", "host"},
     "planning": set(),
     "checkpoints": set(),
     "reference": {"version", "packing"},
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "config": {"compat", "heads", "losses", "planning"},
     "trainers": {
         *("heads", "packing", "distributed", "scoring", "planning", "checkpoints", "reference", "losses", "callbacks"),
-        *("compat", "config", "sampler"),
+        *("compat", "config", "sampler", "host"),
     },
     "cli": {
         *("config", "trainers", "memory", "heads", "distributed", "scoring", "losses", "compat", "version"),

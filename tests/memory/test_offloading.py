@@ -14,7 +14,7 @@ import trl_ext
 from device_memory import allocated_by
 from resumable_runs import build, weights
 from tiny import Workshop, lora_config
-from trl_ext.memory.offloading import ActivationsOnHost, HostCopy, KeptOnHost
+from trl_ext.host.activations import ActivationsOnHost, HostCopy, KeptOnHost
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from model_families import batch
 from run_losses import Trainers, train
 from tiny import MODELS, lora_config, preferences
 from training_comparison import assert_same
-from trl_ext.reference.hosted import HostedReference, check_supported
+from trl_ext.host.reference import HostedReference, check_supported
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 DEVICE = torch.device("cpu")

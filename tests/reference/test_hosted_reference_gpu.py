@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import trl_ext
 from device_memory import allocated_by
 from tiny import V_WORDS, preferences, word_tokenizer
-from trl_ext.reference.hosted import HostedReference
+from trl_ext.host.reference import HostedReference
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="measures CUDA")

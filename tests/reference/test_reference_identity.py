@@ -20,8 +20,8 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from reference_changes import LISTED, forward, norm
 from tiny import MODELS, lora_config
+from trl_ext.host.reference import HostedReference
 from trl_ext.reference import code
-from trl_ext.reference.hosted import HostedReference
 from trl_ext.reference.weights import ReferenceWeights, identity_facts, identity_of
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 

@@ -84,7 +84,7 @@ sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "nu
 config = transformers.LlamaConfig(**sizes)
 model = transformers.LlamaForCausalLM(config)
 pretended_gpu.start()
-from trl_ext.reference.hosted import HostedReference
+from trl_ext.host.reference import HostedReference
 with pretended_gpu.DeviceMode():
     HostedReference(model, torch.device("cuda"))
     for name in ("cuda", "cuda:0", torch.device("cuda", 0)):
@@ -190,7 +190,7 @@ model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_si
 tokens = torch.arange(48).view(2, 24)
 want = model(tokens).logits.detach()
 pretended_gpu.start()
-from trl_ext.reference import hosted
+from trl_ext.host import reference as hosted
 lines = []
 logging.getLogger("trl_ext").addFilter(lambda line: lines.append(line.getMessage()))
 with pretended_gpu.DeviceMode(), torch.no_grad():

@@ -1,1 +1,1 @@
-"""Memory on the device: what a training step takes, and activations kept on the host."""
+"""How much memory a training step takes, by running the model's own code on tensors that hold no numbers."""

@@ -21,15 +21,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..heads.linear_log_probs import run_head
 from ..heads.tiled import columns_per_tile, rows_per_tile
+from ..host.activations import KeptOnHost
+from ..host.reference import HostedReference
 from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
 from ..packing.packing import Packing
 from ..packing.support import has_dropout, positions_by_length, rebases
-from ..reference.hosted import HostedReference
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
-from .offloading import KeptOnHost
 from .quantized import packed
 from .records import AllocationRecords, here
 

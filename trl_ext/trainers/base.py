@@ -28,7 +28,7 @@ from ..distributed.failures import rank_failures_reported
 from ..distributed.lora import keep_differentiable, make_adapter
 from ..distributed.ranks import Ranks
 from ..heads.kernels.work import triton_unavailable_reason
-from ..memory.offloading import ActivationsOnHost
+from ..host.activations import ActivationsOnHost
 from ..packing.support import has_dropout
 from ..planning.plan import (
     Decision,

@@ -10,8 +10,8 @@ from accelerate.utils import DynamoBackend, broadcast
 from peft import PeftModel
 
 from ..distributed.ranks import Ranks
+from ..host.reference import HostedReference, check_supported
 from ..reference.adapters import AdapterChoice, OwnReference, load_weights, reshard, save_weights
-from ..reference.hosted import HostedReference, check_supported
 from ..reference.weights import ReferenceWeights
 
 logger = logging.getLogger("trl_ext")

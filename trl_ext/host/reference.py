@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..memory.offloading import event, wait
+from .activations import event, wait
 
 logger = logging.getLogger("trl_ext")
 
