@@ -350,6 +350,20 @@ def test_a_search_keeps_what_is_given_and_finds_the_largest_that_fits(drawn: tup
     assert shown[:1] == best[:1]
 
 
+def test_further_options_save_memory_over_faster_ones():
+    def option(time: float, peak: int, checkpointing: bool, offloads: bool = False) -> tuple[Counted, float]:
+        setting = Setting("one_process", checkpointing, offloads=offloads)
+        return Counted(Option(setting=setting, batch=peak, accumulation=1), peak), time
+
+    fastest, saves, useless = option(1.0, 40, False), option(1.2, 10, False), option(1.3, 40, True)
+    offloads, smallest = option(1.4, 9, True, offloads=True), option(1.5, 9, True)
+    best = [fastest, saves, useless, offloads, smallest]
+    assert varied(best, 1) == [fastest]
+    assert varied(best, 3) == [fastest, offloads, smallest]
+    assert varied(best, 4) == [fastest, saves, offloads, smallest]
+    assert varied(best, 9) == best
+
+
 @settings(deadline=None)
 @given(spaces(), st.integers(1, 20))
 def test_more_units_have_no_fewer_tokens(drawn: tuple[Space, Lengths], units: int):

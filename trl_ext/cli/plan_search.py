@@ -269,12 +269,19 @@ def ranked(fits: list[Counted], seconds_of: Callable[[Option], float], given: Op
 
 
 def varied(best: list[tuple[Counted, float]], count: int) -> list[tuple[Counted, float]]:
-    """Return the first `count`: those that are the first of their setting, then others."""
+    """Return `count` options: those that save memory over all faster ones, of different settings first; then others."""
     settings: set[Setting] = set()
-    first: list[tuple[Counted, float]] = []
-    others: list[tuple[Counted, float]] = []
-    for item in best:
-        (others if item[0].option.setting in settings else first).append(item)
-        settings.add(item[0].option.setting)
-    chosen = [*first, *others][:count]
-    return [item for item in best if item in chosen]
+    order: list[tuple[bool, bool, int]] = []
+    for i, (counted, _) in enumerate(best):
+        setting = counted.option.setting
+        # A faster one may need as little memory by keeping more on the host
+        saves = all(
+            counted.peak < faster.peak
+            or faster.option.setting.offloads > setting.offloads
+            or faster.option.setting.hosts > setting.hosts
+            for faster, _ in best[:i]
+        )
+        order.append((not saves, setting in settings, i))
+        if saves:
+            settings.add(setting)
+    return [best[i] for i in sorted(i for *_, i in sorted(order)[:count])]
