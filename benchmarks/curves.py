@@ -24,7 +24,7 @@ import tempfile
 import time
 import warnings
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,8 @@ RECIPES = {
     ("gspo", "full"): Recipe(learning_rate=3e-4),
 }
 SHORT, SMOKE = Recipe(steps=12), Recipe(steps=4, rows=8, problems=10)
+# On learning rates: a vocabulary of words has larger gradients than one of digits
+OF_REVERSAL = 0.3
 # How the base model of the reversal task is trained
 BASES = {WORDS: {"steps": 1000, "rows_of_step": 128}, MANY_WORDS: {"steps": 700, "rows_of_step": 48}}
 
@@ -111,7 +113,12 @@ def jobs(seeds: int, smoke: bool) -> list[Job]:
         Job("curves", task, *how, arm, seed, rest.get(how, recipe))
         for seed, task, (how, recipe), arm in itertools.product(range(seeds), tasks, RECIPES.items(), ARMS)
     ]
-    return [*of_head, *of_training]
+    return [of_task(job) for job in (*of_head, *of_training)]
+
+
+def of_task(job: Job) -> Job:
+    rate = job.recipe.learning_rate * (1.0 if job.task == "arithmetic" else OF_REVERSAL)
+    return replace(job, recipe=replace(job.recipe, learning_rate=rate))
 
 
 def task_of(name: str, folder: Path) -> Task:
@@ -128,8 +135,7 @@ def trainer_of(job: Job, task: Task, folder: str, **options: Any) -> Any:
         "output_dir": folder,
         "max_steps": recipe.steps,
         "per_device_train_batch_size": recipe.rows,
-        # A vocabulary of words has larger gradients than one of digits
-        "learning_rate": recipe.learning_rate * (1.0 if job.task == "arithmetic" else 0.3),
+        "learning_rate": recipe.learning_rate,
         "beta": recipe.beta,
         "seed": job.seed,
         "bf16": is_bf16,

@@ -222,7 +222,7 @@ def origin(lines: Lines) -> str:
     runs = [line for line in lines if line["benchmark"] == "curves"]
     versions = {(name, of) for line in runs for name, of in line["versions"].items() if of and name != "commit"}
     named = ", ".join(f"{name} {of}" for name, of in sorted(versions))
-    minutes = sum(line["cpu_seconds"] for line in lines) / 60
+    minutes = sum(line["cpu_seconds"] for line in runs) / 60
     seeds = {len(group.seeds) for group in groups_of(lines)}
     per_arm = f"{min(seeds)} to {max(seeds)}" if len(seeds) > 1 else str(*seeds)
     return f"{len(runs)} runs, {per_arm} seeds of each arm, {minutes:.0f} minutes of CPU time; {named}."
