@@ -25,7 +25,7 @@ from trl_ext.cli.plan import MARGIN, PlanArguments
 from trl_ext.cli.plan_lengths import lengths_of
 from trl_ext.cli.plan_search import Counted, Lengths, Option, Setting, Space, ranked, search, varied
 from trl_ext.cli.plan_subject import Subject
-from trl_ext.planning.speed import CPU, GPUS
+from trl_ext.planning.speed import CPU, GPUS, gpu_named
 
 ROOT = Path(__file__).parents[2]
 FAST = {"sft-full-narrow"}
@@ -184,7 +184,7 @@ def test_the_batch_of_sft_stays_where_it_would_change_the_result(
     assert (reason is None and kept is None) or (reason is not None and reason in str(kept))
 
 
-def test_variables_of_the_file_stay(words, tmp_path: Path):
+def test_variables_of_the_file_stay(words, tmp_path: Path, capsys: pytest.CaptureFixture):
     file = tmp_path / "given.yaml"
     file.write_text("env:\n  FOO: 1\n")
     options = ["--config", str(file), *words["dpo"], "--num_devices", "2", "--device", "cpu", "--device_memory", "1"]
@@ -193,6 +193,7 @@ def test_variables_of_the_file_stay(words, tmp_path: Path):
         "FOO": 1,
         "ACCELERATE_USE_CPU": "true",
     }
+    assert "\nSet `ACCELERATE_USE_CPU=true` in the environment.\n" in capsys.readouterr().out
 
 
 def test_what_contradicts_an_option_is_to_be_left_out(words, tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -214,17 +215,39 @@ def test_host_memory_is_printed(words, capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.slow
-def test_several_processes_on_a_cpu_run_from_the_file(words, tmp_path: Path):
-    assert main(["plan", "dpo", *words["dpo"], "--num_devices", "2", "--device", "cpu", "--device_memory", "1"]) == 0
-    run = subprocess.run(
-        [sys.executable, "-m", "trl_ext.cli", "explain", "dpo", "--config", str(tmp_path / "out" / "plan.yaml")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert "DDP, 2 processes (gloo)" in run.stdout
+def test_as_many_processes_on_a_cpu_run_from_the_file_as_were_planned(words, tmp_path: Path):
+    # The default file of `accelerate config`
+    (tmp_path / "accelerate").mkdir()
+    default = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2}
+    (tmp_path / "accelerate" / "default_config.yaml").write_text(yaml.safe_dump(default))
+
+    def processes(file: Path) -> str:
+        run = subprocess.run(
+            [sys.executable, "-m", "trl_ext.cli", "explain", "dpo", "--config", str(file)],
+            env={
+                **os.environ,
+                **{"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "HF_HOME": str(tmp_path)},
+                **{"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""},
+            },
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert run.returncode == 0, run.stderr[-4000:]
+        return run.stdout
+
+    file, bound = tmp_path / "out" / "plan.yaml", ["--device", "cpu", "--device_memory", "1"]
+    assert main(["plan", "dpo", *words["dpo"], "--num_devices", "2", *bound]) == 0
+    assert "DDP, 2 processes (gloo)" in processes(file)
+    # Plan again, for one
+    assert main(["plan", "dpo", "--config", str(file), *bound]) == 0
+    chosen = yaml.safe_load(file.read_text())
+    assert chosen.pop("num_processes") == 1
+    assert not {"multi_gpu", "mixed_precision"} & chosen.keys()
+    assert "processes" not in processes(file)
+    del chosen["env"]
+    file.write_text(yaml.safe_dump(chosen))
+    assert "DDP, 2 processes (gloo)" in processes(file)
 
 
 def test_without_a_gpu_or_a_bound_there_is_one_error(words, capsys: pytest.CaptureFixture, monkeypatch):
@@ -241,7 +264,32 @@ def test_if_nothing_fits_the_error_names_the_smallest_peak_and_what_is_left(word
     assert re.search(r"Nothing fits into 0\.1 MiB.*: the smallest predicted peak is [\d.]+ MiB \(", said), said
     assert "`--use_peft`" in said
     assert "`--max_length`" in said
-    assert "`--num_devices`" in said
+    assert "`--num_devices`" not in said  # under DDP, a device needs as much
+    assert main(["plan", "dpo", *words["dpo"], "--device_memory", "0.0001"]) == 2
+    assert "or pass more devices with `--num_devices`." in capsys.readouterr().err
+
+
+def test_engines_that_are_not_covered_are_named(words, capsys: pytest.CaptureFixture):
+    assert main(["plan", "dpo", *words["dpo"], "--gpu", "A10", "--num_devices", "2", "--optim", "adafactor"]) == 0
+    out = capsys.readouterr().out
+    assert "\nNot covered with `--optim adafactor`: FSDP2, ZeRO-1, ZeRO-2.\n" in out
+    assert "Does not fit" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", None),
+        ("Tesla V100-SXM2-32GB", None),
+    ],
+)
+def test_gpus_are_known_by_the_name_that_the_driver_gives(name: str, known: str | None):
+    assert gpu_named(name) is (known and GPUS[known])
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "kto", "grpo", "rloo"])

@@ -164,8 +164,15 @@ def _launch_words(in_file: dict[str, Any], launcher: Any) -> list[str]:
     return words
 
 
+def asks_for_one_process(launch_arguments: list[str]) -> bool:
+    """Return whether `--num_processes 1` is the only argument for `accelerate launch`."""
+    return " ".join(launch_arguments).replace("=", " ") == "--num_processes 1"
+
+
 def needs_launch(launch_arguments: list[str]) -> bool:
     """Return whether there are arguments or a default file for `accelerate launch`, or several GPUs."""
+    if asks_for_one_process(launch_arguments):
+        return False
     return bool(launch_arguments) or os.path.isfile(default_config_file) or torch.cuda.device_count() > 1
 
 

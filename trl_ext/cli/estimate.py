@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from trl import get_peft_config, get_quantization_config
 from ..config import with_help
 from ..memory.step import Engine, Step, StepMemory, memory_of_step
 from . import CommandError, wrapped
-from .arguments import OneLineParser, Parsed, dataclasses_of, parse
+from .arguments import OneLineParser, Parsed, asks_for_one_process, dataclasses_of, parse
 from .line import Line
 from .training import is_adapter, model_init_arguments
 
@@ -120,8 +120,10 @@ def run(line: Line) -> int:
     return 0
 
 
-def arguments_of(line: Line, asked: type, instead: str) -> tuple[Parsed, Any]:
+def arguments_of(line: Line, asked: type, instead: str, ignored: Container[str] = ()) -> tuple[Parsed, Any]:
     """Return a run's arguments, for a machine that may be another one, and the dataclass `asked` of the command.
+
+    Arguments of the file for `accelerate launch` that are in `ignored` have no effect.
 
     Raises:
         `CommandError`: an argument is for `accelerate launch`; `instead` says what to do.
@@ -134,7 +136,8 @@ def arguments_of(line: Line, asked: type, instead: str) -> tuple[Parsed, Any]:
     parser = OneLineParser((script_class, on_devices, *others, asked), prog=line.prog)
     parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
     script, training, model_args, mixture, found, launch_of_file, launch = parse(parser, line, may_launch=True)
-    for_launch = [*launch_of_file, *launch]
+    of_file = [x for x in launch_of_file if x.startswith("--") and x.removeprefix("--") not in ignored]
+    for_launch = [] if asks_for_one_process([*launch_of_file, *launch]) else [*of_file, *launch]
     if for_launch:
         command = line.prog.split()[1]
         raise CommandError(f"`{for_launch[0]}` is for `accelerate launch`, which `{command}` does not run. {instead}.")
@@ -156,6 +159,8 @@ def check_covered(parsed: Parsed, asked: EstimateArguments) -> None:
 def _longest_row(method: str, training: Any, asked: EstimateArguments) -> int:
     """Return the number of tokens in the longest row that the arguments allow."""
     if method in _SAMPLES:
+        if training.max_completion_length < 1:
+            raise CommandError(f"`--max_completion_length` must be 1 or more, got {training.max_completion_length}.")
         return int(asked.prompt_length + training.max_completion_length)
     if training.max_length is None:
         raise CommandError("`--max_length` is None, so the longest row is unknown. Set it to a number.")
@@ -323,6 +328,11 @@ def _refuse_what_is_not_covered(training: Any, model_args: Any, engine: str) -> 
             raise CommandError(
                 f"`estimate` does not cover `--{name} {value}`. Set it to {allowed} to estimate everything else."
             )
+    if getattr(training, "packing", False) and training.packing_strategy != "wrapped":
+        raise CommandError(
+            f"`estimate` does not cover `--packing` with `--packing_strategy {training.packing_strategy}`, which joins "
+            "the rows of a batch into one. Leave `--packing` out, or pass `--packing_strategy wrapped`."
+        )
 
 
 def _check_devices(asked: EstimateArguments) -> None:
@@ -349,7 +359,8 @@ def _longest(step: Step, policy: Policy, limit: int) -> str:
 
     longest = longest_that_fits(bytes_of, limit, step.tokens + 1, policy.positions)
     whole = ", the longest that the model takes" if longest + 64 > policy.positions else ""
-    return f"rows of {longest:,} tokens fit in {limit / _GIB:.4g} GiB{whole}"
+    rows = f"rows of {longest:,} tokens fit" if longest else "no row of 64 tokens fits"
+    return f"{rows} in {limit / _GIB:.4g} GiB{whole}"
 
 
 def _table(method: str, step: Step, policy: Policy, memory: StepMemory) -> str:

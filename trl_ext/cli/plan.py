@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import yaml
 
 from ..config import with_help
-from ..planning.speed import CPU, GPUS, Device
+from ..planning.speed import CPU, GPUS, Device, gpu_named
 from . import CommandError, wrapped
 from .arguments import OneLineParser, dataclasses_of
 from .estimate import ENGINES, arguments_of, check_memory, readable
@@ -36,6 +37,10 @@ _FSDP2 = {
     **{"fsdp_reshard_after_forward": True, "fsdp_offload_params": False, "fsdp_cpu_ram_efficient_loading": False},
     **{"fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_activation_checkpointing": False},
 }
+
+
+# What a plan chooses for `accelerate launch`
+_OF_LAUNCH = {*_FSDP2, "num_processes", "mixed_precision", "multi_gpu", "use_deepspeed", "zero_stage"}
 
 
 @with_help
@@ -64,9 +69,13 @@ class PlanArguments:
 
 def run(line: Line) -> int:
     """Print what fits and what does not, write the best option's arguments, and train with `--apply`."""
-    parsed, asked = arguments_of(line, PlanArguments, "Remove it: `plan` chooses the engine for `--num_devices`")
+    instead = "Remove it: `plan` chooses the engine for `--num_devices`"
+    parsed, asked = arguments_of(line, PlanArguments, instead, _OF_LAUNCH)
     if asked.num_devices < 1:
         raise CommandError(f"`--num_devices` must be at least 1, got {asked.num_devices}.")
+    path = Path(asked.plan_output or os.path.join(parsed.training.output_dir, "plan.yaml"))
+    if path.is_dir():
+        raise CommandError(f"`--plan_output {path}` is a folder. Pass a file, such as `{path / 'plan.yaml'}`.")
     kind = asked.device or ("cpu" if line.has_on("use_cpu") else "cuda")
     limits, bound, source = _limits(asked, kind)
     subject = Subject(line.method, parsed, asked.num_devices, kind, limits)
@@ -83,11 +92,10 @@ def run(line: Line) -> int:
         host = host + " in each process" * (asked.num_devices > 1) if memory.offloaded + memory.hosted else ""
         print(wrapped(f"{number}. predicted peak {readable(counted.peak)}{host}, predicted time {time:.2f}"))
         print(_to_copy(_words(subject, counted.option, kind)))
-        print(_to_leave_out(chosen(subject, counted.option, kind), given))
+        print(*_to_add(chosen(subject, counted.option, kind), given), sep="\n")
     print(_unfit(subject, misses, limit), end="")
     if subject.kept_because is not None:
         print(wrapped(f"The batch stays as given: {subject.kept_because}."))
-    path = Path(asked.plan_output or os.path.join(parsed.training.output_dir, "plan.yaml"))
     best_words = chosen(subject, best[0][0].option, kind)
     variables = (given.get("env") or {}) | best_words.get("env", {})
     _write(path, {**given, **best_words, "env": variables or None})
@@ -112,9 +120,7 @@ def _limits(asked: PlanArguments, kind: str) -> tuple[Device, float, str]:
         return GPUS[asked.gpu], GPUS[asked.gpu].memory, f"{asked.gpu}, by its data sheet"
     if kind == "cuda" and torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
-        words = re.split(r"[\s-]+", found.name)
-        known = next((x for name, x in GPUS.items() if name.split("-")[-1] in words or name in words), None)
-        return known or GPUS["A100-80GB"], found.total_memory, f"{found.name}, this machine's GPU"
+        return gpu_named(found.name) or GPUS["A100-80GB"], found.total_memory, f"{found.name}, this machine's GPU"
     there = "a CPU has no memory of its own" if kind == "cpu" else "there is no GPU to read it from"
     remedy = "" if kind == "cpu" else f", or the GPU of the run with `--gpu`: {', '.join(GPUS)}"
     raise CommandError(f"`--device_memory` is not set, and {there}. Pass it in GiB{remedy}.")
@@ -146,7 +152,7 @@ def chosen(subject: Subject, option: Option, kind: str) -> dict[str, Any]:
     setting = option.setting
     chosen = {**chosen_of_trainer(subject, option), "use_cpu": True if kind == "cpu" else None}
     if setting.engine == "one_process":
-        return chosen
+        return chosen | {"num_processes": 1}
     launch: dict[str, Any] = {"num_processes": subject.devices, "mixed_precision": "no"}
     if stage := re.fullmatch(r"zero(\d)", setting.engine):
         launch |= {"use_deepspeed": True, "zero_stage": int(stage[1])}
@@ -161,17 +167,19 @@ def _words(subject: Subject, option: Option, kind: str) -> list[str]:
     for name, value in chosen(subject, option, kind).items():
         if name in ("use_cpu", "multi_gpu", "use_fsdp", "use_deepspeed") and value:
             words.append(f"--{name}")
-        elif name == "env":  # the last one
-            words += [f"  # with {x}={y} in the environment" for x, y in value.items()]
-        elif value is not None:
+        elif value is not None and name != "env":
             words.append(f"--{name} {str(value).lower() if isinstance(value, bool) else value}")
     return words
 
 
-def _to_leave_out(chosen: dict[str, Any], given: dict[str, Any]) -> str:
-    """Return a line with the given arguments that contradict an option."""
+def _to_add(chosen: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
+    """Yield what to do besides copying an option: variables to set, and given arguments that contradict it."""
+    if variables := [f"`{name}={value}`" for name, value in chosen.get("env", {}).items()]:
+        yield wrapped(f"Set {' and '.join(variables)} in the environment.")
     names = [f"`{name}`" for name, value in chosen.items() if value is None and given.get(name) not in (None, False)]
-    return wrapped(f"Leave out {' and '.join(names)}, which you gave.") + "\n" if names else ""
+    if names:
+        yield wrapped(f"Leave out {' and '.join(names)}, which you gave.")
+    yield ""
 
 
 def _to_copy(words: list[str]) -> str:
@@ -196,16 +204,21 @@ def _given(line: Line) -> dict[str, Any]:
             actions = parser._option_string_actions
             action = actions.get(name) or next(x for full, x in actions.items() if full.startswith(name))
             given[action.dest] = values[action.dest]
-    return {name: value for name, value in given.items() if name not in {x.name for x in fields(PlanArguments)}}
+    apart = {x.name for x in fields(PlanArguments)} | _OF_LAUNCH
+    return {name: value for name, value in given.items() if name not in apart}
 
 
 def _write(path: Path, arguments: dict[str, Any]) -> None:
     """Write the file as a whole, or not at all."""
     text = yaml.safe_dump({name: x for name, x in arguments.items() if x is not None}, sort_keys=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        said = f"`{path}` cannot be written: {error.strerror}. Pass another file with `--plan_output`."
+        raise CommandError(said) from error
 
 
 def _read(subject: Subject) -> str:
@@ -247,9 +260,14 @@ def _unfit(subject: Subject, misses: list[Counted], limit: int) -> str:
         wrapped(f"{_named(subject, x.option)}", f"    {readable(x.peak):>10}   ")
         for x in sorted(closest.values(), key=lambda x: x.peak)[:_MISSES]
     ]
-    lines += [wrapped(text, f"    {'-':>10}   ") for text in subject.uncovered.values()]
-    title = f"Does not fit into {readable(limit)}, by its predicted peak"
-    return "\n".join([title, *lines, "", ""]) if lines else ""
+    parts = [f"Does not fit into {readable(limit)}, by its predicted peak", *lines, ""] if lines else []
+    if subject.uncovered:
+        options = dict.fromkeys(
+            re.sub(r".* cover (.*) with `--engine .*", r"\1", x) for x in subject.uncovered.values()
+        )
+        engines = ", ".join(ENGINES[x] for x in subject.uncovered)
+        parts += [wrapped(f"Not covered with {' and '.join(options)}: {engines}."), ""]
+    return "\n".join([*parts, ""]) if parts else ""
 
 
 def _nothing_fits(subject: Subject, misses: list[Counted], limit: int) -> CommandError:
@@ -258,7 +276,9 @@ def _nothing_fits(subject: Subject, misses: list[Counted], limit: int) -> Comman
     options[0] += " to a lower number"
     if subject.facts.trained_bytes == subject.facts.weight_bytes:
         options.insert(0, "train an adapter with `--use_peft`")
-    options.append("pass more devices with `--num_devices`")
+    if subject.shards_on_more:
+        options.append("pass more devices with `--num_devices`")
     shown = f"the smallest predicted peak is {readable(least.peak)} ({_named(subject, least.option)})"
-    remedies = f"{', '.join(options[:-1]).capitalize()}, or {options[-1]}"
+    remedies = ", ".join(options[:-1]) + ", or " * (len(options) > 1) + options[-1]
+    remedies = remedies[0].upper() + remedies[1:]
     return CommandError(f"Nothing fits into {readable(limit)} ({_PERCENT} of the memory): {shown}. {remedies}.")

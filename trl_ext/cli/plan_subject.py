@@ -29,6 +29,8 @@ class Subject:
 
     def __init__(self, method: str, parsed: Parsed, devices: int, kind: str, limits: Device) -> None:
         self.method, self.devices, self.kind, self.limits = method, devices, kind, limits
+        if parsed.training.max_steps <= 0 and parsed.training.num_train_epochs <= 0:
+            raise CommandError(f"`--num_train_epochs` must be above 0, got {parsed.training.num_train_epochs}.")
         # The search decides what is in host memory
         self._given, self.training = parsed.training, copy.copy(parsed.training)
         for name, value in (("activation_offloading", False), ("reference_device", None)):
@@ -55,6 +57,16 @@ class Subject:
             self.uncovered[engine] = str(error)
             return False
         return True
+
+    @property
+    def shards_on_more(self) -> bool:
+        """Whether some of the memory would be divided among more devices."""
+        asked = EstimateArguments(device=self.kind, engine="fsdp2", num_devices=self.devices + 1)
+        try:
+            check_covered(self.parsed, asked)
+        except CommandError:
+            return False
+        return self.kind == "cuda"
 
     def _refuse_padding(self) -> None:
         """Raise `CommandError` if batches stay padded: the memory of their attention masks is not counted."""

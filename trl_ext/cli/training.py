@@ -23,7 +23,7 @@ from ..trainers.kto import KTOTrainer
 from ..trainers.rloo import RLOOTrainer
 from ..trainers.sft import SFTTrainer
 from . import CommandError, TrainingStoppedError, did_you_mean, one_line, wrapped
-from .arguments import REWARDS, OneLineParser, Parsed, dataclasses_of, needs_launch, parse
+from .arguments import REWARDS, OneLineParser, Parsed, asks_for_one_process, dataclasses_of, needs_launch, parse
 from .line import Line
 
 TRAINERS: dict[str, Any] = {
@@ -208,12 +208,18 @@ def run(command: str, line: Line, *, may_launch: bool, shows_traceback: bool) ->
     # Libraries read the environment when they are imported, so variables that a file sets need a new process
     variables = line.in_file.get("env")
     new = isinstance(variables, dict) and any(os.environ.get(x) != str(value) for x, value in variables.items())
+    if may_launch and str(line.value("num_processes")) == "1":
+        # Before CUDA starts: Hugging Face's Trainer would use all GPUs that one process sees
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     parsed = Parsed(*parse(OneLineParser(dataclasses_of(line.method), prog=line.prog), line, may_launch=may_launch))
     launch_arguments = [*parsed.launch_of_file, *parsed.launch]
     if may_launch and (needs_launch(launch_arguments) or new):
         left = list(parsed.launch)  # all are also in `line.whole`, in the same order
         words = [x for x in line.whole if x not in left[:1] or not left.pop(0)]
-        return launch(launch_arguments, [*line.prog.split()[1:], *words, *["--traceback"] * shows_traceback])
+        words = [*line.prog.split()[1:], *words, *["--traceback"] * shows_traceback]
+        if asks_for_one_process(launch_arguments):
+            return subprocess.run([sys.executable, "-m", "trl_ext.cli", *words]).returncode
+        return launch(launch_arguments, words)
     resumed = parsed.training.resume_from_checkpoint
     if resumed not in (None, True, False, "auto", "true", "false", "True", "False") and not os.path.isdir(resumed):
         known = f"Pass a checkpoint, or `auto` for the last one in `--output_dir`. Current folder: {os.getcwd()}."

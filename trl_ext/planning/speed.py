@@ -4,6 +4,7 @@ A step is its passes. A pass is its products, or the reading of the weights if t
 each layer; several devices add what they exchange. Nothing here was fitted to a GPU, so only ratios mean something.
 """
 
+import re
 from dataclasses import dataclass
 
 from .cost import CostModel
@@ -41,6 +42,14 @@ GPUS = {
     "RTX-4090": _gpu(24, 165, 1008, 64, 64),
     "MI300X": _gpu(192, 1307, 5300, 896, 128),
 }
+
+
+def gpu_named(name: str) -> Device | None:
+    """Return the GPU that a driver calls `name`, such as "NVIDIA A100-SXM4-80GB"; `None` if it is not in the table."""
+    words = re.split(r"[\s-]+", name)
+    return next((gpu for known, gpu in GPUS.items() if {*known.split("-")} <= {*words}), None)
+
+
 # One core of a server, in fp32
 CPU = Device(0, 5e10, 1e10, 1e9, 1e10, 1e-4)
 
