@@ -203,14 +203,14 @@ def test_an_error_after_the_first_step_keeps_its_traceback(arguments, monkeypatc
     assert isinstance(stopped.value.__cause__, ZeroDivisionError)
 
 
-FAST = {"dpo-full", "kto-lora", "sft-adamw_torch", "sft-adamw_8bit", "sft-4bit"}
+FAST = {"dpo-full", "sft-shared-eager", "kto-lora", "sft-adamw_torch", "sft-adamw_8bit", "sft-4bit"}
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
-def test_what_is_estimated_is_within_a_tenth_of_what_was_allocated(case: str, tmp_path: Path):
+def test_what_is_estimated_is_within_a_twentieth_of_what_was_allocated(case: str, tmp_path: Path):
     expected, measured = estimated_and_measured(case, tmp_path)
     print(f"{case}: {expected} bytes estimated, {measured} measured, {expected / measured:.3f}")
-    assert 0.9 <= expected / measured <= 1.1
+    assert 0.95 <= expected / measured <= 1.05
 
 
 @pytest.mark.slow

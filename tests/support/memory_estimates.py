@@ -39,6 +39,7 @@ _SHORT = ["--max_length", "32", "--per_device_train_batch_size", "1"]
 # Steps of bitsandbytes' optimizers are not the peak, because they take more memory on a CPU than on a GPU
 _OF_OPTIMIZER = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adagrad", "rmsprop"), _SHORT)
 _NO_CHECKPOINTS = ["--gradient_checkpointing", "false"]
+_SHARED = ["--share_prompts", "true", "--per_device_train_batch_size", "8"]
 
 
 _4_BIT = {
@@ -75,6 +76,8 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "rloo-full-reference-checkpointing": ("rloo", "small", ["--beta", "0.1"]),
     "rloo-lora-reference": ("rloo", "tied", [*_LORA, *_NO_CHECKPOINTS, "--beta", "0.1"]),
     "rloo-lora-checkpointing": ("rloo", "small", [*_LORA, "--beta", "0"]),
+    "sft-shared-eager": ("sft", "small", [*_SHARED, *_NO_CHECKPOINTS, "--attn_implementation", "eager"]),
+    "kto-shared": ("kto", "small", [*_SHARED, *_NO_CHECKPOINTS]),
     "sft-short-full": ("sft", "small", _SHORT),
     **{f"sft-{x}": ("sft", "small", [*_OF_OPTIMIZER.get(x, []), "--optim", x]) for x in OPTIMIZERS["one_process"]},
     **{f"sft-4bit{x}": ("sft", "wide", [*_LORA, "--load_in_4bit", "true", *options]) for x, options in _4_BIT.items()},
@@ -177,13 +180,13 @@ def saved_model(name: str, folder: Path) -> str:
 
 
 def _data(method: str, folder: Path) -> str:
-    """Rows that are as long as they may be, and begin differently."""
+    """Rows as long as they may be, which begin with the same token; enough for 3 steps of an epoch on two ranks."""
     path = folder / f"{method}-data"
     if not path.exists():
         path.mkdir()
-        numbers = torch.randint(94, (32, 3, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
+        numbers = torch.randint(94, (48, 3, LENGTH), generator=torch.Generator().manual_seed(0)).tolist()
         texts = [[" ".join(f"w{y}" for y in x) for x in row] for row in numbers]
-        cut = [" ".join(prompt.split()[:PROMPT]) for prompt, _, _ in texts]
+        cut = [" ".join(["w0", *prompt.split()[1:PROMPT]]) for prompt, _, _ in texts]
         rows: list[dict[str, Any]] = [{"prompt": x} for x in cut]
         for number, (row, (_, first, second)) in enumerate(zip(rows, texts, strict=True)):
             if method == "dpo":

@@ -206,6 +206,7 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
         accumulates=training.gradient_accumulation_steps > 1,
         optimizer=partial(_optimizer, training),
         reference=policy.make_reference if has_reference and not adapted else None,
+        shares=training.share_prompts is not False,
         offloads=offloads,
         hosts_reference=hosts,
         reference_batches=has_reference * (2 if method == "kto" and training.loss_type == "kto" else 1),

@@ -8,6 +8,7 @@ Dimensions: B rows, S tokens of a row, N scored tokens, T tokens of the packed r
 """
 
 import types
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -66,6 +67,7 @@ class Step:
     devices: int = 1  # the number of devices; all other values are for one of them
     reduce_bucket_size: int = 500_000_000  # DeepSpeed's, with its default: elements of its buffer for gradients
     lengths: tuple[Row, ...] = ()  # of rows that differ, in place of `rows`, `tokens` and `scored`
+    shares: bool = False  # `share_prompts`
     offloads: bool = False  # `activation_offloading`
     hosts_reference: bool = False  # `reference_device="cpu"`
 
@@ -164,7 +166,9 @@ def _optimizer(step: Step, model: Any) -> tuple[torch.optim.Optimizer, Zero | No
             group["foreach"] = group["foreach"] is not False and not group.get("fused")
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
+    with warnings.catch_warnings():  # of bitsandbytes: the tensors without data are on the CPU
+        warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
+        optimizer.step()
     optimizer.zero_grad()
     return optimizer, zero
 
@@ -195,8 +199,9 @@ def _earlier_micro_batch(
 def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: AllocationRecords) -> tuple[int, ...]:
     """Return the bytes of activations on the device and on the host, of the head, and of the highest total."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    packing = Packing(inner, padding_free=True, share_prompts=False)
-    layout = _layout(step, model, fake)
+    packing = Packing(inner, padding_free=True, share_prompts=step.shares)
+    shares = step.shares and packing.padded_reason is None and not has_dropout(model)
+    layout = _layout(step, model, fake, shares)
     before, host, highest, activations, offloaded = records.held, records.host, records.held, 0, 0
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -233,23 +238,25 @@ def _on_host(model: Any, records: AllocationRecords) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, kept.unpack)
 
 
-def _layout(step: Step, model: Any, fake: FakeTensorMode) -> Layout:
-    """Return the packed row of the micro-batch: without padding, and without shared tokens unless rows have groups."""
-    same = (Row(-1, step.tokens - step.scored + 1, step.scored),) * step.rows
-    rows = step.lengths or same
+def _layout(step: Step, model: Any, fake: FakeTensorMode, shares: bool) -> Layout:
+    """Return the packed row of the micro-batch, without padding.
+
+    If rows may share tokens, all share their first, as with a chat template: attention then copies keys and values.
+    """
+    rows = step.lengths or [Row(i, step.tokens - step.scored + 1, step.scored) for i in range(step.rows)]
     # The last token of a row is only predicted
     lengths_B = np.array([row.prompt + row.completion - 1 for row in rows])
     ids_BS = np.zeros((len(rows), max(lengths_B)), np.int64)
     scored_BS = np.zeros(ids_BS.shape, bool)
     for i, (row, length) in enumerate(zip(rows, lengths_B, strict=True)):
-        ids_BS[i, 0] = 1 + row.group
-        ids_BS[i, row.prompt :] = 1 + i
+        ids_BS[i, 1:] = 1 + row.group
+        ids_BS[i, max(row.prompt, 1) :] = 1 + i
         scored_BS[i, max(row.prompt - 1, 0) : length] = True
     with unset_fake_temporarily():
         layout = Layout(
             *(ids_BS, lengths_B, np.zeros(len(rows), np.int64)),
-            scored_BS=scored_BS if step.lengths else None,
-            share=bool(step.lengths),
+            scored_BS=scored_BS,
+            share=shares,
             rebase=rebases(model),
             implementation=model.config.get_text_config()._attn_implementation,
         )
@@ -266,11 +273,7 @@ def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> 
     else:
         ids_BS = layout.input_ids.view(step.rows, step.tokens)
         hidden_TH = inner.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
-    if step.lengths:
-        return index_select_fp32_grad(hidden_TH, layout.at_N)
-    starts_B = torch.arange(step.rows) * step.tokens + step.tokens - step.scored
-    at_N = (starts_B.unsqueeze(1) + torch.arange(step.scored)).flatten()
-    return index_select_fp32_grad(hidden_TH, at_N)
+    return index_select_fp32_grad(hidden_TH, layout.at_N)
 
 
 def _log_probs(step: Step, inner: Any, hidden_NH: Tensor) -> Tensor:
