@@ -61,7 +61,7 @@ def test_sizes():
 def test_the_package_stays_small():
     files = list(PACKAGE.rglob("*.py"))
     assert len(files) <= 133
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 21_600
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 21_700
 
 
 def test_protocols_of_parts_are_small():
