@@ -124,6 +124,7 @@ def test_the_file_trains_as_it_is(words, tmp_path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "out").exists()
     assert main(["dpo", "--config", str(at)]) == 0
     assert "Model saved to" in capsys.readouterr().out
+    assert main(["estimate", "dpo", "--config", str(at), "--device", "cpu"]) == 0  # despite `num_processes`
 
 
 @pytest.mark.slow
@@ -239,13 +240,15 @@ def test_as_many_processes_on_a_cpu_run_from_the_file_as_were_planned(words, tmp
     file, bound = tmp_path / "out" / "plan.yaml", ["--device", "cpu", "--device_memory", "1"]
     assert main(["plan", "dpo", *words["dpo"], "--num_devices", "2", *bound]) == 0
     assert "DDP, 2 processes (gloo)" in processes(file)
-    # Plan again, for one
-    assert main(["plan", "dpo", "--config", str(file), *bound]) == 0
+    # Plan again
+    assert main(["plan", "dpo", "--config", str(file), *bound, "--num_devices", "2"]) == 0
+    assert "DDP, 2 processes (gloo)" in processes(file)
+    file.unlink()
+    assert main(["plan", "dpo", *words["dpo"], *bound]) == 0
     chosen = yaml.safe_load(file.read_text())
     assert chosen.pop("num_processes") == 1
     assert not {"multi_gpu", "mixed_precision"} & chosen.keys()
     assert "processes" not in processes(file)
-    del chosen["env"]
     file.write_text(yaml.safe_dump(chosen))
     assert "DDP, 2 processes (gloo)" in processes(file)
 

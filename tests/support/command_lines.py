@@ -36,6 +36,7 @@ _FILES = {
     "older.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nmax_prompt_length: 8\n",
     "chunk.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nhead_chunk_size: 0\n",
     "launch.yaml": "num_processes: 4\n",
+    "of_launch.yaml": "mixed_precision: bf16\nnum_processes: 1\n",
     "adapter.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nlora_alpha: 8\n",
     "rpo.yaml": f"{_OF_DPO}model_name_or_path: $MODEL\nrpo_alpha: 0.5\n",
     "empty.jsonl": "",

@@ -70,7 +70,14 @@ class PlanArguments:
 def run(line: Line) -> int:
     """Print what fits and what does not, write the best option's arguments, and train with `--apply`."""
     instead = "Remove it: `plan` chooses the engine for `--num_devices`"
-    parsed, asked = arguments_of(line, PlanArguments, instead, _OF_LAUNCH)
+    processes, precision = (line.in_file.get(x) for x in ("num_processes", "mixed_precision"))
+    planned = processes is not None and precision in (None, False, "no")
+    parsed, asked = arguments_of(line, PlanArguments, instead, _OF_LAUNCH if planned else ())
+    if planned and processes != asked.num_devices:
+        raise CommandError(
+            f"`num_processes` is {processes}, but `--num_devices` is {asked.num_devices}: the batch of a step would "
+            "change. Give both the same number."
+        )
     if asked.num_devices < 1:
         raise CommandError(f"`--num_devices` must be at least 1, got {asked.num_devices}.")
     path = Path(asked.plan_output or os.path.join(parsed.training.output_dir, "plan.yaml"))
