@@ -117,7 +117,8 @@ def test_plan_says_what_it_read_what_fits_and_what_does_not(words, tmp_path, cap
     ]
 
 
-def test_the_file_trains_as_it_is(words, tmp_path, capsys: pytest.CaptureFixture):
+def test_the_file_trains_as_it_is(words, tmp_path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # restored afterwards: the run sets it
     at = tmp_path / "elsewhere" / "best.yaml"
     given = [*words["dpo"], "--device", "cpu", "--device_memory", "1", "--plan_output", str(at)]
     assert main(["plan", "dpo", *given]) == 0
@@ -216,7 +217,10 @@ def test_host_memory_is_printed(words, capsys: pytest.CaptureFixture):
 
 
 @pytest.mark.slow
-def test_as_many_processes_on_a_cpu_run_from_the_file_as_were_planned(words, tmp_path: Path):
+def test_as_many_processes_on_a_cpu_run_from_the_file_as_were_planned(
+    words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # restored afterwards: TRL's parser sets it
     # The default file of `accelerate config`
     (tmp_path / "accelerate").mkdir()
     default = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2}
