@@ -1,4 +1,4 @@
-"""Small DPO and GRPO runs that save often, for tests that interrupt and resume them."""
+"""Small DPO, GRPO and RLOO runs that save often, for tests that interrupt and resume them."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ GRPO = {
 
 
 def build(name: str, library: Any, model: str, output: Path, streaming: bool = False, **changes: Any) -> Any:
-    """Build a "dpo" or "grpo" trainer of `library` that writes all its files into `output`."""
+    """Build a "dpo", "grpo" or "rloo" trainer of `library` that writes all its files into `output`."""
     datasets_config.HF_DATASETS_CACHE = output / "cache"
     peft_config = lora_config() if changes.pop("peft_config", False) else None
     if name == "dpo":
@@ -59,11 +59,16 @@ def build(name: str, library: Any, model: str, output: Path, streaming: bool = F
             peft_config=peft_config,
         )
     data = prompts(6, seed=1)
-    return library.GRPOTrainer(
+    trainer_class, config_class = {
+        "grpo": (library.GRPOTrainer, library.GRPOConfig),
+        "rloo": (library.RLOOTrainer, library.RLOOConfig),
+    }[name]
+    rollouts = {"rollout_func": changes.pop("rollout_func")} if "rollout_func" in changes else {}
+    return trainer_class(
         model=model,
         reward_funcs=changes.pop("reward_funcs", id_reward),
-        rollout_func=changes.pop("rollout_func", None),
-        args=library.GRPOConfig(output_dir=str(output), **{**COMMON, **GRPO, **changes}),
+        **rollouts,
+        args=config_class(output_dir=str(output), **{**COMMON, **GRPO, **changes}),
         train_dataset=data.to_iterable_dataset() if streaming else data,
         eval_dataset=data if "eval_strategy" in changes else None,
         peft_config=peft_config,

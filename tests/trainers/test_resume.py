@@ -120,7 +120,7 @@ class Run:
             shutil.copytree(folder / f"checkpoint-{step}", output / f"checkpoint-{step}")
         trainer = build(name, library, model, output, **changes)
         self.generations: list[tuple[int, list[str]]] = []  # optimizer step, prompts
-        if name == "grpo":
+        if name in ("grpo", "rloo"):
             calculate_rewards = trainer._calculate_rewards
 
             def recorded(inputs: Any, *rest: Any) -> Any:
@@ -135,38 +135,62 @@ class Run:
         return [generation for generation in self.generations if generation[0] >= step]
 
 
-@pytest.fixture(scope="module")
-def whole(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return a GRPO run of two epochs of six steps, which generates at steps 0, 3, 6 and 9 for three prompts each."""
-    run = Run("grpo", trl_ext, workshop.model("untied"), tmp_path_factory.mktemp("grpo") / "whole")
+def _whole(name: str, workshop: Workshop, folder: Path) -> Run:
+    """Return a run of two epochs of six steps, which generates at steps 0, 3, 6 and 9 for three prompts each."""
+    run = Run(name, trl_ext, workshop.model("untied"), folder / "whole")
     assert [step for step, _ in run.generations] == [0, 3, 6, 9]
     return run
 
 
+@pytest.fixture(scope="module")
+def whole(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return _whole("grpo", workshop, tmp_path_factory.mktemp("grpo"))
+
+
+@pytest.fixture(scope="module")
+def whole_rloo(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return _whole("rloo", workshop, tmp_path_factory.mktemp("rloo"))
+
+
+WHOLE = {"grpo": "whole", "rloo": "whole_rloo"}
+
+
 # Two steps into the first cycle, and in the second epoch, which has another order
 @pytest.mark.parametrize("step", [2, 7])
-def test_grpo_resumed_within_a_cycle_continues_with_its_completions_and_prompts(
-    step: int, whole: Run, workshop: Workshop, tmp_path: Path
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_run_resumed_within_a_cycle_continues_with_its_completions_and_prompts(
+    name: str, step: int, request: pytest.FixtureRequest, workshop: Workshop, tmp_path: Path
 ):
-    resumed = Run("grpo", trl_ext, workshop.model("untied"), tmp_path / "ours", (whole.output, step))
+    whole = request.getfixturevalue(WHOLE[name])
+    resumed = Run(name, trl_ext, workshop.model("untied"), tmp_path / "ours", (whole.output, step))
     assert resumed.generations == whole.after(step)
     assert same(resumed.weights, whole.weights)
 
 
 @pytest.mark.parametrize("step", [2, 6])
-def test_stock_grpo_resumed_trains_on_other_prompts(step: int, whole: Run, workshop: Workshop, tmp_path: Path):
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_stock_run_resumed_trains_on_other_prompts(
+    name: str, step: int, request: pytest.FixtureRequest, workshop: Workshop, tmp_path: Path
+):
     """Stock TRL loses its position within a generation cycle, and in a later epoch the order of the prompts."""
-    resumed = Run("grpo", trl, workshop.model("untied"), tmp_path / "stock", (whole.output, step))
+    whole = request.getfixturevalue(WHOLE[name])
+    resumed = Run(name, trl, workshop.model("untied"), tmp_path / "stock", (whole.output, step))
     assert resumed.generations != whole.after(step)
     assert not same(resumed.weights, whole.weights)
 
 
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_checkpoint_of_stock_trl_resumes_with_the_same_prompts_and_a_warning(
-    whole: Run, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str,
+    request: pytest.FixtureRequest,
+    workshop: Workshop,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ):
-    stock = Run("grpo", trl, workshop.model("untied"), tmp_path / "stock", max_steps=3)
+    whole = request.getfixturevalue(WHOLE[name])
+    stock = Run(name, trl, workshop.model("untied"), tmp_path / "stock", max_steps=3)
     with caplog.at_level("WARNING", logger="trl_ext"):
-        resumed = Run("grpo", trl_ext, workshop.model("untied"), tmp_path / "ours", (stock.output, 2))
+        resumed = Run(name, trl_ext, workshop.model("untied"), tmp_path / "ours", (stock.output, 2))
     assert "are lost: the checkpoint lacks them, for example because stock TRL wrote it" in caplog.text
     _, prompts_of_the_cycle = whole.generations[0]
     assert resumed.generations == [(2, prompts_of_the_cycle), *whole.after(3)]
@@ -206,6 +230,9 @@ def rewards_of_few(completions: list[str], **_: Any) -> list[float]:
         ("grpo", {"dynamic_sampling": True, "dynamic_sampling_max_draws": 3, "reward_funcs": rewards_of_few}),
         ("grpo", {"streaming": True, "max_steps": 6}),
         ("grpo", {"num_iterations": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 3}),
+        ("rloo", {"streaming": True, "max_steps": 6}),
+        ("rloo", {"num_iterations": 1, "steps_per_generation": 4, "gradient_accumulation_steps": 3, "beta": 0.0}),
+        ("rloo", {"num_iterations": 1, "steps_per_generation": 2, "gradient_accumulation_steps": 4, "beta": 0.0}),
         ("dpo", {"streaming": True, "max_steps": 3}),
         ("dpo", {"precompute_ref_log_probs": True}),
         ("dpo", {"reference_store": "memory", "num_train_epochs": 1}),

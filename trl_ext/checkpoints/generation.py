@@ -1,4 +1,4 @@
-"""The checkpoint file with GRPO's position in its generation cycle and the completions not yet trained on."""
+"""The checkpoint file with the position in the generation cycle of GRPO or RLOO, and its untrained completions."""
 
 import json
 import os

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from ..checkpoints.generation import SavedGeneration, position_in_data, read_generation, write_generation
 from ..compat import grpo as internals
 from ..compat.replaced import replaced
 from ..distributed.exchange import Column
@@ -26,6 +24,7 @@ from ..planning.non_finite import check_first_rewards
 from ..planning.plan import Plan
 from ..planning.rows import KEPT_CLASSES, loss_mask, rows_of_equal_rewards
 from ..sampler.kept import SamplingMask, log_probs_to_ask, warn_of_missing
+from .generation_checkpoints import GenerationCheckpoints
 from .grpo_scoring import GRPOScoring
 from .non_finite import NonFiniteLoss
 from .row_balance import RowBalance
@@ -58,6 +57,7 @@ class GRPOGeneration:
     ) -> None:
         self.trainer, self.ranks, self.scoring, self.buffer, self.balance = trainer, ranks, scoring, buffer, balance
         self._trl = internals.without_passes(trainer)
+        self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)
         self._further: FurtherPrompts | None = None
         self.buffers_batches = False  # whether a subclass keeps generation batches in its own buffer
         self._fills_buffer = False
@@ -259,79 +259,30 @@ class GRPOGeneration:
     # Checkpoints
 
     def save(self, folder: Path) -> None:
-        args = self.trainer.args
-        if args.save_only_model:
-            return
-        slices, lost = self.buffer.mid_cycle_slices(), None
         unscored = any("old_per_token_logps" not in x for x in self.buffer.to_come())
-        if slices is not None and unscored and not self.trainer.plan.facts.trust_sampling_log_probs:
-            slices = None
+        lost = None
+        if unscored and not self.trainer.plan.facts.trust_sampling_log_probs:
             lost = "training ended before the old policy had scored them"
-        saved = SavedGeneration(
-            micro_batch=self.buffer.trained,
+        self._checkpoints.save(
+            folder,
             sampled_at_step=self.scoring.sampled_at_step,
             further_prompts=0 if self._further is None else self._further.taken,
-            schedule=self._schedule(),
-            slices=slices,
+            options=self._schedule(),
             lost=lost,
         )
-        try:
-            write_generation(folder, args.process_index, saved)
-        except TypeError as error:
-            lost = f"they cannot be saved: {error}"
-            write_generation(folder, args.process_index, replace(saved, slices=None, lost=lost))
 
     def _schedule(self) -> dict[str, int]:
-        args = self.trainer.args
         # Only when on, because earlier checkpoints lack it
-        masked = {"keep_sampling_mask": 1} if self.trainer.plan.keeps_sampling_mask else {}
-        return masked | {
-            "per_device_train_batch_size": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "steps_per_generation": args.steps_per_generation,
-            "num_iterations": self.trainer.num_iterations,
-            "num_generations": self.trainer.num_generations,
-            "processes": args.world_size,
-            "KL term (beta is not 0)": int(self.trainer.beta != 0.0),
-        }
+        return {"keep_sampling_mask": 1} if self.trainer.plan.keeps_sampling_mask else {}
 
     def resume(self, folder: Path) -> None:
-        trainer, args = self.trainer, self.trainer.args
-        saved = read_generation(folder, args.process_index, trainer.accelerator.device)
-        epochs, micro_batch = position_in_data(
-            trainer.state.global_step,
-            args.gradient_accumulation_steps,
-            self.buffer.micro_batches_of_an_epoch,
-            epoch_begins_again=args.ignore_data_skip,
-        )
-        self.buffer.draw_orders_of(epochs)
-        problem = self._lost_reason(saved)
-        problems = self.ranks.every.reduce(torch.tensor(int(problem is not None), device=self.ranks.device), "sum")
-        if saved is None or int(problems):
-            self.buffer.continue_at(micro_batch, None)
-            left_over = saved is not None and not (saved.slices is None and saved.lost is None)
-            if (left_over and not args.ignore_data_skip) or self.buffer.in_mid_cycle:
-                logger.warning(
-                    "Training resumes between two generations, but the completions that were not yet trained on are "
-                    f"lost: {problem or 'they are on another rank'}. New ones are sampled for the same prompts with "
-                    "the checkpoint's weights."
-                )
+        saved = self._checkpoints.read(folder, self._schedule())
+        if saved is None:
             return
         slices = None if saved.slices is None else [with_scored(inputs) for inputs in saved.slices]
         self.buffer.continue_at(saved.micro_batch, slices)
         self.scoring.sampled_at_step = saved.sampled_at_step
         self._further = self._further_after(saved.further_prompts)
-
-    def _lost_reason(self, saved: SavedGeneration | None) -> str | None:
-        if self.trainer.args.ignore_data_skip:
-            return "with `ignore_data_skip` the epoch starts again"
-        if saved is None:
-            return "the checkpoint lacks them, for example because stock TRL wrote it, or `save_only_model` was set"
-        now = self._schedule()
-        before = saved.schedule
-        names = [x for x in {**now, **before} if now.get(x) != before.get(x)]
-        changed = [f"{x} was {before.get(x, 0)} and is {now.get(x, 0)}" for x in names]
-        return saved.lost if not changed else "; ".join(changed)
 
 
 def sampling_values(args: Any) -> dict[str, float]:

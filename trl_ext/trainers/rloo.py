@@ -24,6 +24,7 @@ from ..planning.rows import ScoredTokens, every_token, rows_of_equal_rewards, sc
 from .base import ExactTrainer
 from .checked_arguments import check_completion_length, check_rloo_arguments
 from .checked_data import check_enough_prompts, check_prompts, check_rewards
+from .generation_checkpoints import GenerationCheckpoints
 
 
 class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
@@ -45,6 +46,8 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         self._generation = internals.Generation(
             self, trl.RLOOTrainer, lambda *_, **__: self._reference_weights.entered()
         )
+        self._generation_checkpoints = GenerationCheckpoints(self, self._ranks, self._buffer)
+        self._checkpoints.parts.append(self._generation_checkpoints.save)
         return {}
 
     def _ready(self, callbacks: Any) -> None:
@@ -96,6 +99,15 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     def _before_training(self) -> None:
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
+
+    def _resumed(self, state: Any) -> None:
+        folder = self._checkpoints.resumes_from
+        if folder is not None and not self._checkpoints.is_finished:
+            self._generation_checkpoints.read(folder)
+
+    def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
+        self._buffer.sampler = super()._get_train_sampler(*positional, **keywords)
+        return self._buffer.sampler
 
     # Generation
 
