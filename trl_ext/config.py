@@ -9,6 +9,7 @@ import functools
 import inspect
 import logging
 import math
+import os
 import textwrap
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -171,7 +172,8 @@ class AddedStoreFields(AddedReferenceFields):
     def folder(self) -> Path:
         """The folder of the store on disk, with one folder for each reference in it."""
         if self.reference_store_dir is not None:
-            return Path(self.reference_store_dir).expanduser()
+            # `Path.expanduser` raises for an unknown user, and if there is no home
+            return Path(os.path.expanduser(self.reference_store_dir))
         return Path(datasets.config.HF_DATASETS_CACHE) / "trl_ext_reference_log_probs"
 
 

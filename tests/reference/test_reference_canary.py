@@ -122,6 +122,35 @@ def test_it_is_read_from_a_folder_unless_a_bit_is_wrong(tmp_path, caplog):
     assert Canary.read(tmp_path, "reference").digest == canary.digest
 
 
+WRONG_CONTENT = {
+    "a negative id": lambda x: {**x, "input_ids": x["input_ids"] - 6},
+    "an id past the vocabulary": lambda x: {**x, "input_ids": x["input_ids"] + 100},
+    "ids of another dtype": lambda x: {**x, "input_ids": x["input_ids"].astype(np.int32)},
+    "real ids": lambda x: {**x, "input_ids": x["input_ids"].astype(np.float32)},
+    "ids of rank 1": lambda x: {**x, "input_ids": x["input_ids"][0]},
+    "a mask of another shape": lambda x: {**x, "attention_mask": x["attention_mask"][:, :-1]},
+    "values of another shape": lambda x: {**x, "values": x["values"][:, :-1]},
+    "values of rank 1": lambda x: {**x, "values": x["values"][0]},
+    "values in half precision": lambda x: {**x, "values": x["values"].astype(np.float16)},
+    "values that are not finite": lambda x: {**x, "values": x["values"] * np.nan},
+    "no rows": lambda x: {name: value[:0] for name, value in x.items()},
+    "no columns": lambda x: {name: value[:, :0] for name, value in x.items()},
+    "no label": lambda x: {**x, "completion_mask": 0 * x["completion_mask"]},
+}
+
+
+@pytest.mark.parametrize("how", WRONG_CONTENT)
+def test_a_canary_with_a_right_digest_and_wrong_content_is_ignored(how, tmp_path, caplog):
+    canary = canary_of(rows(3, 4))
+    Canary("reference", WRONG_CONTENT[how](canary.arrays)).write(tmp_path)
+    assert Canary.read(tmp_path, "reference", tokens=100) is None
+    assert f"Ignored {tmp_path / 'canary'} in the store" in caplog.text
+    (tmp_path / "canary").unlink()
+    canary.write(tmp_path)
+    for tokens in (None, 7, 100):
+        assert Canary.read(tmp_path, "reference", tokens).digest == canary.digest
+
+
 class Reference:
     """Returns log-probs times `factor`, and counts its passes."""
 

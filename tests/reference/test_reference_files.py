@@ -5,8 +5,10 @@ import hashlib
 import os
 import pathlib
 import random
+import resource
 import shutil
 import signal
+import socket
 import time
 
 import numpy as np
@@ -14,10 +16,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import trl_ext
+from read_only import read_only
+from reference_batches import batch, score
 from tiny import lora_config, preferences
 from trl_ext.reference import segments
 from trl_ext.reference import store as store_module
-from trl_ext.reference.segments import read_segment, segment_files, write_file, write_segment
+from trl_ext.reference.canary import FILE, Canary
+from trl_ext.reference.segments import digest_of, read_segment, segment_files, write_file, write_segment
+from trl_ext.reference.sequences import Sequences
 from trl_ext.reference.store import DiskStore, MemoryStore
 
 IDENTITY = "0" * 32
@@ -296,6 +302,203 @@ def test_a_file_of_another_reference_or_another_format_is_ignored(tmp_path):
     store = DiskStore(tmp_path, IDENTITY)
     assert not holds(store, 1)
     assert read_segment(path, "1" * 32) is not None
+
+
+# Files that are complete and have a right digest, but that no version of the store writes
+
+
+def rewritten(path, arrays):
+    """Write a segment's arrays, changed, with the digest that belongs to them."""
+    digested = {name: arrays[name] for name in ("keys", "checks", "bounds")}
+    metadata = {"format": "trl_ext reference log-probs, version 2", "digest": digest_of(IDENTITY, digested)}
+    save_file({name: np.ascontiguousarray(value) for name, value in arrays.items()}, path, metadata)
+
+
+def with_bounds(change):
+    return lambda x: {**x, "bounds": change(x["bounds"])}
+
+
+WRONG_CONTENT = {
+    "bounds past the end": with_bounds(lambda x: x + np.eye(len(x), dtype=np.int64)[-1] * 1000),
+    "bounds far past the end": with_bounds(lambda x: x * 2**40),
+    "bounds that fall": with_bounds(lambda x: x[::-1]),
+    "bounds below 0": with_bounds(lambda x: x - 3),
+    "bounds of another dtype": with_bounds(lambda x: x.astype(np.int32)),
+    "real bounds": with_bounds(lambda x: x.astype(np.float64)),
+    "bounds of rank 2": with_bounds(lambda x: x[None]),
+    "bounds of rank 0": with_bounds(lambda x: x[-1:].reshape(())),
+    "no bounds": with_bounds(lambda x: x[:0]),
+    "too few bounds": with_bounds(lambda x: x[:-1]),
+    "short keys": lambda x: {**x, "keys": x["keys"][:, :8]},
+    "too few keys": lambda x: {**x, "keys": x["keys"][:-1]},
+    "keys of another dtype": lambda x: {**x, "keys": x["keys"].astype(np.int64)},
+    "no checks": lambda x: {**x, "checks": x["checks"][:0]},
+    "values in half precision": lambda x: {**x, "values": x["values"].astype(np.float16)},
+    "values of rank 2": lambda x: {**x, "values": x["values"][None]},
+    "too few values": lambda x: {**x, "values": x["values"][:-1]},
+    "no values": lambda x: {name: value for name, value in x.items() if name != "values"},
+}
+
+
+@pytest.mark.parametrize("how", WRONG_CONTENT)
+def test_a_file_with_a_right_digest_and_wrong_content_is_ignored(how, tmp_path, caplog):
+    path = write_segment(tmp_path, IDENTITY, entries(*range(5)))
+    write_segment(tmp_path, IDENTITY, entries(*range(5, 10)))
+    arrays = load_file(path)
+    rewritten(path, arrays)
+    assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in range(10))
+    rewritten(path, WRONG_CONTENT[how](arrays))
+    store = DiskStore(tmp_path, IDENTITY)
+    assert [holds(store, i) for i in range(10)] == [False] * 5 + [True] * 5
+    store.add(entries(*range(5)))
+    store.flush()
+    assert all(holds(DiskStore(tmp_path, IDENTITY), i) for i in range(10))
+    assert f"Ignored {path} in the store" in caplog.text
+
+
+def test_a_file_without_entries_is_no_mistake(tmp_path, caplog):
+    for _ in range(8):
+        write_segment(tmp_path, IDENTITY, {})
+    store = DiskStore(tmp_path, IDENTITY)
+    store.add(entries(1))
+    store.flush()
+    assert holds(DiskStore(tmp_path, IDENTITY), 1)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("values", [np.full(2, np.nan), np.array([-1.0, -np.inf]), np.zeros(0), np.zeros(7)], ids=str)
+def test_an_entry_that_cannot_be_the_sequences_is_replaced(values, tmp_path):
+    rows = batch([([5, 6, 7], 1), ([5, 8], 1)])
+    sequences = Sequences(rows, IDENTITY)
+    right = sequences.values_of([0, 1], score(rows))
+    first, second = sequences.keys
+    write_segment(tmp_path, IDENTITY, {first: values, second: right[1]})
+    store = DiskStore(tmp_path, IDENTITY)
+    assert list(store.find(sequences)) == [1]
+    store.add({first: right[0]})
+    store.flush()
+    for opened in (store, DiskStore(tmp_path, IDENTITY)):
+        np.testing.assert_array_equal(opened.find(sequences)[0], right[0])
+
+
+# Names of the store's files that are not regular files
+
+
+def fifo(path):
+    os.mkfifo(path)
+
+
+def linked_fifo(path):
+    os.mkfifo(path.with_suffix(".fifo"))
+    path.symlink_to(path.with_suffix(".fifo"))
+
+
+def bound_socket(path):
+    here = os.getcwd()
+    os.chdir(path.parent)  # the address of a socket is short
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def dangling(path):
+    path.symlink_to("nowhere")
+
+
+def ends_in_time(child, seconds=20):
+    """Run `child` in another process, and return whether it ended well in time: Python cannot interrupt an `open`."""
+    process = os.fork()
+    if process == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(seconds)
+            child()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("make", [fifo, linked_fifo, bound_socket, pathlib.Path.mkdir, dangling])
+def test_what_is_no_regular_file_is_ignored_with_one_warning(make, tmp_path, caplog):
+    write_segment(tmp_path, IDENTITY, entries(*range(5)))
+    for name in ("a", "b"):
+        make(tmp_path / f"{name}.safetensors")
+
+    def read():
+        store = DiskStore(tmp_path, IDENTITY)
+        assert all(holds(store, i) for i in range(5))
+        store.add(entries(7))
+        store.flush()
+        assert holds(DiskStore(tmp_path, IDENTITY, writes=False), 7)
+
+    assert ends_in_time(read)
+    read()
+    (warning,) = caplog.messages
+    assert f"Ignored {tmp_path / 'a.safetensors'} and 1 more in the store" in warning
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("make", [fifo, linked_fifo, pathlib.Path.mkdir, dangling])
+def test_a_canary_that_is_no_regular_file_is_ignored(make, tmp_path, caplog):
+    make(tmp_path / FILE)
+    assert ends_in_time(lambda: Canary.read(tmp_path, IDENTITY))
+    assert Canary.read(tmp_path, IDENTITY) is None
+    assert f"Ignored {tmp_path / FILE} in the store" in caplog.text
+
+
+def test_a_file_that_another_reads_is_no_mistake(tmp_path, caplog):
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    path = write_segment(folder, IDENTITY, entries(*range(5)))
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    link.symlink_to(folder)
+    store = DiskStore(link, IDENTITY)
+    assert all(holds(store, i) for i in range(5))
+    assert not caplog.text
+
+
+# Folders that cannot be written
+
+
+def test_a_filled_store_on_a_read_only_file_system_is_read(tmp_path, caplog):
+    for number in range(20):
+        write_segment(tmp_path, IDENTITY, entries(number))
+    (tmp_path / "a.unfinished").write_bytes(b"half")
+    os.utime(tmp_path / "a.unfinished", (0, 0))
+    with read_only(tmp_path):
+        stores = DiskStore(tmp_path, IDENTITY), DiskStore(tmp_path, IDENTITY, writes=False)
+        assert not caplog.text
+        for store in stores:
+            assert all(holds(store, i) for i in range(20))
+            store.add(entries(20))
+            store.flush()
+            store.add(entries(21))
+            store.flush()
+            assert all(holds(store, i) for i in range(22))
+        (warning,) = caplog.messages
+    assert "Read-only file system" in warning
+    assert "Set `reference_store_dir` to use another folder" in warning
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_full_disk_loses_no_value_of_this_run(tmp_path, caplog):
+    write_segment(tmp_path, IDENTITY, entries(*range(5)))
+
+    def run():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))  # `write` fails, as on a full disk
+        store = DiskStore(tmp_path, IDENTITY)
+        store.add(entries(*range(5, 30)))
+        store.flush()
+        assert all(holds(store, i) for i in range(30))
+        assert "Cannot write reference log-probs" in caplog.text
+
+    assert ends_in_time(run)
+    assert len(os.listdir(tmp_path)) == 1  # no part of a file
 
 
 def test_a_read_only_folder_loses_no_value_of_this_run(tmp_path, caplog):

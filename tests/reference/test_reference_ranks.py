@@ -15,6 +15,7 @@ from transformers.distributed import DistributedConfig
 import trl_ext
 from launch import launch
 from ranks import Rank, run_on_ranks
+from read_only import read_only
 from reference_changes import boxed
 from reference_runs import of_check, trainer
 from tiny import lora_config, preferences
@@ -84,6 +85,12 @@ def a_miss_on_one_rank(rank: Rank, **config):
     return ours(rank, "one-rank", store=store, **config)
 
 
+def a_read_only_store(rank: Rank, **config):
+    """Read a store that an earlier run has filled, on a file system that is read-only now."""
+    with read_only(rank.folder / "store-lora"):
+        return ours(rank, "mounted-read-only", store="store-lora", **config)
+
+
 class ValuesOnRank0(trl.trainer.dpo_trainer.DataCollatorForPreference):
     index: int
 
@@ -136,6 +143,7 @@ CASES = {
     "full": partial(ours, name="full"),
     "lora": partial(ours, name="lora", **LORA),
     "again": partial(ours, name="again", store="store-lora", seed=5, **LORA),
+    "mounted-read-only": partial(a_read_only_store, **LORA),
     "memory": partial(ours, name="memory", reference_store="memory", **LORA),
     "precompute": partial(ours, name="precompute", precompute_ref_log_probs=True, **LORA),
     "precompute-full": partial(ours, name="precompute-full", precompute_ref_log_probs=True),
@@ -156,6 +164,7 @@ CASES = {
 OURS = {
     "full": "full",
     "lora": "lora",
+    "mounted-read-only": "lora",
     "memory": "lora",
     "precompute": "lora",
     "precompute-full": "full",
@@ -187,8 +196,9 @@ def test_two_ranks_score_each_sequence_once_and_end_with_stocks_weights(engine, 
         assert sum(log["skipped/tokens"] for log in skipped) == without - fed
         assert sum(log["skipped/passes"] for log in skipped) == 6
     # A later run has only the canary check, on both ranks
-    first, second = (rank["passes"] for rank in results["again"])
-    assert first == second == of_check(first)
+    for name in ("again", "mounted-read-only"):
+        first, second = (rank["passes"] for rank in results[name])
+        assert first == second == of_check(first), name
     assert far(results["stock-lora"][0]["change"], results["stock-changed"][0]["change"]) > 1e-3
     for name, checks in (("plain", 0), ("changed", 1), ("plain-again", 2)):
         for rank in results[name]:

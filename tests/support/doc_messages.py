@@ -24,8 +24,8 @@ PASSES_ON = {
     *("trainers/base.py", "trainers/checkpointing.py"),
 }
 
-# Messages that a user sees as a part of another one: kinds of exceptions, and files whose `ValueError` is one
-PARTS = {"LayoutNotReadError", "reference/canary.py", "reference/segments.py"}
+# Exceptions whose message a user sees as a part of another one
+PARTS = {"LayoutNotReadError", "UnusableFileError"}
 # Words that a message does without
 _BANNED = re.compile(
     r"\b(fed|feeds?|alike|apart|mend|in sum|of (?:its|their) own|the same of|stands? in|Choose of|(?:which|that) there "
@@ -106,7 +106,7 @@ def is_one_of(quote: str, known: Iterable[str]) -> bool:
 
 def wrong_form(message: Given) -> str | None:
     """Return what is wrong with a message, or None. It must be whole sentences in plain words."""
-    if message.kind in PARTS or (message.kind == "ValueError" and message.file in PARTS):
+    if message.kind in PARTS:
         return None
     first, last = message.text[0], message.text.rstrip()[-1]
     if not (first.isupper() or first in ("`", ANYTHING) or message.text.startswith("trl_ext ")):

@@ -1,5 +1,6 @@
 """A trainer's collectives. Ranks that share one copy of the model, or one sequence, count as one process."""
 
+import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -133,10 +134,11 @@ class Ranks:
                 folder.mkdir(parents=True, exist_ok=True)
                 sign.touch()
         accelerator.wait_for_everyone()
-        seen = sign.exists()
+        seen = os.path.exists(sign)  # False after any error. `Path.exists` raises some, while the other ranks wait
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            sign.unlink(missing_ok=True)
+            with suppress(OSError):  # it was never made on a read-only file system, which refuses to delete, too
+                sign.unlink()
             return True
         return bool(accelerator.is_local_main_process and not seen)
 

@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import save
 from torch import Tensor
 
 from ..packing.first_batch import multiplies_fp32
 from ..packing.support import has_experts
-from .segments import digest_of, ignored, read_file, write_file
+from .segments import UnusableFileError, digest_of, read_file, warn_ignored, write_file
 from .sequences import NEEDED, Sequences
 from .weights import ReferenceWeights
 
 FILE = "canary"
 _ROWS, _TOKENS = 4, 512
-_ARRAYS = (*NEEDED, "values")
+# Dtype and number of dimensions of each array, as safetensors names them
+_ARRAYS = {**dict.fromkeys(NEEDED, ("I64", 2)), "values": ("F32", 2)}
 
 
 class Tolerance(NamedTuple):
@@ -98,15 +98,33 @@ class Canary:
             write_file(folder / FILE, save(self.arrays, {"digest": self.digest}))
 
     @classmethod
-    def read(cls, folder: Path, identity: str) -> "Canary | None":
-        """Return the canary of `folder`; None, with a warning, if it is damaged or of another reference."""
+    def read(cls, folder: Path, identity: str, tokens: int | None = None) -> "Canary | None":
+        """Return the canary of `folder`; None, with a warning, if it is unusable or of another reference.
+
+        `tokens`: how many token ids the reference has, if that is known. On a GPU, a pass over another id would end
+        the run.
+        """
         path = folder / FILE
         try:
             metadata, arrays = read_file(path, _ARRAYS)
             canary = cls(identity, arrays)
             if metadata.get("digest") != canary.digest:
-                raise ValueError("its checksum is wrong: it is damaged, or belongs to another reference")
-        except (SafetensorError, OSError, ValueError) as error:
-            ignored(path, error)
+                raise UnusableFileError("its checksum is wrong: it is damaged, or belongs to another reference")
+            if not canary._is_scorable(tokens):
+                raise UnusableFileError("its sequences cannot be scored")
+        except (FileNotFoundError, UnusableFileError) as error:
+            warn_ignored([(path, error)])
             return None
         return canary
+
+    def _is_scorable(self, tokens: int | None) -> bool:
+        """Whether the arrays are sequences with log-probs, like those that [`Canary.of`] returns."""
+        ids, attended, labelled = (self.arrays[name] for name in NEEDED)
+        rows, width = ids.shape
+        if not rows or width < 2 or attended.shape != ids.shape or labelled.shape != ids.shape:
+            return False
+        values = self.arrays["values"]
+        if values.shape != (rows, width - 1) or not np.isfinite(values).all():
+            return False
+        ids_fit = ids.min() >= 0 and (tokens is None or ids.max() < tokens)
+        return bool(ids_fit and (labelled[:, 1:] != 0).any())

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 import time
 import uuid
 from pathlib import Path
@@ -25,6 +26,13 @@ _SUFFIX = ".safetensors"
 _UNFINISHED = ".unfinished"
 _ABANDONED_AFTER = 3600.0  # seconds; no write takes this long
 _OPEN_FILES = 256  # per process
+
+# The index of a file: dtype and number of dimensions of each array, as safetensors names them
+_INDEX = {"keys": ("U8", 2), "checks": ("U8", 2), "bounds": ("I64", 1)}
+
+
+class UnusableFileError(ValueError):
+    """A file of the store is damaged, or something else. The message says what is wrong."""
 
 
 class Segment:
@@ -76,7 +84,7 @@ class Segment:
             return np.frombuffer(raw, np.float32)
         if not self._damaged:
             self._damaged = True
-            ignored(self.path, "a sequence's values have a wrong checksum")
+            warn_ignored([(self.path, "a sequence's values have a wrong checksum")])
         return None
 
     def _read(self, count: int, offset: int) -> bytes:
@@ -87,7 +95,7 @@ class Segment:
 
 
 def segment_files(folder: Path) -> list[Path]:
-    """Return the finished files of `folder`, oldest first."""
+    """Return the finished files of `folder`, oldest first. Some may be unusable, see [`read_segment`]."""
     return sorted(folder / name for name in os.listdir(folder) if name.endswith(_SUFFIX))
 
 
@@ -119,36 +127,63 @@ def write_file(path: Path, content: bytes) -> Path:
         unfinished.rename(path)
         _sync_folder(path.parent)
     except OSError:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only file system refuses this too, and the first error says more
+            unfinished.unlink()
         raise
     return path
 
 
-def read_segment(path: Path, identity: str) -> Segment | None:
-    """Return the file's entries; None, with a warning, if its index is damaged or belongs to another reference.
+def read_segment(path: Path, identity: str) -> Segment:
+    """Return the file's entries.
 
-    Raises `FileNotFoundError` if another process has merged the file into a new one.
+    Raises:
+        `FileNotFoundError`: another process has merged the file into a new one.
+        `UnusableFileError`: the file's index is damaged, or it is of another reference or format.
     """
+    metadata, arrays = read_file(path, _INDEX)
+    if metadata.get("format") != _FORMAT:
+        raise UnusableFileError("it is not a file of reference log-probs")
+    if metadata.get("digest") != digest_of(identity, arrays):
+        raise UnusableFileError("its checksum is wrong: it is damaged, or belongs to another reference")
     try:
-        metadata, arrays = read_file(path, ("keys", "checks", "bounds"))
-        if metadata.get("format") != _FORMAT:
-            raise ValueError("it is not a file of reference log-probs")
-        if metadata.get("digest") != digest_of(identity, arrays):
-            raise ValueError("its checksum is wrong: it is damaged, or belongs to another reference")
-        offset = _offset_of_values(path)
+        values = _header_of_values(path)
     except FileNotFoundError:
         raise
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        ignored(path, error)
-        return None
+    except OSError as error:
+        raise UnusableFileError(str(error)) from error
     bounds = np.frombuffer(arrays["bounds"].tobytes(), np.int64)
-    return Segment(path, arrays["keys"].tobytes(), arrays["checks"].tobytes(), bounds, offset)
+    count = len(bounds) - 1
+    # A right digest only says that these are the bytes that were written
+    shapes_fit = arrays["keys"].shape == (count, KEY_BYTES) and arrays["checks"].shape == (count, CHECK_BYTES)
+    bounds_fit = shapes_fit and bounds[0] == 0 and (np.diff(bounds) >= 0).all()
+    if not bounds_fit or values.get("dtype") != "F32" or values.get("shape") != [int(bounds[-1])]:
+        raise UnusableFileError("its index does not fit its values")
+    return Segment(path, arrays["keys"].tobytes(), arrays["checks"].tobytes(), bounds, values["offset"])
 
 
-def read_file(path: Path, names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Return the metadata and the arrays `names` of a safetensors file."""
-    with safe_open(path, framework="np") as file:
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
+def read_file(path: Path, expected: dict[str, tuple[str, int]]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Return the metadata and the arrays of a safetensors file that have the `expected` dtypes and dimensions.
+
+    Raises `FileNotFoundError`, or `UnusableFileError` if it is no such file.
+    """
+    try:
+        # Opening a FIFO would wait for a writer
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UnusableFileError("it is not a regular file")
+        arrays = {}
+        with safe_open(path, framework="np") as file:
+            for name, (dtype, dimensions) in expected.items():
+                part = file.get_slice(name)
+                if part.get_dtype() != dtype or len(part.get_shape()) != dimensions:
+                    raise UnusableFileError(f"its array `{name}` is {part.get_dtype()} of shape {part.get_shape()}")
+                arrays[name] = file.get_tensor(name)
+            return file.metadata() or {}, arrays
+    except FileNotFoundError as error:
+        if path.is_symlink():
+            raise UnusableFileError("it is a link to a missing file") from error
+        raise
+    except (SafetensorError, OSError) as error:
+        raise UnusableFileError(str(error)) from error
 
 
 def digest_of(identity: str, arrays: dict[str, NDArray[Any]]) -> str:
@@ -167,9 +202,14 @@ def remove_abandoned(folder: Path) -> None:
                 path.unlink()
 
 
-def ignored(path: Path, why: object) -> None:
-    """Warn that a file of the store is not used."""
-    logger.warning("Ignored %s in the store of reference log-probs: %s. You can delete it.", path, why)
+def warn_ignored(files: list[tuple[Path, object]]) -> None:
+    """Warn once that `files` of the store are not used. With each comes the reason."""
+    path, reason = files[0]
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    which = "them" if more else "it"
+    logger.warning(
+        "Ignored %s%s in the store of reference log-probs: %s. You can delete %s.", path, more, reason, which
+    )
 
 
 def _check(key: bytes, values: Any) -> bytes:
@@ -178,10 +218,12 @@ def _check(key: bytes, values: Any) -> bytes:
     return digest.digest()
 
 
-def _offset_of_values(path: Path) -> int:
+def _header_of_values(path: Path) -> dict[str, Any]:
+    """Return dtype and shape of the array `values` of a safetensors file, and its `offset` in the file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        return 8 + size + int(json.loads(file.read(size))["values"]["data_offsets"][0])
+        header = json.loads(file.read(size)).get("values")
+    return {} if header is None else {**header, "offset": 8 + size + header["data_offsets"][0]}
 
 
 def _sync_folder(folder: Path) -> None:

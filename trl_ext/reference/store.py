@@ -11,7 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .canary import Canary
-from .segments import Entries, Segment, read_segment, remove_abandoned, segment_files, write_segment
+from .segments import (
+    Entries,
+    Segment,
+    UnusableFileError,
+    read_segment,
+    remove_abandoned,
+    segment_files,
+    warn_ignored,
+    write_segment,
+)
 from .sequences import Sequences
 
 logger = logging.getLogger("trl_ext")
@@ -35,9 +44,16 @@ class MemoryStore:
         found = {}
         for row, key in enumerate(sequences.keys or []):
             values = self.get(key)
-            if values is not None and len(values) == sequences.labels_in(row):
+            if values is None:
+                continue
+            if len(values) == sequences.labels_in(row) and np.isfinite(values).all():
                 found[row] = values
+            else:
+                self._forget(key)  # no run of ours has written this: `add` replaces it
         return found
+
+    def _forget(self, key: bytes) -> None:
+        self._held.pop(key, None)
 
     def add(self, entries: Entries) -> None:
         """Store `entries`. A key that is already stored keeps its value."""
@@ -79,6 +95,7 @@ class DiskStore(MemoryStore):
         super().__init__()
         self.folder, self._identity = folder, identity
         self._writes = self._merges = writes
+        self._warns = writes  # one of the ranks that share a file system is enough
         self._flush_bytes, self._flush_seconds = flush_bytes, flush_seconds
         self._bytes, self._flushed_at = 0, time.monotonic()
         self._seen: set[str] = set()
@@ -112,6 +129,10 @@ class DiskStore(MemoryStore):
             self._scan_folder()  # the file is damaged, or another process merged it into a new one
         return super().get(key)
 
+    def _forget(self, key: bytes) -> None:
+        super()._forget(key)
+        self._places.pop(key, None)
+
     def add(self, entries: Entries) -> None:
         super().add(entries)
         self._bytes += sum(values.nbytes for values in entries.values())
@@ -137,6 +158,7 @@ class DiskStore(MemoryStore):
             return
         there = {path.name for path in files}
         merged = False  # whether another process merged a file after the folder was listed
+        unusable: list[tuple[Path, object]] = []
         for path in files:
             if path.name in self._seen:
                 continue
@@ -144,15 +166,20 @@ class DiskStore(MemoryStore):
             try:
                 segment = read_segment(path, self._identity)
             except FileNotFoundError:
-                merged, segment = True, None
-            if segment is not None:
-                # Newer files come later and replace damaged entries
-                self._places.update(zip(segment.keys, range(self._entries, self._entries + len(segment)), strict=False))
-                self._files.append(segment)
-                self._starts.append(self._entries)
-                self._entries += len(segment)
-        for number, segment in enumerate(self._files):
-            if segment is not None and segment.path.name not in there and not self._reads(number, segment):
+                merged = True
+                continue
+            except UnusableFileError as error:
+                unusable.append((path, error))
+                continue
+            # Newer files come later and replace damaged entries
+            self._places.update(zip(segment.keys, range(self._entries, self._entries + len(segment)), strict=False))
+            self._files.append(segment)
+            self._starts.append(self._entries)
+            self._entries += len(segment)
+        if unusable and self._warns:
+            warn_ignored(unusable)
+        for number, opened in enumerate(self._files):
+            if opened is not None and opened.path.name not in there and not self._reads(number, opened):
                 self._files[number] = None
         self._held = {key: values for key, values in self._held.items() if key not in self._places}
         if merged:
@@ -184,6 +211,8 @@ class DiskStore(MemoryStore):
 
     def _stop_writing(self, error: OSError) -> None:
         self._writes = self._merges = False
+        if not self._warns:
+            return
         logger.warning(
             "Cannot write reference log-probs to %s (%s). They stay in memory, and later runs will not find them. Set "
             "`reference_store_dir` to use another folder.",

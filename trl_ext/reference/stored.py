@@ -38,6 +38,7 @@ class Variants:
     tolerance: Tolerance
     padded: Callable[[], AbstractContextManager[None]]  # returns a context in which batches stay padded
     is_main: bool  # the first rank, which decides for all
+    tokens: int | None = None  # how many token ids the reference has, if that is known
 
     def known(self) -> list[tuple[str, Canary]]:
         """Return name and canary of each folder of the reference, on the first rank; an empty list on the others."""
@@ -49,7 +50,7 @@ class Variants:
                 with suppress(OSError):  # deleted since
                     written.append((path.stat().st_mtime, path.parent))
         newest = [folder for _, folder in sorted(written, reverse=True)[:_MOST_FOLDERS]]
-        canaries = ((folder.name, Canary.read(folder, self.identity)) for folder in newest)
+        canaries = ((folder.name, Canary.read(folder, self.identity, self.tokens)) for folder in newest)
         return [(name, canary) for name, canary in canaries if canary is not None]
 
 

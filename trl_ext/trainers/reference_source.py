@@ -259,7 +259,8 @@ class ReferenceSource:
                 identity, is_main = self._identity, ranks.accelerator.is_main_process
                 tolerance = tolerance_of(self._weights(), ranks.accelerator)
                 folder, padded = self.options.folder, self.scorer.padded
-                variants = Variants(folder, identity, self._open_store, tolerance, padded, is_main)
+                tokens = getattr(self._weights().base.get_input_embeddings(), "num_embeddings", None)
+                variants = Variants(folder, identity, self._open_store, tolerance, padded, is_main, tokens)
             exchanges = ranks.gather_counts, ranks.gather_objects, ranks.shared
             self._stored = StoredReference(MemoryStore(), identity, *exchanges, variants)
         return self._stored
