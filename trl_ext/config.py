@@ -20,7 +20,7 @@ from typing import Any, Self
 import datasets
 import trl
 
-from .compat.arguments import check_numbers, refuse_unknown
+from .compat.arguments import check_dictionaries, check_numbers, refuse_unknown
 from .compat.grpo import sequence_parallelism_hidden
 from .heads.kernels.work import KERNELS
 from .heads.linear_log_probs import HEADS
@@ -91,6 +91,7 @@ class AddedFields:
     def __post_init__(self) -> None:
         _check_values(self, AddedFields)
         check_numbers(self)
+        check_dictionaries(self)
         if self.head_kernels is not None and self.head == "dense":
             raise ValueError(
                 f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Remove one."
@@ -160,6 +161,11 @@ class AddedStoreFields(AddedReferenceFields):
             raise ValueError(
                 f'`reference_store_dir={self.reference_store_dir!r}` needs `reference_store="disk"`, got '
                 f"{self.reference_store!r}. Remove one of the two."
+            )
+        if self.reference_store_dir is not None and self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(
+                f"`reference_store_dir={self.reference_store_dir!r}` is a file. Pass a folder, which is created if it "
+                "does not exist."
             )
         if self.reference_store == "off" and getattr(self, "precompute_ref_log_probs", False):
             raise ValueError(

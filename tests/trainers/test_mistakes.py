@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import trl
 from datasets import Dataset, DatasetDict
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import TrainingArguments
+from trl.rewards import accuracy_reward, think_format_reward
 
 import trl_ext
 from short_training import PAIR, PAIRS, PROMPTS, Bench, of_answers, of_completions, tokenizer, with_more_tokens
 from tiny import Workshop, lora_config, preferences, prompts
+from trl_ext.compat.arguments import check_numbers
 from trl_ext.compat.choices import (
     ADVANTAGE_CHOICES,
     DPO_CHOICES,
@@ -25,6 +27,19 @@ from trl_ext.compat.choices import (
     GRPO_LOSS_TYPES,
     TRUNCATION_MODES,
 )
+from trl_ext.trainers.checked_arguments import (
+    check_dpo_arguments,
+    check_grpo_arguments,
+    check_kto_arguments,
+    check_rloo_arguments,
+    check_sft_arguments,
+)
+from trl_ext.trainers.checked_data import check_rewards
+
+MESSAGES = Dataset.from_list([{"prompt": [{"role": "user", "content": "w1"}], "solution": "w2"}] * 4)
+
+
+USER = {"role": "user", "content": "w1"}
 
 
 def not_a_number(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -85,7 +100,11 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     ),
     "data with labels": (
         lambda b: b.dpo(train_dataset=Dataset.from_list([{"prompt": "w1", "completion": "w2", "label": True}] * 4)),
-        ("`train_dataset`", "'label'", 'rename_columns({"old_chosen": "chosen", "old_rejected": "rejected"})'),
+        ("`train_dataset`", "'label'", "These are columns for KTO (`KTOTrainer`, `trl-ext kto`). Train with it"),
+    ),
+    "prompts with answers": (
+        lambda b: b.kto(train_dataset=Dataset.from_list([{"prompt": "w1", "answer": "w2"}] * 4)),
+        ("`train_dataset`", "'answer'", "These are columns for GRPO (`GRPOTrainer`, `trl-ext grpo`) or RLOO."),
     ),
     "an empty data set, DPO": (
         lambda b: b.dpo(train_dataset=PAIRS.select([])),
@@ -192,7 +211,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     "an adapter loaded for inference": (loaded_for_inference, ("requires_grad", '"default"', "`is_trainable=True`")),
     "layers that there are not": (
         lambda b: b.dpo(peft_config=lora_config(target_modules=["qkv"])),
-        ("Target modules", "'qkv'", "check the target modules"),
+        ("Unknown `target_modules` 'qkv'", "'q_proj'", "Choose from"),
     ),
     # Rewards
     "no reward": (lambda b: b.grpo(reward_funcs=None), ("`reward_funcs`", "No reward source", "Pass")),
@@ -229,7 +248,7 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     "beta below 0, DPO": (lambda b: b.dpo(beta=-0.1), ("`beta`", "-0.1", "must be 0 or more")),
     "beta below 0, GRPO": (lambda b: b.grpo(beta=-0.1), ("`beta`", "-0.1", "must be 0 or more")),
     "beta of 0, DPO": (lambda b: b.dpo(beta=0.0), ("`beta=0`", "['sigmoid']", "Set it above 0")),
-    "beta that is NaN": (lambda b: b.dpo(beta=math.nan), ("`beta`", "nan", "must be 0 or more")),
+    "beta that is NaN": (lambda b: b.dpo(beta=math.nan), ("`beta`", "nan", "must be a finite number")),
     "a loss type, DPO": (lambda b: b.dpo(loss_type="sigmiod"), ("`loss_type`", "'sigmiod'", "'sigmoid'")),
     "a loss type of ours": (lambda b: b.dpo(loss_type=["sft", "ipo-sum"]), ("`loss_type`", "'ipo-sum'", "'ipo_sum'")),
     "a loss type, GRPO": (lambda b: b.grpo(loss_type="drgrpo"), ("`loss_type`", "'drgrpo'", "'dr_grpo'")),
@@ -269,6 +288,68 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
         ("`sampler_check`", "'error'", "one of ['warn', 'stop', 'off']"),
     ),
     "a temperature of 0": (lambda b: b.grpo(temperature=0.0), ("`temperature`", "0.0", "must be above 0")),
+    "no number, in place of one": (
+        lambda b: b.sft(max_grad_norm=math.nan),
+        ("`max_grad_norm`", "got nan", "must be a finite number"),
+    ),
+    "an infinite beta": (lambda b: b.dpo(beta=math.inf), ("`beta`", "got inf", "must be a finite number")),
+    "a negative learning rate": (
+        lambda b: b.kto(learning_rate=-1e-5),
+        ("`learning_rate`", "got -1e-05", "must be 0 or more"),
+    ),
+    "a decay of more than 1": (lambda b: b.dpo(adam_beta2=2.0), ("`adam_beta2`", "got 2.0", "must be below 1")),
+    "negative epochs": (
+        lambda b: b.dpo(num_train_epochs=-1, max_steps=-1),
+        ("`num_train_epochs`", "got -1", "must be 0 or more"),
+    ),
+    "a weight that is no number": (
+        lambda b: b.dpo(loss_type=["sigmoid", "sft"], loss_weights=[1.0, math.nan]),
+        ("`loss_weights`", "nan", "finite numbers"),
+    ),
+    "a seed below 0": (lambda b: b.dpo(seed=-1), ("`seed`", "got -1", "must be 0 or more")),
+    "a label smoothing by which the loss divides": (
+        lambda b: b.dpo(loss_type="robust", label_smoothing=0.5),
+        ("`label_smoothing`", "got 0.5", "must be below 0.5"),
+    ),
+    "more than all labels": (lambda b: b.dpo(label_smoothing=2.0), ("`label_smoothing`", "got 2.0", "in [0, 1]")),
+    "a top_p above 1": (lambda b: b.grpo(top_p=2.0), ("`top_p`", "got 2.0", "in [0, 1]")),
+    "a negative top_k": (lambda b: b.rloo(top_k=-5), ("`top_k`", "got -5", "must be 0 or more")),
+    "no penalty as 0": (
+        lambda b: b.grpo(repetition_penalty=0.0),
+        ("`repetition_penalty`", "got 0.0", "must be above 0"),
+    ),
+    "JSON with an error": (
+        lambda b: b.dpo(model_init_kwargs="{dtype: float32"),
+        ("`model_init_kwargs`", "'{dtype: float32'", "must be a dictionary", "give JSON"),
+    ),
+    "a list in place of a dictionary": (
+        lambda b: b.grpo(chat_template_kwargs=[1]),
+        ("`chat_template_kwargs`", "got [1]", "must be a dictionary"),
+    ),
+    "a file of DeepSpeed that is not there": (
+        lambda b: b.dpo(deepspeed="nope.json"),
+        ("`deepspeed`", "'nope.json'", "no such file"),
+    ),
+    "a store that is a file": (
+        lambda b: b.dpo(reference_store_dir=__file__),
+        ("`reference_store_dir=", "is a file", "Pass a folder"),
+    ),
+    "a reward that reads messages, for text": (
+        lambda b: b.grpo(reward_funcs=think_format_reward),
+        ("`reward_funcs`: `think_format_reward`", "`prompt` of `train_dataset` is text", "list of messages"),
+    ),
+    "a reward that reads messages, for text to evaluate": (
+        lambda b: b.rloo(reward_funcs=[accuracy_reward], eval_dataset={"one": PROMPTS}, train_dataset=MESSAGES),
+        ("`reward_funcs`: `accuracy_reward`", "`prompt` of `eval_dataset['one']` is text", "list of messages"),
+    ),
+    "weights of fewer rewards": (
+        lambda b: b.grpo(reward_weights=[1.0, 2.0]),
+        ("`reward_weights`", "got [1.0, 2.0]", "for each of the 1 `reward_funcs`"),
+    ),
+    "a slip in a layer's name": (
+        lambda b: b.dpo(peft_config=LoraConfig(target_modules=["q_prjo"], task_type="CAUSAL_LM")),
+        ("Unknown `target_modules` 'q_prjo'", "'q_proj'", "Choose from"),
+    ),
     "no iteration": (lambda b: b.grpo(num_iterations=0), ("`num_iterations`", "got 0", "must be 1 or more")),
     "a reference that moves every 0 steps": (
         lambda b: b.dpo(sync_ref_model=True, ref_model_sync_steps=0),
@@ -334,6 +415,51 @@ def test_a_mistake_is_one_line_that_says_what_to_do(mistake: str, workshop: Work
     for word in words:
         assert word in message
     assert bench.trainer is None or bench.trainer.state.global_step == 0
+
+
+# Values that look like mistakes, with which TRL trains
+RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
+    "no bound on the gradient": ("DPO", {"max_grad_norm": math.inf}),
+    "a gradient that is only measured": ("SFT", {"max_grad_norm": 0.0}),
+    "steps in place of epochs": ("KTO", {"num_train_epochs": -1, "max_steps": 3}),
+    "a whole run of evaluations": ("DPO", {"num_train_epochs": 0, "max_steps": -1}),
+    "no momentum": ("DPO", {"adam_beta1": 0.0, "adam_epsilon": 0.0, "learning_rate": 0.0}),
+    "checkpoints at the end alone": ("DPO", {"save_steps": -1}),
+    "JSON": ("DPO", {"model_init_kwargs": '{"dtype": "float32"}', "accelerator_config": '{"split_batches": false}'}),
+    "a dictionary": ("GRPO", {"chat_template_kwargs": {}, "generation_kwargs": None}),
+    "all tokens, vLLM's way": ("GRPO", {"top_k": -1, "use_vllm": True}),
+    "all tokens": ("RLOO", {"top_k": 0, "top_p": 1.0, "min_p": None}),
+    "an override of a value": ("GRPO", {"top_p": 2.0, "generation_kwargs": {"top_p": 0.9}}),
+    "no bound above": ("GRPO", {"epsilon_high": math.inf, "vllm_importance_sampling_clip_max": math.inf}),
+    "labels that are as often right as wrong": ("DPO", {"loss_type": "aot", "label_smoothing": 0.5}),
+}
+CHECKS: dict[str, Callable[[Any], None]] = {
+    "SFT": lambda config: check_sft_arguments(config, own_loss=False),
+    "DPO": lambda config: check_dpo_arguments(config, own_loss=False),
+    "KTO": lambda config: check_kto_arguments(config, own_loss=False),
+    "GRPO": lambda config: check_grpo_arguments(config, own_loss=False, own_advantages=False, own_generation=False),
+    "RLOO": lambda config: check_rloo_arguments(config, own_loss=False, own_advantages=False, own_generation=False),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+@pytest.mark.parametrize("library", [trl_ext, trl])
+def test_what_trl_trains_is_no_mistake(case: str, library: Any, tmp_path: Path) -> None:
+    method, fields = RIGHT[case]
+    config = getattr(library, f"{method}Config")(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **fields)
+    check_numbers(config)
+    CHECKS[method](config)
+
+
+def as_messages(rows: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": [[USER] for _ in rows["prompt"]]}
+
+
+@pytest.mark.parametrize("data", [MESSAGES, MESSAGES.to_iterable_dataset(), PROMPTS.with_transform(as_messages)])
+def test_a_reward_that_reads_messages_takes_them(data: Any, tmp_path: Path) -> None:
+    given = {"reward_funcs": [accuracy_reward, think_format_reward], "train_dataset": data}
+    config = trl_ext.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    check_rewards(given, config, has_environments=False, columns_are_added=True)
 
 
 def test_another_version_of_trl_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,14 @@
 This file imports nothing heavy, so that the command line can use it before torch is loaded.
 """
 
+import base64
 import difflib
 import inspect
+import json
+import math
+import os
 import reprlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from numbers import Real
 from types import UnionType
@@ -25,11 +29,20 @@ _TAKE_FLOATS = frozenset(
 )
 _TAKE_TEXT = frozenset({"vllm_server_port"})
 
-# Fields of TRL's configs that serve as divisors, and the minimum of each
+# The minimum of fields of TRL's configs: of divisors, and of what an optimizer or a loader refuses in the first step
 _LEAST = {
     **{"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1},
     **{"num_generations": 2, "steps_per_generation": 1, "generation_batch_size": 1},
+    **{"learning_rate": 0, "weight_decay": 0, "adam_epsilon": 0, "adam_beta1": 0, "adam_beta2": 0, "warmup_steps": 0},
+    **{"seed": 0, "dataloader_num_workers": 0, "dataset_num_proc": 0, "precompute_ref_batch_size": 0},
 }
+_MOST = {"seed": 2**32 - 1}
+_BELOW = {"adam_beta1": 1, "adam_beta2": 1}
+# Where infinity makes every weight NaN. Elsewhere it may mean "no bound", such as for `max_grad_norm`
+_FINITE = frozenset({"learning_rate", "weight_decay", "adam_epsilon", "beta", "temperature", "num_train_epochs"})
+
+# Fields with a dictionary, for which transformers also takes the path of a JSON file
+_DICTIONARIES_IN_FILES = frozenset({"accelerator_config", "deepspeed", "fsdp_config"})
 
 # What other libraries and users call a field of a config, or an argument of the command line
 OTHER_NAMES = {
@@ -191,6 +204,7 @@ def check_numbers(config: Any) -> None:
         if list[float] in allowed:
             if isinstance(value, Real | str) or any(isinstance(one, str) for one in value):
                 raise TypeError(f"`{x.name}` must be a list of numbers such as [1.0, 0.5], got {value!r}.")
+            _check_each_finite(x.name, value)
         elif float in allowed or int in allowed:
             takes_floats = float in allowed or x.name in _TAKE_FLOATS
             # Numbers of numpy and torch have these methods too
@@ -198,8 +212,66 @@ def check_numbers(config: Any) -> None:
                 kind, text = "a number" if takes_floats else "an integer", "the string " * isinstance(value, str)
                 hint = _number_to_write(value, takes_floats) or f"Give {kind}."
                 raise TypeError(f"`{x.name}` must be {kind}, got {text}{value!r}. {hint}")
-            if x.name in _LEAST and value < _LEAST[x.name]:
-                raise ValueError(f"`{x.name}` must be {_LEAST[x.name]} or more, got {value!r}.")
+            _check_range(x.name, value)
+    epochs, steps = getattr(config, "num_train_epochs", None), getattr(config, "max_steps", None)
+    # With `max_steps`, some write -1 for epochs
+    if isinstance(epochs, Real) and epochs < 0 and isinstance(steps, Real) and steps <= 0:
+        raise ValueError(f"`num_train_epochs` must be 0 or more, got {epochs!r}. Or set `max_steps`.")
+
+
+def _check_range(name: str, value: Any) -> None:
+    """Raise `ValueError` if the number `value` is not in the range of the field `name`."""
+    least, most, below = _LEAST.get(name), _MOST.get(name), _BELOW.get(name)
+    if least is not None and value < least:
+        raise ValueError(f"`{name}` must be {least} or more, got {value!r}.")
+    if most is not None and value > most:
+        raise ValueError(f"`{name}` must be {most} or less, got {value!r}.")
+    if below is not None and value >= below:
+        raise ValueError(f"`{name}` must be below {below}, got {value!r}.")
+    if not isinstance(value, Real):  # a tensor, of which the host would wait for the device
+        return
+    if math.isnan(value) or (math.isinf(value) and name in _FINITE):
+        raise ValueError(f"`{name}` must be a finite number, got {value!r}.")
+
+
+def _check_each_finite(name: str, values: Iterable[Any]) -> None:
+    if any(isinstance(value, Real) and not math.isfinite(value) for value in values):
+        raise ValueError(f"`{name}` must be a list of finite numbers, got {values!r}.")
+
+
+def check_dictionaries(config: Any) -> None:
+    """Raise `ValueError` if a field of a config that takes a dictionary, perhaps as JSON or in a file, has none."""
+    for name in getattr(config, "_VALID_DICT_FIELDS", ()):
+        value = getattr(config, name, None)
+        if value is None or isinstance(value, Mapping):
+            continue
+        in_file = name in _DICTIONARIES_IN_FILES
+        if isinstance(value, str) and in_file and not value.lstrip().startswith("{"):
+            if value and not os.path.isfile(value) and not (name == "deepspeed" and _is_base64(value)):
+                raise ValueError(f"`{name}` is {value!r}, but there is no such file. Correct the path.")
+        elif isinstance(value, str) and not isinstance(_json(value), dict):
+            or_file = ", or the path of a JSON file" if in_file else ""
+            raise ValueError(
+                f"`{name}` must be a dictionary, got {value!r}. On the command line, give JSON"
+                f"""{or_file}: '{{"name": "value"}}'."""
+            )
+        elif not isinstance(value, str) and not in_file:
+            raise ValueError(f"`{name}` must be a dictionary, got {value!r}.")
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _is_base64(text: str) -> bool:
+    """Return whether `text` is a dictionary as DeepSpeed also takes it: JSON in base 64."""
+    try:
+        return isinstance(_json(base64.urlsafe_b64decode(text).decode()), dict)
+    except ValueError:
+        return False
 
 
 def _number_to_write(value: Any, takes_floats: bool) -> str | None:

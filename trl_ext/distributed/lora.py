@@ -35,8 +35,8 @@ def check_adapter(config: Any, ranks: TensorParallel) -> None:
     if ranks.copies > 1:
         raise ValueError(
             f"`distributed_config` splits the model over {ranks.size} ranks and shards it with FSDP2 over "
-            f"{ranks.copies} such groups. There, PEFT would make the adapter too narrow. Train the adapter with tensor "
-            "parallelism over all ranks, or with FSDP2 or DDP alone."
+            f"{ranks.copies} such groups. There, PEFT would create adapter matrices of the wrong shape. Train the "
+            "adapter with tensor parallelism over all ranks, or with FSDP2 or DDP alone."
         )
     if config.peft_type != PeftType.LORA:
         raise ValueError(
@@ -85,10 +85,24 @@ def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, 
     """Call `make(model, config, ...)`. Under tensor parallelism, initialize the adapter as a single process would.
 
     PEFT alone would draw each rank's part of a factor independently. Afterwards all ranks have the same random state.
+
+    Raises:
+        `ValueError`: no module has a name in `target_modules`.
     """
     ranks = TensorParallel.of(model)
     if ranks is None:
-        return make(model, config, *more, **keywords)
+        linear = _linear_layers(model)
+        try:
+            return make(model, config, *more, **keywords)
+        except ValueError as error:
+            wanted = getattr(config, "target_modules", None)
+            if "not found in the base model" not in str(error) or not wanted:
+                raise
+            shown = ", ".join(map(repr, [wanted] if isinstance(wanted, str) else sorted(wanted)))
+            raise ValueError(
+                f"Unknown `target_modules` {shown}. Choose from: {', '.join(map(repr, linear))}. These are the linear "
+                "layers of the model; 'all-linear' is all of them but the LM head."
+            ) from error
     check_adapter(config, ranks)
     ranks.share_random_state(next(model.parameters()).device)
     with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU
@@ -100,6 +114,16 @@ def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, 
         if param.requires_grad and not isinstance(param, DTensor):
             ranks.share_(param.data)
     return made
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers, without what stands before the last dot."""
+    linear = (
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's
+    )
+    return sorted(set(linear))
 
 
 def _draw_whole(layer: Any, name: str, init: bool | str) -> None:

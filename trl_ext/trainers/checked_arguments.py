@@ -55,6 +55,14 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
     _check_number(config, "beta", 0, hint="A negative one would prefer the rejected completion.")
     if config.ld_alpha is not None:
         _check_number(config, "ld_alpha", 0, 1)
+    _check_number(config, "label_smoothing", 0, 1, hint="It is the share of labels that are wrong.")
+    if "robust" in config.loss_type and config.label_smoothing >= 0.5:
+        raise ValueError(
+            f"`label_smoothing` must be below 0.5 for the loss type 'robust', which divides by 1 - 2 * "
+            f"`label_smoothing`, got {config.label_smoothing!r}."
+        )
+    if "discopop" in config.loss_type:
+        _check_number(config, "discopop_tau", 0, above=True, hint="The loss divides by it.")
     if config.beta == 0 and "sft" not in config.loss_type:
         raise ValueError(
             f"`beta=0` leaves nothing to train with `loss_type={config.loss_type}`. Set it above 0; TRL's default is "
@@ -62,18 +70,14 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
         )
 
 
-def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -> None:
+def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, own_generation: bool) -> None:
     """Raise `ValueError` if a `GRPOConfig`, TRL's or ours, has an invalid value.
 
-    With `own_loss` or `own_advantages`, a subclass replaces TRL's: the values that only these read are not checked.
+    With `own_loss`, `own_advantages` or `own_generation`, a subclass or a `rollout_func` replaces TRL's: the values
+    that only these read are not checked.
     """
     _check_reference_sync(config)
     engine_args = AddedGRPOFields.of(config).vllm_engine_args
-    if not isinstance(engine_args, dict | None):
-        raise ValueError(
-            f"`vllm_engine_args` must be a dictionary, got {engine_args!r}. On the command line, give JSON: "
-            """'{"dtype": "float32"}'."""
-        )
     if engine_args is not None and not (config.use_vllm and config.vllm_mode == "colocate"):
         raise ValueError(
             f"`vllm_engine_args={engine_args!r}` is for vLLM in this process. Set `use_vllm=True` and "
@@ -85,6 +89,8 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -
     if not own_advantages:
         _check_choices(config, ADVANTAGE_CHOICES)
     _check_number(config, "temperature", 0, above=True, hint="For less random samples, use a small one.")
+    if not own_generation:
+        _check_sampling(config)
     if own_loss:
         return
     _check_choices(config, GRPO_CHOICES)
@@ -126,7 +132,7 @@ def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
         raise ValueError("`desirable_weight=0` and `undesirable_weight=0` leave nothing to train. Set one above 0.")
 
 
-def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -> None:
+def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, own_generation: bool) -> None:
     """Raise `ValueError` if an `RLOOConfig`, TRL's or ours, has an invalid value. The others as for GRPO."""
     _check_reference_sync(config)
     _check_number(config, "num_iterations", 1)
@@ -134,6 +140,8 @@ def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -
         _check_number(config, "max_completion_length", 1)
     _check_number(config, "temperature", 0, above=True, hint="For less random samples, use a small one.")
     _check_number(config, "beta", 0, hint="A negative one would drive the policy away from its reference.")
+    if not own_generation:
+        _check_sampling(config)
     if config.reward_clip_range and not own_advantages:
         _check_clip_range(config.reward_clip_range)
     if own_loss:
@@ -141,6 +149,19 @@ def check_rloo_arguments(config: Any, *, own_loss: bool, own_advantages: bool) -
     _check_number(config, "epsilon", 0)
     if config.epsilon_high is not None:
         _check_number(config, "epsilon_high", 0)
+
+
+def _check_sampling(config: Any) -> None:
+    """Raise `ValueError` for a value that the sampler would refuse in the first step, or ignore."""
+    overridden = config.generation_kwargs or {}
+    for name in ("top_p", "min_p"):
+        if getattr(config, name) is not None and name not in overridden:
+            _check_number(config, name, 0, 1)
+    if "repetition_penalty" not in overridden:
+        _check_number(config, "repetition_penalty", 0, above=True, hint="1 is no penalty.")
+    # vLLM also takes -1 for all tokens
+    if config.top_k is not None and "top_k" not in overridden and not (config.use_vllm and config.top_k == -1):
+        _check_number(config, "top_k", 0, hint="0 keeps all tokens.")
 
 
 def _check_clip_range(given: Any) -> None:

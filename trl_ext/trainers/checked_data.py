@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import re
 import reprlib
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -21,6 +22,19 @@ _ROWS_COMPARED = 8  # the first rows of a data set, to find out if chosen equals
 
 # Keyword arguments of reward functions: a column with one of these names would collide
 _RESERVED = ("prompts", "completions")
+
+# The rewards of `trl.rewards` that read `completion[0]["content"]`, so that text is an error in the first step
+_READ_MESSAGES = frozenset({"accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"})
+
+# Columns -> the methods that read such rows, the most columns first
+_METHODS_OF_COLUMNS = {
+    ("prompt", "completion", "label"): "KTO (`KTOTrainer`, `trl-ext kto`)",
+    ("chosen", "rejected"): "DPO (`DPOTrainer`, `trl-ext dpo`)",
+    ("prompt", "completion"): "SFT (`SFTTrainer`, `trl-ext sft`)",
+    ("messages",): "SFT (`SFTTrainer`, `trl-ext sft`)",
+    ("text",): "SFT (`SFTTrainer`, `trl-ext sft`)",
+    ("prompt",): "GRPO (`GRPOTrainer`, `trl-ext grpo`) or RLOO",
+}
 
 # Other names that data sets give to columns
 _OTHER_NAMES = {
@@ -173,8 +187,17 @@ def _missing(
     row: dict[str, Any], name: str, reads: str, others: dict[str, tuple[str, ...]], hint: str = ""
 ) -> ValueError:
     """Return an error about columns that a row lacks: the keys of `others`, each with other names for it."""
-    old = {column: next((x for x in names if x in row), f"old_{column}") for column, names in others.items()}
-    renaming = ", ".join(f'"{x}": "{column}"' for column, x in old.items())
+    old = {column: next((x for x in names if x in row), None) for column, names in others.items()}
+    # With two further columns, these may be ours by other names
+    fitting = (
+        x for columns, x in _METHODS_OF_COLUMNS.items() if row.keys() >= set(columns) and len(row) < len(columns) + 2
+    )
+    method = next(fitting, None)
+    own = {*re.findall(r"`(\w+)`", reads)} - {"prompt"}
+    if method is not None and None in old.values() and own.isdisjoint(row):
+        # All that another method reads, and nothing that only this one does: no column to rename
+        hint = f"These are columns for {method}. Train with it, or pass other data."
+    renaming = ", ".join(f'"{x or f"old_{column}"}": "{column}"' for column, x in old.items())
     hint = hint or f"Rename what you have: `dataset.rename_columns({{{renaming}}})`."
     return ValueError(f"`{name}` has the columns {sorted(row)}, but {reads}. {hint}")
 
@@ -298,11 +321,14 @@ def check_rewards(given: dict[str, Any], config: Any, *, has_environments: bool,
     if given.get("reward_funcs") == [] and not has_environments:
         raise ValueError("`reward_funcs` is empty. Pass a function, a model or the name of a model.")
     reward_funcs, drops = given.get("reward_funcs"), getattr(config, "remove_unused_columns", False)
+    if not has_environments:  # one may add its own reward
+        _check_weights(reward_funcs, getattr(config, "reward_weights", None))
     columns = _columns(None if drops else given.get("train_dataset"))
     reserved = next((x for x in _RESERVED if x in (columns or ())), None)
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if reward is None or isinstance(reward, str | nn.Module):
             continue
+        _check_reads_messages(reward, given)
         if not callable(reward):
             raise TypeError(f"`reward_funcs` contains {reward!r}. Pass a function, a model or the name of a model.")
         if reserved is not None:
@@ -314,6 +340,32 @@ def check_rewards(given: dict[str, Any], config: Any, *, has_environments: bool,
             passed = [*REWARD_KEYWORDS, *(x for x in columns if x not in REWARD_COLUMNS_LEFT_OUT)]
             passed += ["environments"] if has_environments else []
             _check_keywords(reward, passed, are_all=not columns_are_added)
+
+
+def _check_weights(reward_funcs: Any, weights: Any) -> None:
+    """Raise `ValueError` unless there are as many weights as rewards."""
+    count = len(reward_funcs) if isinstance(reward_funcs, list) else 1
+    if weights is not None and reward_funcs is not None and len(weights) != count:
+        raise ValueError(
+            f"`reward_weights` must have a number for each of the {count} `reward_funcs`, got {list(weights)!r}."
+        )
+
+
+def _check_reads_messages(reward: Any, given: dict[str, Any]) -> None:
+    """Raise `ValueError` if a reward of TRL reads messages, but the prompts are text, and with them the completions."""
+    name = getattr(reward, "__name__", "")
+    if name not in _READ_MESSAGES or not str(getattr(reward, "__module__", "")).startswith("trl.rewards"):
+        return
+    for dataset_name, dataset in named_datasets(given.get("train_dataset"), given.get("eval_dataset")):
+        # A transform may make messages of text
+        plain = not isinstance(dataset, Dataset) or dataset.format["type"] != "custom"
+        features = (plain and getattr(dataset, "features", None)) or {}
+        if getattr(features.get("prompt"), "dtype", None) in ("string", "large_string"):
+            raise ValueError(
+                f"`reward_funcs`: `{name}` reads messages, but `prompt` of `{dataset_name}` is text. Give each prompt "
+                "as a list of messages, such as [{'role': 'user', 'content': '...'}], or use a function that reads "
+                "text."
+            )
 
 
 def _check_keywords(reward: Callable[..., Any], given: list[str], *, are_all: bool) -> None:

@@ -59,8 +59,12 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 columns_are_added=given.get("rollout_func") is not None or self._replaces("rollouts"),
             )
         if config is not None:
-            own = {"own_loss": self._replaces("loss"), "own_advantages": self._replaces("batches")}
-            check_grpo_arguments(config, **own)
+            check_grpo_arguments(
+                config,
+                own_loss=self._replaces("loss"),
+                own_advantages=self._replaces("batches"),
+                own_generation=given.get("rollout_func") is not None or self._replaces("generation"),
+            )
         self._grpo_buffer = internals.Buffer(self)
         self._grpo_scoring = GRPOScoring(self, self._ranks, self._scorer, self._grpo_buffer)
         parts = self._grpo_scoring, self._grpo_buffer, self._balance

@@ -41,7 +41,12 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         if not self._replaces("rewards"):
             check_rewards(given, config, has_environments=False, columns_are_added=self._replaces("rollouts"))
         if config is not None:
-            check_rloo_arguments(config, own_loss=self._replaces("loss"), own_advantages=self._replaces("batches"))
+            check_rloo_arguments(
+                config,
+                own_loss=self._replaces("loss"),
+                own_advantages=self._replaces("batches"),
+                own_generation=self._replaces("generation"),
+            )
         self._buffer = internals.Buffer(self)  # type: ignore[arg-type]
         self._generation = internals.Generation(
             self, trl.RLOOTrainer, lambda *_, **__: self._reference_weights.entered()
