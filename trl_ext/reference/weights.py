@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftMixedModel, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -41,19 +42,47 @@ class ReferenceWeights:
         model (`PreTrainedModel` or `PeftModel`): before it is sharded.
         adapters (`tuple[str, ...]`):
             The adapters of a `PeftModel` that are on in the reference pass, in PEFT's order. Empty if all are off.
+        states (`list`): which adapters are on and merged in each layer, if that is part of the reference.
     """
 
-    def __init__(self, model: nn.Module, adapters: tuple[str, ...] = ()) -> None:
-        self.model: Any = model
+    def __init__(self, model: nn.Module, adapters: tuple[str, ...] = (), states: list[Any] | None = None) -> None:
+        self.base: Any = base_of(model)
+        self._is_adapted = self.base is not model
+        self._is_compiled = self._is_adapted and hasattr(model, "_orig_mod")
+        self.model: Any = uncompiled(model) if self._is_adapted else model
         self.adapters = adapters
-        self.base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._states = states or []
         # In a wrapper of a `PeftModel`, only this child belongs to the base model. In a plain model, an adapter of
         # transformers belongs to the model.
         self._wrappers = {
             name: child
             for name, module in self.base.named_modules()
-            if isinstance(model, PeftModel) and (child := _base_child(module)) is not None
+            if self._is_adapted and (child := _base_child(module)) is not None
         }
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> "ReferenceWeights":
+        """Return the weights of a separate reference model, with the adapters that are on in it now."""
+        base = base_of(model)
+        if base is model:
+            return cls(model)
+        wrapped: Any = uncompiled(model)
+        layers: list[Any] = [x for x in base.modules() if isinstance(x, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+        names = [name for layer in layers if not layer.disable_adapters for name in layer.active_adapters]
+        if isinstance(wrapped, PeftModel) and wrapped.active_peft_config.is_prompt_learning:
+            names = [wrapped.active_adapter]
+        on = tuple(name for name in dict.fromkeys(names) if name in wrapped.peft_config)
+        # With all adapters off and none merged, the reference is the base model
+        states = [(list(x.active_adapters), x.disable_adapters, list(x.merged_adapters)) for x in layers]
+        is_plain = not on and not any(merged for _, _, merged in states)
+        return cls(model, on, [] if is_plain else states)
+
+    def describe(self) -> str:
+        """Return which adapters are on in a separate reference model, for the plan."""
+        if not self._is_adapted:
+            return ""
+        names = " and ".join(f'"{name}"' for name in self.adapters)
+        return f", with the adapter{'s' * (len(self.adapters) > 1)} {names}" if names else ", with its adapters off"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -66,7 +95,11 @@ class ReferenceWeights:
         }
         layers: list[Any] = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
         on = self.adapters
-        if layers and not isinstance(self.model, PeftModel):
+        if self._states:
+            chosen["states"] = self._states
+        if self._is_compiled:
+            chosen["compiled"] = True
+        if layers and not self._is_adapted:
             on = tuple(self.model.peft_config)
             chosen["layers"] = [(x.active_adapters, x.disable_adapters, x.merged_adapters) for x in layers]
         # In order, because PEFT runs the first adapter's copy of a module in `modules_to_save`
@@ -166,6 +199,19 @@ class ReferenceWeights:
             if child is not None and segments[i] != child:
                 return set(segments[i:])
         return set()
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the model that `torch.compile` wraps, or `model`."""
+    return getattr(model, "_orig_mod", model)
+
+
+def base_of(model: Any) -> Any:
+    """Return the model that PEFT wraps, or `model`."""
+    inner = uncompiled(model)
+    if isinstance(inner, PeftModel):
+        return inner.get_base_model()
+    return inner.base_model.model if isinstance(inner, PeftMixedModel) else model
 
 
 def _without_wrappers(name: str) -> str:

@@ -41,11 +41,12 @@ from ..planning.plan import (
     plan_packing,
 )
 from ..reference.adapters import AdapterChoice
+from ..reference.weights import base_of
 from ..scoring.checks import watch_token_ids
 from ..scoring.scorer import Scorer
 from ..scoring.weight_layout import WHOLE_HERE
 from .callbacks import Lifecycle, MovesReference
-from .checked_arguments import bound_arguments, check_given, padding_reason
+from .checked_arguments import adapter_padding_reason, bound_arguments, check_given, padding_reason
 from .checkpointing import Checkpoints
 from .non_finite import NonFiniteLoss
 from .reference_source import ReferenceSource
@@ -163,8 +164,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _attach_model(self, model: Any, **options: Any) -> None:
         """Attach the exact head to the policy, then to the reference model, before an engine shards the weights."""
-        self._scorer.attach(model, entropy_requires_grad=self._entropy_has_gradient(), **options)
+        # TRL attaches its head to a `PeftModel` given as `ref_model` itself, whose forward then fails
+        self._scorer.attach(base_of(model), entropy_requires_grad=self._entropy_has_gradient(), **options)
         if len(self._scorer.forwards) > 1:
+            self._scorer.packings[-1].padded_reason = (
+                adapter_padding_reason(model) or self._scorer.packings[-1].padded_reason
+            )
             self._reference_weights.take_model(model)
         else:
             if isinstance(self.model, PeftModel):

@@ -14,7 +14,7 @@ import transformers
 import trl
 from huggingface_hub import is_offline_mode, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from peft import PeftModel
+from peft import PeftMixedModel, PeftModel
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -32,6 +32,7 @@ from ..compat.choices import (
 from ..config import AddedGRPOFields
 from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES
+from ..reference.weights import uncompiled
 from ..scoring.checks import has_position_table
 from .checked_data import check_dataset
 
@@ -264,6 +265,11 @@ def check_given(name: str, given: dict[str, Any], config: Any, wanted: type) -> 
     model, peft_config = given["model"], given.get("peft_config")
     if model is None:
         raise ValueError(f"`model` of `{name}` is None. Pass a model, its name or its folder.")
+    if isinstance(uncompiled(model), PeftMixedModel):
+        raise TypeError(
+            f"`model` of `{name}` is a `PeftMixedModel`, which TRL takes for a model without adapters and PEFT cannot "
+            "save. Pass a `PeftModel`."
+        )
     _check_model(model, config)
     rewards = given.get("reward_funcs")
     for reward in rewards if isinstance(rewards, list) else [rewards]:
@@ -368,13 +374,22 @@ def _architecture(argument: str, name: str, config: Any) -> str | None:
     return next(iter(saved.get("architectures") or ()), None)
 
 
-def padding_reason(trainer: Any) -> str | None:
-    """Return why the trainer's batches stay padded; `None` if that depends on the model alone."""
-    for config in trainer.model.peft_config.values() if isinstance(trainer.model, PeftModel) else ():
+def adapter_padding_reason(model: Any) -> str | None:
+    """Return why an adapter of `model` needs padded batches, or None."""
+    inner = uncompiled(model)
+    for config in inner.peft_config.values() if isinstance(inner, PeftModel) else ():
         if config.is_prompt_learning:
             return "the adapter puts virtual tokens before each row"
         if getattr(config, "alora_invocation_tokens", None):
             return "the adapter looks for its invocation tokens in each row (`alora_invocation_tokens`)"
+    return None
+
+
+def padding_reason(trainer: Any) -> str | None:
+    """Return why the trainer's batches stay padded; `None` if that depends on the model alone."""
+    reason = adapter_padding_reason(trainer.model)
+    if reason is not None:
+        return reason
     if getattr(trainer, "padding_free", False):
         return "TRL's collator joins the rows of a batch into one (`packing`)"
     if trainer.args.neftune_noise_alpha is not None:

@@ -18,7 +18,7 @@ from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
 from ..distributed.ranks import Ranks
 from ..planning.plan import SkipCounts
-from ..planning.reference import ReferencePlan
+from ..planning.reference import REFERENCES, ReferencePlan
 from ..reference.canary import Canary, tolerance_of
 from ..reference.store import DiskStore, MemoryStore
 from ..reference.stored import StoredReference, Variants, random_state_kept
@@ -89,7 +89,9 @@ class ReferenceSource:
             loaded = [model for model, _ in self.loaded]
             if any(model is host.ref_model for model in loaded):
                 self._origin = "copy" if any(model is host.model for model in loaded) else "loaded"
-            reference = ReferenceWeights(host.ref_model)
+            reference = ReferenceWeights.of_model(host.ref_model)
+            if adapters := reference.describe():
+                self._origin = REFERENCES[self._origin] + adapters
             self._shared = reference.shares_with(host.model)
             self._varies = self._varies_reason(reference)
         self._uncacheable = self.ranks.of_main(lambda: self._weights().uncacheable_reason())
@@ -163,9 +165,10 @@ class ReferenceSource:
         return dict(policy.peft_config) if is_peft_model(self.host.model) else {}
 
     def _weights(self) -> ReferenceWeights:
-        host = self.host
-        model = self.ranks.accelerator.unwrap_model(host.model if host.ref_model is None else host.ref_model)
-        return ReferenceWeights(model, self._on)
+        host, unwrap = self.host, self.ranks.accelerator.unwrap_model
+        if host.ref_model is not None:
+            return ReferenceWeights.of_model(unwrap(host.ref_model))
+        return ReferenceWeights(unwrap(host.model), self._on)
 
     def _identify(self) -> str:
         """Return the identity of the reference, and keep the facts behind it in `self._facts`."""

@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from peft import PeftModel
 from ..distributed.ranks import Ranks
 from ..host.reference import HostedReference, check_supported
 from ..reference.adapters import AdapterChoice, OwnReference, load_weights, reshard, save_weights
-from ..reference.weights import ReferenceWeights
+from ..reference.weights import ReferenceWeights, base_of
 
 logger = logging.getLogger("trl_ext")
 
@@ -53,7 +54,15 @@ class ReferenceOfPolicy:
         self._check_copies(self.own)
 
     def take_model(self, model: Any) -> None:
-        """Move a reference model to the host if `reference_device` says so."""
+        """Check a reference model, and move it to the host if `reference_device` says so."""
+        policy = self.trainer.model
+        if base_of(model) is base_of(policy):
+            raise ValueError(
+                "`ref_model` and `model` wrap the same base model, and PEFT puts both adapters into it. Load the base "
+                "model a second time for `ref_model`; or leave `ref_model` out, and set `ref_adapter_name`."
+            )
+        if self.trainer.args.sync_ref_model:
+            _check_synced(policy, model)
         if self._device is None:
             return
         shared = ReferenceWeights(model).shares_with(self.trainer.model, trained=False)
@@ -183,4 +192,15 @@ class ReferenceOfPolicy:
             raise ValueError(
                 f"{option} replaces weights during the forward pass, which does not work with `torch_compile=True`. "
                 "Leave one of them unset."
+            )
+
+
+def _check_synced(policy: Any, model: Any) -> None:
+    """Raise `ValueError` if TRL's `sync_ref_model` cannot update `model`, which it does parameter by parameter."""
+    for theirs, ours in zip_longest(policy.named_parameters(), model.named_parameters()):
+        if theirs is None or ours is None or theirs[1].shape != ours[1].shape:
+            name = (ours or theirs)[0]
+            raise ValueError(
+                "`sync_ref_model=True` needs a `ref_model` with the parameters of `model`, but they differ, first in "
+                f"`{name}`. Pass a model of the same kind, or set `sync_ref_model=False`."
             )
