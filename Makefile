@@ -55,7 +55,8 @@ test: $(VENV)
 test-all: $(VENV) .venv-trl-1.15/installed
 	TRL_EXT_OTHER_PYTHON=$(TRL_1_15) $(PYTEST) -m 'not nightly'
 
-# Random combinations of options, ours against stock TRL; the slow tier has the first 40
+# Random combinations of options and overrides, ours against stock TRL; the slow tier has the first 40 draws.
+# N=1 FIRST=37 repeats draw 37
 N ?= 400
 FIRST ?= 0
 fuzz: $(VENV)

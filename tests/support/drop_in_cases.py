@@ -26,7 +26,10 @@ class Case:
     rollout: str = "scripted"  # a name of tiny.ROLLOUTS, or "generate" for TRL's own generation
     rewards: tuple[str, ...] = ("id",)  # names of rewards.REWARDS
     streaming: bool = False
-    prompts: int = 12  # rows of a GRPO dataset
+    prompts: int = 12  # rows of a GRPO or RLOO dataset
+    rows: int = 12  # of an SFT, DPO or KTO dataset
+    eval_sets: tuple[str, ...] = ()  # names; by default there is one set, without a name, if the trainer evaluates
+    calls: tuple[str, ...] = ("train",)  # methods of the trainer, called in this order
     vllm: bool = False  # `use_vllm` is set after the trainer is built, and a rollout replaces vLLM
 
     def __str__(self) -> str:

@@ -1,22 +1,26 @@
-"""Trains random option combinations with our trainers and stock TRL's; compares gradients, final weights and metrics.
+"""Trains random combinations of options and overrides with our trainers and with stock TRL's, and compares the results.
 
-Run with `make fuzz N=400` or `python tests/support/fuzz.py --draws 400 --first 0`. A draw depends only on its seed: to
-repeat a draw that differs, pass `--draws 1 --first SEED`. Every field of the configs is drawn, or `NOT_DRAWN` says
-why not.
+Run with `make fuzz N=400` or `python tests/support/fuzz.py --draws 400 --first 0`. A draw depends only on its number:
+to repeat draw 37, run `make fuzz N=1 FIRST=37`. `fuzz_fields.py` has the fields that are drawn, `fuzz_overrides.py`
+what a user's code does. Compared are the gradients of each step, the final weights, all logged metrics and what the
+user's code read.
 """
 
 import argparse
+import functools
+import gc
+import importlib.metadata
 import logging
 import math
 import os
-import random
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,297 +35,106 @@ import trl
 
 import training_comparison
 import trl_ext
-from drop_in_cases import DPO_LEARNING_RATES, DPO_LOSSES, F_DIVERGENCE_LOSSES, GRPO_LOSSES, Case
+from drop_in_cases import Case
+from fuzz_fields import draw_case
+from fuzz_overrides import Event, Override, Seen, draw_override, overridden
 from run_losses import Record, Trainers, train
 from tiny import Workshop
 from training_comparison import metrics_differ, tensors_differ
 
-STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
+STOCK = Trainers.of(trl)
+# Our trainers without a subclass that records, which the plan would respect as a user's
+OURS = replace(Trainers.of(trl_ext), records_batches=False)
 # Rounding errors grow over a few steps; a wrong loss differs by much more
 TOLERANCE = 1e-4
 
-NOT_DRAWN = {
-    "model_init_kwargs": "of the model, not of the training",
-    "balance": "for several ranks",
-    "show_plan": "changes what is logged",
-    "trust_remote_code": "needs code from the Hub",
-    "dataset_num_proc": "of the data, before training",
-    "disable_dropout": "random draws: the distribution is TRL's, the draws are not",
-    "pad_token": "of the tokenizer",
-    "sync_ref_model": "with `ref_model_mixup_alpha` and `ref_model_sync_steps`, where there is a reference model",
-    "ref_model_mixup_alpha": "with `sync_ref_model`",
-    "ref_model_sync_steps": "with `sync_ref_model`",
-    "padding_free": "TRL warns and pads; ours is drawn below",
-    "activation_offloading": "needs a GPU in TRL, and changes no number",
-    "ds3_gather_for_generation": "needs DeepSpeed",
-    "shuffle_dataset": "of the data loader",
-    "generation_batch_size": "the same as `steps_per_generation`",
-    "top_p": "completions are scripted: of generation alone",
-    "top_k": "of generation alone",
-    "min_p": "of generation alone",
-    "generation_kwargs": "of generation alone",
-    "chat_template_kwargs": "of generation alone",
-    "repetition_penalty": "of generation alone",
-    "cache_implementation": "of generation alone",
-    "use_vllm": "set once the trainer is built: a rollout stands for vLLM",
-    "log_completions": "prints",
-    "log_multimodal": "prints",
-    "num_completions_to_print": "prints",
-    "log_unique_prompts": "prints",
-    "log_completions_hub_repo": "needs the Hub",
-    "max_tool_calling_iterations": "of generation alone",
-    "use_transformers_continuous_batching": "of generation alone",
-    "transformers_continuous_batching_config": "of generation alone",
-    "use_transformers_paged": "of generation alone",
-    "vllm_importance_sampling_cap": "TRL's old name of `vllm_importance_sampling_clip_max`",
-    "head_kernels": "Triton's, in its interpreter: too slow",
-    "reference_store_dir": "each run has a folder of its own",
-    "reference_device": "on the CPU it moves nothing",
-    "policy_adapter_name": "TRL has no counterpart",
-    "ref_adapter_name": "TRL has no counterpart",
-    "reward_scale": "of loss types that TRL lacks",
-    "rpo_average_log_probs": "of loss types that TRL lacks",
-    "sft_label_smoothing": "TRL has no counterpart",
-    "sft_label_smoothing_convention": "TRL has no counterpart",
-    "force_on_policy_ratio": "a check of the schedule",
-    "sampler_check": "needs vLLM: tests/sampler",
-    "vllm_engine_args": "needs vLLM: tests/sampler",
-    "keep_sampling_mask": "other numbers than TRL's with a truncated distribution",
-    "trust_sampling_log_probs": "an approximation: other numbers than TRL's",
-    "dynamic_sampling": "other data than TRL's",
-    "dynamic_sampling_max_draws": "with `dynamic_sampling`",
-}
+
+@dataclass(frozen=True)
+class Draw:
+    case: Case
+    override: Override | Event | None
+
+    def __str__(self) -> str:
+        default = Case("", "")
+        changed = {name: x for name, x in vars(self.case).items() if name != "name" and x != getattr(default, name)}
+        return f"{changed}; {self.override or 'no override'}"
 
 
-def draw(seed: int) -> tuple[Case, dict[str, Any]]:
-    """Return the case of a seed, and the arguments that only our config has."""
-    rng = random.Random(seed)
-    return (_dpo if rng.random() < 0.4 else _grpo)(rng, seed)
+def draw(seed: int) -> Draw:
+    case = draw_case(seed)
+    return Draw(case, draw_override(seed, case.trainer))
 
 
-class _Options(dict[str, Any]):
-    """Draws arguments, each with some probability."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
-        self._rng = rng
-
-    def maybe(self, name: str, *values: Any, chance: float = 0.3) -> None:
-        if self._rng.random() < chance:
-            self[name] = self._rng.choice(values)
-
-
-def _of_both(rng: random.Random, config: _Options, ours: _Options) -> None:
-    config.maybe("gradient_accumulation_steps", 2, 3)
-    config.maybe("gradient_checkpointing", True, chance=0.2)
-    config.maybe("max_grad_norm", 0.05, 1.0, chance=0.2)
-    config.maybe("weight_decay", 0.1, chance=0.2)
-    config.maybe("lr_scheduler_type", "linear", "cosine", chance=0.2)
-    config.maybe("pad_to_multiple_of", None, 4, 8, chance=0.2)
-    if rng.random() < 0.25:
-        config.update(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
-    if rng.random() < 0.3:  # its default epsilon would turn gradients that are rounding errors into full steps
-        config.update(optim="adamw_torch", adam_epsilon=1e-4)
-    ours.maybe("padding_free", False, False, True, chance=0.25)
-    if ours.get("padding_free") is None:
-        ours.maybe("share_prompts", False, chance=0.2)
-    ours.maybe("head", "dense", chance=0.1)
-    ours.maybe("head_chunk_size", 1, 3, 17, chance=0.2)
-    ours.maybe("on_non_finite_loss", "stop", "skip", chance=0.2)
-
-
-_MODELS = (
-    "tied",
-    "tied",
-    "untied",
-    "untied",
-    "softcap",
-    "logits_scaling",
-    "logit_scale",
-    "head_bias",
-    "experts",
-    "chat",
-)
-
-
-def _dpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
-    config, ours = _Options(rng), _Options(rng)
-    _of_both(rng, config, ours)
-    setup = rng.choice(("full", "lora", "lora", "ref_adapter", "ref_model", "lora_ref_model", "prompt_tuning"))
-    model = rng.choice(_MODELS)
-    rate = 0.03
-    if rng.random() < 0.2:
-        names = rng.sample([name for name in DPO_LOSSES if name not in DPO_LEARNING_RATES], rng.randint(2, 3))
-        config["loss_type"] = names
-        config.maybe("loss_weights", [0.7, 0.2, 1.1][: len(names)], chance=0.6)
-        for name in names:
-            config.update(DPO_LOSSES[name])
-    else:
-        name = rng.choice(list(DPO_LOSSES))
-        config.update(loss_type=name, **DPO_LOSSES[name])
-        rate = DPO_LEARNING_RATES.get(name, rate)
-        if name in F_DIVERGENCE_LOSSES and rng.random() < 0.3:
-            config["f_divergence_type"] = rng.choice(("forward_kl", "js_divergence", "alpha_divergence"))
-            config.maybe("f_alpha_divergence_coef", 0.8, 1.0, chance=0.5)
-            rate *= 0.2
-    config.maybe("label_smoothing", 0.1, 0.2, chance=0.15)
-    config.maybe("beta", 0.05, 0.5)
-    config.maybe("discopop_tau", 0.5, chance=0.1)
-    config.maybe("ld_alpha", 0.0, 0.5, chance=0.2)
-    if "aot" not in str(config["loss_type"]):
-        config.maybe("use_weighting", True, chance=0.15)
-    config.maybe("max_length", 8, 11, None, chance=0.2)
-    config.maybe("truncation_mode", "keep_end", chance=0.15)
-    config.maybe("precompute_ref_log_probs", True, chance=0.2)
-    config.maybe("precompute_ref_batch_size", 3, chance=0.1)
-    if model == "experts":
-        config.maybe("router_aux_loss_coef", 0.0, 0.5)
-    if setup in ("full", "ref_model") and not config.get("precompute_ref_log_probs") and rng.random() < 0.1:
-        config.update(sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3)
-    config.maybe("per_device_train_batch_size", 1, 2, 6, chance=0.5)
-    ours.maybe("reference_store", "memory", *(["off"] * (not config.get("precompute_ref_log_probs"))), chance=0.4)
-    if setup == "prompt_tuning":
-        ours.pop("padding_free", None)
-    steps = rng.randint(2, 4)
-    streams = rng.random() < 0.1 and not config.get("precompute_ref_log_probs")
-    case = Case(f"fuzz-{seed}", "dpo", setup, model, dict(config, seed=seed), steps=steps, streaming=streams)
-    rate = 1.0 if setup == "prompt_tuning" else rate
-    case = replace(case, learning_rate=rate, lora=_lora(rng, setup, model))
-    ours.maybe("max_tokens_per_micro_batch", 1, 30, 80, chance=0.2)
-    return case, dict(ours)
-
-
-def _lora(rng: random.Random, setup: str, model: str) -> dict[str, Any]:
-    if not setup.startswith("lora"):
-        return {}
-    if model == "experts":
-        return {"target_modules": ["q_proj", "v_proj"]}
-    return rng.choice(({}, {"use_dora": True}, {"use_rslora": True}, {"target_modules": ["q_proj", "v_proj"]}))
-
-
-def _grpo(rng: random.Random, seed: int) -> tuple[Case, dict[str, Any]]:
-    config, ours = _Options(rng), _Options(rng)
-    _of_both(rng, config, ours)
-    setup = rng.choice(("full", "full", "lora", "lora", "ref_adapter", "ref_model", "prompt_tuning"))
-    model = rng.choice(_MODELS)
-    name = rng.choice(list(GRPO_LOSSES))
-    config.update(loss_type=name, **GRPO_LOSSES[name])
-    config["num_generations"] = generations = rng.choice((2, 4, 4, 8))
-    config["per_device_train_batch_size"] = generations * rng.choice((1, 1, 2))
-    config.maybe("steps_per_generation", 1, 2, 3, 4, chance=0.5)
-    config.maybe("num_iterations", 2, 3, chance=0.5)
-    config.maybe("importance_sampling_level", "sequence")
-    config["max_completion_length"] = rng.choice((1, 2, 5, 8, 8, 16))
-    if setup != "full":
-        config.maybe("beta", 0.05, 0.2, chance=0.5)
-    config.maybe("use_bias_correction_kl", False, chance=0.2)
-    config.maybe("epsilon", 0.01, 0.1, chance=0.2)
-    if name not in ("cispo", "vespo", "sapo"):
-        config.maybe("epsilon_high", 0.05, 0.3, chance=0.2)
-        config.maybe("delta", 1.5, 4.0, chance=0.1)
-    if name == "sapo":
-        config.maybe("sapo_temperature_neg", 2.0)
-        config.maybe("sapo_temperature_pos", 0.5)
-    if name == "vespo":
-        for key, value in (("k_pos", 1.0), ("lambda_pos", 2.0), ("k_neg", 2.0), ("lambda_neg", 1.0)):
-            config.maybe(f"vespo_{key}", value)
-    config.maybe("scale_rewards", "batch", "none")
-    if model != "chat" and config["max_completion_length"] > 1:  # otherwise every completion is truncated
-        config.maybe("mask_truncated_completions", True, chance=0.3)
-    config.maybe("top_entropy_quantile", 0.2, 0.5, 0.8, chance=0.15)
-    if rng.random() < 0.2:
-        config.maybe("entropy_coef", 0.05, chance=0.7)
-        if "entropy_coef" not in config:
-            config.update(use_adaptive_entropy=True, entropy_target=10.0)
-            config.maybe("entropy_coef_min", 0.01)
-            config.maybe("entropy_coef_max", 0.02)
-            config.maybe("entropy_coef_delta", 0.01)
-    config.maybe("off_policy_mask_threshold", 0.01, 0.5, chance=0.15)
-    config.maybe("temperature", 0.7, 1.6)
-    if model == "untied":
-        config.maybe("cast_lm_head_to_fp32", True, chance=0.15)
-    if model == "experts":
-        config.maybe("router_aux_loss_coef", 0.0, 0.5)
-    if "eval_strategy" in config:
-        config["per_device_eval_batch_size"] = generations
-        config.maybe("num_generations_eval", 2)
-    rewards = rng.choice(
-        (("id",), ("id",), ("half_dead",), ("half_dead",), ("short",), ("unscorable",), ("id", "short"))
-    )
-    if len(rewards) == 2:
-        config.maybe("reward_weights", [1.0, 0.5], chance=0.6)
-        config.maybe("multi_objective_aggregation", "normalize_then_sum", chance=0.4)
-    if setup == "ref_model" and rng.random() < 0.2:
-        config.update(sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3)
-    rollout, vllm = rng.choice(("scripted", "scripted", "masked", "masked_whole", "near_sampler")), False
-    if rollout == "near_sampler":
-        vllm = rng.random() < 0.8
-        config.maybe("vllm_importance_sampling_correction", False, chance=0.2)
-        config.maybe("vllm_importance_sampling_mode", "token_truncate", "token_mask", "sequence_truncate", chance=0.7)
-        config.maybe("vllm_importance_sampling_clip_min", 0.7, chance=0.4)
-        config.maybe("vllm_importance_sampling_clip_max", 1.5, chance=0.6)
-        if name == "vespo":
-            config["vllm_importance_sampling_mode"] = rng.choice(("token_truncate", "token_mask"))
-    if rng.random() < 0.4:
-        ours["keep_groups_together"] = False
-    ours.maybe("max_tokens_per_micro_batch", 1, 30, 80, chance=0.2)
-    ours.maybe("zero_advantages_of_equal_rewards", False, chance=0.1)
-    if setup == "prompt_tuning":
-        ours.pop("padding_free", None)
-    case = Case(f"fuzz-{seed}", "grpo", setup, model, dict(config, seed=seed), steps=rng.randint(2, 5), rewards=rewards)
-    rate = 1.0 if setup == "prompt_tuning" else 0.01
-    case = replace(case, learning_rate=rate, rollout=rollout, vllm=vllm, prompts=24, lora=_lora(rng, setup, model))
-    return replace(case, ours=dict(ours)), dict(ours)
-
-
-# Errors that ours may raise although TRL trains: a part of the message, and the option that causes it
-REFUSED: dict[str, str] = {
-    "`max_tokens_per_micro_batch=": "max_tokens_per_micro_batch",
-    "`padding_free=True` is not supported here": "padding_free",
-    "`precompute_ref_log_probs=True` fills the store, so `reference_store`": "reference_store",
+# Errors that ours may raise although TRL trains: a part of the message, and whether the draw explains it
+REFUSED: dict[str, Callable[[Draw], Any]] = {
+    "`max_tokens_per_micro_batch=": lambda drawn: drawn.case.ours.get("max_tokens_per_micro_batch"),
+    "`padding_free=True` is not supported here": lambda drawn: drawn.case.ours.get("padding_free"),
+    "`precompute_ref_log_probs=True` fills the store, so `reference_store`": lambda drawn: drawn.case.ours.get(
+        "reference_store"
+    ),
 }
 
 # Draws that may differ, and why
-EXPLAINED = {
-    202: "entropies of tokens of one context tie; stock's own rounding parts them at the quantile, ours takes all",
-}
+EXPLAINED: dict[int, str] = {}
 
 
-def outcome(
-    seed: int, workshop: Workshop, change: Callable[[Trainers], Trainers] = lambda ours: ours
-) -> list[str] | str:
-    """Return the differences in the draw of `seed`, or one word that says why nothing was compared.
+@dataclass
+class Result:
+    """A training, and what the user's code read."""
+
+    record: Record
+    seen: Seen
+
+
+def outcome(drawn: Draw, workshop: Workshop, fault: AbstractContextManager[Any] | None = None) -> list[str] | str:
+    """Return the differences in a draw, or one word that says why nothing was compared.
 
     Args:
-        change (`Callable`): changes our trainers, to check that a difference is found.
+        fault (`AbstractContextManager`, *optional*): breaks our trainers, to check that a difference is found.
     """
-    case, options = draw(seed)
-    ours = change(replace(OURS, dpo_config=partial(OURS.dpo_config, **options)) if case.trainer == "dpo" else OURS)
-    found = [_run(case, trainers, workshop) for trainers in (ours, STOCK)]
-    if isinstance(found[0], Exception):
-        refused = any(text in str(found[0]) and options.get(name) for text, name in REFUSED.items())
-        if refused:
-            return f"refused: {str(found[0])[:90]}"
-        if type(found[1]) is type(found[0]):
-            return f"both raise: {str(found[0])[:90]}"
-        return [f"ours raises {type(found[0]).__name__}: {found[0]}"]
-    if isinstance(found[1], Exception):
-        return f"stock raises: {str(found[1])[:90]}"
-    if not all(math.isfinite(x) for x in found[1].losses) or not _finite(found[1]):
+    with fault or nullcontext():
+        ours = _run(drawn, OURS, workshop)
+    stock = _run(drawn, STOCK, workshop)
+    if isinstance(ours, Exception):
+        if any(text in str(ours) and explains(drawn) for text, explains in REFUSED.items()):
+            return f"refused: {str(ours)[:90]}"
+        if isinstance(stock, Exception):
+            return f"both raise: {str(ours)[:90]} | {str(stock)[:60]}"
+        return [f"ours raises {type(ours).__name__}: {ours}"]
+    if isinstance(stock, Exception):
+        return f"stock raises: {type(stock).__name__}: {str(stock)[:90]}"
+    if not all(math.isfinite(x) for x in stock.record.losses) or not _is_finite(stock.record):
         return "stock is not finite"
-    wrong = _differences(case, *found)
+    wrong = _differences(drawn, ours, stock)
     if not wrong:
-        return (
-            [] if any(training_comparison._norm(gradients) > 0 for gradients in found[1].gradients) else "no gradient"
-        )
+        moved = any(training_comparison._norm(gradients) > 0 for gradients in stock.record.gradients)
+        return [] if moved else "no gradient"
     # Stock against itself on wider batches shows the effect of rounding alone
-    padded = _run(replace(case, config={**case.config, "pad_to_multiple_of": 32}), STOCK, workshop)
-    if isinstance(padded, Exception):
+    wider = replace(drawn, case=replace(drawn.case, config={**drawn.case.config, "pad_to_multiple_of": 32}))
+    padded = _run(wider, STOCK, workshop)
+    if isinstance(padded, Exception) or "neftune_noise_alpha" in drawn.case.config:  # its noise depends on the width
         return wrong
-    own = next((x for x in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2) if _within(padded, found[1], x)), math.inf)
-    if own < 1 and not _differences(case, *found, tolerance=3 * own):
+    own = next((x for x in (1e-4, 3e-4, 1e-3, 3e-3, 1e-2) if _within(padded.record, stock.record, x)), math.inf)
+    if own < 1 and not _differences(drawn, ours, stock, tolerance=3 * own):
         return f"rounding: {len(wrong)} differences, within 3 times those of stock itself on wider batches ({own:.0e})"
     return wrong
+
+
+def _run(drawn: Draw, trainers: Trainers, workshop: Workshop) -> Any:
+    """Return the `Result` of one training, or the error that it raised."""
+    case, kind, seen = drawn.case, drawn.case.trainer, []
+    trainer_class, config_class = getattr(trainers, f"{kind}_trainer"), getattr(trainers, f"{kind}_config")
+    if trainers.records_batches:
+        case = replace(case, ours={})
+    else:
+        config_class = partial(config_class, **case.ours)
+    try:
+        with overridden(drawn.override, trainer_class, seen) as (of_user, prepare):
+            changed = {f"{kind}_trainer": of_user, f"{kind}_config": config_class}
+            record = train(case, replace(trainers, **changed), workshop, prepare=prepare)
+    except Exception as error:
+        return error
+    return Result(record, seen)
 
 
 def _within(padded: Record, stock: Record, tolerance: float) -> bool:
@@ -332,30 +145,60 @@ def _within(padded: Record, stock: Record, tolerance: float) -> bool:
     )
 
 
-def _run(case: Case, trainers: Trainers, workshop: Workshop) -> Any:
-    try:
-        return train(case, trainers, workshop)
-    except Exception as error:
-        return error
-
-
-def _finite(record: Record) -> bool:
+def _is_finite(record: Record) -> bool:
     return all(bool(update.isfinite().all()) for update in record.updates.values())
 
 
-def _differences(case: Case, ours: Record, stock: Record, tolerance: float = TOLERANCE) -> list[str]:
+def _differences(drawn: Draw, ours: Result, stock: Result, tolerance: float = TOLERANCE) -> list[str]:
+    lengths = [(len(x.record.logs), len(x.record.gradients)) for x in (ours, stock)]
+    if lengths[0] != lengths[1]:
+        return [f"numbers of logs and steps: ours {lengths[0]}, stock {lengths[1]}"]
     with patch.object(training_comparison, "TOLERANCE", tolerance):
-        wrong = metrics_differ(case, ours, stock)
-        if case.trainer == "dpo" or case.ours.get("keep_groups_together") is False:  # otherwise other rows share one
-            for i, (got, want) in enumerate(zip(ours.losses, stock.losses, strict=True)):
-                if not training_comparison._close(got, want, stock.advantage):
-                    wrong.append(f"loss of micro-batch {i}: ours {got!r}, stock {want!r}")
-    return wrong + _tensors_differ(ours, stock, tolerance)
+        wrong = metrics_differ(drawn.case, ours.record, stock.record, counts=drawn.override is None)
+    if ours.record.best[1] != stock.record.best[1]:
+        wrong.append(f"best metric and its step: ours {ours.record.best}, stock {stock.record.best}")
+    return (
+        wrong + _reads_differ(ours.seen, stock.seen, tolerance) + _tensors_differ(ours.record, stock.record, tolerance)
+    )
+
+
+def _reads_differ(ours: Seen, stock: Seen, tolerance: float) -> list[str]:
+    """Return the first difference in what the user's code read."""
+    if [what for what, _ in ours] != [what for what, _ in stock]:
+        return [f"the user's code read {len(ours)} values, with stock {len(stock)}"]
+    for place, ((what, got), (_, want)) in enumerate(zip(ours, stock, strict=True)):
+        found = _values_differ(got, want, tolerance)
+        if found:
+            return [f"{what} {place} that the user's code read: {found}"]
+    return []
+
+
+def _values_differ(got: Any, want: Any, tolerance: float) -> str | None:
+    """Return where two values differ: numbers, sums of an entry and of its absolute values, or containers of them."""
+    if isinstance(got, dict) and isinstance(want, dict):
+        if got.keys() != want.keys():
+            return (
+                f"entries {sorted(got.keys() - want.keys())} of ours alone, {sorted(want.keys() - got.keys())} of TRL's"
+            )
+        inner = ((name, _values_differ(got[name], want[name], tolerance)) for name in want)
+        return next((f"{name}: {found}" for name, found in inner if found), None)
+    if isinstance(got, list) and isinstance(want, list):
+        if len(got) != len(want):
+            return f"{len(got)} values for {len(want)}"
+        return next((x for x in (_values_differ(a, b, tolerance) for a, b in zip(got, want, strict=True)) if x), None)
+    if isinstance(got, tuple) and isinstance(want, tuple):
+        return (
+            f"{got} for {want}"
+            if any(abs(a - b) > tolerance * (1 + want[1]) for a, b in zip(got, want, strict=True))
+            else None
+        )
+    is_near = got == want if got is None or want is None else abs(got - want) <= tolerance * (1 + abs(want))
+    return None if is_near else f"{got} for {want}"
 
 
 def _tensors_differ(ours: Record, stock: Record, tolerance: float) -> list[str]:
     wrong = []
-    largest = max(training_comparison._norm(gradients) for gradients in stock.gradients)
+    largest = max((training_comparison._norm(gradients) for gradients in stock.gradients), default=0.0)
     with patch.object(training_comparison, "TOLERANCE", tolerance):
         for i, (got, want) in enumerate(zip(ours.gradients, stock.gradients, strict=True)):
             # Without an advantage, the gradient of a step is a rounding error
@@ -367,27 +210,30 @@ def _tensors_differ(ours: Record, stock: Record, tolerance: float) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=40)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first draw")
+    parser.add_argument("--first", type=int, default=0, help="number of the first draw")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    # A quarter of the time: each training collects garbage, and looks packages up
+    gc.freeze()
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     counts: Counter[str] = Counter()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         workshop = Workshop(Path(folder))
         for seed in range(arguments.first, arguments.first + arguments.draws):
             with open(os.devnull, "w") as nowhere, patch.object(sys, "stdout", nowhere):
-                found = outcome(seed, workshop)
+                found = outcome(draw(seed), workshop)
             word = found.split(":")[0] if isinstance(found, str) else "differs" if found else "same"
             if word == "differs" and seed in EXPLAINED:
                 word, found = "explained", f"explained: {EXPLAINED[seed]}"
             counts[word] += 1
             if word == "differs":
-                print(f"seed {seed}: {draw(seed)}")
+                print(f"draw {seed}: {draw(seed)}")
                 print("\n".join(f"    {line}" for line in found[:8]), flush=True)
             elif isinstance(found, str):
-                print(f"seed {seed}: {found}", flush=True)
+                print(f"draw {seed}: {found}", flush=True)
     summary = ", ".join(f"{count} {word}" for word, count in counts.most_common())
     print(f"{arguments.draws} draws from {arguments.first}: {summary}; {time.monotonic() - began:.0f} s")
     sys.exit(bool(counts["differs"]))

@@ -80,7 +80,10 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
         _zeroes_noise(case) and not situation.evaluation
     ),
     "in training, where groups are kept together": lambda case, situation: (
-        case.trainer in _GROUPED and case.ours.get("keep_groups_together") is not False and not situation.evaluation
+        case.trainer in _GROUPED
+        and case.ours.get("keep_groups_together") is not False
+        and case.config.get("gradient_accumulation_steps", 1) > 1  # rows stay in their optimizer step
+        and not situation.evaluation
     ),
     "where rows move between processes": lambda case, situation: False,  # these cases run on one
     "with DPO, while the policy equals a reference that was scored in another batch": (

@@ -8,13 +8,13 @@ import argparse
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import ANY, patch
 
 import datasets
 import torch
@@ -37,6 +37,7 @@ WALL_CLOCK = (
     "runtime",
     "samples_per_second",
     "steps_per_second",
+    "tokens_per_second",
     "model_preparation_time",
 )
 
@@ -55,6 +56,8 @@ class Trainers:
     kto_config: type | None = None
     rloo_trainer: type | None = None
     rloo_config: type | None = None
+    # Whether a subclass records losses and batches. Its `compute_loss` would be an override, which our plan respects
+    records_batches: bool = True
 
     @classmethod
     def of(cls, library: Any) -> "Trainers":
@@ -107,6 +110,10 @@ class Record:
     logit_size: float = 0.0  # mean |logit| of a DPO batch, from the model's own forward
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)  # before each optimizer step
     updates: dict[str, torch.Tensor] = field(default_factory=dict)  # final minus initial weights
+    best: tuple[float | None, int | None] = (
+        None,
+        None,
+    )  # the best metric and its step, as the trainer's state has them
     packed: bool = False  # whether a forward is one packed row, where the rows of the batch cannot be counted
     feeds: list[Feed] = field(default_factory=list)  # every forward of policy and reference model, with its tokens
 
@@ -128,7 +135,7 @@ class _Recorder(TrainerCallback):
         self.initial: dict[str, torch.Tensor] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: torch.nn.Module, **kwargs: Any) -> None:
-        self.initial = {name: param.detach().clone() for name, param in _trained(model)}
+        self.initial = self.initial or {name: param.detach().clone() for name, param in _trained(model)}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: torch.nn.Module, **kwargs: Any) -> None:
         self.record.gradients.append(
@@ -146,11 +153,12 @@ def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]
     return ((name, param) for name, param in model.named_parameters() if param.requires_grad)
 
 
-def _recording(trainer: type, record: Record) -> type:
-    class Recording(trainer):
-        # TRL syncs the weights to vLLM if this is not the global step; without vLLM nothing must be synced
-        _last_loaded_step = property(lambda self: self.state.global_step, lambda self, step: None)
+def _recording(trainers: Trainers, kind: str, record: Record) -> type:
+    trainer = getattr(trainers, f"{kind}_trainer")
+    if not trainers.records_batches:
+        return trainer
 
+    class Recording(trainer):
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
             if "advantages" in inputs and self.model.training:
                 mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
@@ -166,8 +174,19 @@ def _recording(trainer: type, record: Record) -> type:
     return Recording
 
 
-def train(case: Case, trainers: Trainers, workshop: Workshop, rounds: int = 1) -> Record:
-    """Train `case` from freshly loaded checkpoints, with `rounds` calls of `train()`, and return the record."""
+def train(
+    case: Case,
+    trainers: Trainers,
+    workshop: Workshop,
+    rounds: int = 1,
+    prepare: Callable[[Any], None] = lambda trainer: None,
+) -> Record:
+    """Train `case` from freshly loaded checkpoints, and return the record.
+
+    Args:
+        rounds (`int`): how often `case.calls` are made.
+        prepare (`Callable`): called with the trainer once it is built.
+    """
     record = Record()
     # A separate cache, because reference log-probs from another case's batch differ in the last bit
     with (
@@ -175,8 +194,10 @@ def train(case: Case, trainers: Trainers, workshop: Workshop, rounds: int = 1) -
         patch.object(datasets.config, "HF_DATASETS_CACHE", Path(output_dir) / "datasets"),
     ):
         trainer = build(case, trainers, workshop, output_dir, record)
-        for _ in range(rounds):
-            trainer.train()
+        prepare(trainer)
+        for call in rounds * case.calls:
+            getattr(trainer, call)()
+        record.best = (trainer.state.best_metric, trainer.state.best_global_step)
         if case.trainer in ("dpo", "kto"):
             batch = next(iter(trainer.get_train_dataloader()))
             with torch.no_grad():
@@ -228,17 +249,17 @@ def _policy(case: Case, workshop: Workshop) -> dict[str, Any]:
 
 def _dpo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
     conversational = case.model == "chat"
-    train_dataset = preferences(12, seed=1, conversational=conversational)
+    train_dataset = preferences(case.rows, seed=1, conversational=conversational)
     if case.streaming:
         train_dataset = train_dataset.to_iterable_dataset()
     ref_model = None
     if case.setup.endswith("ref_model"):
         ref_model = AutoModelForCausalLM.from_pretrained(workshop.model(case.model, seed=REFERENCE_SEED))
-    return _recording(trainers.dpo_trainer, record)(
+    return _recording(trainers, "dpo", record)(
         ref_model=ref_model,
-        args=trainers.dpo_config(**{"per_device_train_batch_size": 4, **config}),
+        args=trainers.dpo_config(**{"per_device_train_batch_size": 4, **config, **trainers.only_ours(case)}),
         train_dataset=train_dataset,
-        eval_dataset=preferences(5, seed=2, conversational=conversational) if _evaluates(config) else None,
+        eval_dataset=_eval_sets(case, config, lambda seed: preferences(5, seed, conversational=conversational)),
         **_policy(case, workshop),
     )
 
@@ -252,16 +273,18 @@ def _grpo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Work
         # TRL's GRPO takes no reference model: if beta > 0, it loads one from the policy's checkpoint.
         config = {"beta": 0.1, **config}
     base = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "temperature": 0.9}
-    trainer = _recording(trainers.grpo_trainer, record)(
+    trainer = _recording(trainers, "grpo", record)(
         reward_funcs=[REWARDS[name] for name in case.rewards],
         args=trainers.grpo_config(**{**base, **config, **trainers.only_ours(case)}),
         train_dataset=train_dataset,
-        eval_dataset=prompts(3, seed=2, conversational=conversational) if _evaluates(config) else None,
+        eval_dataset=_eval_sets(case, config, lambda seed: prompts(3, seed, conversational=conversational)),
         rollout_func=None if case.rollout == "generate" else ROLLOUTS[case.rollout],
         tools=[add] if case.rollout == "tool_call" else None,
         **_policy(case, workshop),
     )
     trainer.use_vllm = case.vllm
+    # TRL syncs the weights to vLLM if this is not the global step; without vLLM nothing must be synced
+    trainer._last_loaded_step = ANY
     return trainer
 
 
@@ -275,11 +298,11 @@ def _sft(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Works
             return Dataset.from_list([{"text": x["prompt"] + x["chosen"]} for x in pairs])
         return pairs.rename_column("chosen", "completion").remove_columns("rejected")
 
-    train_dataset = rows(12, seed=1)
-    return _recording(trainers.sft_trainer, record)(
-        args=trainers.sft_config(**{"per_device_train_batch_size": 4, **config}),
+    train_dataset = rows(case.rows, seed=1)
+    return _recording(trainers, "sft", record)(
+        args=trainers.sft_config(**{"per_device_train_batch_size": 4, **config, **trainers.only_ours(case)}),
         train_dataset=train_dataset.to_iterable_dataset() if case.streaming else train_dataset,
-        eval_dataset=rows(5, seed=2) if _evaluates(config) else None,
+        eval_dataset=_eval_sets(case, config, lambda seed: rows(5, seed)),
         **_policy(case, workshop),
     )
 
@@ -300,28 +323,32 @@ def _kto(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Works
         ref_model = AutoModelForCausalLM.from_pretrained(workshop.model(case.model, seed=REFERENCE_SEED))
     # TRL warns about weights that do not balance these rows, and advises these
     base = {"per_device_train_batch_size": 4, "desirable_weight": 0.6}
-    return _recording(trainers.kto_trainer, record)(
+    return _recording(trainers, "kto", record)(
         ref_model=ref_model,
         args=trainers.kto_config(**{**base, **config, **trainers.only_ours(case)}),
-        train_dataset=rows(12, seed=1),
-        eval_dataset=rows(5, seed=2) if _evaluates(config) else None,
+        train_dataset=rows(case.rows, seed=1),
+        eval_dataset=_eval_sets(case, config, lambda seed: rows(5, seed)),
         **_policy(case, workshop),
     )
 
 
 def _rloo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
     base = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "temperature": 0.9}
-    return _recording(trainers.rloo_trainer, record)(
+    return _recording(trainers, "rloo", record)(
         reward_funcs=[REWARDS[name] for name in case.rewards],
         args=trainers.rloo_config(**{**base, **config, **trainers.only_ours(case)}),
         train_dataset=prompts(case.prompts, seed=1, conversational=case.model == "chat"),
-        eval_dataset=prompts(4, seed=2, conversational=case.model == "chat") if _evaluates(config) else None,
+        eval_dataset=_eval_sets(case, config, lambda seed: prompts(4, seed, conversational=case.model == "chat")),
         **_policy(case, workshop),
     )
 
 
-def _evaluates(config: dict[str, Any]) -> bool:
-    return config.get("eval_strategy", "no") != "no"
+def _eval_sets(case: Case, config: dict[str, Any], make: Callable[[int], Dataset]) -> Any:
+    """Return one data set, one for each name, or `None`; `make` makes one from a seed."""
+    if case.eval_sets:
+        return {name: make(seed) for seed, name in enumerate(case.eval_sets, 2)}
+    evaluates = config.get("eval_strategy", "no") != "no" or "evaluate" in case.calls
+    return make(2) if evaluates else None
 
 
 def _digest(tensors: dict[str, torch.Tensor | None]) -> dict[str, list[float] | None]:

@@ -1,6 +1,7 @@
 """Compares losses, metrics, gradients and weights of two training runs, except metrics that may differ."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -56,17 +57,24 @@ def live_rows(case: Case, batch: MicroBatch) -> torch.Tensor:
     return live
 
 
-def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
-    """Return the differences of the logs that are not allowed, by log entry."""
+def metrics_differ(case: Case, ours: Record, stock: Record, counts: bool = True) -> list[str]:
+    """Return the differences of the logs that are not allowed, by log entry.
+
+    Args:
+        counts (`bool`): whether `skipped/*` must equal what hooks counted. They do not know of passes of a user's code.
+    """
     wrong: list[str] = []
     assert len(ours.logs) == len(stock.logs) > 0, (len(ours.logs), len(stock.logs))
     for i, (got_log, want_log) in enumerate(zip(ours.logs, stock.logs, strict=True)):
-        not_fed = {what: stock.fed(what, log=i) - ours.fed(what, log=i) for what in ("rows", "tokens", "forwards")}
-        rows_not_fed = stock.fed("rows", log=i, **POLICY_BATCHES) - ours.fed("rows", log=i, **POLICY_BATCHES)
+        evaluation = is_evaluation(want_log)
+        since = logs_since(stock.logs, i)
+        mode = {"training": not evaluation}
+        not_fed = {what: _not_fed(what, ours, stock, since, **mode) for what in ("rows", "tokens", "forwards")}
+        rows_not_fed = _not_fed("rows", ours, stock, since, **mode, **POLICY_BATCHES)
         unscored = any(
-            bool((~live_rows(case, batch) | (batch.tokens == 0)).any()) for batch in stock.batches if batch.log == i
+            bool((~live_rows(case, batch) | (batch.tokens == 0)).any()) for batch in stock.batches if batch.log in since
         )
-        situation = Situation(any(key.startswith("eval_") for key in want_log), unscored, first=i == 0)
+        situation = Situation(evaluation, unscored, first=i == 0)
         for key in sorted(want_log.keys() | got_log.keys()):
             if may_differ(key, case, situation):
                 continue
@@ -77,7 +85,7 @@ def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
             scale = metric_scale(case, key, want_log, stock.advantage, stock.logit_size)
             if not _close(got, want, scale):
                 wrong.append(f"log {i} {key}: ours {got!r}, stock {want!r}, scale {scale:.3g}")
-        if case.trainer in ("grpo", "rloo") and not {"loss", "eval_loss"}.isdisjoint(want_log):
+        if counts and case.trainer in ("grpo", "rloo") and not {"loss", "eval_loss"}.isdisjoint(want_log):
             prefix = "eval_" if situation.evaluation else ""
             counted = {"rows": rows_not_fed, "tokens": not_fed["tokens"], "passes": not_fed["forwards"]}
             if ours.packed:
@@ -89,6 +97,22 @@ def metrics_differ(case: Case, ours: Record, stock: Record) -> list[str]:
                 if got != count:
                     wrong.append(f"log {i} {prefix}skipped/{what}: ours {got!r}, counted by hooks {count}")
     return wrong
+
+
+def _not_fed(what: str, ours: Record, stock: Record, logs: range, **where: Any) -> int:
+    """Return what only stock fed to its models since the previous log of a mode."""
+    return sum(stock.fed(what, log=log, **where) - ours.fed(what, log=log, **where) for log in logs)
+
+
+def is_evaluation(log: dict[str, float]) -> bool:
+    return any(key.startswith("eval_") for key in log)
+
+
+def logs_since(logs: list[dict[str, float]], i: int) -> range:
+    """Return how many logs there were before that which entry `i` counts: since the last one of its mode."""
+    evaluation = is_evaluation(logs[i])
+    last = max((j for j in range(i) if is_evaluation(logs[j]) == evaluation), default=-1)
+    return range(last + 1, i + 1)
 
 
 def metric_scale(case: Case, key: str, log: dict[str, float], advantage: float, logit_size: float) -> float:
