@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 import pyarrow.compute as pc
@@ -184,10 +185,19 @@ def part_given(trainer: DPOInternals, pairs: list[int], batch: dict[str, Any]) -
 
 
 @contextmanager
-def reference_given(trainer: DPOInternals, log_probs: torch.Tensor | None) -> Iterator[None]:
-    """Make TRL's loss read `log_probs` `(2B, S - 1)` in the `with` block; `None` means the sums in the batch."""
-    outputs = FusedCausalLMOutput(log_probs=log_probs)
-    with replaced(trainer, ref_model=lambda **_: outputs, precompute_ref_logps=log_probs is None):
+def reference_given(
+    trainer: DPOInternals, log_probs: torch.Tensor | Callable[[], torch.Tensor] | None
+) -> Iterator[None]:
+    """Make TRL's loss read `log_probs` `(2B, S - 1)` in the `with` block; `None` means the sums in the batch.
+
+    A function is called once, where TRL runs the reference: after the policy's pass.
+    """
+
+    @cache
+    def outputs() -> FusedCausalLMOutput:
+        return FusedCausalLMOutput(log_probs=log_probs() if callable(log_probs) else log_probs)
+
+    with replaced(trainer, ref_model=lambda **_: outputs(), precompute_ref_logps=log_probs is None):
         yield
 
 

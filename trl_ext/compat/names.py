@@ -31,8 +31,8 @@ _NAMES = {
         "data_collator eval_dataset evaluation_loop f_alpha_divergence_coef f_divergence_type "
         "gather_function get_batch_samples get_decay_parameter_names get_optimizer_cls_and_kwargs "
         "is_deepspeed_enabled is_fsdp_enabled is_world_process_zero label_smoothing loss_types "
-        "loss_weights lr_scheduler model model_wrapped optimizer padding_free precompute_ref_logps "
-        "push_to_hub ref_model save_model state train train_dataset training_step"
+        "loss_weights lr_scheduler model model_wrapped neftune_noise_alpha optimizer padding_free "
+        "precompute_ref_logps push_to_hub ref_model save_model state train train_dataset training_step"
     ),
     "trl.trainer.grpo_config:GRPOConfig": "_VALID_DICT_FIELDS",
     "trl.trainer.grpo_trainer": "BaseTunerLayer VLLMGeneration gather gather_object get_peft_model is_peft_model",
@@ -46,8 +46,8 @@ _NAMES = {
         "get_decay_parameter_names get_high_entropy_mask get_optimizer_cls_and_kwargs "
         "get_train_dataloader importance_sampling_level is_deepspeed_enabled is_fsdp_enabled "
         "is_world_process_zero loss_type lr_scheduler model model_wrapped multi_objective_aggregation "
-        "num_generations num_iterations optimizer processing_class push_to_hub ref_model "
-        "reward_func_names reward_funcs reward_weights rollout_func save_model scale_rewards "
+        "neftune_noise_alpha num_generations num_iterations optimizer processing_class push_to_hub "
+        "ref_model reward_func_names reward_funcs reward_weights rollout_func save_model scale_rewards "
         "shuffle_dataset state tools top_entropy_quantile train train_dataset training_step "
         "use_transformers_continuous_batching use_vllm vllm_generation vllm_importance_sampling_clip_max"
         " vllm_importance_sampling_clip_min vllm_importance_sampling_correction "
@@ -57,21 +57,23 @@ _NAMES = {
     "trl.trainer.kto_trainer:KTOTrainer": (
         "__init_subclass__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
         "callback_handler create_model_card evaluation_loop gather_function is_world_process_zero model "
-        "ref_model save_model state train training_step"
+        "neftune_noise_alpha ref_model save_model state train training_step"
     ),
     "trl.trainer.rloo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.rloo_trainer:RLOOTrainer": (
-        "__init_subclass__ _init_training_state _metrics _tag_names _tokenizer accelerator add_callback "
-        "args aux_loss_enabled beta callback_handler create_model_card evaluation_loop gather_function "
-        "get_batch_samples is_world_process_zero model num_generations num_iterations processing_class "
-        "ref_model reward_func_names reward_weights save_model state train train_dataset training_step"
+        "__init_subclass__ _get_train_sampler _init_training_state _metrics _tag_names _tokenizer "
+        "accelerator add_callback args aux_loss_enabled beta callback_handler create_model_card "
+        "evaluation_loop gather_function get_batch_samples is_world_process_zero model "
+        "neftune_noise_alpha num_generations num_iterations processing_class ref_model reward_func_names"
+        " reward_weights save_model state train train_dataset training_step"
     ),
     "trl.trainer.sft_config:SFTConfig": "padding_free",
     "trl.trainer.sft_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.sft_trainer:SFTTrainer": (
         "__init_subclass__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
         "callback_handler compute_loss_func create_model_card evaluation_loop gather_function "
-        "is_world_process_zero label_smoother model padding_free save_model state train training_step"
+        "is_world_process_zero label_smoother model neftune_noise_alpha padding_free save_model state "
+        "train training_step"
     ),
 }
 # Functions, with the parameters of every supported release
@@ -223,6 +225,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
             ),
         ),
         "hash_module": ("(module)",),
+        "use_adapter": ("(model, adapter_name)",),
     },
     "trl.trainer.kto_trainer:KTOTrainer": {
         "_get_output_dir": ("(self, trial)",),

@@ -37,7 +37,7 @@ _OF_ALL = ("add_fused_lm_head", "BaseTunerLayer", "get_peft_model", "is_peft_mod
 REPLACED: dict[type, tuple[str, ...]] = {
     trl.SFTTrainer: (*_OF_ALL, _OFFLOADING),
     trl.DPOTrainer: (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module"),
-    trl.KTOTrainer: (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module"),
+    trl.KTOTrainer: (*_OF_ALL, _OFFLOADING, "create_model_from_path", "hash_module", "use_adapter"),
     trl.GRPOTrainer: (*_OF_ALL, "gather", "gather_object", "shuffle_sequence_dict", "use_adapter", "VLLMGeneration"),
     trl.RLOOTrainer: (*_OF_ALL, "shuffle_sequence_dict", "use_adapter"),
     transformers.Trainer: ("rotate_checkpoints",),

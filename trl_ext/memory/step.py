@@ -27,7 +27,8 @@ from ..host.reference import HostedReference
 from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
 from ..packing.packing import Packing
-from ..packing.support import has_dropout, positions_by_length, rebases
+from ..packing.randomness import randomness_of
+from ..packing.support import positions_by_length, rebases
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
@@ -200,7 +201,7 @@ def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: Allocati
     """Return the bytes of activations on the device and on the host, of the head, and of the highest total."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     packing = Packing(inner, padding_free=True, share_prompts=step.shares)
-    shares = step.shares and packing.padded_reason is None and not has_dropout(model)
+    shares = step.shares and packing.padded_reason is None and randomness_of(model) is None
     layout = _layout(step, model, fake, shares)
     before, host, highest, activations, offloaded = records.held, records.host, records.held, 0, 0
 
@@ -344,7 +345,7 @@ def facts_of(make: Callable[[], Any], router_aux_loss_coef: float | None) -> Mod
     sizes = [(x.nbytes, x.requires_grad) for x in model.parameters()]
     return ModelFacts(
         packs=packs,
-        shares=packs and not has_dropout(model),
+        shares=packs and randomness_of(model) is None,
         by_micro_batch=reason,
         weight_bytes=sum(size for size, _ in sizes),
         trained_bytes=sum(size for size, trains in sizes if trains),

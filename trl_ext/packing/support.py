@@ -1,32 +1,8 @@
-"""Which models can be packed, and whether dropout is active."""
+"""Which models can be packed."""
 
 from typing import Any
 
 from torch import nn
-
-_RATES = ("drop", "jitter")
-
-
-def draws_at_random(module: nn.Module) -> bool:
-    """Whether `module`, without its children, draws random numbers in training.
-
-    TRL's `disable_dropout` does not change the rates that transformers' attention (`attention_dropout`, `attn_pdrop`)
-    and routers of experts (`jitter_noise`) keep in attributes, nor PEFT's rates per adapter (`rank_dropout`).
-    """
-    bases = type(module).__mro__
-    if any(base.__name__ == "PveraLayer" for base in bases):
-        return True  # it samples its vectors for each token
-    if isinstance(module, nn.modules.dropout._DropoutNd) or "Dropout" in bases[0].__name__:
-        return bool(getattr(module, "p", 0.0) > 0)
-    found = [value for name, value in vars(module).items() if any(rate in name for rate in _RATES)]
-    rates = [x for value in found for x in (value.values() if isinstance(value, dict) else [value])]
-    return any(isinstance(x, float) and x > 0 for x in rates)
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Whether any module of `model` draws random numbers in training."""
-    return any(draws_at_random(module) for module in model.modules())
-
 
 _MASKABLE = {"full_attention", "sliding_attention"}
 # Rotary embeddings that depend only on the distance between tokens

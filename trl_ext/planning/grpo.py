@@ -11,8 +11,6 @@ from .non_finite import steps_in_backward
 from .plan import BY_LENGTH, Decision, Plan
 from .sampler_ratio import RatioRule
 
-_DROPOUT = " Dropout is active: a separate pass would make other random draws from the same distribution."
-
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOFacts:
@@ -30,7 +28,8 @@ class GRPOFacts:
     optimizer: str  # `args.optim`
     epoch_is_known: bool  # the training data has a length
     has_images: bool  # batches can hold images, which are not split by row
-    active_dropout: bool  # two passes over the same tokens differ
+    randomness: str | None  # why two passes over the same tokens differ
+    draws_for_batch: bool  # the draws can depend on the rows of a forward
     shares_prompts: bool  # rows of one forward share their prompt in training
     of_sequences: bool  # one importance ratio per completion, instead of one per token
     kl_times_ratio: bool  # the KL term is multiplied by the ratio
@@ -122,7 +121,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         of_sequences=facts.of_sequences and facts.loss_type != "vespo",
         bounds_ratio=facts.loss_type in ("cispo", "vespo") and not facts.has_own_loss,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
-        scores_at_generation=facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss,
+        scores_at_generation=_scores_at_generation(facts),
         keeps_groups_together=micro_batches.action == "run",
         balances=balance.action == "run",
         merges=merges,
@@ -171,7 +170,7 @@ def _check_options(facts: GRPOFacts) -> None:
 
 
 def _reads_every_row(facts: GRPOFacts) -> bool:
-    return facts.has_router_loss or facts.has_own_loss or facts.trains_expert_modules
+    return facts.has_router_loss or facts.has_own_loss or facts.trains_expert_modules or facts.draws_for_batch
 
 
 def _zero_advantage_reason(facts: GRPOFacts) -> str | None:
@@ -193,7 +192,15 @@ def _every_row_reason(facts: GRPOFacts) -> str:
         return "this trainer overrides the loss, which may send a gradient through any of them"
     if facts.has_router_loss:
         return "the router loss counts their tokens"
+    if facts.draws_for_batch:
+        return f"{facts.randomness}, which may depend on them"
     return "in TRL, an expert that only such completions reach has a gradient of 0, instead of none"
+
+
+def _scores_at_generation(facts: GRPOFacts) -> bool:
+    # A pass at another time, or over other rows, would make other random draws than TRL's
+    draws = facts.randomness is not None and not facts.force_on_policy_ratio
+    return facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss or draws
 
 
 def _policy(facts: GRPOFacts, keeps_mask: bool) -> Decision:
@@ -235,6 +242,9 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
         return Decision("old policy", "skip", f"Not needed, {aligned}", routine=True)
     if not trl_scores and not facts.force_on_policy_ratio:
         return Decision("old policy", "reuse", f"The training forward's log-probs are used, {aligned}", routine=True)
+    if trl_scores and facts.randomness is not None and not facts.force_on_policy_ratio:
+        reason = f"Runs on every generation batch, as in TRL, because {facts.randomness}, so two passes differ."
+        return Decision("old policy", "run", reason)
     if trl_scores and (facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss):
         overridden = "`_generate_and_score_completions`, which may read or change the log-probs"
         if facts.buffers_batches:
@@ -255,7 +265,7 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     slices_wait = facts.gradient_accumulation_steps % facts.steps_per_generation != 0 or not facts.epoch_is_known
     if misaligned and facts.steps_per_generation > 1 and slices_wait:
         reused += " Micro-batches that wait for a later optimizer step are scored just before the weights change."
-    return Decision("old policy", "reuse", f"{reused}{_DROPOUT if facts.active_dropout else ''}")
+    return Decision("old policy", "reuse", reused)
 
 
 def _reference(facts: GRPOFacts) -> Decision:
@@ -294,6 +304,8 @@ def _balance(facts: GRPOFacts) -> Decision:
         reason = "`balance=False`"
     elif facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss:
         reason = "this trainer overrides methods that make or read generation batches"
+    elif facts.draws_for_batch:
+        reason = f"{facts.randomness}, which may depend on the rows of a batch"
     elif (rule := _micro_batch_reason(facts)) is not None:
         reason = rule if facts.has_images else f"{rule}, so moving them would change the gradient"
     elif facts.own_step is not None and not facts.keep_groups_together:

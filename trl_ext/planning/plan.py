@@ -84,7 +84,7 @@ class PackingFacts:
     share_prompts: bool | None  # likewise
     unsupported: str | None  # why one row cannot hold several sequences; `padding_free=False` is a reason, too
     unshared: str | None  # why rows cannot share their leading tokens
-    active_dropout: bool  # two passes over the same tokens differ in training
+    randomness: str | None  # why two passes over the same tokens differ in training
     has_prompts: bool = True  # False: rows of SFT, whose config has no `disable_dropout` either
 
     @property
@@ -106,10 +106,10 @@ def check_packing_options(facts: PackingFacts) -> None:
     for name, asked in (("padding_free", facts.padding_free), ("share_prompts", facts.share_prompts)):
         if asked and facts.unsupported:
             raise ValueError(f"`{name}=True` is not supported here: {facts.unsupported}. Leave `{name}` at None.")
-    if facts.share_prompts and facts.active_dropout:
+    if facts.share_prompts and facts.randomness:
         raise ValueError(
-            "`share_prompts=True` is not supported in training: dropout is active, and a shared prompt would have one "
-            f"dropout mask for all its completions. Leave `share_prompts` at None, or {facts.switch_off}."
+            f"`share_prompts=True` is not supported in training: {facts.randomness}, and a shared prompt would have "
+            f"one dropout mask for all its completions. Leave `share_prompts` at None, or {facts.switch_off}."
         )
 
 
@@ -122,10 +122,10 @@ def plan_packing(facts: PackingFacts) -> PackingPlan:
     elif facts.unshared:
         what = "The prompt of each completion" if facts.has_prompts else "Each row"
         reason = f"Padding is dropped. {what} is computed separately: {facts.unshared}."
-    elif facts.active_dropout:
+    elif facts.randomness:
         reason = (
             f"Padding is dropped. Shared {'prompts' if facts.has_prompts else 'leading tokens'} are computed once in "
-            f"evaluation but not in training, because dropout is active. To share them in training too, "
+            f"evaluation but not in training, because {facts.randomness}. To share them in training too, "
             f"{facts.switch_off}."
         )
     else:
@@ -136,7 +136,7 @@ def plan_packing(facts: PackingFacts) -> PackingPlan:
     return PackingPlan(
         decision=Decision("packing", "run" if runs else "skip", reason),
         padding_free=runs,
-        share_in_training=runs and not facts.unshared and not facts.active_dropout,
+        share_in_training=runs and not facts.unshared and not facts.randomness,
     )
 
 

@@ -17,7 +17,8 @@ class RLOOFacts:
     own_reference: str | None  # which weights of a PEFT policy are the reference; None: a separate model
     epoch_is_known: bool  # the data set has a length
     shares_prompts: bool  # the rows of a forward share their prompt
-    active_dropout: bool
+    randomness: str | None  # why two passes over the same tokens differ
+    draws_for_batch: bool  # the draws can depend on the rows of a forward
     has_images: bool
     has_router_loss: bool
     trains_expert_modules: bool
@@ -90,6 +91,8 @@ def _every_row_reason(facts: RLOOFacts) -> str | None:
         return "the router loss counts their tokens"
     if facts.trains_expert_modules:
         return "in TRL, an expert that only such completions reach has a gradient of 0, instead of none"
+    if facts.draws_for_batch:
+        return f"{facts.randomness}, which may depend on them"
     if facts.has_images:
         return "a batch with images cannot be split by completion"
     return None
@@ -105,8 +108,8 @@ def _old_policy_reason(facts: RLOOFacts) -> str | None:
             f"(`gradient_accumulation_steps={facts.gradient_accumulation_steps}`, "
             f"`steps_per_generation={facts.steps_per_generation}`, `num_iterations={facts.num_iterations}`)"
         )
-    if facts.active_dropout:
-        return "dropout is active, so two passes differ"
+    if facts.randomness is not None:
+        return f"{facts.randomness}, so two passes differ"
     if not facts.epoch_is_known:
         return "an epoch of a streaming data set, and the optimizer step with it, can end after any micro-batch"
     own = facts.own_loss or facts.own_batches

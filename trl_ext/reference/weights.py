@@ -17,7 +17,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..packing.support import draws_at_random
+from ..packing.randomness import randomness_of_module
 from ..version import __version__
 from .code import code_of, state_of, without_source
 from .segments import write_file
@@ -141,10 +141,13 @@ class ReferenceWeights:
                     return str(kind)
         return None
 
-    def dropout(self, in_training: bool = True) -> str | None:
-        """Return the name of a module with dropout in training (not `in_training`: in its current mode), or None."""
-        on = ((name, x) for name, x in self.base.named_modules() if self._reads(name) and (in_training or x.training))
-        return next((name for name, module in on if draws_at_random(module)), None)
+    def randomness(self, in_training: bool = True) -> str | None:
+        """Return what makes two passes in training (not `in_training`: in the current mode) differ, or None."""
+        for name, module in self.base.named_modules():
+            found = randomness_of_module(name, module) if self._reads(name) else None
+            if found is not None and (in_training or module.training or not found.in_training_only):
+                return f"{found.reason} (`{name}`)" if found.of_tokens else found.reason
+        return None
 
     def hash(self, gathered: Gathered, here: bool = True) -> str:
         """Return a hash of all saved tensors that does not depend on sharding or on adapters that are off.

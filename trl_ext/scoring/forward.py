@@ -23,7 +23,7 @@ from ..heads.logits import LinearLogProbs, LogitTransform
 from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
 from ..packing.packing import Packing
-from ..packing.support import has_dropout
+from ..packing.randomness import Randomness, randomness_of
 from .checks import check_adapter, check_head
 from .head import LinearHead, OpaqueHead, logit_transform, resolve_head, score_by_module
 from .weight_layout import WeightLayout, weight_layout_of
@@ -58,7 +58,8 @@ class ScoringForward:
         self.token_counts = [0, 0, 0]  # tokens so far: processed with a gradient, without a gradient, and scored
         self.head_rows: str | None = None  # which rows of the head's weight the last pass used, and why
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
-        self._dropout: bool | None = None
+        self._randomness: Randomness | None = None
+        self._randomness_is_known = False
         self._checked: set[tuple[bool, bool, str]] = set()
 
     def __call__(
@@ -99,7 +100,9 @@ class ScoringForward:
             if labels is None:
                 raise ValueError("`fused_lm_head=True` needs `labels` or `shift_labels`, got neither. Pass one.")
             shift_labels = labels[:, 1:]
-            layout = self.packing.layout(model, args, kwargs, labels, share=self._may_share(model))
+            drawn = self._drawn_by(model)
+            if drawn is None or drawn.of_tokens:
+                layout = self.packing.layout(model, args, kwargs, labels, share=drawn is None)
         shard, factor = self._split(layout, kwargs.get("input_ids"), kwargs.get("attention_mask"), shift_labels)
         # Looked up on each call, because FSDP and PEFT may replace backbone and head after the forward is attached
         backbone_outputs = _backbone(model)(*args, **kwargs) if layout is None else run_packed(model, layout, kwargs)
@@ -179,11 +182,17 @@ class ScoringForward:
         layout.shard = shard = group.shard(tokens)
         return shard, group.gradient_factor
 
-    def _may_share(self, model: Any) -> bool:
-        """Whether equal leading tokens have equal hidden states. Active dropout makes them differ."""
-        if self._dropout is None and model.training:
-            self._dropout = has_dropout(model)
-        return not (model.training and self._dropout)
+    def forget_randomness(self) -> None:
+        """Look again, in the next pass, at what the model draws at random."""
+        self._randomness_is_known = False
+
+    def _drawn_by(self, model: Any) -> Randomness | None:
+        """Return what makes equal tokens have different hidden states in this pass."""
+        if not self._randomness_is_known:
+            self._randomness = randomness_of(model)
+            self._randomness_is_known = True
+        drawn = self._randomness
+        return None if drawn is not None and drawn.in_training_only and not model.training else drawn
 
     def _score_row(
         self,

@@ -29,7 +29,7 @@ from ..distributed.lora import keep_differentiable, make_adapter
 from ..distributed.ranks import Ranks
 from ..heads.kernels.work import triton_unavailable_reason
 from ..host.activations import ActivationsOnHost
-from ..packing.support import has_dropout
+from ..packing.randomness import Randomness, randomness_of
 from ..planning.plan import (
     Decision,
     PackingFacts,
@@ -221,14 +221,21 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Return whether a subclass overrides one of the methods that `REPLACEABLE` lists for a `part`."""
         return overrides(self, *REPLACEABLE[part]) is not None
 
+    def _randomness(self) -> Randomness | None:
+        """Return why two passes of the same weights differ in training; `None` if they are equal. All plans ask it."""
+        return randomness_of(self.model, self.neftune_noise_alpha)
+
     def _packing_facts(self) -> PackingFacts:
-        packing = self._scorer.policy.packing
+        packing, randomness = self._scorer.policy.packing, self._randomness()
+        unsupported = packing.padded_reason
+        if unsupported is None and randomness is not None and not randomness.of_tokens:
+            unsupported = f"{randomness.reason}, which may depend on the shape of the batch"
         return PackingFacts(
             padding_free=self._added.padding_free,
             share_prompts=self._added.share_prompts,
-            unsupported=packing.padded_reason,
+            unsupported=unsupported,
             unshared=packing.unshared_reason,
-            active_dropout=has_dropout(self.model),
+            randomness=None if randomness is None else randomness.reason,
         )
 
     def _packing_plan(self) -> PackingPlan:
@@ -246,6 +253,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _plan_again(self) -> None:
         """Replace the plan after a change."""
+        for forward in self._scorer.forwards:
+            forward.forget_randomness()
         self.plan = self._make_plan()
 
     def explain(self, verbose: bool = False) -> Plan:

@@ -392,7 +392,7 @@ def padding_reason(trainer: Any) -> str | None:
         return reason
     if getattr(trainer, "padding_free", False):
         return "TRL's collator joins the rows of a batch into one (`packing`)"
-    if trainer.args.neftune_noise_alpha is not None:
+    if trainer.neftune_noise_alpha is not None:
         return "the noise of `neftune_noise_alpha` depends on the width of the batch"
     if trainer.args.n_gpu > 1:
         return "one process uses several GPUs; start one process per GPU (`accelerate launch`)"

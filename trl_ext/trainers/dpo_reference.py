@@ -1,6 +1,7 @@
 """DPO's reference log-probs: each batch gets them from the user's columns, the store or a forward pass."""
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -97,17 +98,22 @@ class DPOReference(reference_source.ReferenceSource):
         self._labels = LastResult()  # new for each batch, because a collator may reuse the same tensors
         if from_columns:
             check_batch(inputs)
+        log_probs: Any
         if plan.source == "pass" and self.ranks.any(not from_columns):
-            log_probs = self._pass(inputs)
+            log_probs = partial(self._pass, inputs, model=self._model(prepared=True))
+            # Random draws of the reference come after those of the policy, as in TRL. With columns, ranks may differ
+            if plan.facts.varies is None or plan.facts.with_columns:
+                log_probs = log_probs()
         else:
             log_probs = self._found(inputs, wanted=plan.source == "store" and not from_columns)
         return internals.reference_given(self.host, None if from_columns else log_probs)
 
-    def _pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:
+    def _pass(self, batch: dict[str, Any], prepared: bool = True, model: Any = None) -> torch.Tensor:
         """Return the reference's log-probs of `batch`. `prepared`: whether Accelerate has prepared the policy."""
         if not prepared:
             self._labels = LastResult()
-        model, labels, budget = self._model(prepared), self.labels_of(batch), self.options.max_tokens_per_micro_batch
+        model = self._model(prepared) if model is None else model
+        labels, budget = self.labels_of(batch), self.options.max_tokens_per_micro_batch
         with unrecorded_pass(self.host), self.weights.entered():
             if budget is None or not self.host.model.training or not prepared:
                 return score_as_reference(self.host, model, batch, labels)

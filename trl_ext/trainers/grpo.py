@@ -21,7 +21,7 @@ from ..compat import grpo as internals
 from ..compat.choices import STEP, overrides
 from ..config import AddedGRPOFields
 from ..config import GRPOConfig as GRPOConfig  # earlier `training_args.bin` files refer to it here
-from ..packing.support import has_dropout, positions_by_length, trains_expert_modules
+from ..packing.support import positions_by_length, trains_expert_modules
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import prompt_of
 from ..planning.sampler_ratio import RatioRule
@@ -108,6 +108,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         options = AddedGRPOFields.of(args)
         own = self._reference_weights.own
         truncated = truncated_sampling(args)
+        randomness = self._randomness()
         rule = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
             bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
@@ -140,7 +141,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 has_router_loss=self.aux_loss_enabled,
                 trains_expert_modules=trains_expert_modules(self.model),
                 top_entropy_quantile=self.top_entropy_quantile,
-                active_dropout=has_dropout(self.model),
+                randomness=None if randomness is None else randomness.reason,
+                draws_for_batch=randomness is not None and not randomness.of_tokens,
                 sampler_ratio=rule,
                 sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
                 truncated_sampling=truncated if options.keep_sampling_mask or not CORRECTS_TRUNCATED_SAMPLING else (),

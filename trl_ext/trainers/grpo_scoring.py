@@ -126,7 +126,7 @@ class GRPOScoring:
         plan, training = self.trainer.plan, self.trainer.model.training
         one_distribution = plan.keeps_sampling_mask or not plan.facts.truncated_sampling
         one_distribution = one_distribution and self.trainer.args.repetition_penalty == 1.0
-        if _DIFFERENCE in metrics and training and one_distribution and not plan.facts.active_dropout:
+        if _DIFFERENCE in metrics and training and one_distribution and plan.facts.randomness is None:
             self._check.observe(largest_difference(gathered), self.sampled_at_step)
 
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:

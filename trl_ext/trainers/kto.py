@@ -13,7 +13,7 @@ from datasets import IterableDataset
 from ..compat.choices import overrides
 from ..compat.kto import KL_PASS, has_kl_rows, reference_given, sequences_of
 from ..compat.reference import recorded_loads
-from ..compat.replaced import unrecorded_pass
+from ..compat.replaced import names_replaced, unrecorded_pass
 from ..config import AddedStoreFields
 from ..config import KTOConfig as KTOConfig  # `training_args.bin` files refer to it here
 from ..planning.non_finite import labelled, not_finite_rows, prompt_of
@@ -46,6 +46,12 @@ class KTOReference(ReferenceSource):
 
     def sequences_of(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
         return sequences_of(batch, with_kl=not self._own_kl_pass)
+
+    @property
+    def is_run_by_trl(self) -> bool:
+        """Whether TRL's loss runs the reference: its random draws then come after those of the policy, as in TRL."""
+        plan = self.host.plan
+        return plan.source == "pass" and plan.facts.varies is not None
 
     def sums_of(self, batch: dict[str, Any]) -> list[torch.Tensor]:
         """Return the reference's log-probs of each completion, then of each row for the KL term, `(B,)` each."""
@@ -100,12 +106,15 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
         """Compute TRL's loss with reference log-probs from the source in the plan."""
         self._loss_reached = True
         self._ranks.check_same(inputs["input_ids"])
-        sums = self._source.sums_of(inputs)
-        with reference_given(self, inputs, sums), self._policy_scored(), self._non_finite.recorded(model) as scored:
+        if self._source.is_run_by_trl:
+            reference = names_replaced(trl.KTOTrainer, use_adapter=lambda *_, **__: self._reference_weights.entered())
+        else:
+            reference = reference_given(self, inputs, self._source.sums_of(inputs))
+        with reference, self._policy_scored(), self._non_finite.recorded(model) as scored:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
         def rows() -> dict[int, list[str]]:
-            return not_finite_rows({"policy": scored[-1], "reference": inputs["ref_logps"]}, labelled(inputs))
+            return not_finite_rows({"policy": scored[-1], "reference": inputs.get("ref_logps")}, labelled(inputs))
 
         self._non_finite.watch(loss, rows, lambda row: prompt_of(inputs, row))
         self._count_tokens()

@@ -57,14 +57,17 @@ class NonFiniteLoss:
 
     @contextmanager
     def recorded(self, model: Any) -> Iterator[list[Tensor]]:
-        """Record the log-probs that `model` scores in the `with` block, without virtual tokens of prompt tuning."""
+        """Record the log-probs that `model` is trained with in the `with` block.
+
+        Virtual tokens of prompt tuning have none.
+        """
         scored: list[Tensor] = []
         if self.action is None:
             yield scored
             return
 
         def record(module: Any, positional: Any, inputs: dict[str, Any], outputs: Any) -> None:
-            if inputs.get("fused_lm_head"):
+            if inputs.get("fused_lm_head") and outputs.log_probs.requires_grad:
                 scored.append(outputs.log_probs.detach()[:, -(inputs["input_ids"].shape[1] - 1) :])
 
         hook = model.register_forward_hook(record, with_kwargs=True)

@@ -17,6 +17,7 @@ from ..compat.choices import maybe_gather_lm_head_ctx, overrides
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
 from ..distributed.ranks import Ranks
+from ..packing.randomness import NEFTUNE, Randomness
 from ..planning.plan import SkipCounts
 from ..planning.reference import REFERENCES, ReferencePlan
 from ..reference.canary import Canary, tolerance_of
@@ -44,6 +45,8 @@ class Host(internals.ReferenceInternals, Protocol):
     def plan(self) -> ReferencePlan: ...
 
     def _plan_again(self) -> None: ...
+
+    def _randomness(self) -> Randomness | None: ...
 
     def _bypassed_by(self) -> str | None: ...
 
@@ -191,11 +194,11 @@ class ReferenceSource:
 
     def _varies_reason(self, weights: ReferenceWeights) -> str | None:
         args, own = self.host.args, self.kind != "model"
-        random_in, rope = weights.dropout(in_training=own), weights.rope_of_batch()
-        if random_in:
-            return f"it has dropout (`{random_in}`), so each pass makes other random draws"
-        if args.neftune_noise_alpha is not None and self.weights.own is not None:
-            return "`neftune_noise_alpha` adds noise to its embeddings, so each pass makes other random draws"
+        drawn, rope = weights.randomness(in_training=own), weights.rope_of_batch()
+        if drawn is None and own and self.host._randomness() == NEFTUNE:
+            drawn = NEFTUNE.reason
+        if drawn is not None:
+            return f"{drawn}, so each pass makes other random draws"
         if own and (args.bf16_full_eval or args.fp16_full_eval):
             name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
             return f"`{name}` casts the policy in evaluations, and the reference with it"

@@ -15,7 +15,7 @@ from ..compat import grpo as internals
 from ..compat.choices import STEP, overrides
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
-from ..packing.support import has_dropout, positions_by_length, trains_expert_modules
+from ..packing.support import positions_by_length, trains_expert_modules
 from ..planning.loss_inputs import prompt_of, replace_last
 from ..planning.micro_batches import RowTokens, micro_batches_per_step
 from ..planning.non_finite import check_first_rewards, not_finite_rows
@@ -78,6 +78,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     def _make_plan(self) -> RLOOPlan:
         args, own, options = self.args, self._reference_weights.own, AddedGroupFields.of(self.args)
+        randomness = self._randomness()
         own_loss = overrides(self, "_compute_loss") or ("compute_loss" if self._bypasses_loss else None)
         return plan_rloo(
             RLOOFacts(
@@ -88,7 +89,8 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
                 num_iterations=self.num_iterations,
                 epoch_is_known=hasattr(self.train_dataset, "__len__"),
                 shares_prompts=self._packing_plan().share_in_training,
-                active_dropout=has_dropout(self.model),
+                randomness=None if randomness is None else randomness.reason,
+                draws_for_batch=randomness is not None and not randomness.of_tokens,
                 has_images=isinstance(self.processing_class, ProcessorMixin),
                 has_router_loss=self.aux_loss_enabled,
                 trains_expert_modules=trains_expert_modules(self.model),

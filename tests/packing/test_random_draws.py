@@ -1,0 +1,236 @@
+"""What a model draws at random is found wherever its rate or its code is, and nothing else is."""
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, PveraConfig, VeraConfig, get_peft_model
+from transformers.integrations.neftune import neftune_post_forward_hook
+from trl.trainer.utils import disable_dropout_in_model
+
+from model_families import build
+from tiny import lora_config
+from trl_ext.packing.randomness import randomness_of
+
+TARGETS = {"target_modules": ["q_proj", "v_proj"]}
+ADAPTERS = {
+    "lora": (LoraConfig(lora_dropout=0.5, **TARGETS), True),
+    "lora without": (LoraConfig(**TARGETS), False),
+    "loha, of ranks": (LoHaConfig(rank_dropout=0.5, **TARGETS), True),
+    "loha, of modules": (LoHaConfig(module_dropout=0.5, **TARGETS), True),
+    "loha without": (LoHaConfig(**TARGETS), False),
+    "lokr": (LoKrConfig(rank_dropout=0.5, **TARGETS), True),
+    "boft": (BOFTConfig(boft_block_size=4, boft_dropout=0.5, **TARGETS), True),
+    "boft without": (BOFTConfig(boft_block_size=4, **TARGETS), False),
+    "vera": (VeraConfig(vera_dropout=0.5, **TARGETS), True),
+    "pvera, whose vectors are drawn": (PveraConfig(**TARGETS), True),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT warns about missing kernels
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_dropout_is_detected_exactly_if_two_passes_differ(name):
+    config, draws = ADAPTERS[name]
+    config.init_weights = config.init_lora_weights = False
+    model = get_peft_model(build("untied"), config).train()
+    for param in model.parameters():
+        if param.requires_grad:
+            torch.nn.init.normal_(param, std=0.5)
+    ids = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    differs = not all(torch.equal(model(ids).logits, model(ids).logits) for _ in range(8))
+    assert differs == draws
+    assert (randomness_of(model) is not None) == draws
+
+
+class Layer(torch.nn.Module):
+    """Wraps a layer of the model."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+class WithNoise(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.noise(x)
+
+    def noise(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.1 * torch.randn_like(x)
+
+
+class WithFunction(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(self.layer(x), 0.1)
+
+
+class WithRandomDepth(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if random.random() < 0.5 else self.layer(x)
+
+
+class WithDropPath(Layer):
+    drop_path_rate = 0.0
+
+    def __init__(self, layer: torch.nn.Module, rate: float) -> None:
+        super().__init__(layer)
+        self.drop_path = rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class WithDropout(Layer):
+    def __init__(self, layer: torch.nn.Module, rate: float, kind: type = torch.nn.Dropout) -> None:
+        super().__init__(layer)
+        self.dropout = kind(rate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.layer(x))
+
+
+class Plain(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * self.layer(x)
+
+
+def wrapped(kind: Callable[..., Layer], *options: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        layer = model.model.layers[0]
+        layer.mlp = kind(layer.mlp, *options)
+
+    return change
+
+
+def hooked(hook: Callable[..., Any]) -> Callable[[Any], None]:
+    return lambda model: model.model.layers[0].register_forward_hook(hook) and None
+
+
+def noise_of(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x).uniform_()
+
+
+def with_helper(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output + noise_of(output)
+
+
+def with_size(size: float, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output + size * torch.rand_like(output)
+
+
+class Bank:
+    """Noise that was drawn before."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.values = torch.ones(3)
+
+    def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return output + self.values[self.calls % 3]
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.sizes: list[float] = []
+
+    def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        self.calls += 1
+        self.sizes.append(output.norm().item())
+
+
+def with_dropout_beside() -> Callable[..., Any]:
+    beside = torch.nn.Dropout(0.1)
+    return lambda module, inputs, output: beside(output)
+
+
+def with_counts() -> Callable[..., Any]:
+    counts = {"calls": 0}
+
+    def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        counts["calls"] += 1
+        return output * counts["calls"]
+
+    return hook
+
+
+def steered(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    output = output.clone()
+    output[:, 0] = 0.0
+    return output
+
+
+def with_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: own(x + torch.randn(x.shape))
+
+
+def with_another_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: own(2 * x)
+
+
+def with_rate_of_config(model: Any) -> None:
+    model.config.hidden_dropout = 0.1
+
+
+# Change of a model -> a word of the reason, None if the passes stay equal; and whether the draws are for tokens
+CHANGES: dict[str, tuple[Callable[[Any], None], str | None, bool]] = {
+    "nothing": (lambda model: None, None, False),
+    "layer with noise": (wrapped(WithNoise), "model.layers.0.mlp", False),
+    "layer with functional dropout": (wrapped(WithFunction), "model.layers.0.mlp", False),
+    "layer of random depth": (wrapped(WithRandomDepth), "model.layers.0.mlp", False),
+    "layer with drop path": (wrapped(WithDropPath, 0.1), "model.layers.0.mlp", False),
+    "layer without drop path": (wrapped(WithDropPath, 0.0), None, False),
+    "layer with dropout": (wrapped(WithDropout, 0.1), "dropout is active", True),
+    "layer with dropout of channels": (wrapped(WithDropout, 0.1, torch.nn.Dropout1d), "mlp.dropout", False),
+    "layer without dropout": (wrapped(WithDropout, 0.0), None, False),
+    "layer without noise": (wrapped(Plain), None, False),
+    "NEFTune": (hooked(neftune_post_forward_hook), "neftune_noise_alpha", False),
+    "hook with a helper": (hooked(with_helper), "forward hook of", False),
+    "hook that is partial": (hooked(functools.partial(with_size, 0.1)), "forward hook", False),
+    "hook that holds dropout": (hooked(with_dropout_beside()), "forward hook", False),
+    "hook of drawn noise": (hooked(Bank()), "forward hook", False),
+    "hook that counts and changes": (hooked(with_counts()), "forward hook", False),
+    "hook that counts": (hooked(Counter()), None, False),
+    "hook that logs": (hooked(lambda module, inputs, output: print(output.shape)), None, False),
+    "hook that steers": (hooked(steered), None, False),
+    "replaced forward": (with_forward, "replaced `forward`", False),
+    "replaced forward without noise": (with_another_forward, None, False),
+    "rate that no code reads": (with_rate_of_config, None, False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_user_adds_is_found_if_two_passes_can_differ(name: str) -> None:
+    change, word, of_tokens = CHANGES[name]
+    model = build("untied")
+    change(model)
+    for policy in (model, get_peft_model(model, lora_config())):
+        found = randomness_of(policy)
+        assert (found is not None) == (word is not None)
+        assert found is None or (word in found.reason and found.of_tokens == of_tokens)
+
+
+def test_a_rate_that_the_forward_reads_from_the_config_stays_with_disable_dropout() -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 97}
+    for rate, draws in ((0.1, True), (0.0, False)):
+        model = transformers.FalconForCausalLM(transformers.FalconConfig(**shape, hidden_dropout=rate)).train()
+        disable_dropout_in_model(model)
+        ids = torch.arange(12).view(1, 12)
+        assert torch.equal(model(ids).logits, model(ids).logits) != draws
+        assert (randomness_of(model) is not None) == draws
+
+
+def test_a_layer_that_may_be_dropped_draws_only_at_a_rate() -> None:
+    shape = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 97}
+    for rate, draws in ((0.1, True), (0.0, False)):
+        config = transformers.OPTConfig(**shape, word_embed_proj_dim=32, dropout=0.0, layerdrop=rate)
+        assert (randomness_of(transformers.OPTForCausalLM(config)) is not None) == draws

@@ -1,0 +1,160 @@
+"""Runs in which two passes of the same weights differ equal stock TRL's: the same draws, in the same passes."""
+
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+import trl_ext
+from drop_in_cases import Case
+from run_losses import Record, Trainers, build
+from tiny import Workshop
+from training_comparison import tensors_differ
+
+STOCK, OURS = Trainers.of(trl), Trainers.of(trl_ext)
+
+NEFTUNE = {"neftune_noise_alpha": 5.0}
+WITHOUT_KL = {"beta": 0.0}
+
+
+def by_hook(trainer: Any) -> None:
+    """Add noise in training, from the global random state."""
+
+    def noisy(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 0.3 * torch.randn_like(output) if module.training else output
+
+    trainer.model.get_input_embeddings().register_forward_hook(noisy)
+
+
+def by_hook_with_its_generator(trainer: Any) -> None:
+    """Add noise always, from a generator that the hook keeps."""
+    generator = torch.Generator().manual_seed(0)
+    layer = next(module for name, module in trainer.model.named_modules() if name.endswith("layers.0.mlp"))
+
+    def noisy(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 0.05 * torch.zeros_like(output).normal_(generator=generator)
+
+    layer.register_forward_hook(noisy)
+
+
+class Noise:
+    """A hook with a state, whose draws are in a helper."""
+
+    def __init__(self) -> None:
+        self.size = 0.3
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        return self.size * torch.rand(x.shape)
+
+    def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + self.of(output)
+
+
+def by_callable(trainer: Any) -> None:
+    trainer.model.get_input_embeddings().register_forward_hook(Noise())
+
+
+class NoisyLayer(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(self.layer(x), 0.3, self.training)
+
+
+def by_layer(trainer: Any) -> None:
+    for module in trainer.model.modules():
+        if hasattr(module, "mlp"):
+            module.mlp = NoisyLayer(module.mlp)
+
+
+def by_forward(trainer: Any) -> None:
+    layer = next(module for name, module in trainer.model.named_modules() if name.endswith("layers.0.mlp"))
+    own = layer.forward
+    layer.forward = lambda x: own(x) * (1 + 0.3 * torch.rand(x.shape[0], 1, 1))
+
+
+def nothing(trainer: Any) -> None:
+    """The config has the noise."""
+
+
+SOURCES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
+    "neftune": (nothing, NEFTUNE),
+    "hook": (by_hook, {}),
+    "generator": (by_hook_with_its_generator, {}),
+    "callable": (by_callable, {}),
+    "layer": (by_layer, {}),
+    "forward": (by_forward, {}),
+}
+RUNS: dict[str, Case] = {
+    "rloo": Case("rloo", "rloo", config=WITHOUT_KL),
+    "rloo-kl": Case("rloo", "rloo", "lora"),
+    "rloo-dead": Case("rloo", "rloo", config=WITHOUT_KL, rewards=("half_dead",)),
+    "grpo": Case("grpo", "grpo", config={"num_iterations": 2}),
+    "grpo-kl": Case("grpo", "grpo", "lora", config={"beta": 0.1, "steps_per_generation": 2}, steps=3),
+    "grpo-dead": Case("grpo", "grpo", config={}, rewards=("half_dead",)),
+    "dpo": Case("dpo", "dpo", "lora"),
+    "dpo-model": Case("dpo", "dpo", "ref_model"),
+    "kto": Case("kto", "kto", "lora"),
+    "kto-model": Case("kto", "kto", "ref_model"),
+    "sft": Case("sft", "sft"),
+}
+FAST = [
+    *(("neftune", run) for run in ("rloo", "grpo", "grpo-kl", "dpo", "kto")),
+    *(("hook", run) for run in ("rloo", "dpo", "sft")),
+    *(("generator", run) for run in ("rloo", "grpo-dead")),
+    *(("callable", "rloo"), ("layer", "rloo"), ("layer", "kto"), ("forward", "rloo"), ("forward", "grpo")),
+]
+
+
+def trained(case: Case, trainers: Trainers, workshop: Workshop, prepare: Callable[[Any], None]) -> tuple[Any, Record]:
+    record = Record()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(replace(case, learning_rate=0.01), trainers, workshop, folder, record)
+        prepare(trainer)
+        trainer.train()
+    return trainer, record
+
+
+@functools.cache
+def _stock(source: str, run: str, workshop: Workshop) -> Record:
+    prepare, config = SOURCES[source]
+    case = replace(RUNS[run], config={**RUNS[run].config, **config})
+    return trained(case, STOCK, workshop, prepare)[1]
+
+
+def differences(ours: Record, stock: Record) -> list[str]:
+    names = ("loss", "rewards/margins", "kl", "entropy", "clip_ratio/region_mean")
+    found = [
+        f"{name}: {mine.get(name)} for {log.get(name)}"
+        for mine, log in zip(ours.logs, stock.logs, strict=True)
+        for name in names
+        if name in log and abs(mine.get(name, torch.nan) - log[name]) > 1e-4 * max(1.0, abs(log[name]))
+    ]
+    found += [
+        f"{a} for {b}" for a, b in zip(ours.losses, stock.losses, strict=True) if abs(a - b) > 1e-5 * max(1.0, abs(b))
+    ]
+    return [*found, *tensors_differ("weight update", ours.updates, stock.updates)]
+
+
+@pytest.mark.parametrize(
+    ("source", "run"),
+    [
+        pytest.param(source, run, marks=() if (source, run) in FAST else pytest.mark.slow, id=f"{source}-{run}")
+        for source in SOURCES
+        for run in RUNS
+    ],
+)
+def test_a_run_with_noise_equals_stock_trls(source: str, run: str, workshop: Workshop) -> None:
+    prepare, config = SOURCES[source]
+    case = replace(RUNS[run], config={**RUNS[run].config, **config})
+    _, ours = trained(case, OURS, workshop, prepare)
+    stock = _stock(source, run, workshop)
+    assert any(abs(loss) > 1e-4 for loss in stock.losses)
+    assert not differences(ours, stock)
