@@ -14,6 +14,12 @@ CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"  # a template that 
 USER = {"role": "user", "content": "w1"}
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]
 
+# What to do about ShareGPT's messages in a COLUMN: TRL's own conversion keeps their roles
+CONVERSION = (
+    'Convert messages with `from` and `value`: `dataset.map(lambda row: {"COLUMN": [{"role": {"human": "user"}.get('
+    'x["from"], x["from"]), "content": x["value"]} for x in row["COLUMN"]]})`.'
+)
+
 
 class Mistake(NamedTuple):
     """`ours` is our whole message, `stock` a part of TRL's type and message. `…` is a temporary folder.
@@ -297,15 +303,13 @@ MISTAKES: dict[str, Mistake] = {
             processing_class=chatting(),
         ),
         "`prompt` of `train_dataset` must be text or a list of messages, got [{'from': 'human', "
-        "'value': 'w1'}] in its first row. Convert messages with `from` and `value`: "
-        "`train_dataset.map(trl.maybe_convert_to_chatml)`.",
+        "'value': 'w1'}] in its first row. " + CONVERSION.replace("COLUMN", "prompt"),
         "'list' object has no attribute 'endswith'",
     ),
     "GRPO, ShareGPT messages": Mistake(
         lambda b: b.grpo(train_dataset=asked([{"from": "human", "value": "w1"}]), processing_class=chatting()),
         "`prompt` of `train_dataset` must be text or a list of messages, got [{'from': 'human', "
-        "'value': 'w1'}] in its first row. Convert messages with `from` and `value`: "
-        "`train_dataset.map(trl.maybe_convert_to_chatml)`.",
+        "'value': 'w1'}] in its first row. " + CONVERSION.replace("COLUMN", "prompt"),
         "text input must be of type `str` (single example), `list[str]` (batch or single pretokeniz",
     ),
     "DPO, one message": Mistake(
@@ -411,8 +415,7 @@ MISTAKES: dict[str, Mistake] = {
     "SFT, ShareGPT messages": Mistake(
         lambda b: b.sft(train_dataset=said({"from": "human", "value": "w1"}), processing_class=chatting()),
         "`messages` of `train_dataset` must be a list of messages, got [{'from': 'human', 'value': "
-        "'w1'}] in its first row. Convert messages with `from` and `value`: "
-        "`train_dataset.map(trl.maybe_convert_to_chatml)`.",
+        "'w1'}] in its first row. " + CONVERSION.replace("COLUMN", "messages"),
         "No columns in the dataset match the model's forward method signature: (input_ids, labels,",
     ),
     "SFT, one message": Mistake(
@@ -445,7 +448,7 @@ MISTAKES: dict[str, Mistake] = {
             train_dataset=Dataset.from_list([{"prompt": "w1", "completion": [USER]}] * 4), processing_class=chatting()
         ),
         "`train_dataset` mixes text and messages: `prompt` is text, `completion` is messages in its "
-        "first row. Give all columns as text, or all as lists of messages.",
+        "first row. Give all columns as text, or all as lists of messages, with the prompt in `prompt` alone.",
         "can only concatenate str (not \"list\") to str OR 'list' object has no attribute 'endswith'",
     ),
     "SFT, a formatting function that returns a list": Mistake(
@@ -582,14 +585,13 @@ MISTAKES: dict[str, Mistake] = {
             train_dataset=labelled(True, False, prompt=[{"from": "human", "value": "w1"}]), processing_class=chatting()
         ),
         "`prompt` of `train_dataset` must be text or a list of messages, got [{'from': 'human', 'value': "
-        "'w1'}] in its first row. Convert messages with `from` and `value`: "
-        "`train_dataset.map(trl.maybe_convert_to_chatml)`.",
+        "'w1'}] in its first row. " + CONVERSION.replace("COLUMN", "prompt"),
         'can only concatenate list (not "str") to list',
     ),
     "KTO, text and messages": Mistake(
         lambda b: b.kto(train_dataset=labelled(True, False, completion=[USER]), processing_class=chatting()),
         "`train_dataset` mixes text and messages: `prompt` is text, `completion` is messages in its "
-        "first row. Give all columns as text, or all as lists of messages.",
+        "first row. Give all columns as text, or all as lists of messages, with the prompt in `prompt` alone.",
         "can only concatenate str (not \"list\") to str OR 'list' object has no attribute 'endswith'",
     ),
     "KTO, parts and a template of text": Mistake(

@@ -13,13 +13,23 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 import trl_ext
-from mistakes import MISTAKES, PARTS, asked, labelled, messages, pairs, said
+from data_mistakes import DATA_MISTAKES
+from mistakes import MISTAKES as OTHER_MISTAKES
+from mistakes import PARTS, asked, labelled, messages, pairs, said
 from short_training import LABELLED, PAIR, PAIRS, TEXTS, Bench, tokenizer
 from tiny import Workshop, lora_config
 from trl_ext.compat.arguments import check_numbers
 from trl_ext.compat.replaced import replaced
 
+MISTAKES = OTHER_MISTAKES | DATA_MISTAKES
 FAST = {
+    *(
+        "DPO, messages of the prompt twice",
+        "DPO, text of the prompt twice",
+        "DPO, answers that begin with the same words",
+    ),
+    *("SFT, roles of ShareGPT", "SFT, completion_only_loss on messages", "SFT, prepared rows without a label"),
+    *("DPO, template options that are None", "SFT, tools that are an empty text", "SFT, no message in a later row"),
     *("DPO, beta in quotes", "generations in quotes", "accumulation of 0", "max_prompt_length", "beta of the trainer"),
     *("ref_model of GRPO", "callbacks that are a class", "DPO, a prompt without messages", "DPO, ShareGPT messages"),
     *(

@@ -5,8 +5,7 @@ import logging
 import re
 import reprlib
 from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import takewhile
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from datasets import Dataset, IterableDataset
@@ -14,6 +13,10 @@ from torch import nn
 from trl import is_conversational
 
 from ..compat.choices import REWARD_COLUMNS_LEFT_OUT, REWARD_KEYWORDS
+from .checked_messages import COLUMNS_OF_MESSAGES, check_options, check_roles, check_template, sharegpt_hint
+from .checked_prompts import PROMPT_NAMES, check_missing_prompts, check_repeated_prompts, is_messages, mixed_hint
+from .checked_tokens import check_special_tokens
+from .sampled_rows import as_python, columns_of, first_empty, first_none, sampled_rows
 
 logger = logging.getLogger("trl_ext")
 
@@ -38,7 +41,7 @@ _METHODS_OF_COLUMNS = {
 
 # Other names that data sets give to columns
 _OTHER_NAMES = {
-    "prompt": ("prompts", "question", "query", "instruction", "input", "problem", "context"),
+    "prompt": PROMPT_NAMES,
     "completion": ("completions", "response", "output", "answer", "chosen"),
     "label": ("labels", "score", "rating"),
 }
@@ -80,39 +83,91 @@ def checked_rows(
     dataset: Any,
     dataset_name: str,
     processing_class: Any,
-    columns_of: Callable[[dict[str, Any], str], tuple[str, ...]],
+    read_columns: Callable[[dict[str, Any], str], tuple[str, ...]],
     *,
     has_end: bool,
 ) -> Any:
-    """Return the data set; raise `ValueError` if it lacks what TRL reads. Streams are checked when TRL reads them.
+    """Return the data set with rows of Python objects; raise `ValueError` if TRL cannot read it or would misread it.
+
+    Streams are checked when TRL reads them, and only their first row.
 
     Args:
         dataset_name (`str`): TRL's: "train", "eval", or a key of `eval_dataset`.
-        columns_of (`Callable`): takes a row and the name of its data set, and returns the columns with text or messages
-            that TRL reads. Raises `ValueError` if one is missing.
+        read_columns (`Callable`): takes a row and the name of its data set, and returns the columns with text or
+            messages that TRL reads. Raises `ValueError` if one is missing.
     """
-    name = f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]"
-    check_row = partial(
-        _check_row, columns_of=columns_of, name=name, processing_class=processing_class, has_end=has_end
-    )
+    name = named(dataset_name)
+    checks = _RowChecks(name, processing_class, read_columns, has_end)
     if not isinstance(dataset, Dataset):
-        return dataset.map(_FirstRow(check_row))
+        return as_python(dataset).map(_FirstRow(checks.check))
     check_dataset(dataset, name)
+    dataset = as_python(dataset)
     row = dataset[0]
-    columns = columns_of(row, name)
+    columns = read_columns(row, name)
     for column in columns:
         _check_filled(dataset, column, name)
-    check_row(row)
+    for column in columns:
+        _check_messages_exist(dataset, column, name, has_prompt="prompt" in row)
+    _check_options(dataset, name)
+    read = (*columns, *COLUMNS_OF_MESSAGES, *PROMPT_NAMES, "tools", "chat_template_kwargs", "label")
+    checks.check({**sampled_rows(dataset, read), 0: row})
     if "rejected" in columns:
         _warn_of_equal_pairs(dataset, name)
     elif "label" in row and "completion" in columns and dataset.format["type"] != "custom":
-        for place, label in enumerate(dataset.with_format(None).select_columns("label")["label"]):
+        for place, label in enumerate(dataset.select_columns("label")["label"]):
             _check_label(label, place, name)
     return dataset
 
 
+def named(dataset_name: str) -> str:
+    """Return the argument that is TRL's `dataset_name`: "train", "eval", or a key of `eval_dataset`."""
+    return f"{dataset_name}_dataset" if dataset_name in ("train", "eval") else f"eval_dataset[{dataset_name!r}]"
+
+
+@dataclass
+class _RowChecks:
+    """The checks of rows, all of the data set `name`. `read_columns` and `has_end` as for `checked_rows`."""
+
+    name: str
+    processing_class: Any
+    read_columns: Callable[[dict[str, Any], str], tuple[str, ...]]
+    has_end: bool
+
+    def check(self, rows: dict[int, dict[str, Any]]) -> None:
+        """Check row number -> row. Row 0 is among them."""
+        columns = self.read_columns(rows[0], self.name)
+        for place, row in rows.items():
+            self._check_row(row, place, columns)
+        check_roles(rows, columns, self.name, self.processing_class)
+        if "prompt" in columns:
+            check_repeated_prompts(rows, columns, self.name)
+        elif "chosen" in columns:
+            check_missing_prompts(rows, self.name)
+        check_special_tokens(rows, columns, self.name, self.processing_class)
+
+    def _check_row(self, row: dict[str, Any], place: int, columns: tuple[str, ...]) -> None:
+        name = self.name
+        check_options(row, place, name)
+        if columns == ("conversations",):  # TRL converts them
+            return
+        kinds = {x: _kind(row[x], x, place, name) for x in columns}
+        if len(set(kinds.values())) > 1:
+            raise ValueError(
+                f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {kind}' for x, kind in kinds.items())} in "
+                f"{_row(place)}. {mixed_hint(row, kinds)}"
+            )
+        # TRL's `is_conversational` reads the first message of any column
+        read = {x: row[x] for x in (*columns, "chat_template_kwargs") if row.get(x)}
+        check_template(read, name, self.processing_class)
+        if columns and not self.has_end and not is_conversational(read):
+            raise ValueError(
+                "`processing_class` has no `eos_token`, which ends each completion. Set it: "
+                '`processing_class.eos_token = "..."`.'
+            )
+
+
 def _warn_of_equal_pairs(dataset: Dataset, name: str) -> None:
-    if {"chosen", "rejected"} <= set(_columns(dataset) or ()):
+    if {"chosen", "rejected"} <= set(columns_of(dataset) or ()):
         first = dataset.with_format(None).select_columns(["chosen", "rejected"])[:_ROWS_COMPARED]
         if first["chosen"] == first["rejected"]:
             logger.warning(
@@ -140,13 +195,15 @@ def kto_columns(row: dict[str, Any], name: str) -> tuple[str, ...]:
 
 
 def sft_columns(row: dict[str, Any], name: str, *, text_field: str | None) -> tuple[str, ...]:
-    """Return the columns that SFT reads; none of rows that have token ids, or that TRL converts to messages or text.
+    """Return the columns that SFT reads; none of rows that have token ids, or whose text a `formatting_func` makes.
 
-    Without a `text_field`, a `formatting_func` makes the text.
+    There is no `text_field` then.
     """
-    chat = [x for x in ("messages", "conversations", text_field) if _is_chat(row.get(x or ""))]
-    if text_field is None or "input_ids" in row or _is_chat(row.get("conversations"), role="from"):
+    chat = [x for x in ("messages", "conversations", text_field) if is_messages(row.get(x or ""))]
+    if text_field is None or "input_ids" in row:
         return ()
+    if is_messages(row.get("conversations"), role="from"):
+        return ("conversations",)
     if "prompt" not in row:
         if "messages" in row and ("messages" in chat or text_field not in row):
             return ("messages",)
@@ -177,10 +234,6 @@ def formatted(formatting_func: Callable[[dict[str, Any]], Any], row: dict[str, A
     raise ValueError(
         f"`formatting_func` must return text, got {reprlib.repr(text)}. TRL calls it for each row: return one text."
     )
-
-
-def _is_chat(value: Any, role: str = "role") -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and role in value[0]
 
 
 def _missing(
@@ -217,59 +270,13 @@ def _check_label(label: Any, row: int, name: str) -> None:
 class _FirstRow:
     """Checks the first row of a stream once, while TRL prepares it, and not again in each worker or epoch."""
 
-    def __init__(self, check_row: Callable[[dict[str, Any]], None]) -> None:
-        self._checks = [check_row]
+    def __init__(self, check: Callable[[dict[int, dict[str, Any]]], None]) -> None:
+        self._checks = [check]
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         while self._checks:
-            self._checks.pop()(row)
+            self._checks.pop()({0: row})
         return row
-
-
-def _check_row(
-    row: dict[str, Any],
-    *,
-    columns_of: Callable[[dict[str, Any], str], tuple[str, ...]],
-    name: str,
-    processing_class: Any,
-    has_end: bool,
-) -> None:
-    columns = columns_of(row, name)
-    kinds = {x: _kind(row[x], x, name) for x in columns}
-    if "chosen" in kinds and "prompt" not in row:
-        _check_shared_prompt(row, name)
-    if len(set(kinds.values())) > 1:
-        raise ValueError(
-            f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {kind}' for x, kind in kinds.items())} in its "
-            "first row. Give all columns as text, or all as lists of messages."
-        )
-    # TRL's `is_conversational` reads the first message of any column
-    read = {x: row[x] for x in (*columns, "chat_template_kwargs") if row.get(x)}
-    _check_template(read, name, processing_class)
-    if columns and not has_end and not is_conversational(read):
-        raise ValueError(
-            "`processing_class` has no `eos_token`, which ends each completion. Set it: "
-            '`processing_class.eos_token = "..."`.'
-        )
-
-
-def _check_shared_prompt(row: dict[str, Any], name: str) -> None:
-    """Check the prefix that chosen and rejected share: TRL makes it the prompt, even if empty or cut within a word."""
-    chosen, rejected = row["chosen"], row["rejected"]
-    is_text = isinstance(chosen, str) and isinstance(rejected, str)
-    shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))]
-    likely = next((x for x in _OTHER_NAMES["prompt"] if row.get(x) is not None), None)
-    has_none = not shared or (is_text and not any(map(str.isspace, shared)))
-    if likely is not None and has_none and not (is_text and str(row[likely]) in "".join(shared)):
-        raise ValueError(
-            f"`{name}` has the columns {sorted(row)} but no `prompt`, and `chosen` and `rejected` of its first row do "
-            f'not start with the same prompt. Rename the column: `dataset.rename_column("{likely}", "prompt")`.'
-        )
-    if not shared:
-        logger.warning(
-            f"`{name}` has no `prompt`, and `chosen` and `rejected` of its first row do not start with the same text: "
-            "such rows have an empty prompt in training."
-        )
 
 
 def check_prompts(trainer: Any, processing_class: Any) -> None:
@@ -287,18 +294,28 @@ def _check_prompts(dataset: Any, name: str, processing_class: Any, method: str) 
 
     Without a `processing_class`, something else renders the prompts, so their content is not checked.
     """
-    columns = _columns(dataset)
+    columns = columns_of(dataset)
     if columns is not None and "prompt" not in columns:
         likely = next((x for x in _OTHER_NAMES["prompt"] if x in columns), "...")
         hint = f'Rename the column of prompts: `dataset.rename_column("{likely}", "prompt")`.'
         raise _missing(dict.fromkeys(columns), name, f"{method} reads `prompt`", {}, hint)
-    if columns is not None and isinstance(dataset, Dataset) and len(dataset):  # `_columns` is None with a transform
-        _check_filled(dataset, "prompt", name)
-        if processing_class is not None:
-            plain = dataset if dataset.format["type"] == "custom" else dataset.with_format(None)
-            row = {"prompt": plain[0]["prompt"]}
-            _kind(row["prompt"], "prompt", name)
-            _check_template(row, name, processing_class)
+    if columns is None or not isinstance(dataset, Dataset) or not len(dataset):  # None with a transform
+        return
+    _check_filled(dataset, "prompt", name)
+    if processing_class is None:
+        return
+    rows = sampled_rows(dataset, ["prompt"])
+    if dataset.format["type"] not in (None, "torch", "custom") and isinstance(rows[0]["prompt"], list):
+        raise ValueError(
+            f"`{name}` has the format {dataset.format['type']!r}, which makes arrays of messages. Remove it: "
+            "`dataset.with_format(None)`."
+        )
+    _check_messages_exist(dataset, "prompt", name, has_prompt=True)
+    for place, row in rows.items():
+        _kind(row["prompt"], "prompt", place, name)
+        check_template(row, name, processing_class)
+    check_roles(rows, ("prompt",), name, processing_class)
+    check_special_tokens(rows, ("prompt",), name, processing_class)
 
 
 def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generations: int) -> None:
@@ -323,7 +340,7 @@ def check_rewards(given: dict[str, Any], config: Any, *, has_environments: bool,
     reward_funcs, drops = given.get("reward_funcs"), getattr(config, "remove_unused_columns", False)
     if not has_environments:  # one may add its own reward
         _check_weights(reward_funcs, getattr(config, "reward_weights", None))
-    columns = _columns(None if drops else given.get("train_dataset"))
+    columns = columns_of(None if drops else given.get("train_dataset"))
     reserved = next((x for x in _RESERVED if x in (columns or ())), None)
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
         if reward is None or isinstance(reward, str | nn.Module):
@@ -389,35 +406,46 @@ def _check_keywords(reward: Callable[..., Any], given: list[str], *, are_all: bo
         )
 
 
-def _columns(dataset: Any) -> list[str] | None:
-    """Return the names of the columns; `None` if they are not known without reading a row."""
-    if isinstance(dataset, Dataset):
-        if dataset.format["type"] == "custom":  # a transform may make other columns, or draw random numbers
-            return None
-        if not dataset.format["output_all_columns"]:
-            return list(dataset.format["columns"])
-    return getattr(dataset, "column_names", None)
-
-
 def _check_filled(dataset: Dataset, column: str, name: str) -> None:
-    """Raise `ValueError` if the column is None in a row. Reads Arrow's null counts, not the values."""
-    if column not in (_columns(dataset) or ()) or not dataset.data.column(column).null_count:
+    """Raise `ValueError` if the column is None in a row."""
+    if (row := first_none(dataset, column)) is not None:
+        _refuse_none(column, row, name)
+
+
+def _check_messages_exist(dataset: Dataset, column: str, name: str, *, has_prompt: bool) -> None:
+    """Raise `ValueError` if a row has no message to render. TRL trains on an empty completion after a prompt."""
+    if column in ("chosen", "rejected", "completion") and has_prompt:
         return
-    is_none = dataset.data.column(column).is_null().to_numpy()
-    if dataset._indices is not None:  # rows were selected
-        is_none = is_none[dataset._indices.column(0).to_numpy()]
-    if is_none.any():
-        _refuse_none(column, int(is_none.argmax()), name)
+    row = first_empty(dataset, column)
+    if row is not None and (not has_prompt and column in ("chosen", "rejected")):
+        raise ValueError(
+            f"`{column}` is empty in row {row} of `{name}`, so it has no prompt: there is no column `prompt`. Remove "
+            "the row, or add the column."
+        )
+    if row is not None and not isinstance(dataset[row][column], str):
+        _kind([], column, row, name)
+
+
+def _check_options(dataset: Dataset, name: str) -> None:
+    """Raise `ValueError` if template options are None in a row, or tools an empty text."""
+    if (row := first_none(dataset, "chat_template_kwargs")) is not None:
+        check_options({"chat_template_kwargs": None}, row, name)
+    if (row := first_empty(dataset, "tools")) is not None and isinstance(dataset[row]["tools"], str):
+        check_options({"tools": ""}, row, name)
+
+
+def _row(place: int) -> str:
+    return f"row {place}" if place else "its first row"
 
 
 def _refuse_none(column: str, row: int, name: str) -> NoReturn:
     raise ValueError(f"`{column}` is None in row {row} of `{name}`. Fill it in, or remove the row.")
 
 
-def _kind(value: Any, column: str, name: str) -> str:
+def _kind(value: Any, column: str, place: int, name: str) -> str:
     """Return `"text"` or `"messages"`; raise `ValueError` for other values, which TRL cannot render."""
     if value is None:
-        _refuse_none(column, 0, name)
+        _refuse_none(column, place, name)
     if isinstance(value, str) and column != "messages":
         return "text"
     first = value[0] if isinstance(value, list) and value else None
@@ -433,39 +461,8 @@ def _kind(value: Any, column: str, name: str) -> str:
     elif isinstance(value, dict):
         hint = "Put the message into a list."
     elif isinstance(first, dict) and "from" in first:
-        hint = f"Convert messages with `from` and `value`: `{name}.map(trl.maybe_convert_to_chatml)`."
+        hint = sharegpt_hint(value, column)
     raise ValueError(
         f"`{column}` of `{name}` must be {'text or ' * (column != 'messages')}a list of messages, got "
-        f"{reprlib.repr(value)} in its first row. {hint}"
+        f"{reprlib.repr(value)} in {_row(place)}. {hint}"
     )
-
-
-def _check_template(row: dict[str, Any], name: str, processing_class: Any) -> None:
-    if not is_conversational(row):
-        return
-    options = row.get("chat_template_kwargs") or {}
-    if processing_class.chat_template is None and "chat_template" not in options:
-        raise ValueError(
-            f"`{name}` holds messages, but `processing_class` has no chat template to render them. Use an "
-            "instruct model's tokenizer, set `processing_class.chat_template`, or give the rows as text."
-        )
-    messages = [one for column, value in row.items() if column != "chat_template_kwargs" for one in value]
-    has_parts = any(isinstance(one, dict) and isinstance(one.get("content"), list) for one in messages)
-    if has_parts and not _renders_parts(partial(processing_class.apply_chat_template, tokenize=False, **options)):
-        raise ValueError(
-            f"`{name}` has messages whose `content` is a list of parts, but the chat template of `processing_class` "
-            "renders only text. Give the text as `content`, or use a template that renders parts."
-        )
-
-
-def _renders_parts(render: Callable[..., str]) -> bool:
-    """Return whether a chat template renders the parts of a list as text, and does not print the list."""
-
-    def rendered(content: Any) -> str:
-        try:
-            return render([{"role": "user", "content": content}])
-        except Exception:  # a template may raise any error
-            return ""
-
-    as_parts = rendered([{"type": "text", "text": "some-text"}])
-    return not rendered("some-text") or ("some-text" in as_parts and "'text'" not in as_parts)

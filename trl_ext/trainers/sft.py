@@ -3,11 +3,13 @@
 The methods of TRL's trainer that only SFT overrides are here; the others are in `base.py`.
 """
 
+import copy
 import dataclasses
 from functools import partial
 from typing import Any
 
 import trl
+from datasets import Dataset
 
 from ..config import AddedFields
 from ..config import SFTConfig as SFTConfig  # `training_args.bin` files refer to it here
@@ -15,7 +17,11 @@ from ..planning.non_finite import not_finite_rows
 from ..planning.plan import Decision, PackingFacts, PackingPlan, Plan
 from .base import ExactTrainer
 from .checked_arguments import check_sft_arguments
-from .checked_data import check_rows_are_left, checked_rows, formatted, sft_columns
+from .checked_data import check_rows_are_left, checked_rows, formatted, named, named_datasets, sft_columns
+from .checked_tokens import check_completion_only, check_labels, has_label, refuse_unlabeled
+from .sampled_rows import columns_of
+
+_ROWS_PREPARED_AGAIN = 8
 
 
 class SFTTrainer(ExactTrainer, trl.SFTTrainer):
@@ -31,6 +37,7 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
     _splits_rows = False
 
     def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
+        self._makes_labels = given.get("data_collator") is not None
         if config is not None:
             check_sft_arguments(config, own_loss=self._replaces("loss"))
         if self._packed_by_trl(config):
@@ -48,15 +55,32 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
             raise ValueError(
                 "`packing=True` needs `max_length`, the length of packed rows, got None. Set it, or `packing=False`."
             )
-        columns_of = partial(sft_columns, text_field=None if formatting_func else args.dataset_text_field)
+        read_columns = partial(sft_columns, text_field=None if formatting_func else args.dataset_text_field)
         has_end = self._tokenizer.eos_token is not None
-        dataset = checked_rows(dataset, dataset_name, processing_class, columns_of, has_end=has_end)
+        dataset = checked_rows(dataset, dataset_name, processing_class, read_columns, has_end=has_end)
+        columns = columns_of(dataset)
+        if columns is not None and not self._makes_labels:
+            evaluates = dataset_name != "train"
+            check_completion_only(set(columns), named(dataset_name), args.completion_only_loss, evaluates=evaluates)
         if formatting_func is not None:
             formatting_func = partial(formatted, formatting_func)
-        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        if dataset_name == "train":
+        prepare = partial(super()._prepare_dataset, processing_class=processing_class, formatting_func=formatting_func)
+        prepared = prepare(dataset, args=args, packing=packing, dataset_name=dataset_name)
+        if dataset_name == "train" and isinstance(prepared, Dataset) and not len(prepared):
+            # TRL drops rows without a label if there is a `max_length`, so see if they have one without it
+            unlimited = copy.copy(args)
+            unlimited.max_length = None
+            few = dataset.select(range(min(_ROWS_PREPARED_AGAIN, len(dataset))))
+            again = prepare(few, args=unlimited, packing=False, dataset_name=dataset_name)
+            if not any(has_label(row["labels"]) for row in again):
+                refuse_unlabeled("train_dataset")
             check_rows_are_left(prepared, args)
         return prepared
+
+    def _ready(self, callbacks: Any) -> None:
+        super()._ready(callbacks)
+        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
+            check_labels(dataset, name, evaluates=name != "train_dataset")
 
     # The plan
 

@@ -1,0 +1,298 @@
+"""Checks of where prompts are: one that TRL would train twice, drop, or make from the start of the answers."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+logger = logging.getLogger("trl_ext")
+
+Rows = Mapping[int, dict[str, Any]]  # row number -> row
+
+# Other names that data sets give to the column of prompts
+PROMPT_NAMES = (
+    *("prompts", "question", "query", "instruction", "input", "problem", "context", "questions", "instructions"),
+    *("user_input", "user_prompt", "post", "history", "trajectory", "conversation", "conversations"),
+)
+_ASKS = ("user", "human", "prompter")
+# Of the rows that are read: in fewer, a completion may begin with its prompt, or a prompt be missing, by chance
+_FEW = 0.1
+_PROMPTS = 4  # different prompts that completions must repeat to be an error, where no second completion confirms it
+_ANSWER_WORDS = 5  # answers with the same first words have up to so many in common
+
+
+def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> None:
+    """Raise `ValueError` if prompts are also at the start of the completions, so that TRL trains them twice.
+
+    `columns` are those that TRL reads. Messages are compared, so one row is enough. Text may start with its prompt by
+    chance, so in text all rows must: fewer are a warning.
+    """
+    with_prompt = {place: row for place, row in rows.items() if row.get("prompt")}
+    for place, row in with_prompt.items():
+        _check_repeated_messages(row, columns, place, name)
+    texts = {place: row for place, row in with_prompt.items() if isinstance(row["prompt"], str)}
+    if not texts:
+        return
+    completions = [x for x in columns if x != "prompt"]
+    repeats = {place: [_begins_with(row.get(x), row["prompt"]) for x in completions] for place, row in texts.items()}
+    whole = [place for place, found in repeats.items() if all(found)]
+    # A bad completion may be one that repeats the prompt, so `rejected` alone is no sign
+    in_first = [place for place, found in repeats.items() if found[0]]
+    prompts = {texts[place]["prompt"] for place in whole}
+    pairs = len(completions) > 1
+    is_certain = len(whole) == len(texts) and any(map(_is_long, prompts)) and (pairs or len(prompts) >= _PROMPTS)
+    if is_certain:
+        raise ValueError(
+            f"`prompt` of `{name}` is also at the start of {_listed(completions)}, in row {whole[0]} and every other "
+            f"row that was read, so it would be trained twice. {_removal(completions)}"
+        )
+    doubtful = whole if len(whole) >= _FEW * len(texts) else []
+    if pairs and not whole and len(in_first) == len(texts):
+        doubtful, completions = in_first, completions[:1]
+    if doubtful and any(_is_long(texts[place]["prompt"]) for place in doubtful):
+        logger.warning(
+            f"`prompt` of `{name}` is also at the start of `{completions[0]}`, in row {doubtful[0]} and in "
+            f"{len(doubtful)} of the {len(texts)} rows that were read, so it is trained twice there. "
+            f"{_removal(completions)}"
+        )
+
+
+def _check_repeated_messages(row: dict[str, Any], columns: tuple[str, ...], place: int, name: str) -> None:
+    prompt = row["prompt"]
+    if not is_messages(prompt):
+        return
+    completions = [x for x in columns if x != "prompt" and is_messages(row[x])]
+    repeating = [x for x in completions if _repeats(row[x], prompt)]
+    if not repeating:
+        return
+    can_be_removed = repeating == ["chosen", "rejected"] and all(
+        _same_messages(_without_system(row[x]), prompt) or _same_messages(row[x], prompt) for x in repeating
+    )
+    hint = f"Remove it from {_listed(repeating)}."
+    if can_be_removed:
+        hint = _removal(repeating)
+    elif repeating == ["completion"] and _same_messages(row["completion"], prompt):
+        hint = 'Remove it there: `dataset.map(lambda row: {"completion": row["completion"][len(row["prompt"]) :]})`.'
+    raise ValueError(
+        f"`prompt` of `{name}` is also at the start of {_listed(repeating)}, in row {place}, so it would be trained "
+        f"twice. {hint}"
+    )
+
+
+def mixed_hint(row: dict[str, Any], kinds: Mapping[str, str]) -> str:
+    """Return what to do about a row with text and messages."""
+    prompt = row.get("prompt")
+    chats = [x for x, kind in kinds.items() if kind == "messages" and x != "prompt" and row[x]]
+    if isinstance(prompt, str) and chats:
+        asked = [any(_is_asking(one) and _text(one) == _spaced(prompt) for one in row[x]) for x in chats]
+        if all(asked) and chats == ["chosen", "rejected"]:
+            return (
+                '`chosen` and `rejected` hold the prompt, too. Remove the column: `dataset.remove_columns("prompt")`.'
+            )
+        if all(asked) and chats == ["completion"] and len(row["completion"]) > 1:
+            return (
+                "The completion holds the prompt, too. Split it: `dataset.map(lambda row: "
+                '{"prompt": row["completion"][:-1], "completion": row["completion"][-1:]})`.'
+            )
+        if all(not _is_asking(row[x][0]) for x in chats):
+            return (
+                'Make the prompt a message: `dataset.map(lambda row: {"prompt": [{"role": "user", "content": '
+                'row["prompt"]}]})`.'
+            )
+    return "Give all columns as text, or all as lists of messages, with the prompt in `prompt` alone."
+
+
+def check_missing_prompts(rows: Rows, name: str) -> None:
+    """Check pairs without a `prompt`, which TRL takes from the start that `chosen` and `rejected` share.
+
+    Raises:
+        `ValueError`: TRL would drop the prompts, which are in another column, or could not make one.
+    """
+    pairs = {place: row for place, row in rows.items() if "prompt" not in row}
+    found = {place: _Start.of(row) for place, row in pairs.items() if _is_pair(row)}
+    if not found:
+        return
+    for place, start in found.items():
+        if start.wrong_cut:
+            raise ValueError(
+                f"`chosen` and `rejected` of `{name}` have no common start in row {place}, and `chosen` ends with a "
+                "space: TRL would make a prompt of all that precedes it. Remove the space: "
+                '`dataset.map(lambda row: {"chosen": row["chosen"].rstrip()})`.'
+            )
+    asked = {place: start for place, start in found.items() if start.other}
+    starts = {str(start.shared) for start in asked.values()}
+    # Prompts that differ do not begin with the same text, but answers may
+    all_same = len(starts) == 1 < len({start.other for start in asked.values()})
+    dropped = [place for place, start in asked.items() if (all_same or start.lacks_prompt) and not start.holds_other]
+    unrendered = [place for place, start in found.items() if start.is_chat and not start.shared]
+    if dropped and (len(dropped) > len(asked) / 2 or unrendered):
+        start = found[dropped[0]]
+        raise ValueError(
+            f"`{name}` has the columns {sorted(next(iter(rows.values())))} but no `prompt`, and `chosen` and "
+            f"`rejected` of row {dropped[0]} do not start with the same prompt: their common start is {start.shown}. "
+            f"{start.renaming}"
+        )
+    if unrendered:
+        raise ValueError(
+            f"`{name}` has no `prompt`, and `chosen` and `rejected` do not start with the same message in row "
+            f"{unrendered[0]}. Add the messages of the prompt as a column `prompt`, or remove the row."
+        )
+    if dropped and len(dropped) >= _FEW * len(asked):
+        start = found[dropped[0]]
+        logger.warning(
+            f"`{name}` has no `prompt`, and in {len(dropped)} of the {len(found)} rows that were read, such as row "
+            f"{dropped[0]}, the common start of `chosen` and `rejected` is not the prompt but {start.shown}. "
+            f"{start.renaming}"
+        )
+        return
+    empty = [place for place, start in found.items() if not start.shared]
+    if len(empty) > _FEW * len(found):
+        logger.warning(
+            f"`{name}` has no `prompt`, and `chosen` and `rejected` of row {empty[0]} do not start with the same text: "
+            "such rows have an empty prompt in training."
+        )
+
+
+@dataclass
+class _Start:
+    """What `chosen` and `rejected` share at their start, and the column that may hold the prompt instead."""
+
+    shared: Any  # text or messages
+    is_chat: bool
+    wrong_cut: bool  # TRL makes a prompt of `chosen` without its last character
+    other: str  # the text of that column; empty if there is none
+    holds_other: bool  # whether chosen holds the text of such a column
+    renaming: str  # how to make it the prompt
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "_Start":
+        chosen, rejected = row["chosen"], row["rejected"]
+        is_chat = not isinstance(chosen, str)
+        shared = [one for one, other in takewhile(lambda x: x[0] == x[1], zip(chosen, rejected, strict=False))]
+        names = [x for x in PROMPT_NAMES if _last_text(row.get(x))]
+        whole = " ".join(map(_text, chosen)) if is_chat else _spaced(chosen)
+        return cls(
+            shared=shared if is_chat else "".join(shared),
+            is_chat=is_chat,
+            wrong_cut=not is_chat and not shared and chosen.endswith(" ") and len(chosen) > 1,
+            other=_last_text(row[names[0]]) if names else "",
+            holds_other=any(_last_text(row[x]) in whole for x in names),
+            renaming=_renaming(row, names, is_chat),
+        )
+
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether the common start is none, or only the first words of two answers."""
+        if self.is_chat:
+            return not _without_system(self.shared)
+        # Such as "Human: ... Assistant:"
+        marked = any(mark in self.shared for mark in "\n?<[|") or self.shared.count(":") > 1
+        return not marked and len(self.shared.split()) <= _ANSWER_WORDS
+
+    @property
+    def shown(self) -> str:
+        shown = f"{len(self.shared)} messages" if self.is_chat else repr(self.shared)
+        return shown if self.shared else "empty"
+
+
+def _renaming(row: dict[str, Any], names: list[str], is_chat: bool) -> str:
+    if not names:
+        return ""
+    texts = [x for x in names if isinstance(row[x], str)]
+    both = [x for x in ("instruction", "input", "context") if x in texts]
+    if len(both) > 1:  # such as Alpaca's
+        value = " + ".join([f'row["{both[0]}"]', f'row["{both[1]}"]']).replace(" + ", ' + "\\n\\n" + ')
+    else:
+        value = f'row["{names[0]}"]'
+    if is_chat and texts:
+        value = f'[{{"role": "user", "content": {value}}}]'
+    elif len(both) < 2:
+        return f'Rename the column: `dataset.rename_column("{names[0]}", "prompt")`.'
+    return f'Make it of what you have: `dataset.map(lambda row: {{"prompt": {value}}})`.'
+
+
+def _is_pair(row: dict[str, Any]) -> bool:
+    values = [row.get("chosen"), row.get("rejected")]
+    return all(isinstance(x, str) for x in values) or all(isinstance(x, list) for x in values)
+
+
+def is_messages(value: Any, role: str = "role") -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and role in value[0]
+
+
+def _spaced(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _text(message: Any) -> str:
+    """Return the text of a message, with single spaces."""
+    if not isinstance(message, dict):
+        return ""
+    content = message.get("content", message.get("value"))
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return _spaced(content) if isinstance(content, str) else ""
+
+
+def _last_text(value: Any) -> str:
+    """Return a text, or the last of a list of messages."""
+    if isinstance(value, str):
+        return _spaced(value)
+    return _text(value[-1]) if isinstance(value, list) and value else ""
+
+
+def _is_asking(message: Any) -> bool:
+    return isinstance(message, dict) and str(message.get("role", message.get("from"))).lower() in _ASKS
+
+
+def _without_system(messages: list[Any]) -> list[Any]:
+    return [one for one in messages if not (isinstance(one, dict) and one.get("role") in ("system", "developer"))]
+
+
+def _same_messages(messages: list[Any], prompt: list[Any]) -> bool:
+    """Return whether messages begin with those of the prompt."""
+    return [(x.get("role"), _text(x)) for x in messages[: len(prompt)]] == [(x.get("role"), _text(x)) for x in prompt]
+
+
+def _repeats(completion: list[Any], prompt: list[Any]) -> bool:
+    """Return whether a completion begins with a user's message that the prompt has, or goes on to its last one."""
+    turns, asked = _without_system(completion), _without_system(prompt)
+    questions = {_text(one) for one in asked if _is_asking(one)} - {""}
+    if not turns or not _is_asking(turns[0]) or not questions:
+        return False
+    later = {_text(one) for one in turns if _is_asking(one)}
+    return _text(turns[0]) in questions or (_is_asking(asked[-1]) and _text(asked[-1]) in later)
+
+
+def _begins_with(text: Any, prompt: str) -> bool:
+    """Return whether a text begins with the prompt, perhaps after a mark such as "Human:", and goes on."""
+    if not isinstance(text, str):
+        return False
+    asked, told = _spaced(prompt), _spaced(text)
+    if not asked or len(told) <= len(asked):
+        return False
+    if told.startswith(asked):
+        return not (asked[-1].isalnum() and told[len(asked)].isalnum())  # not within a word
+    words = prompt.strip()
+    start = text.lstrip().find(words)
+    before = text.lstrip()[: max(start, 0)].rstrip(" ")
+    return 0 < len(before) <= 40 and before[-1] in ":]>\n" and _is_long(prompt)
+
+
+def _is_long(text: str) -> bool:
+    """Return whether a completion would hardly begin with the text by chance."""
+    return len(text.strip()) >= 12 or len(text.split()) > 1
+
+
+def _listed(columns: list[str]) -> str:
+    return " and ".join(f"`{x}`" for x in columns)
+
+
+def _removal(columns: list[str]) -> str:
+    if columns == ["chosen", "rejected"]:
+        return 'Remove the column: `dataset.remove_columns("prompt")`. TRL takes the start that both share as prompt.'
+    return (
+        f'Remove it there: `dataset.map(lambda row: {{"{columns[0]}": '
+        f'row["{columns[0]}"].strip().removeprefix(row["prompt"].strip())}})`.'
+    )

@@ -1,0 +1,145 @@
+"""Checks of what is trained on: tokens without a label, and special tokens that would be there twice."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from datasets import Dataset, IterableDataset
+
+from .sampled_rows import columns_of, sampled_rows
+
+logger = logging.getLogger("trl_ext")
+
+_REMOVE_START = "Remove it from the text, or give messages in place of text that a chat template made."
+_REMOVE_END = (
+    "Remove it and what follows it from the text. If the tokenizer adds it, set `processing_class.add_eos_token=False`."
+)
+_FEW = 0.1  # of the rows that are read: fewer texts may hold a special token for another reason
+_END = 80  # characters at either end of a text that are tokenized
+
+
+def check_special_tokens(
+    rows: Mapping[int, dict[str, Any]], columns: tuple[str, ...], name: str, processing_class: Any
+) -> None:
+    """Warn if text begins or ends with a special token that is added to it again, as to text from a chat template.
+
+    `columns` are those with text or messages that the trainer reads.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    begun: dict[int, str] = {}  # row -> the column whose text begins with BOS
+    within: dict[int, str] = {}
+    ended: dict[int, str] = {}
+    completions = [x for x in columns if x != "prompt"]
+    for place, row in rows.items():
+        first = "prompt" if "prompt" in columns else next(iter(columns), "")
+        if isinstance(row.get(first), str) and _begins_twice(row[first], tokenizer):
+            begun.setdefault(place, first)
+        for column in completions:
+            if _ends_twice(row.get(column), tokenizer):
+                ended.setdefault(place, column)
+            if first == "prompt" and _begins_with_bos(row.get(column), tokenizer):
+                within.setdefault(place, column)
+    for found, words, hint in (
+        (begun, f"would have {tokenizer.bos_token!r} twice at its start", _REMOVE_START),
+        (within, f"has {tokenizer.bos_token!r} at its start, so it would be after the prompt", _REMOVE_START),
+        (ended, f"would have {tokenizer.eos_token!r} twice at its end", _REMOVE_END),
+    ):
+        if len(found) > _FEW * len(rows):
+            place, column = next(iter(found.items()))
+            logger.warning(
+                f"`{column}` of `{name}` {words}, in row {place} and {len(found)} of the {len(rows)} rows that were "
+                f"read: TRL or the tokenizer adds it to text that has it. {hint}"
+            )
+
+
+def _begins_with_bos(text: Any, tokenizer: Any) -> bool:
+    bos = tokenizer.bos_token
+    return isinstance(text, str) and bool(bos) and bos != tokenizer.eos_token and text.startswith(bos)
+
+
+def _begins_twice(text: str, tokenizer: Any) -> bool:
+    if not tokenizer.bos_token or not text.startswith(tokenizer.bos_token):
+        return False
+    ids = tokenizer(text=text[:_END])["input_ids"]
+    return list(ids[:2]) == [tokenizer.bos_token_id] * 2
+
+
+def _ends_twice(value: Any, tokenizer: Any) -> bool:
+    """Return whether a text has a second EOS, after TRL has added one to a text that does not end with it.
+
+    Of messages, whether the last one ends with it: the chat template adds it.
+    """
+    eos = tokenizer.eos_token
+    if not eos:
+        return False
+    if isinstance(value, list):
+        last = value[-1] if value else None
+        content = last.get("content") if isinstance(last, dict) and last.get("role") == "assistant" else None
+        return isinstance(content, str) and content.rstrip().endswith(eos)
+    if not isinstance(value, str):
+        return False
+    ended = value if value.endswith(eos) else value + eos
+    if value.rstrip().endswith(eos) and ended != value:
+        return True
+    ids = tokenizer(text=ended[-_END:])["input_ids"]
+    return list(ids[-2:]) == [tokenizer.eos_token_id] * 2
+
+
+def check_completion_only(columns: set[str], name: str, completion_only: bool | None, *, evaluates: bool) -> None:
+    """Raise `ValueError` if `completion_only_loss=True` has no effect, because TRL knows no completion in the columns.
+
+    Prepared rows have token ids, and a mask or labels. For evaluation, only warn.
+    """
+    is_prepared = "input_ids" in columns
+    has_completion = columns >= {"prompt", "completion"}
+    if is_prepared:
+        has_completion = bool(columns & {"labels", "completion_mask"})
+    if completion_only and not has_completion:
+        hint = "Give `prompt` and `completion`, or leave it out."
+        if columns & {"messages", "conversations"}:
+            hint = "Set `assistant_only_loss=True`, which scores the assistant's messages alone."
+        if is_prepared:
+            hint = "Add `completion_mask` or `labels`, or leave it out."
+        message = (
+            f"`completion_only_loss=True` has no effect on `{name}`, which has the columns {sorted(columns)}: its loss "
+            f"would be of every token. {hint}"
+        )
+        if not evaluates:
+            raise ValueError(message)
+        logger.warning(message)
+    if completion_only is None and "completion_mask" in columns and "labels" not in columns and is_prepared:
+        logger.warning(
+            f"`completion_mask` of `{name}` is not read, so the loss is of prompts, too. Set "
+            "`completion_only_loss=True`, or remove the column."
+        )
+
+
+def check_labels(dataset: Any, name: str, *, evaluates: bool) -> None:
+    """Raise `ValueError` if no token of prepared rows has a label; for evaluation, warn of each such row."""
+    if isinstance(dataset, IterableDataset) or "labels" not in (columns_of(dataset) or ()) or not len(dataset):
+        return
+    unlabeled = [place for place, row in sampled_rows(dataset, ["labels"]).items() if not has_label(row["labels"])]
+    if not unlabeled:
+        return
+    if not any(has_label(row["labels"]) for row in _rows_of(dataset)):
+        refuse_unlabeled(name)
+    if evaluates:
+        logger.warning(
+            f"`{name}` has rows in which every label is -100, such as row {unlabeled[0]}. A batch of such rows counts "
+            "as a loss of 0 in the mean. Remove them: `dataset.filter(lambda row: max(row['labels']) >= 0)`."
+        )
+
+
+def refuse_unlabeled(name: str) -> NoReturn:
+    raise ValueError(
+        f"`{name}` has no token to train on: every label is -100 in all of its rows. Look at `labels` or the masks if "
+        "you made them; else the completions are empty, or the chat template leaves them out."
+    )
+
+
+def has_label(labels: Any) -> bool:
+    return any(label != -100 for label in labels)
+
+
+def _rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
+    yield from dataset.with_format(None, columns=["labels"])
