@@ -42,10 +42,6 @@ MESSAGES = Dataset.from_list([{"prompt": [{"role": "user", "content": "w1"}], "s
 USER = {"role": "user", "content": "w1"}
 
 
-def not_a_number(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [math.nan if place == 2 else 1.0 for place, _ in enumerate(completion_ids)]
-
-
 def infinite(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [math.inf if place == 2 else 1.0 for place, _ in enumerate(completion_ids)]
 
@@ -216,10 +212,6 @@ MISTAKES: dict[str, tuple[Callable[[Bench], None], tuple[str, str, str]]] = {
     # Rewards
     "no reward": (lambda b: b.grpo(reward_funcs=None), ("`reward_funcs`", "No reward source", "Pass")),
     "a reward that is none": (lambda b: b.grpo(reward_funcs=3), ("`reward_funcs`", "3", "Pass a function")),
-    "a reward that is NaN": (
-        lambda b: b.grpo(reward_funcs=not_a_number),
-        ("`reward_funcs`", "[nan] from ['not_a_number']", "Return a finite number"),
-    ),
     "a reward that is infinite": (
         lambda b: b.grpo(reward_funcs=infinite),
         ("`reward_funcs`", "[inf] from ['infinite']", "Return a finite number"),

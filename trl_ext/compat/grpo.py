@@ -1,9 +1,10 @@
 """The private parts of TRL's `GRPOTrainer`, as functions of a trainer."""
 
 import functools
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -18,24 +19,36 @@ from trl.trainer.utils import is_async_callable
 
 from .replaced import module_of, names_replaced, next_of, replaced
 
+logger = logging.getLogger("trl_ext")
 
-def nan_rewards_noted(reward: Any, noted: set[int]) -> Any:
-    """Wrap a reward function to add to `noted` the indices of completions that it gives NaN. Models stay unwrapped."""
+
+def checked_reward(reward: Any, warned_of: set[str]) -> Any:
+    """Wrap a reward function: an error if it does not return a list of rewards, and one warning if it returns NaN.
+
+    TRL takes NaN for None. `warned_of` holds the names of functions that a warning has named. Models stay unwrapped.
+    """
     if isinstance(reward, nn.Module):
         return reward
+    name = getattr(reward, "__name__", type(reward).__name__)
 
     def checked(rewards: Any, completions: list[Any]) -> list[Any]:
         try:
             given = list(rewards)
-            noted.update(place for place, value in enumerate(given) if value is not None and math.isnan(value))
+            nan_at = next((row for row, value in enumerate(given) if value is not None and math.isnan(value)), None)
             fits = len(given) == len(completions)
         except TypeError:
             fits = False
         if not fits:
-            name = getattr(reward, "__name__", type(reward).__name__)
             raise TypeError(
                 f"`reward_funcs`: `{name}` returned {rewards!r:.80} for {len(completions)} completions. Return a list "
                 "with a number for each completion, or None where the function does not apply."
+            )
+        if nan_at is not None and name not in warned_of:
+            warned_of.add(name)
+            logger.warning(
+                f"`reward_funcs`: `{name}` returned nan for completion {nan_at}. NaN counts as None, as in TRL: the "
+                "function does not apply there, and a completion to which none applies is not trained on. Return a "
+                "number, or None if you mean that."
             )
         return given
 
@@ -48,6 +61,30 @@ def nan_rewards_noted(reward: Any, noted: set[int]) -> Any:
         return checked(reward(*positional, **keywords), keywords["completions"])
 
     return awaited if is_async_callable(reward) else called
+
+
+def checked_rollout(rollout_func: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a `rollout_func`: an error unless it returns a completion for each prompt, none of them empty."""
+
+    def called(prompts: list[Any], *positional: Any) -> Any:
+        output = rollout_func(prompts, *positional)
+        completions = output.get("completion_ids") if isinstance(output, Mapping) else None
+        if completions is None:  # TRL names the missing keys
+            return output
+        if len(completions) != len(prompts):
+            raise ValueError(
+                f"`rollout_func` returned {len(completions)} completions for {len(prompts)} prompts. A prompt is "
+                "repeated for each of its completions: return one for each."
+            )
+        empty = next((row for row, ids in enumerate(completions) if not len(ids)), None)
+        if empty is not None:
+            raise ValueError(
+                f"`rollout_func` returned an empty completion in row {empty}. Return at least one token, such as the "
+                "token that ends completions."
+            )
+        return output
+
+    return called
 
 
 _MERGED = "merged_micro_batches"  # the entry of a slice that says how many of TRL's it holds
@@ -161,7 +198,7 @@ class Generation:
     def __init__(self, trainer: Any, trainer_class: Any, use_adapter: Callable[..., Any], **members: Any) -> None:
         self.trainer, self.trls, self.use_adapter, self.members = trainer, trainer_class, use_adapter, members
         self.rewards: Any = None
-        self.gave_nan_at: set[int] = set()
+        self._gave_nan: set[str] = set()
 
     def draw(self, inputs: Any, **members: Any) -> dict[str, Any]:
         """Generate and reward. `members` are replaced for this call only."""
@@ -170,12 +207,14 @@ class Generation:
         real_pass, agreed = getattr(trainer, PASS), trainer._ranks.agreed
 
         def recorded(*positional: Any, **keywords: Any) -> torch.Tensor:
-            with replaced(trainer, **{PASS: real_pass}), self._nan_noted(calculate):
+            with replaced(trainer, **{PASS: real_pass}), self._checked_rewards(calculate):
                 self.rewards = calculate(*positional, **keywords)
             return self.rewards
 
         def generated(*positional: Any, **keywords: Any) -> Any:
-            with replaced(trainer, **{PASS: real_pass}, _generate_single_turn=turn):
+            rollout_func = getattr(trainer, "rollout_func", None)  # RLOO has none
+            checked = {} if rollout_func is None else {"rollout_func": checked_rollout(rollout_func)}
+            with replaced(trainer, **{PASS: real_pass}, _generate_single_turn=turn, **checked):
                 return agreed(generate(*positional, **keywords))
 
         def turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
@@ -185,21 +224,12 @@ class Generation:
         with names_replaced(self.trls, use_adapter=self.use_adapter), replaced(trainer, **members):
             return next_of(trainer)._generate_and_score_completions(inputs)
 
-    def _nan_noted(self, calculate: Any) -> AbstractContextManager[None]:
-        trainer, self.gave_nan_at = self.trainer, set()
+    def _checked_rewards(self, calculate: Any) -> AbstractContextManager[None]:
         is_trls = getattr(calculate, "__func__", None) is self.trls._calculate_rewards
-        noted = {}
-        if is_trls and trainer.model.training and trainer.state.global_step == 0:
-            noted["reward_funcs"] = [nan_rewards_noted(reward, self.gave_nan_at) for reward in trainer.reward_funcs]
-        return replaced(trainer, **noted)
-
-    def gave_nan(self) -> torch.Tensor:
-        """Return which completions of all ranks got NaN from a reward function or model, `(B,)` bool."""
-        accelerator, device = self.trainer.accelerator, self.rewards.device
-        of_rank = torch.zeros(len(self.rewards) // accelerator.num_processes, dtype=torch.bool, device=device)
-        of_rank[torch.tensor(sorted(self.gave_nan_at), dtype=torch.long, device=device)] = True
-        are_models = [isinstance(reward, torch.nn.Module) for reward in self.trainer.reward_funcs]
-        return accelerator.gather(of_rank) | self.rewards[:, are_models].isnan().any(dim=1)
+        if not is_trls:  # a subclass may call its functions in another way
+            return nullcontext()
+        rewards = [checked_reward(reward, self._gave_nan) for reward in self.trainer.reward_funcs]
+        return replaced(self.trainer, reward_funcs=rewards)
 
 
 @contextmanager

@@ -314,7 +314,8 @@ def _wrong_engine(running: DetectedEngine) -> str | None:
     if running.name != "one process" and running.wrapping not in (None, wrapping):
         return (
             f"The engine is {running}, but the trained model is wrapped in {running.wrapping}, so gradients would not "
-            "be averaged correctly. Do not replace `trainer.model_wrapped` or `accelerator.prepare`."
+            "be averaged correctly. Do not replace `trainer.model_wrapped` or `accelerator.prepare`, and "
+            "do not prepare the model before training."
         )
     if running.autotp_size > 1:
         return (

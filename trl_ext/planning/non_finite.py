@@ -59,18 +59,22 @@ def why_not_skipped(*, engine: str | None, precision: str | None, optimizer: str
 
 
 def check_first_rewards(
-    rewards_BF: Tensor, gave_nan_B: Tensor, names: Sequence[str], *, infinite_is_watched: bool
+    rewards_BF: Tensor, weights_F: Tensor, names: Sequence[str], *, bounds: Sequence[float | None] | None = None
 ) -> None:
-    """Raise `ValueError` if a completion of the first generation batch has no finite reward.
+    """Raise `ValueError` if a completion of the first generation batch has an infinite reward.
 
-    `rewards_BF` are NaN where a reward function gave NaN or None; `gave_nan_B` marks NaN. If all functions give None,
-    TRL leaves the completion out, and that is no error.
+    Args:
+        rewards_BF (`Tensor`): NaN where a reward function gave None or NaN.
+        weights_F (`Tensor`): weights of the reward functions.
+        bounds (`Sequence`, *optional*): the lowest and the highest reward, to which RLOO clips the weighted sum.
     """
-    unrewarded_B = rewards_BF.isnan().all(dim=1) & gave_nan_B
-    infinite_B = rewards_BF.isinf().any(dim=1)
-    bad_B = unrewarded_B if infinite_is_watched else unrewarded_B | infinite_B
-    if bad_B.any():
-        row = int(bad_B.nonzero()[0])
+    reward_B = (rewards_BF * weights_F.to(rewards_BF.device)).nansum(dim=1)
+    if bounds:
+        reward_B = reward_B.clamp(min=bounds[0], max=bounds[1])
+    # Infinities of opposite signs are NaN
+    is_bad_B = ~reward_B.isfinite()
+    if is_bad_B.any():
+        row = int(is_bad_B.nonzero()[0])
         raise ValueError(
             f"`reward_funcs`: completion {row} of the first generation batch got {rewards_BF[row].tolist()} from "
             f"{list(names)}. Return a finite number for each completion, or None where a function does not apply."

@@ -24,6 +24,7 @@ from ..compat.choices import REPLACEABLE, overrides
 from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
 from ..config import AddedFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
+from ..distributed.evaluation import check_evaluation, check_training, wrapped_in_training
 from ..distributed.failures import rank_failures_reported
 from ..distributed.lora import keep_differentiable, make_adapter
 from ..distributed.ranks import Ranks
@@ -47,6 +48,7 @@ from ..scoring.scorer import Scorer
 from ..scoring.weight_layout import WHOLE_HERE
 from .callbacks import Lifecycle, MovesReference
 from .checked_arguments import adapter_padding_reason, bound_arguments, check_given, padding_reason
+from .checked_overrides import check_overrides
 from .checkpointing import Checkpoints
 from .non_finite import NonFiniteLoss
 from .reference_source import ReferenceSource
@@ -101,6 +103,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         given = bound_arguments(name, self._trl_trainer, self._config_class, self._added_fields, positional, keywords)
         config = given.get("args")
         check_given(name, given, config, self._config_class)
+        check_overrides(self, given.values())
         self._added = self._added_fields.of(config)
         self.skipped, self.fed = SkipCounts(), TokenCounts()
         self._ranks = Ranks()
@@ -293,6 +296,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             `ValueError`: no parameter is trained, or there is no checkpoint that this engine can resume from.
             `RankError`: another rank ended.
         """
+        check_training(self, detect_engine(self.accelerator, self.model))
         self._before_training()
         if not any(param.requires_grad for param in self.model.parameters()):
             hint = "Set it on those to train."
@@ -335,7 +339,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
         if self._source is not None:
             self._source.refresh_if_adapters_changed()
-        return super().evaluation_loop(*positional, **keywords)
+        check_evaluation(self, detect_engine(self.accelerator, self.model))
+        with wrapped_in_training(self):
+            return super().evaluation_loop(*positional, **keywords)
 
     def training_step(self, *positional: Any, **keywords: Any) -> Any:
         with self._in_step():

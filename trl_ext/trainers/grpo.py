@@ -29,6 +29,7 @@ from ..sampler.engine import EngineGeneration
 from .base import ExactTrainer
 from .checked_arguments import check_completion_length, check_groups, check_grpo_arguments, check_offloading_device
 from .checked_data import check_enough_prompts, check_prompts, check_rewards
+from .checked_generation import check_ends, check_generation, check_has_length, check_images
 from .grpo_generation import GRPOGeneration, truncated_sampling
 from .grpo_scoring import GRPOScoring
 
@@ -59,12 +60,17 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 columns_are_added=given.get("rollout_func") is not None or self._replaces("rollouts"),
             )
         if config is not None:
+            own_generation = given.get("rollout_func") is not None or self._replaces("generation")
             check_grpo_arguments(
                 config,
                 own_loss=self._replaces("loss"),
                 own_advantages=self._replaces("batches"),
-                own_generation=given.get("rollout_func") is not None or self._replaces("generation"),
+                own_generation=own_generation,
             )
+            if not own_generation:
+                check_generation(config)
+            has_tools = bool(given.get("tools") or given.get("environment_factory")) and not own_generation
+            check_has_length(config, has_tools=has_tools, own_loss=self._replaces("loss"))
         self._grpo_buffer = internals.Buffer(self)
         self._grpo_scoring = GRPOScoring(self, self._ranks, self._scorer, self._grpo_buffer)
         parts = self._grpo_scoring, self._grpo_buffer, self._balance
@@ -84,9 +90,11 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         rolled_out = self.rollout_func is not None or self._replaces("generation")
         if not rolled_out:  # otherwise completions may have any length
             check_completion_length(self.args, self.model)
+            check_ends(self)
         if self._replaces("batches") or self.environment_factories is not None:
             return
         check_prompts(self, None if rolled_out or self._replaces("rendering") else self.processing_class)
+        check_images(self.train_dataset, "train_dataset", self.processing_class)
 
     def _has_reference(self) -> bool:
         return bool(self.args.beta != 0)

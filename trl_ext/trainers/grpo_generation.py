@@ -68,10 +68,9 @@ class GRPOGeneration:
         batch = self._draw(inputs)
         if training:
             self.scoring.sampled_at_step = trainer.state.global_step
-            if trainer.state.global_step == 0:
-                watched = trainer._non_finite.action is not None
-                names = trainer.reward_func_names
-                check_first_rewards(self._trl.rewards, self._trl.gave_nan(), names, infinite_is_watched=watched)
+            # Infinite rewards of any batch are the business of `on_non_finite_loss`, if it is set
+            if trainer.state.global_step == 0 and trainer._non_finite.action is None:
+                check_first_rewards(self._trl.rewards, trainer.reward_weights, trainer.reward_func_names)
             equal_B = self._equal_rewards(batch)
             if trainer.plan.facts.max_draws > 1:
                 batch = self._without_dead_groups(batch, equal_B)

@@ -24,6 +24,7 @@ from ..planning.rows import ScoredTokens, every_token, rows_of_equal_rewards, sc
 from .base import ExactTrainer
 from .checked_arguments import check_completion_length, check_rloo_arguments
 from .checked_data import check_enough_prompts, check_prompts, check_rewards
+from .checked_generation import check_ends, check_generation, check_images
 from .generation_checkpoints import GenerationCheckpoints
 
 
@@ -47,6 +48,8 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
                 own_advantages=self._replaces("batches"),
                 own_generation=self._replaces("generation"),
             )
+            if not self._replaces("generation"):
+                check_generation(config)
         self._buffer = internals.Buffer(self)  # type: ignore[arg-type]
         self._generation = internals.Generation(
             self, trl.RLOOTrainer, lambda *_, **__: self._reference_weights.entered()
@@ -60,8 +63,10 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         self._make_plan()  # a wrong argument is an error here, not at the first step
         if not self._replaces("generation"):
             check_completion_length(self.args, self.model)
+            check_ends(self)
         if not self._replaces("batches"):
             check_prompts(self, None if self._replaces("rendering") else self.processing_class)
+            check_images(self.train_dataset, "train_dataset", self.processing_class)
 
     def _has_reference(self) -> bool:
         return bool(self.args.beta != 0)
@@ -132,10 +137,11 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         skipped = {internals.PASS: _no_pass} if self.plan.reuses_old_policy else {}
         batch = self._generation.draw(inputs, **skipped)
         rewards, accelerator = self._generation.rewards, self.accelerator
-        if self.model.training and self.state.global_step == 0:
-            watched = self._non_finite.action is not None
-            nan, names = self._generation.gave_nan(), self.reward_func_names
-            check_first_rewards(rewards, nan, names, infinite_is_watched=watched)
+        # Infinite rewards of any batch are the business of `on_non_finite_loss`, if it is set
+        if self.model.training and self.state.global_step == 0 and self._non_finite.action is None:
+            check_first_rewards(
+                rewards, self.reward_weights, self.reward_func_names, bounds=self.args.reward_clip_range
+            )
         if self.plan.reuses_old_policy:
             del batch["old_logps"]  # our loss adds it
         if self.model.training and self.plan.zeroes_equal_rewards:

@@ -1,0 +1,118 @@
+"""Checks of what GRPO and RLOO sample: options of `generate` or vLLM, ends of completions, and images of prompts."""
+
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Dataset
+from transformers import GenerationConfig, ProcessorMixin
+
+logger = logging.getLogger("trl_ext")
+
+
+def check_generation(config: Any) -> None:
+    """Raise `ValueError` if `generation_kwargs` has an option that TRL's trainers cannot follow; warn of doubtful ones.
+
+    For completions that the trainer samples itself, with transformers or vLLM.
+    """
+    given = config.generation_kwargs
+    if given is None:
+        return
+    copies = "n" if config.use_vllm else "num_return_sequences"
+    if given.get(copies) not in (None, 1):
+        raise ValueError(
+            f"`generation_kwargs` has `{copies}={given[copies]!r}`, but TRL samples one completion for each row of a "
+            "batch. Set `num_generations`."
+        )
+    temperature = given.get("temperature")
+    # The importance ratio to vLLM corrects for another temperature
+    is_corrected = config.use_vllm and getattr(config, "vllm_importance_sampling_correction", False)
+    if temperature is not None and temperature != config.temperature and not is_corrected:
+        logger.warning(
+            f"`generation_kwargs` has `temperature={temperature!r}`, but log-probs are computed with `temperature="
+            f"{config.temperature!r}`: the gradient is that of another distribution. Set `temperature` alone."
+        )
+    if not config.use_vllm:
+        _check_transformers(given, config)
+
+
+def _check_transformers(given: Mapping[str, Any], config: Any) -> None:
+    if given.get("stop_strings"):
+        raise ValueError(
+            f"`generation_kwargs` has `stop_strings={given['stop_strings']!r}`, but TRL calls `generate` without the "
+            "tokenizer that it needs, and would train on the padding after a stop string. End completions with a token "
+            "(`model.generation_config.eos_token_id`), or sample with vLLM and `stop`."
+        )
+    if given.get("return_dict_in_generate"):
+        raise ValueError(
+            "`generation_kwargs` has `return_dict_in_generate=True`, but TRL reads the tokens alone. Leave it out."
+        )
+    samples = given.get("do_sample", True)
+    if samples and given.get("temperature") is not None and not given["temperature"] > 0:
+        raise ValueError(
+            f"`generation_kwargs` has `temperature={given['temperature']!r}`, which must be above 0. For less random "
+            "samples, set a small `temperature`."
+        )
+    rows = config.per_device_train_batch_size * config.steps_per_generation
+    if given.get("prompt_lookup_num_tokens") and rows > 1:
+        raise ValueError(
+            f"`generation_kwargs` has `prompt_lookup_num_tokens={given['prompt_lookup_num_tokens']!r}`, which "
+            f"`generate` supports for one row at a time, but each process samples {rows}. Leave it out."
+        )
+    if not samples and (given.get("num_beams") or 1) == 1:
+        logger.warning(
+            "`generation_kwargs` has `do_sample=False`, so all completions of a prompt are equal, and their advantages "
+            "are zero unless the rewards are random. Leave it out to sample."
+        )
+    known = vars(GenerationConfig())
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean `{close[0]}`?" if close else ""
+            logger.warning(f"`generation_kwargs` has `{name}`, which `generate` does not know, and may ignore.{hint}")
+
+
+def check_ends(trainer: Any) -> None:
+    """Raise `ValueError` if `generate` ends rows at a token at which TRL does not cut completions."""
+    asked = (trainer.args.generation_kwargs or {}).get("eos_token_id")
+    ends = getattr(trainer, "eos_token_ids", None)  # TRL 1.16 and later
+    if trainer.use_vllm or asked is None or ends is None:
+        return
+    others = [token for token in (asked if isinstance(asked, list) else [asked]) if token not in ends]
+    # Padding cuts a completion if it is one of the ends
+    if others and trainer._tokenizer.pad_token_id not in ends:
+        raise ValueError(
+            f"`generation_kwargs` has `eos_token_id={asked!r}`, but TRL cuts completions after {list(ends)}, and would "
+            f"train on the padding after {others[0]!r}. Set `model.generation_config.eos_token_id`."
+        )
+
+
+def check_has_length(config: Any, *, has_tools: bool, own_loss: bool) -> None:
+    """Raise `ValueError` if `max_completion_length` is None where TRL computes with it."""
+    if config.max_completion_length is not None:
+        return
+    divides = getattr(config, "loss_type", None) == "dr_grpo" and not own_loss
+    if divides or has_tools:
+        what = '`loss_type="dr_grpo"` divides by it' if divides else "completions with tools are cut at it"
+        raise ValueError(f"`max_completion_length` is None, but {what}. Set it to a number of tokens.")
+
+
+def check_images(dataset: Any, name: str, processing_class: Any) -> None:
+    """Raise `ValueError` if a data set has a column of images, and the model reads none, or no row has one.
+
+    TRL reads such a column in each row, and then looks for the pixels of every batch.
+    """
+    columns = getattr(dataset, "column_names", None) or ()
+    column = next((x for x in ("images", "image") if x in columns), None)
+    if column is None or not isinstance(dataset, Dataset) or not len(dataset):
+        return
+    values = dataset.data.column(column)
+    if values.null_count == len(values):
+        state = "is None in every row"
+    # Read without decoding. An empty list is no image
+    elif not isinstance(processing_class, ProcessorMixin) and dataset.with_format("arrow")[0][column][0].as_py() != []:
+        state = "is for images, but the model reads none"
+    else:
+        return
+    raise ValueError(f'`{column}` of `{name}` {state}. Remove the column: `dataset.remove_columns("{column}")`.')

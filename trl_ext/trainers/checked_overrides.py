@@ -1,0 +1,128 @@
+"""Checks of a subclass: methods that earlier versions of TRL called, and that nothing calls now."""
+
+import inspect
+import io
+import logging
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from ..compat.removed import REMOVED_METHODS
+
+logger = logging.getLogger("trl_ext")
+
+_LIBRARIES = ("trl", "trl_ext", "transformers", "torch", "accelerate", "peft", "datasets")
+
+
+def check_overrides(trainer: Any, given: Iterable[Any]) -> None:
+    """Raise `ValueError` if a method that TRL has removed is overridden, and no code of the user mentions it.
+
+    Only warn if code of the same file, or of the script, mentions it: that code may call it.
+
+    Args:
+        given (`Iterable`): the arguments of the trainer, whose functions and callbacks may call the trainer's methods.
+    """
+    trls = trainer._trl_trainer.__name__
+    removed = {name: code for name, code in _methods(trainer) if name in REMOVED_METHODS[trls]}
+    dead = removed.keys() - _called(trainer, given, removed)
+    if dead:
+        owner = type(trainer).__name__
+        remedies = [f"{REMOVED_METHODS[trls][name]} instead of `{name}`" for name in removed if name in dead]
+        methods = ", ".join(f"`{name}`" for name in removed if name in dead)
+        message = f"`{owner}` has the method {methods}, which TRL no longer calls. {'; '.join(remedies)}."
+        if any(_is_mentioned_elsewhere(name, [removed[x] for x in dead]) for name in dead):
+            logger.warning(message)
+        else:
+            raise ValueError(f"{message} If your code calls it, rename it.")
+    _check_batch_samples(trainer)
+
+
+def _check_batch_samples(trainer: Any) -> None:
+    """Raise `ValueError` if `get_batch_samples` has the meaning that it had in DPO and KTO: sampling completions."""
+    try:
+        inspect.signature(trainer.get_batch_samples).bind(None, 1, None)
+    except TypeError:
+        raise ValueError(
+            f"`{type(trainer).__name__}.get_batch_samples` must take `(epoch_iterator, num_batches, device)`: "
+            "transformers calls it for the batches of a step, and TRL no longer samples completions with it. Rename it."
+        ) from None
+
+
+def _methods(trainer: Any) -> Iterator[tuple[str, list[CodeType]]]:
+    """Yield name and code of the methods of `trainer` that no library has defined."""
+    for attributes in (vars(trainer), *(vars(cls) for cls in type(trainer).__mro__)):
+        for name, value in attributes.items():
+            codes = list(_code(value, set()))
+            if codes:
+                yield name, codes
+
+
+def _called(trainer: Any, given: Iterable[Any], removed: dict[str, list[CodeType]]) -> set[str]:
+    """Return the names in `removed` that the user's other methods, callbacks and functions mention."""
+    codes = [code for name, method in _methods(trainer) if name not in removed for code in method]
+    for argument in given:
+        for value in argument if isinstance(argument, list | tuple) else [argument]:
+            functions = [value, *(x for cls in type(value).__mro__ for x in vars(cls).values())]
+            codes += [code for function in functions for code in _code(function, set())]
+    called: set[str] = set()
+    while codes:
+        code = codes.pop()
+        mentioned = {x for x in (*code.co_names, *code.co_consts) if isinstance(x, str)} & removed.keys()
+        codes += [further for name in mentioned - called for further in removed[name]]
+        called |= mentioned
+    return called
+
+
+def _code(function: Any, seen: set[int]) -> Iterator[CodeType]:
+    """Yield the code of a function or property, of those within it and of those that it wraps; none of libraries."""
+    function = getattr(function, "__func__", getattr(function, "fget", function))
+    wrapped = [getattr(function, name, None) for name in ("__wrapped__", "func")]
+    if isinstance(function, FunctionType) and id(function) not in seen:
+        seen.add(id(function))
+        # `__module__` may be that of a function that it wraps
+        is_of_user = function.__globals__.get("__name__", "").split(".")[0] not in _LIBRARIES
+        codes = [function.__code__] * is_of_user
+        while codes:
+            code = codes.pop()
+            codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+            yield code
+        wrapped += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    for value in wrapped:
+        if isinstance(value, FunctionType) and id(value) not in seen:
+            yield from _code(value, seen)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _is_mentioned_elsewhere(name: str, dead: list[list[CodeType]]) -> bool:
+    """Return whether the files of `dead` methods, or the script, mention `name` outside of them, or cannot be read."""
+    codes = [code for method in dead for code in method]
+    files = {code.co_filename for code in codes}
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is not None:
+        files.add(script)
+    for file in files:
+        lines = set()
+        for code in codes:
+            if code.co_filename == file:
+                lines |= {line for _, _, line in code.co_lines() if line is not None} | {code.co_firstlineno}
+        try:
+            with tokenize.open(file) as stream:
+                tokens = list(tokenize.generate_tokens(io.StringIO(stream.read()).readline))
+        except (OSError, SyntaxError, tokenize.TokenError):  # such as a notebook's cell
+            return True
+        before = ""
+        for token in tokens:
+            is_name = token.type == tokenize.NAME and token.string == name
+            if is_name and before != "def" and token.start[0] not in lines:
+                return True
+            before = token.string
+    return False
