@@ -349,6 +349,40 @@ DATA_MISTAKES: dict[str, Mistake] = {
         UNLABELED.replace("`train_dataset`", "`eval_dataset['a']`"),
         None,
     ),
+    "SFT, an instruction with an input": Mistake(
+        lambda b: b.sft(train_dataset=rows({"instruction": "w1", "input": "w2", "output": "w3"}, times=2)),
+        "`train_dataset` has the columns ['input', 'instruction', 'output'], but SFT reads `text` (or the column in "
+        "`dataset_text_field`), or `messages`, or both `prompt` and `completion`. Make them of what you have: "
+        '`dataset.map(lambda row: {"prompt": row["instruction"] + "\\n\\n" + row["input"], "completion": '
+        'row["output"]})`.',
+        "KeyError: 'text'",
+    ),
+    "DPO, a role of the prompt": Mistake(
+        lambda b: chat(
+            b,
+            "dpo",
+            rows(
+                {
+                    "prompt": [{"role": "human", "content": "a"}],
+                    "chosen": [assistant("b")],
+                    "rejected": [assistant("c")],
+                },
+                times=2,
+            ),
+        ),
+        f"`prompt` of `train_dataset` has the role 'human' in row 0{UNRENDERED}Rename the roles: `dataset.map(lambda "
+        'row: {"prompt": [{**x, "role": {"human": "user"}.get(x["role"], x["role"])} for x in row["prompt"]]})`.',
+        None,
+    ),
+    "SFT, a message without a role": Mistake(
+        lambda b: chat(
+            b,
+            "sft",
+            rows({"messages": [user("a"), assistant("b")]}, {"messages": [user("a"), {"role": None, "content": "b"}]}),
+        ),
+        "`messages` of `train_dataset` has a message without a role in row 1. Add `role`, such as 'user'.",
+        None,
+    ),
     # Values that TRL cannot read in a later row
     "DPO, template options that are None": Mistake(
         lambda b: chat(
@@ -376,16 +410,16 @@ DATA_MISTAKES: dict[str, Mistake] = {
             "sft",
             Dataset.from_list([{"messages": [user("a"), assistant("b")], "tools": x} for x in ("[]", "[]", "")]),
         ),
-        "`tools` is '' in row 2 of `train_dataset`, which is not JSON. Give a list of tools as JSON, or None: "
-        '`dataset.map(lambda row: {"tools": row["tools"] or None})`.',
+        "`tools` is '' in row 2 of `train_dataset`. Give a list of tools, as it is or as JSON, or None for no tools, "
+        'such as `dataset.map(lambda row: {"tools": row["tools"] or None})`.',
         "Expecting value: line 1 column 1 (char 0)",
     ),
     "KTO, tools that are not JSON": Mistake(
         lambda b: b.kto(
             train_dataset=rows({"prompt": "a", "completion": "b", "label": True, "tools": "f(x)"}, times=2)
         ),
-        "`tools` is 'f(x)' in row 0 of `train_dataset`, which is not JSON. Give a list of tools as JSON, or None: "
-        '`dataset.map(lambda row: {"tools": row["tools"] or None})`.',
+        "`tools` is 'f(x)' in row 0 of `train_dataset`. Give a list of tools, as it is or as JSON, or None for no "
+        'tools, such as `dataset.map(lambda row: {"tools": row["tools"] or None})`.',
         "Expecting value: line 1 column 1 (char 0)",
     ),
     "SFT, no message in a later row": Mistake(

@@ -15,8 +15,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import trl_ext
 from data_mistakes import KEEPS_ROLES, assistant, rows, user
-from public_data import SHAPES, Shape
-from short_training import LABELLED, PAIRS, TEXTS, Bench, tokenizer
+from public_data import SHAPES, TOOL_CALL, Shape
+from short_training import LABELLED, PAIRS, ROW, TEXTS, Bench, tokenizer
 from tiny import Workshop, chat_tokenizer
 from trl_ext.trainers.checked_data import _check_prompts, checked_rows, kto_columns, pair_columns, sft_columns
 
@@ -348,6 +348,28 @@ SILENT: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any]]] = {
         ),
         chat_tokenizer,
     ),
+    "token ids beside tools that TRL does not read": (
+        "sft",
+        lambda: rows({"input_ids": [3, 4], "labels": [3, 4], "tools": ""}, times=2),
+        tokenizer,
+    ),
+    "a call without content": (
+        "sft",
+        lambda: rows(
+            {
+                "messages": [
+                    {**user("a"), "tool_calls": None},
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": TOOL_CALL,
+                    },
+                ]
+            },
+            times=2,
+        ),
+        chat_tokenizer,
+    ),
     "an empty text": ("sft", lambda: rows({"text": "w1"}, {"text": ""}), tokenizer),
     "an empty prompt": ("dpo", lambda: rows({"prompt": "", "chosen": "w1", "rejected": "w1 w2"}, times=2), tokenizer),
 }
@@ -421,6 +443,55 @@ def test_completion_only_loss_without_completions_in_evaluation_is_a_warning(
     bench = Bench(workshop, tmp_path)
     bench.sft(train_dataset=LABELLED.remove_columns("label"), eval_dataset=TEXTS, completion_only_loss=True)
     assert "`completion_only_loss=True` has no effect on `eval_dataset`, which has the columns ['text']" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "processing_class", "words"),
+    [
+        ("<s> w1 w2", formatted_before, "returns text for `train_dataset` that has '<s>' at its start"),
+        ("w1 w2 w3 </s> w4", tokenizer, "returns text for `train_dataset` that has '</s>' at its end"),
+        ("w1 w2 w3 </s>", tokenizer, None),
+    ],
+)
+def test_special_tokens_of_a_formatting_function_are_a_warning(
+    text: str, processing_class: Any, words: str | None, workshop: Workshop, tmp_path: Path, caplog: Any
+) -> None:
+    made = processing_class()
+    model = Bench(workshop, tmp_path).loaded()
+    model.resize_token_embeddings(len(made))
+    Bench(workshop, tmp_path).sft(model=model, processing_class=made, formatting_func=lambda row: text)
+    assert (words or "") in caplog.text
+    assert ("formatting_func" in caplog.text) is (words is not None)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_template_options_that_are_not_read_are_a_warning(
+    method: str, workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = rows({"prompt": [user("a")], "chat_template_kwargs": {"enable_thinking": False}}, times=4)
+    for options in (None, {"enable_thinking": False}):
+        caplog.clear()
+        bench = Bench(workshop, tmp_path)
+        getattr(bench, method)(model=workshop.model("chat"), train_dataset=prompts, chat_template_kwargs=options)
+        assert ("`chat_template_kwargs` of `train_dataset` is not read by" in caplog.text) is (options is None)
+
+
+def test_a_later_row_of_a_stream_is_named(workshop: Workshop, tmp_path: Path) -> None:
+    turns = [user("a"), assistant("b")]
+    given = [{"messages": turns, "chat_template_kwargs": {"a": 1}}] * 3 + [
+        {"messages": turns, "chat_template_kwargs": None}
+    ]
+    bench = Bench(workshop, tmp_path)
+    with pytest.raises(ValueError, match=r"^`chat_template_kwargs` is None in row 3 of `train_dataset`\."):
+        bench.sft(
+            model=workshop.model("chat"), train_dataset=Dataset.from_list(given).to_iterable_dataset(), max_steps=3
+        )
+    empty = Dataset.from_list([{"messages": turns}] * 2 + [{"messages": []}]).to_iterable_dataset()
+    with pytest.raises(ValueError, match=r"^`messages` of `train_dataset` must be .*, got \[\] in row 2"):
+        list(checked_rows(empty, "train", chat_tokenizer(), COLUMNS["sft"], has_end=True))
+    labels = Dataset.from_list([{**ROW, "label": x} for x in (1, 0, 1, 0, 2)])
+    with pytest.raises(ValueError, match=r"got 2 in row 4\."):
+        list(checked_rows(labels.to_iterable_dataset(), "train", tokenizer(), kto_columns, has_end=True))
 
 
 def test_each_evaluation_set_is_named() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from trl import is_conversational
 
 from ..compat.choices import REWARD_COLUMNS_LEFT_OUT, REWARD_KEYWORDS
-from .checked_messages import COLUMNS_OF_MESSAGES, check_options, check_roles, check_template, sharegpt_hint
+from .checked_messages import check_messages, check_options, check_template, sharegpt_hint
 from .checked_prompts import PROMPT_NAMES, check_missing_prompts, check_repeated_prompts, is_messages, mixed_hint
 from .checked_tokens import check_special_tokens
 from .sampled_rows import as_python, columns_of, first_empty, first_none, sampled_rows
@@ -99,7 +99,7 @@ def checked_rows(
     name = named(dataset_name)
     checks = _RowChecks(name, processing_class, read_columns, has_end)
     if not isinstance(dataset, Dataset):
-        return as_python(dataset).map(_FirstRow(checks.check))
+        return as_python(dataset).map(_StreamedRows(checks), with_indices=True)
     check_dataset(dataset, name)
     dataset = as_python(dataset)
     row = dataset[0]
@@ -108,8 +108,10 @@ def checked_rows(
         _check_filled(dataset, column, name)
     for column in columns:
         _check_messages_exist(dataset, column, name, has_prompt="prompt" in row)
-    _check_options(dataset, name)
-    read = (*columns, *COLUMNS_OF_MESSAGES, *PROMPT_NAMES, "tools", "chat_template_kwargs", "label")
+    if columns or "input_ids" not in row:  # TRL does not render rows that have token ids
+        _check_options(dataset, name)
+    prompts = [x for x in row if x.lower() in PROMPT_NAMES]
+    read = (*columns, *prompts, "tools", "chat_template_kwargs")
     checks.check({**sampled_rows(dataset, read), 0: row})
     if "rejected" in columns:
         _warn_of_equal_pairs(dataset, name)
@@ -136,30 +138,36 @@ class _RowChecks:
     def check(self, rows: dict[int, dict[str, Any]]) -> None:
         """Check row number -> row. Row 0 is among them."""
         columns = self.read_columns(rows[0], self.name)
+        if not columns and "input_ids" in rows[0]:
+            return
         for place, row in rows.items():
             self._check_row(row, place, columns)
-        check_roles(rows, columns, self.name, self.processing_class)
+        check_messages(rows, columns, self.name, self.processing_class)
         if "prompt" in columns:
             check_repeated_prompts(rows, columns, self.name)
         elif "chosen" in columns:
             check_missing_prompts(rows, self.name)
         check_special_tokens(rows, columns, self.name, self.processing_class)
 
+    def check_values(self, row: dict[str, Any], place: int, columns: tuple[str, ...]) -> dict[str, str]:
+        """Check the values of a row that TRL fails on. Returns column -> "text" or "messages"."""
+        check_options(row, place, self.name)
+        if columns == ("conversations",):  # TRL converts them
+            return {}
+        return {x: _kind(row.get(x), x, place, self.name) for x in columns}
+
     def _check_row(self, row: dict[str, Any], place: int, columns: tuple[str, ...]) -> None:
         name = self.name
-        check_options(row, place, name)
-        if columns == ("conversations",):  # TRL converts them
-            return
-        kinds = {x: _kind(row[x], x, place, name) for x in columns}
+        kinds = self.check_values(row, place, columns)
         if len(set(kinds.values())) > 1:
             raise ValueError(
                 f"`{name}` mixes text and messages: {', '.join(f'`{x}` is {kind}' for x, kind in kinds.items())} in "
                 f"{_row(place)}. {mixed_hint(row, kinds)}"
             )
         # TRL's `is_conversational` reads the first message of any column
-        read = {x: row[x] for x in (*columns, "chat_template_kwargs") if row.get(x)}
+        read = {x: row[x] for x in (*kinds, "chat_template_kwargs") if row.get(x)}
         check_template(read, name, self.processing_class)
-        if columns and not self.has_end and not is_conversational(read):
+        if kinds and not self.has_end and not is_conversational(read):
             raise ValueError(
                 "`processing_class` has no `eos_token`, which ends each completion. Set it: "
                 '`processing_class.eos_token = "..."`.'
@@ -220,10 +228,22 @@ def sft_columns(row: dict[str, Any], name: str, *, text_field: str | None) -> tu
     elif chat:
         hint = f'Rename the column: `dataset.rename_column("{chat[0]}", "messages")`.'
     elif likely:
-        hint = ""
+        hint = _joined_prompt(row, likely)
     elif len(row) == 1:
         hint = f"Set `dataset_text_field={next(iter(row))!r}`."
     raise _missing(row, name, reads, likely, hint)
+
+
+def _joined_prompt(row: dict[str, Any], others: dict[str, tuple[str, ...]]) -> str:
+    """Return how to make a prompt of an instruction and its input, such as Alpaca's; empty if there is only one."""
+    added = next((x for x in ("input", "context") if "instruction" in row and x in row), None)
+    completion = next((x for x in others.get("completion", ()) if x in row), None)
+    if added is None or completion is None:
+        return ""
+    return (
+        'Make them of what you have: `dataset.map(lambda row: {"prompt": row["instruction"] + "\\n\\n" + '
+        f'row["{added}"], "completion": row["{completion}"]}})`.'
+    )
 
 
 def formatted(formatting_func: Callable[[dict[str, Any]], Any], row: dict[str, Any]) -> Any:
@@ -267,15 +287,21 @@ def _check_label(label: Any, row: int, name: str) -> None:
         raise ValueError(f"`label` of `{name}` must be True or False, got {label!r} in row {row}. {hint}")
 
 
-class _FirstRow:
-    """Checks the first row of a stream once, while TRL prepares it, and not again in each worker or epoch."""
+class _StreamedRows:
+    """Checks the first row of a stream once, while TRL prepares it, and in each row the values that TRL fails on."""
 
-    def __init__(self, check: Callable[[dict[int, dict[str, Any]]], None]) -> None:
-        self._checks = [check]
+    def __init__(self, checks: _RowChecks) -> None:
+        self._checks = checks
+        self._columns: tuple[str, ...] | None = None
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        while self._checks:
-            self._checks.pop()({0: row})
+    def __call__(self, row: dict[str, Any], place: int) -> dict[str, Any]:
+        if self._columns is None:
+            self._checks.check({0: row})
+            self._columns = self._checks.read_columns(row, self._checks.name)
+        elif self._columns:
+            self._checks.check_values(row, place, self._columns)
+            if "label" in row and "completion" in self._columns:
+                _check_label(row["label"], place, self._checks.name)
         return row
 
 
@@ -285,6 +311,7 @@ def check_prompts(trainer: Any, processing_class: Any) -> None:
     method = trainer._config_class.__name__.removesuffix("Config")
     for name, dataset in named_datasets(trainer.train_dataset, evaluated):
         _check_prompts(dataset, name, processing_class, method)
+        _warn_of_unread_options(dataset, name, trainer.args, method)
         if isinstance(dataset, Dataset) and len(dataset) == 0:
             logger.warning("`%s` has no rows, so evaluations on it have no result.", name)
 
@@ -314,8 +341,17 @@ def _check_prompts(dataset: Any, name: str, processing_class: Any, method: str) 
     for place, row in rows.items():
         _kind(row["prompt"], "prompt", place, name)
         check_template(row, name, processing_class)
-    check_roles(rows, ("prompt",), name, processing_class)
+    check_messages(rows, ("prompt",), name, processing_class)
     check_special_tokens(rows, ("prompt",), name, processing_class)
+
+
+def _warn_of_unread_options(dataset: Any, name: str, config: Any, method: str) -> None:
+    """Warn of template options in a column, which other trainers read."""
+    if "chat_template_kwargs" in (columns_of(dataset) or ()) and not config.chat_template_kwargs:
+        logger.warning(
+            f"`chat_template_kwargs` of `{name}` is not read by {method}. Set `chat_template_kwargs` in "
+            f"`{method}Config`, or remove the column."
+        )
 
 
 def check_enough_prompts(dataset: Any, generation_batch_size: int, num_generations: int) -> None:

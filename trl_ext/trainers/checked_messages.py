@@ -14,7 +14,7 @@ from .checked_prompts import is_messages
 
 logger = logging.getLogger("trl_ext")
 
-COLUMNS_OF_MESSAGES = ("prompt", "chosen", "rejected", "completion", "messages", "conversations")
+
 _ROLES = ("system", "user", "assistant")  # what every chat template knows
 # Other names for the two roles of a conversation
 _OTHER_ROLES = {
@@ -57,34 +57,44 @@ def check_options(row: dict[str, Any], place: int, name: str) -> None:
     options = row.get("chat_template_kwargs", {})
     if not isinstance(options, dict):
         hint = "Give the options of the chat template as a dictionary in each row, or remove the column."
-        raise ValueError(f"`chat_template_kwargs` is {options!r} in row {place} of `{name}`. {hint}")
+        raise ValueError(f"`chat_template_kwargs` is {reprlib.repr(options)} in row {place} of `{name}`. {hint}")
     tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            json.loads(tools)
-        except ValueError:
-            raise ValueError(
-                f"`tools` is {reprlib.repr(tools)} in row {place} of `{name}`, which is not JSON. Give a list of "
-                'tools as JSON, or None: `dataset.map(lambda row: {"tools": row["tools"] or None})`.'
-            ) from None
+    try:
+        read = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        read = "no JSON"
+    if not isinstance(read, list | None):
+        raise ValueError(
+            f"`tools` is {reprlib.repr(tools)} in row {place} of `{name}`. Give a list of tools, as it is or as JSON, "
+            'or None for no tools, such as `dataset.map(lambda row: {"tools": row["tools"] or None})`.'
+        )
 
 
-def check_roles(rows: Mapping[int, dict[str, Any]], columns: tuple[str, ...], name: str, processing_class: Any) -> None:
+def check_messages(
+    rows: Mapping[int, dict[str, Any]], columns: tuple[str, ...], name: str, processing_class: Any
+) -> None:
     """Check roles that are not those of every chat template. Conversations with the usual roles are not rendered.
 
     Raises:
-        `ValueError`: the template does not render the messages of the user or the assistant, because of their role.
+        `ValueError`: a message has no role, or one for which the template does not render the user or the assistant.
     """
     seen: set[str] = set()
     for place, row in rows.items():
+        options = row.get("chat_template_kwargs") or {}
+        render = partial(_rendered, partial(processing_class.apply_chat_template, tokenize=False, **options))
         for column, conversation in _conversations(row, columns):
-            roles = [x["role"] for x in conversation if isinstance(x.get("role"), str)]
+            roles = [x["role"] for x in conversation if x.get("role") is not None]
+            if len(roles) < len(conversation):
+                raise ValueError(
+                    f"`{column}` of `{name}` has a message without a role in row {place}. Add `role`, such as 'user'."
+                )
             for role in dict.fromkeys(roles):
                 if role not in (*_ROLES, *seen):
-                    conversion = _renaming(row, column, conversation)
-                    options = row.get("chat_template_kwargs") or {}
-                    where = f"`{column}` of `{name}` has the role {role!r} in row {place}"
-                    _check_role(role, conversation, where, conversion, processing_class, options)
+                    of_prompt = any(x.get("role") == role for x in row.get("prompt") or () if "prompt" in columns)
+                    where = f"`{'prompt' if of_prompt else column}` of `{name}` has the role {role!r} in row {place}"
+                    conversion = _renaming(row, "prompt" if of_prompt else column)
+                    template = options.get("chat_template") or processing_class.chat_template
+                    _check_role(role, conversation, where, conversion, render, str(template))
                     seen |= {x for x in roles if x == role or usual_role(x)}
 
 
@@ -103,16 +113,14 @@ def _check_role(
     conversation: list[dict[str, Any]],
     where: str,
     conversion: str,
-    processing_class: Any,
-    options: dict[str, Any],
+    render: Callable[[list[Any]], str],
+    template: str,
 ) -> None:
-    render = partial(_rendered, partial(processing_class.apply_chat_template, tokenize=False, **options))
     marked = [{**x, "content": _MARKER} if x["role"] == role else x for x in conversation]
     usual = usual_role(role)
     as_given = render(marked)
     as_usual = render([{**x, "role": usual_role(x["role"]) or x["role"]} for x in marked]) if usual else ""
-    template = options.get("chat_template") or processing_class.chat_template
-    is_named = re.search(rf"""["']{re.escape(role)}["']""", str(template)) is not None
+    is_named = re.search(rf"""["']{re.escape(role)}["']""", template) is not None
     if _MARKER not in as_given:
         if _MARKER in as_usual:
             raise ValueError(
@@ -137,11 +145,11 @@ def _rendered(render: Callable[..., str], conversation: list[Any]) -> str:
         return ""
 
 
-def _renaming(row: dict[str, Any], column: str, conversation: list[dict[str, Any]]) -> str:
+def _renaming(row: dict[str, Any], column: str) -> str:
     """Return how to give messages the usual roles."""
     if column == "conversations":
         return sharegpt_hint(row[column], column, ', remove_columns="conversations"')
-    names = _role_names(x["role"] for x in conversation)
+    names = _role_names(x["role"] for x in row[column])
     return (
         f'Rename the roles: `dataset.map(lambda row: {{"{column}": [{{**x, "role": {names}.get(x["role"], x["role"])}} '
         f'for x in row["{column}"]]}})`.'

@@ -13,7 +13,8 @@ Rows = Mapping[int, dict[str, Any]]  # row number -> row
 # Other names that data sets give to the column of prompts
 PROMPT_NAMES = (
     *("prompts", "question", "query", "instruction", "input", "problem", "context", "questions", "instructions"),
-    *("user_input", "user_prompt", "post", "history", "trajectory", "conversation", "conversations"),
+    *("user_input", "user_prompt", "post", "history", "trajectory", "conversation", "conversations", "dialogue"),
+    *("prompt", "prompt_text", "inputs", "queries", "problems", "request"),
 )
 _ASKS = ("user", "human", "prompter")
 # Of the rows that are read: in fewer, a completion may begin with its prompt, or a prompt be missing, by chance
@@ -170,7 +171,7 @@ class _Start:
         chosen, rejected = row["chosen"], row["rejected"]
         is_chat = not isinstance(chosen, str)
         shared = [one for one, other in takewhile(lambda x: x[0] == x[1], zip(chosen, rejected, strict=False))]
-        names = [x for x in PROMPT_NAMES if _last_text(row.get(x))]
+        names = sorted((x for x in row if x.lower() in PROMPT_NAMES and _last_text(row[x])), key=_rank)
         whole = " ".join(map(_text, chosen)) if is_chat else _spaced(chosen)
         return cls(
             shared=shared if is_chat else "".join(shared),
@@ -194,6 +195,10 @@ class _Start:
     def shown(self) -> str:
         shown = f"{len(self.shared)} messages" if self.is_chat else repr(self.shared)
         return shown if self.shared else "empty"
+
+
+def _rank(name: str) -> int:
+    return PROMPT_NAMES.index(name.lower())
 
 
 def _renaming(row: dict[str, Any], names: list[str], is_chat: bool) -> str:
@@ -277,7 +282,7 @@ def _begins_with(text: Any, prompt: str) -> bool:
     words = prompt.strip()
     start = text.lstrip().find(words)
     before = text.lstrip()[: max(start, 0)].rstrip(" ")
-    return 0 < len(before) <= 40 and before[-1] in ":]>\n" and _is_long(prompt)
+    return 0 < len(before) <= 300 and before[-1] in ":]>\n" and _is_long(prompt)
 
 
 def _is_long(text: str) -> bool:

@@ -85,6 +85,24 @@ def _ends_twice(value: Any, tokenizer: Any) -> bool:
     return list(ids[-2:]) == [tokenizer.eos_token_id] * 2
 
 
+def check_token_ends(dataset: Any, name: str, tokenizer: Any) -> None:
+    """Warn if rows of token ids from a `formatting_func` begin with two BOS, or end with a second EOS."""
+    if not isinstance(dataset, Dataset) or not len(dataset):
+        return
+    rows = [row["input_ids"] for row in sampled_rows(dataset, ["input_ids"]).values()]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begun = sum(bos is not None and ids[:2] == [bos, bos] for ids in rows)
+    # The text of a chat template may go on after EOS, with the end of a line
+    ended = sum(len(ids) > 3 and ids[-1] == eos and eos in ids[-3:-1] for ids in rows)
+    for count, token, end in ((begun, tokenizer.bos_token, "start"), (ended, tokenizer.eos_token, "end")):
+        if count > _FEW * len(rows):
+            logger.warning(
+                f"`formatting_func` returns text for `{name}` that has {token!r} at its {end}, where TRL or the "
+                f"tokenizer adds it, too: {count} of the {len(rows)} rows that were read have it twice. "
+                f"{_REMOVE_START if end == 'start' else _REMOVE_END}"
+            )
+
+
 def check_completion_only(columns: set[str], name: str, completion_only: bool | None, *, evaluates: bool) -> None:
     """Raise `ValueError` if `completion_only_loss=True` has no effect, because TRL knows no completion in the columns.
 

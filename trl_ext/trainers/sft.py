@@ -18,7 +18,7 @@ from ..planning.plan import Decision, PackingFacts, PackingPlan, Plan
 from .base import ExactTrainer
 from .checked_arguments import check_sft_arguments
 from .checked_data import check_rows_are_left, checked_rows, formatted, named, named_datasets, sft_columns
-from .checked_tokens import check_completion_only, check_labels, has_label, refuse_unlabeled
+from .checked_tokens import check_completion_only, check_labels, check_token_ends, has_label, refuse_unlabeled
 from .sampled_rows import columns_of
 
 _ROWS_PREPARED_AGAIN = 8
@@ -66,6 +66,8 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
             formatting_func = partial(formatted, formatting_func)
         prepare = partial(super()._prepare_dataset, processing_class=processing_class, formatting_func=formatting_func)
         prepared = prepare(dataset, args=args, packing=packing, dataset_name=dataset_name)
+        if formatting_func is not None and not packing:
+            check_token_ends(prepared, named(dataset_name), self._tokenizer)
         if dataset_name == "train" and isinstance(prepared, Dataset) and not len(prepared):
             # TRL drops rows without a label if there is a `max_length`, so see if they have one without it
             unlimited = copy.copy(args)
