@@ -7,6 +7,7 @@ Run as a script, it trains the named cases with `trl_ext` and writes JSON, so th
 import argparse
 import dataclasses
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -56,7 +57,7 @@ class Trainers:
     kto_config: type | None = None
     rloo_trainer: type | None = None
     rloo_config: type | None = None
-    # Whether a subclass records losses and batches. Its `compute_loss` would be an override, which our plan respects
+    # Whether a subclass records losses and batches
     records_batches: bool = True
 
     @classmethod
@@ -155,23 +156,49 @@ def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]
 
 def _recording(trainers: Trainers, kind: str, record: Record) -> type:
     trainer = getattr(trainers, f"{kind}_trainer")
+    """Return a subclass that overrides no method that gets a batch, because ours then scores every row as TRL does."""
     if not trainers.records_batches:
         return trainer
 
     class Recording(trainer):
-        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.micro_batch = _OfMicroBatches(record)
+            self.add_callback(self.micro_batch)
+            backward = self.accelerator.backward
+
+            def recorded(loss: torch.Tensor, **options: Any) -> None:
+                self.micro_batch.loss = loss.item()
+                backward(loss, **options)
+
+            self.accelerator.backward = recorded
+
+        def compute_loss_context_manager(self) -> Any:
+            inputs = sys._getframe(1).f_locals["inputs"]  # of transformers' `training_step`, which calls it
             if "advantages" in inputs and self.model.training:
                 mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-                record.batches.append(MicroBatch(inputs["advantages"], mask.sum(1), len(record.logs)))
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            loss = super().training_step(*args, **kwargs)
-            record.losses.append(loss.item())
-            return loss
+                self.micro_batch.batch = MicroBatch(inputs["advantages"], mask.sum(1), len(record.logs))
+            return super().compute_loss_context_manager()
 
     Recording.__name__ = trainer.__name__  # some log lines and the model card name the class
     return Recording
+
+
+class _OfMicroBatches(TrainerCallback):
+    """Records the loss of the last backward before a micro-batch ends, and its batch. Some run in several parts."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.loss = 0.0
+        self.batch: MicroBatch | None = None
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        self.record.losses.append(self.loss)
+        if self.batch is not None:
+            self.record.batches.append(self.batch)
+        self.loss, self.batch = 0.0, None  # of a micro-batch without a backward
+
+    on_step_end = on_substep_end
 
 
 def train(

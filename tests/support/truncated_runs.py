@@ -71,9 +71,10 @@ def ratios(trainer: Any, contexts: Contexts) -> Tensor:
     found = []
     for inputs in trainer._buffered_inputs:
         scored = inputs.get("old_policy_scored", inputs["completion_mask"]).bool()
+        old_BC = inputs["old_policy_log_probs" if "old_policy_scored" in inputs else "old_per_token_logps"]
         for row, step in scored.nonzero().tolist():
             prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
             ids = inputs["completion_ids"][row].tolist()
             sampler = contexts[tuple(prompt + ids[:step])][ids[step]]
-            found.append((inputs["old_per_token_logps"][row, step] - sampler).exp())
+            found.append((old_BC[row, step] - sampler).exp())
     return torch.stack(found)

@@ -1,7 +1,6 @@
-"""Values that TRL's arguments accept, methods that subclasses may override, and the output of TRL's fused head."""
+"""Values that TRL's arguments accept, methods that users may override, and the output of TRL's fused head."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
@@ -62,15 +61,3 @@ REPLACEABLE = {
     "pass": ("_get_per_token_logps_and_entropies",),
     "sampler": ("_get_train_sampler", "get_train_dataloader"),
 }
-
-
-STEP = ("training_step", "_prepare_inputs", "compute_loss")  # methods that get whole micro-batches
-
-
-def overrides(trainer: Any, *methods: str) -> str | None:
-    """Return the first of `methods` that a subclass of our trainers overrides; `None` if there is none."""
-    ours = next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
-    changed = (
-        x for x in methods if x in vars(trainer) or getattr(type(trainer), x, None) is not getattr(ours, x, None)
-    )
-    return next(changed, None)

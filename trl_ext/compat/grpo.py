@@ -17,6 +17,7 @@ from transformers import LogitsProcessorList
 from transformers.trainer_utils import has_length
 from trl.trainer.utils import is_async_callable
 
+from .overrides import LOSS, overrides, overrides_below
 from .replaced import module_of, names_replaced, next_of, replaced
 
 logger = logging.getLogger("trl_ext")
@@ -146,23 +147,29 @@ def metrics_set_aside(trainer: GRPOInternals) -> AbstractContextManager[None]:
     return replaced(trainer, _metrics={name: defaultdict(list) for name in trainer._metrics})
 
 
-def answered_by(
-    trainer: GRPOInternals, model: Any, batch: dict[str, Any], answer: tuple[Any, Any, Any]
-) -> AbstractContextManager[None]:
-    """Make TRL's pass of `model` over `batch`, and no other, return `answer`: log-probs, entropies, router loss."""
-    # TRL's loss runs its pass before what a subclass adds. Only a subclass's own loss may have another order. Then rows
-    # are compared, and the host waits for the device
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) if has_own_loss(trainer) else None
+def answered_by(trainer: GRPOInternals, model: Any, answer: tuple[Any, Any, Any]) -> AbstractContextManager[None]:
+    """Make TRL's loss, which runs one pass, get `answer` from it: log-probs, entropies, router loss."""
     unanswered, to_come = getattr(trainer, PASS), [answer]
 
-    def answered(called: Any, input_ids: torch.Tensor, *positional: Any, **options: Any) -> Any:
-        if called is model and ids is not None and torch.equal(input_ids, ids):
-            return answer
-        if called is model and ids is None and to_come:
-            return to_come.pop()
-        return unanswered(called, input_ids, *positional, **options)
+    def answered(called: Any, *positional: Any, **options: Any) -> Any:
+        return to_come.pop() if called is model and to_come else unanswered(called, *positional, **options)
 
     return replaced(trainer, **{PASS: answered})
+
+
+def model_replaced(
+    trainer: GRPOInternals, model: Any, batch: dict[str, Any], replacement: Callable[[], Any]
+) -> AbstractContextManager[None]:
+    """Make TRL's passes of `model` over the rows of `batch`, and no others, run a `replacement` in the `with` block."""
+    ids, mask = (torch.cat([batch[f"{part}_{x}"] for part in ("prompt", "completion")], dim=1) for x in ("ids", "mask"))
+    run = getattr(trainer, PASS)
+
+    def run_replacement(called: Any, input_ids: Any, attention_mask: Any, *positional: Any, **keywords: Any) -> Any:
+        is_of_batch = called is model and torch.equal(input_ids, ids) and torch.equal(attention_mask, mask)
+        called = replacement() if is_of_batch else called
+        return run(called, input_ids, attention_mask, *positional, **keywords)
+
+    return replaced(trainer, **{PASS: run_replacement})
 
 
 def completion_log_probs(
@@ -179,10 +186,25 @@ def completion_log_probs(
     )
 
 
-def has_own_loss(trainer: GRPOInternals) -> bool:
-    trls = trainer._trl_trainer._compute_loss
-    is_patched = trls.__module__ != trainer._trl_trainer.__module__
-    return is_patched or "_compute_loss" in vars(trainer) or type(trainer)._compute_loss is not trls
+def overridden_loss(trainer: GRPOInternals) -> str | None:
+    """Return the overridden method that computes the loss, or a part of it, in place of TRL's; `None` without one."""
+    # Our `compute_loss` calls one that stands below it, with what TRL's loss gets
+    return overrides(trainer, *LOSS) or overrides_below(trainer, "compute_loss")
+
+
+def overridden_pass(trainer: GRPOInternals) -> str | None:
+    """Return the name of TRL's log-prob pass if it is overridden."""
+    return overrides(trainer, PASS)
+
+
+def generation_reader(trainer: GRPOInternals) -> str | None:
+    """Return an overridden method that makes or reads generation batches, or the pass that scores them."""
+    return overrides(trainer, "_generate_and_score_completions", PASS) or overridden_below(trainer)
+
+
+def overridden_below(trainer: GRPOInternals) -> str | None:
+    """Return a method below ours that makes or reads generation batches, and so sees what TRL's generation returns."""
+    return overrides_below(trainer, "_generate_and_score_completions", "_prepare_inputs")
 
 
 class Generation:
@@ -200,14 +222,19 @@ class Generation:
         self.rewards: Any = None
         self._gave_nan: set[str] = set()
 
-    def draw(self, inputs: Any, **members: Any) -> dict[str, Any]:
-        """Generate and reward. `members` are replaced for this call only."""
-        trainer = self.trainer
+    def draw(self, inputs: Any, *, runs_passes: bool = False, **members: Any) -> dict[str, Any]:
+        """Generate and reward.
+
+        Args:
+            runs_passes (`bool`): run TRL's own passes: leave in place the members that were to be replaced.
+            members (`Any`): members to replace for this call only.
+        """
+        trainer, self.rewards = self.trainer, None
         generate, calculate, one_turn = trainer._generate, trainer._calculate_rewards, trainer._generate_single_turn
         real_pass, agreed = getattr(trainer, PASS), trainer._ranks.agreed
 
         def recorded(*positional: Any, **keywords: Any) -> torch.Tensor:
-            with replaced(trainer, **{PASS: real_pass}), self._checked_rewards(calculate):
+            with replaced(trainer, **{PASS: real_pass}), self._checked_rewards():
                 self.rewards = calculate(*positional, **keywords)
             return self.rewards
 
@@ -220,13 +247,16 @@ class Generation:
         def turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
             return agreed(one_turn(agreed(prompt_ids), *positional, **keywords))
 
-        members |= {**self.members, "_generate": generated, "_calculate_rewards": recorded}
-        with names_replaced(self.trls, use_adapter=self.use_adapter), replaced(trainer, **members):
+        def as_reference(*_: Any, **__: Any) -> Any:
+            return trainer.reference_pass()
+
+        members |= {**({} if runs_passes else self.members), "_generate": generated, "_calculate_rewards": recorded}
+        use_adapter = as_reference if runs_passes else self.use_adapter
+        with names_replaced(self.trls, use_adapter=use_adapter), replaced(trainer, **members):
             return next_of(trainer)._generate_and_score_completions(inputs)
 
-    def _checked_rewards(self, calculate: Any) -> AbstractContextManager[None]:
-        is_trls = getattr(calculate, "__func__", None) is self.trls._calculate_rewards
-        if not is_trls:  # a subclass may call its functions in another way
+    def _checked_rewards(self) -> AbstractContextManager[None]:
+        if overrides(self.trainer, "_calculate_rewards") is not None:  # it may call the functions in another way
             return nullcontext()
         rewards = [checked_reward(reward, self._gave_nan) for reward in self.trainer.reward_funcs]
         return replaced(self.trainer, reward_funcs=rewards)
@@ -323,17 +353,10 @@ class Buffer:
         return [x for x in slices if len(x["completion_ids"])]
 
     def keep(self, inputs: dict[str, Any], entries: dict[str, Any]) -> None:
-        """Add `entries` to the slice of `inputs`, if it is trained on again."""
+        """Add `entries` to the slice `inputs`, if it is trained on again."""
         to_come = self.to_come()
-        if to_come and any(x is to_come[0] for x in to_come[1:]) and _same_rows(inputs, to_come[0]):
-            to_come[0].update(entries)
-
-    def with_kept(self, inputs: dict[str, Any], name: str) -> dict[str, Any]:
-        """Return `inputs`, with the entry `name` of its slice if a subclass dropped it."""
-        for present in self.to_come()[:1]:
-            if name in present and name not in inputs and "old_per_token_logps" in inputs:
-                return {**inputs, name: present[name]} if _same_rows(inputs, present) else inputs
-        return inputs
+        if to_come and to_come[0] is inputs and any(x is inputs for x in to_come[1:]):
+            inputs.update(entries)
 
     def drop(self) -> None:
         self.trainer._buffered_inputs = None
@@ -379,11 +402,6 @@ def as_one_micro_batch(trainer: GRPOInternals, micro_batches: int) -> Iterator[N
     accumulates = replaced(trainer, current_gradient_accumulation_steps=accumulated)
     with accumulates, replaced(trainer.args, steps_per_generation=slices):
         yield
-
-
-def _same_rows(inputs: dict[str, Any], present: dict[str, Any]) -> bool:
-    pairs = ((inputs.get(name), present[name]) for name in ("prompt_ids", "completion_ids"))
-    return all(x is known or (isinstance(x, torch.Tensor) and torch.equal(x, known)) for x, known in pairs)
 
 
 def without_passes(trainer: GRPOInternals) -> Generation:

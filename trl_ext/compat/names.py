@@ -28,11 +28,12 @@ _NAMES = {
         "__init_subclass__ _init_training_state _is_vision_dataset _metrics _precompute_engine "
         "_signature_columns _tag_names _tokenizer _total_train_tokens accelerator add_callback args "
         "aux_loss_enabled beta callback_handler create_model_card current_gradient_accumulation_steps "
-        "data_collator eval_dataset evaluation_loop f_alpha_divergence_coef f_divergence_type "
+        "data_collator deepspeed eval_dataset evaluation_loop f_alpha_divergence_coef f_divergence_type "
         "gather_function get_batch_samples get_decay_parameter_names get_optimizer_cls_and_kwargs "
-        "is_deepspeed_enabled is_fsdp_enabled is_world_process_zero label_smoothing loss_types "
-        "loss_weights lr_scheduler model model_wrapped neftune_noise_alpha optimizer padding_free "
-        "precompute_ref_logps push_to_hub ref_model save_model state train train_dataset training_step"
+        "is_deepspeed_enabled is_fsdp_enabled is_in_train is_world_process_zero label_smoothing "
+        "loss_types loss_weights lr_scheduler model model_wrapped neftune_noise_alpha optimizer "
+        "padding_free precompute_ref_logps push_to_hub ref_model save_model state train train_dataset "
+        "training_step"
     ),
     "trl.trainer.grpo_config:GRPOConfig": "_VALID_DICT_FIELDS",
     "trl.trainer.grpo_trainer": "BaseTunerLayer VLLMGeneration gather gather_object get_peft_model is_peft_model",
@@ -41,11 +42,11 @@ _NAMES = {
         "__init__ __init_subclass__ _buffered_inputs _entropy_bonus_enabled _get_train_sampler "
         "_init_training_state _is_vlm _last_loaded_step _metrics _step _tag_names _tokenize_prompts "
         "_tokenizer _total_train_tokens accelerator add_callback args aux_loss_enabled beta "
-        "callback_handler create_model_card current_gradient_accumulation_steps data_collator "
+        "callback_handler create_model_card current_gradient_accumulation_steps data_collator deepspeed "
         "environment_factories eval_dataset evaluation_loop gather_function get_batch_samples "
         "get_decay_parameter_names get_high_entropy_mask get_optimizer_cls_and_kwargs "
-        "get_train_dataloader importance_sampling_level is_deepspeed_enabled is_fsdp_enabled "
-        "is_world_process_zero loss_type lr_scheduler model model_wrapped multi_objective_aggregation "
+        "get_train_dataloader importance_sampling_level is_deepspeed_enabled is_fsdp_enabled is_in_train"
+        " is_world_process_zero loss_type lr_scheduler model model_wrapped multi_objective_aggregation "
         "neftune_noise_alpha num_generations num_iterations optimizer processing_class push_to_hub "
         "ref_model reward_func_names reward_funcs reward_weights rollout_func save_model scale_rewards "
         "shuffle_dataset state tools top_entropy_quantile train train_dataset training_step "
@@ -71,9 +72,9 @@ _NAMES = {
     "trl.trainer.sft_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.sft_trainer:SFTTrainer": (
         "__init_subclass__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
-        "callback_handler compute_loss_func create_model_card evaluation_loop gather_function "
-        "is_world_process_zero label_smoother model neftune_noise_alpha padding_free save_model state "
-        "train training_step"
+        "callback_handler compute_loss_func create_model_card eval_dataset evaluation_loop "
+        "gather_function is_world_process_zero label_smoother model neftune_noise_alpha padding_free "
+        "save_model state train train_dataset training_step"
     ),
 }
 # Functions, with the parameters of every supported release

@@ -11,6 +11,8 @@ from .non_finite import steps_in_backward
 from .plan import BY_LENGTH, Decision, Plan
 from .sampler_ratio import RatioRule
 
+_ANY_ORDER = "if it does not depend on the whole micro-batch, set `keep_groups_together=True`"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOFacts:
@@ -44,13 +46,13 @@ class GRPOFacts:
     sampler_gives_log_probs: bool
     truncated_sampling: tuple[str, ...]  # arguments that truncate the sampling distribution, unless TRL corrects for it
     unknown_mask: str | None  # why it is not known which tokens the sampler could choose
-    # What a subclass overrides
+    # What code of the user overrides or reads
     has_own_pass: bool  # TRL's scoring pass
-    has_own_batches: bool  # `_generate_and_score_completions`
-    buffers_batches: bool  # it keeps generation batches in its own buffer
+    generation_reader: str | None  # a method that makes or reads generation batches, or the pass that scores them
+    overridden_below: str | None  # such a method below ours: in a class between ours and TRL's, or in place of TRL's
+    batch_reader: str | None  # what may read or change a micro-batch, such as "overrides `compute_loss`, which ..."
     bypasses_loss: bool  # its `compute_loss` does not call ours
     has_own_loss: bool  # TRL's loss, so any row or token may count
-    own_step: str | None  # a method that gets whole micro-batches
     positions_by_length: bool = False  # the model's positions depend on the longest row of a forward pass
     # Fields of our config
     balance: bool
@@ -74,7 +76,8 @@ class GRPOPlan(Plan):
     of_sequences: bool  # the loss exponentiates one ratio per completion, instead of one per token
     bounds_ratio: bool  # the loss bounds the ratio itself, and reads it without a gradient
     trl_scores_old_policy: bool  # stock TRL scores every generation batch
-    scores_at_generation: bool  # every row is scored when it is generated, as in stock TRL
+    scores_at_generation: bool  # every row is scored as in stock TRL, before rows are shuffled and split
+    gives_trls_batches: bool  # every row is scored before the loss, as in stock TRL
     keeps_groups_together: bool
     balances: bool  # rows move between ranks, within an optimizer step
     merges: bool  # micro-batches of an optimizer step run together, in parts of at most `max_tokens_per_micro_batch`
@@ -116,12 +119,13 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         facts=facts,
         skips_masked=not _reads_every_row(facts),
         skips_zero_advantages=skips_zero_advantages,
-        zeroes_equal_rewards=skips_zero_advantages and facts.zero_advantages_of_equal_rewards,
+        zeroes_equal_rewards=_zeroes_equal_rewards(facts),
         # vespo reads the ratios of tokens, even with `importance_sampling_level="sequence"`
         of_sequences=facts.of_sequences and facts.loss_type != "vespo",
         bounds_ratio=facts.loss_type in ("cispo", "vespo") and not facts.has_own_loss,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
-        scores_at_generation=_scores_at_generation(facts),
+        scores_at_generation=facts.generation_reader is not None or _draws(facts),
+        gives_trls_batches=_reader(facts) is not None or _draws(facts),
         keeps_groups_together=micro_batches.action == "run",
         balances=balance.action == "run",
         merges=merges,
@@ -169,8 +173,22 @@ def _check_options(facts: GRPOFacts) -> None:
         raise ValueError("`dynamic_sampling=True` does not support vision-language models. Leave it off.")
 
 
+def _reader(facts: GRPOFacts) -> str | None:
+    """Return what may read or change a batch, as the end of a sentence on this trainer; `None` if nothing does."""
+    if facts.generation_reader is not None:
+        return f"overrides `{facts.generation_reader}`, which may read or change the log-probs"
+    return facts.batch_reader
+
+
+def _zeroes_equal_rewards(facts: GRPOFacts) -> bool:
+    # An override below ours may have changed the advantages, on purpose
+    is_on = facts.zero_advantages_of_equal_rewards and facts.overridden_below is None
+    return is_on and _zero_advantage_reason(facts) is None
+
+
 def _reads_every_row(facts: GRPOFacts) -> bool:
-    return facts.has_router_loss or facts.has_own_loss or facts.trains_expert_modules or facts.draws_for_batch
+    reads_every_row = facts.has_router_loss or facts.has_own_loss or facts.has_own_pass
+    return reads_every_row or facts.trains_expert_modules or facts.draws_for_batch
 
 
 def _zero_advantage_reason(facts: GRPOFacts) -> str | None:
@@ -190,6 +208,8 @@ def _every_row_reason(facts: GRPOFacts) -> str:
     """Return why even fully masked rows can change the gradient."""
     if facts.has_own_loss:
         return "this trainer overrides the loss, which may send a gradient through any of them"
+    if facts.has_own_pass:
+        return "this trainer overrides TRL's log-prob pass, which may depend on the whole batch"
     if facts.has_router_loss:
         return "the router loss counts their tokens"
     if facts.draws_for_batch:
@@ -197,10 +217,9 @@ def _every_row_reason(facts: GRPOFacts) -> str:
     return "in TRL, an expert that only such completions reach has a gradient of 0, instead of none"
 
 
-def _scores_at_generation(facts: GRPOFacts) -> bool:
-    # A pass at another time, or over other rows, would make other random draws than TRL's
-    draws = facts.randomness is not None and not facts.force_on_policy_ratio
-    return facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss or draws
+def _draws(facts: GRPOFacts) -> bool:
+    """Return whether a pass at another time, or over other rows, would make other random draws than TRL's."""
+    return facts.randomness is not None and not facts.force_on_policy_ratio
 
 
 def _policy(facts: GRPOFacts, keeps_mask: bool) -> Decision:
@@ -214,6 +233,8 @@ def _policy(facts: GRPOFacts, keeps_mask: bool) -> Decision:
         equal = "counts as zero-advantage (`zero_advantages_of_equal_rewards`)"
         if not facts.zero_advantages_of_equal_rewards:
             equal = "keeps the rounding noise of TRL's advantages (`zero_advantages_of_equal_rewards=False`)"
+        elif facts.overridden_below is not None:
+            equal = f"keeps its advantages, because this trainer overrides `{facts.overridden_below}` in place of TRL's"
         rows = (
             f"In training, zero-advantage and fully masked completions are skipped{images}, because their gradient is "
             f"zero. A group whose rewards are all equal {equal}."
@@ -242,16 +263,11 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
         return Decision("old policy", "skip", f"Not needed, {aligned}", routine=True)
     if not trl_scores and not facts.force_on_policy_ratio:
         return Decision("old policy", "reuse", f"The training forward's log-probs are used, {aligned}", routine=True)
-    if trl_scores and facts.randomness is not None and not facts.force_on_policy_ratio:
+    if trl_scores and _draws(facts):
         reason = f"Runs on every generation batch, as in TRL, because {facts.randomness}, so two passes differ."
         return Decision("old policy", "run", reason)
-    if trl_scores and (facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss):
-        overridden = "`_generate_and_score_completions`, which may read or change the log-probs"
-        if facts.buffers_batches:
-            overridden = "`_prepare_inputs`, and buffers batches itself"
-        if facts.bypasses_loss:
-            overridden = "`compute_loss` without calling `super().compute_loss(...)`"
-        reason = f"Runs on every generation batch, as in TRL, because this trainer overrides {overridden}."
+    if trl_scores and (reader := _reader(facts)) is not None:
+        reason = f"Runs on every generation batch, as in TRL, because this trainer {reader}."
         return Decision("old policy", "run", reason)
     reused = "The training forward's log-probs are used while the weights are those that sampled the completions"
     if facts.force_on_policy_ratio:
@@ -302,17 +318,14 @@ def _balance(facts: GRPOFacts) -> Decision:
         reason = "there is one rank"
     elif not facts.balance:
         reason = "`balance=False`"
-    elif facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss:
+    elif facts.generation_reader is not None or facts.bypasses_loss:
         reason = "this trainer overrides methods that make or read generation batches"
     elif facts.draws_for_batch:
         reason = f"{facts.randomness}, which may depend on the rows of a batch"
     elif (rule := _micro_batch_reason(facts)) is not None:
         reason = rule if facts.has_images else f"{rule}, so moving them would change the gradient"
-    elif facts.own_step is not None and not facts.keep_groups_together:
-        reason = (
-            f"this trainer overrides `{facts.own_step}`, which may depend on the whole micro-batch "
-            "(if it does not, set `keep_groups_together=True`)"
-        )
+    elif facts.batch_reader is not None and not facts.keep_groups_together:
+        reason = f"this trainer {facts.batch_reader} ({_ANY_ORDER})"
     if reason is not None:
         return Decision("balance", "skip", f"Completions stay on their rank: {reason}.", routine=facts.processes == 1)
     moved = (
@@ -326,9 +339,9 @@ def _merge_reason(facts: GRPOFacts) -> str | None:
     """Return why each micro-batch runs apart; `None` if those of an optimizer step run together."""
     if facts.keep_groups_together is False:
         return "`keep_groups_together=False`"
-    if facts.own_step is not None and not facts.keep_groups_together:
-        return f"this trainer overrides `{facts.own_step}`"
-    if facts.has_own_batches or facts.buffers_batches or facts.bypasses_loss:
+    if facts.batch_reader is not None and not facts.keep_groups_together:
+        return f"this trainer {facts.batch_reader}"
+    if facts.generation_reader is not None or facts.bypasses_loss:
         return "this trainer overrides methods that make or read generation batches"
     if not facts.epoch_is_known:
         return "an epoch of a streaming data set can end after any micro-batch"
@@ -380,11 +393,8 @@ def _order_reason(facts: GRPOFacts) -> str | None:
         )
     if not facts.epoch_is_known:
         return "an epoch of a streaming data set, and the optimizer step with it, can end after any micro-batch"
-    if facts.own_step is not None and not facts.keep_groups_together:
-        return (
-            f"this trainer overrides `{facts.own_step}`, which may depend on the whole micro-batch "
-            "(if it does not, set `keep_groups_together=True`)"
-        )
+    if (reader := _reader(facts)) is not None and not facts.keep_groups_together:
+        return f"this trainer {reader} ({_ANY_ORDER})"
     return None
 
 

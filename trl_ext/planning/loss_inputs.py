@@ -42,7 +42,9 @@ class LossInputs:
             `ValueError`: the sampler's log-probs are needed but missing.
         """
         facts = plan.facts
-        remembered_BC = inputs.get("old_per_token_logps")
+        remembered_BC = inputs.get(OLD_POLICY, inputs.get("old_per_token_logps"))
+        if facts.force_on_policy_ratio:
+            remembered_BC = None
         in_loss_BC = scored.tokens_BC
         if "tool_mask" in inputs:  # for a subclass's loss, a tool's tokens are scored too
             in_loss_BC = in_loss_BC & loss_mask(inputs)
@@ -50,8 +52,7 @@ class LossInputs:
             policy_BC = scored.spread(policy_RC)
             old_BC = policy_BC.detach()
             if facts.trust_sampling_log_probs:
-                sampler_BC = sampler_log_probs(inputs)
-                old_BC = torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, old_BC)
+                old_BC = trusted_log_probs(inputs, old_BC, in_loss_BC)
         else:
             old_BC = remembered_BC
             if not inputs.get(SCORED, scored.tokens_BC)[scored.tokens_BC].all():
@@ -60,7 +61,7 @@ class LossInputs:
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
             reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
-        ratio, formed = inputs.get("importance_sampling_ratio"), None
+        ratio, formed = inputs.get(SAMPLER_RATIO, inputs.get("importance_sampling_ratio")), None
         if facts.sampler_ratio is not None and ratio is None:
             formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), in_loss_BC, facts.sampler_ratio)
             ratio = formed.ratio
@@ -73,7 +74,7 @@ class LossInputs:
             bounds_ratio=plan.bounds_ratio,
             kl_times_ratio=facts.kl_times_ratio,
         )
-        kept = {} if ratio is None else {"importance_sampling_ratio": ratio}
+        kept = {} if ratio is None else {SAMPLER_RATIO: ratio}
         if remembered_BC is None:
             kept |= kept_log_probs(old_BC, scored.tokens_BC)
         entropies_BC = scored.spread(entropies_RC)
@@ -81,7 +82,9 @@ class LossInputs:
 
     def given_to_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return `inputs` with these log-probs and this ratio."""
-        given = {**inputs, "old_per_token_logps": self.old_BC, "ref_per_token_logps": self.reference_BC}
+        given = {**inputs, "old_per_token_logps": self.old_BC}
+        if self.reference_BC is not None:
+            given["ref_per_token_logps"] = self.reference_BC
         if self.ratio is not None:
             given["importance_sampling_ratio"] = self.ratio
         return given
@@ -98,9 +101,11 @@ class LossInputs:
         return not_finite_rows(values, self.scored.tokens_BC)
 
 
-# In `KEPT`: the old policy's log-probs under TRL's name, 0 where nothing was scored; and a mask of the scored tokens
+# Entries of ours: the old policy's log-probs `(B, C)`, 0 where nothing was scored; a mask of the scored tokens; and the
+# ratio to the sampler, 1 where nothing was scored. TRL's names would promise a value for every token
+OLD_POLICY = "old_policy_log_probs"
 SCORED = "old_policy_scored"
-KEPT = ("old_per_token_logps", SCORED)
+SAMPLER_RATIO = "old_policy_sampler_ratio"
 
 # Entries of TRL's micro-batch with a column for each token of the completion
 BY_TOKEN = (
@@ -120,16 +125,28 @@ def with_padding(inputs: dict[str, Any], *scored_BC: Tensor) -> tuple[dict[str, 
 
 def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> dict[str, Tensor]:
     """Return the entries of a micro-batch that keep the old policy's log-probs, 0 where nothing was scored."""
-    return dict(zip(KEPT, (log_probs_BC, tokens_BC), strict=True))
+    return {OLD_POLICY: log_probs_BC, SCORED: tokens_BC}
+
+
+def has_old_policy(inputs: dict[str, Any]) -> bool:
+    """Return whether a micro-batch has the old policy's log-probs, of all tokens or of the scored ones."""
+    return OLD_POLICY in inputs or "old_per_token_logps" in inputs
 
 
 def with_scored(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's micro-batch with `SCORED`. If it is missing, NaN means "not scored", and inf means NaN."""
+    """Return a checkpoint's micro-batch with the names of `kept_log_probs`.
+
+    Earlier checkpoints have TRL's name, with `SCORED`, or with NaN for "not scored" and inf for NaN.
+    """
     old_BC = inputs.get("old_per_token_logps")
-    if old_BC is None or SCORED in inputs:
+    scored_BC = inputs.get(SCORED)
+    # Without either, every token was scored, because code of the user may read it
+    if old_BC is None or (scored_BC is None and not old_BC.isnan().any()):
         return inputs
-    kept_BC = old_BC.nan_to_num(0.0, torch.nan, -torch.inf)
-    return {**inputs, **kept_log_probs(kept_BC, ~old_BC.isnan())}
+    kept = {name: x for name, x in inputs.items() if name != "old_per_token_logps"}
+    if scored_BC is not None:
+        return kept | kept_log_probs(old_BC, scored_BC)
+    return kept | kept_log_probs(old_BC.nan_to_num(0.0, torch.nan, -torch.inf), ~old_BC.isnan())
 
 
 def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
@@ -147,6 +164,30 @@ def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
         )
     log_probs: Tensor = inputs["sampling_per_token_logps"]
     return log_probs
+
+
+def trusted_log_probs(inputs: dict[str, Any], policy_BC: Tensor, in_loss_BC: Tensor) -> Tensor:
+    """Return the sampler's log-probs as the old policy's, and the policy's where the sampler gave none: `(B, C)`."""
+    sampler_BC = sampler_log_probs(inputs)
+    return torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, policy_BC)
+
+
+def not_finite_in(inputs: dict[str, Any], passes: list[Tensor], scored: ScoredTokens) -> dict[int, list[str]]:
+    """Return what `LossInputs.not_finite` returns, for a loss that is not TRL's: its first pass may be of the batch.
+
+    Args:
+        passes (list of `Tensor`): the log-probs of each pass `(B, S - 1)`.
+    """
+    rows, columns = scored.tokens_BC.shape
+    of_batch = [x[:, -columns:] for x in passes[:1] if len(x) == rows and x.size(1) >= columns]
+    values = {
+        "policy": of_batch[0] if of_batch else None,
+        "old policy": inputs.get("old_per_token_logps", inputs.get("old_logps")),
+        "reference": inputs.get("ref_per_token_logps"),
+        "ratio to the sampler": inputs.get("importance_sampling_ratio"),
+        "reward": inputs["advantages"],
+    }
+    return not_finite_rows(values, scored.tokens_BC)
 
 
 class MicroBatchTotals(NamedTuple):

@@ -23,9 +23,11 @@ class RLOOFacts:
     has_router_loss: bool
     trains_expert_modules: bool
     positions_by_length: bool  # the model's positions depend on the longest row of a forward pass
-    own_batches: str | None  # an overridden method that makes or scores generation batches
-    own_step: str | None  # an overridden method that gets whole micro-batches
-    own_loss: str | None  # a subclass overrides TRL's loss, or does not call our `compute_loss`
+    generation_reader: str | None  # an overridden method that makes or reads generation batches, or scores them
+    overridden_below: str | None  # such a method below ours: in a class between ours and TRL's, or in place of TRL's
+    batch_reader: str | None  # what may read or change a micro-batch, such as "overrides `compute_loss`, which ..."
+    own_pass: str | None  # TRL's log-prob pass, if it is overridden
+    own_loss: str | None  # an overridden method that computes the loss, or a `compute_loss` that does not call ours
     keep_groups_together: bool | None  # a field of our config
     zero_advantages_of_equal_rewards: bool  # likewise
 
@@ -44,7 +46,9 @@ class RLOOPlan(Plan):
     def zeroes_equal_rewards(self) -> bool:
         """Whether the advantages of groups with equal rewards are set to 0. With a KL term, rewards differ by it."""
         facts = self.facts
-        return self.skips_zero_advantages and facts.zero_advantages_of_equal_rewards and facts.beta == 0.0
+        # An override below ours may have changed the advantages, on purpose
+        is_on = facts.zero_advantages_of_equal_rewards and facts.overridden_below is None
+        return self.skips_zero_advantages and is_on and facts.beta == 0.0
 
 
 def plan_rloo(facts: RLOOFacts) -> RLOOPlan:
@@ -87,6 +91,8 @@ def _every_row_reason(facts: RLOOFacts) -> str | None:
     """Return why a row without a gradient must run; `None` if it need not."""
     if facts.own_loss is not None:
         return f"this trainer overrides `{facts.own_loss}`, which may send a gradient through any of them"
+    if facts.own_pass is not None:
+        return "this trainer overrides TRL's log-prob pass, which may depend on the whole batch"
     if facts.has_router_loss:
         return "the router loss counts their tokens"
     if facts.trains_expert_modules:
@@ -112,8 +118,15 @@ def _old_policy_reason(facts: RLOOFacts) -> str | None:
         return f"{facts.randomness}, so two passes differ"
     if not facts.epoch_is_known:
         return "an epoch of a streaming data set, and the optimizer step with it, can end after any micro-batch"
-    own = facts.own_loss or facts.own_batches
-    return None if own is None else f"this trainer overrides `{own}`, which may read its log-probs"
+    return _reader(facts)
+
+
+def _reader(facts: RLOOFacts) -> str | None:
+    """Return what may read or change a batch; `None` if nothing does."""
+    method = facts.own_loss or facts.generation_reader
+    if method is not None:
+        return f"this trainer overrides `{method}`, which may read or change the log-probs"
+    return None if facts.batch_reader is None else f"this trainer {facts.batch_reader}"
 
 
 def _order_reason(facts: RLOOFacts) -> str | None:
@@ -134,7 +147,4 @@ def _order_reason(facts: RLOOFacts) -> str | None:
         return "no two micro-batches of a generation batch are certain to share an optimizer step"
     if not facts.epoch_is_known:
         return "an epoch of a streaming data set, and the optimizer step with it, can end after any micro-batch"
-    own = facts.own_loss or facts.own_batches or facts.own_step
-    if own is not None and not facts.keep_groups_together:
-        return f"this trainer overrides `{own}`, which may depend on the whole micro-batch"
-    return None
+    return None if facts.keep_groups_together else _reader(facts)

@@ -13,6 +13,17 @@ from torch import Tensor
 
 from .non_finite import bounded_log_ratios
 
+TRL_SAMPLER_METRICS = frozenset(
+    f"sampling/{name}"
+    for name in (
+        "sampling_logp_difference/mean",
+        "sampling_logp_difference/max",
+        "importance_sampling_ratio/min",
+        "importance_sampling_ratio/mean",
+        "importance_sampling_ratio/max",
+    )
+)
+
 
 @dataclass(frozen=True)
 class RatioRule:

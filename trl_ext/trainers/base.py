@@ -20,7 +20,8 @@ from transformers import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks.progress import ThroughputProgress, add_to_model_card, show
-from ..compat.choices import REPLACEABLE, overrides
+from ..compat.choices import REPLACEABLE
+from ..compat.overrides import overrides
 from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
 from ..config import AddedFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
@@ -59,8 +60,7 @@ logger = logging.getLogger("trl_ext")
 
 # What our `compute_loss` adds to a batch
 _ADDED_BY_LOSS = {
-    *("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"),
-    *("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps", "old_logps"),
+    *("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps"),
 }
 
 
@@ -221,7 +221,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return self._scorer.forwards
 
     def _replaces(self, part: str) -> bool:
-        """Return whether a subclass overrides one of the methods that `REPLACEABLE` lists for a `part`."""
+        """Return whether code of the user overrides one of the methods that `REPLACEABLE` lists for a `part`."""
         return overrides(self, *REPLACEABLE[part]) is not None
 
     def _randomness(self) -> Randomness | None:

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers.training_args import OptimizerNames
 
 from ..compat import dpo as internals
-from ..compat.choices import STEP, overrides
+from ..compat.overrides import STEP, overrides
 from ..compat.reference import holds_images, labels_of, score_as_reference
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields

@@ -18,12 +18,12 @@ from transformers.training_args import OptimizerNames
 
 from ..compat import CORRECTS_TRUNCATED_SAMPLING
 from ..compat import grpo as internals
-from ..compat.choices import STEP, overrides
+from ..compat.readers import batch_reader
 from ..config import AddedGRPOFields
 from ..config import GRPOConfig as GRPOConfig  # earlier `training_args.bin` files refer to it here
 from ..packing.support import positions_by_length, trains_expert_modules
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
-from ..planning.loss_inputs import prompt_of
+from ..planning.loss_inputs import has_old_policy, prompt_of
 from ..planning.sampler_ratio import RatioRule
 from ..sampler.engine import EngineGeneration
 from .base import ExactTrainer
@@ -101,7 +101,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _entropy_has_gradient(self) -> bool:
         # `top_entropy_quantile` compares entropies, which has no gradient
-        return bool(self._entropy_bonus_enabled) or internals.has_own_loss(self)
+        return bool(self._entropy_bonus_enabled) or internals.overridden_loss(self) is not None
 
     @property
     def _offloads(self) -> bool:
@@ -136,11 +136,11 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 normalized_over_batch=self.scale_rewards == "batch"
                 or self.multi_objective_aggregation == "normalize_then_sum",
                 has_own_pass=self._replaces("pass"),
-                has_own_batches=self._replaces("batches"),
-                buffers_batches=self._grpo_generation.buffers_batches,
+                generation_reader=internals.generation_reader(self),
+                overridden_below=internals.overridden_below(self),
+                batch_reader=batch_reader(self),
                 bypasses_loss=self._bypasses_loss,
-                has_own_loss=internals.has_own_loss(self) or self._bypasses_loss,
-                own_step=overrides(self, *STEP),
+                has_own_loss=internals.overridden_loss(self) is not None or self._bypasses_loss,
                 positions_by_length=positions_by_length(self.model),
                 of_sequences=self.importance_sampling_level == "sequence",
                 kl_times_ratio=args.use_bias_correction_kl,
@@ -170,6 +170,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _unknown_mask_reason(self, is_asked: bool) -> str | None:
         overridden = self._replaces("generation") or self._replaces("batches")
+        overridden = overridden or internals.overridden_below(self) is not None
         return self._grpo_generation.unknown_mask_reason(overridden=overridden, is_asked=is_asked)
 
     # Training: the run
@@ -178,8 +179,9 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
         # An earlier `train` may have ended before it scored its completions; the weights that sampled them are gone
-        unscored = any("old_per_token_logps" not in inputs for inputs in self._grpo_buffer.to_come())
-        if unscored and not self._make_plan().facts.trust_sampling_log_probs:
+        unscored = not all(has_old_policy(x) for x in self._grpo_buffer.to_come())
+        plan = self._make_plan()
+        if unscored and not plan.facts.trust_sampling_log_probs and not plan.gives_trls_batches:
             self._grpo_buffer.drop()
 
     def _resumed(self, state: Any) -> None:
@@ -212,10 +214,6 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         with self._grpo_scoring.in_parts.training_step(), on_host:
             yield
 
-    def _loss_bypassed(self) -> None:
-        super()._loss_bypassed()
-        self._grpo_scoring.score_all_as_trl()
-
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
@@ -224,7 +222,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             inputs = super()._prepare_inputs(generation_batch)
         if due and self.plan.merges:
             inputs = self._grpo_buffer.merged(self._grpo_generation.micro_batches_per_step())
-        self._grpo_scoring.before_micro_batch()
+        self._grpo_scoring.before_micro_batch(is_new=due)
         return inputs
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -239,8 +237,13 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             return self._grpo_scoring.in_parts.nothing()
         self._ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
-        loss, loss_inputs = self._grpo_scoring.of_micro_batch(
+        loss, not_finite = self._grpo_scoring.of_micro_batch(
             model, inputs, num_items_in_batch, lambda given: trl_loss(model, given, return_outputs, num_items_in_batch)
         )
-        self._non_finite.watch(loss, lambda: loss_inputs.not_finite(inputs), lambda row: prompt_of(inputs, row))
+        self._non_finite.watch(loss, not_finite, lambda row: prompt_of(inputs, row))
         return loss
+
+    def _loss_scores(self) -> str:
+        """Return the overridden method that runs the policy in the loss, as the plan names it."""
+        name = internals.overridden_pass(self) or internals.overridden_loss(self) or "compute_loss"
+        return f"`{type(self).__name__}.{name}`"

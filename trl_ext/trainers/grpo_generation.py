@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from ..distributed.ranks import Ranks
 from ..distributed.tensor_parallel import TensorParallel
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
 from ..planning.grpo import GRPOPlan
-from ..planning.loss_inputs import BY_TOKEN, with_scored
+from ..planning.loss_inputs import BY_TOKEN, has_old_policy, with_scored
 from ..planning.micro_batches import micro_batches_per_step
 from ..planning.non_finite import check_first_rewards
 from ..planning.plan import Plan
@@ -59,7 +59,6 @@ class GRPOGeneration:
         self._trl = internals.without_passes(trainer)
         self._checkpoints = GenerationCheckpoints(trainer, ranks, buffer)
         self._further: FurtherPrompts | None = None
-        self.buffers_batches = False  # whether a subclass keeps generation batches in its own buffer
         self._fills_buffer = False
 
     def of_batch(self, inputs: Any) -> dict[str, Any]:
@@ -68,24 +67,30 @@ class GRPOGeneration:
         batch = self._draw(inputs)
         if training:
             self.scoring.sampled_at_step = trainer.state.global_step
+            # An override in place of TRL's generation may compute advantages without rewards
+            has_rewards = self._trl.rewards is not None
             # Infinite rewards of any batch are the business of `on_non_finite_loss`, if it is set
-            if trainer.state.global_step == 0 and trainer._non_finite.action is None:
+            if has_rewards and trainer.state.global_step == 0 and trainer._non_finite.action is None:
                 check_first_rewards(self._trl.rewards, trainer.reward_weights, trainer.reward_func_names)
             equal_B = self._equal_rewards(batch)
             if trainer.plan.facts.max_draws > 1:
                 batch = self._without_dead_groups(batch, equal_B)
-        if training and not self._fills_buffer and not self.buffers_batches:
-            self.buffers_batches = True
-            trainer._plan_again()
-            if trainer.accelerator.is_main_process:
-                logger.warning(f"The plan has changed:\n{trainer.explain()}")
-        if trainer.plan.scores_at_generation:
-            self.scoring.score_as_trl(batch)
-        elif not training:
-            self.scoring.score_reference([batch])
+        self._score(batch)
         # The user's functions may have drawn random numbers, and TRL shuffles next
         self.ranks.share_random_state()
         return batch
+
+    def _score(self, batch: dict[str, Any]) -> None:
+        """Add the log-probs that code of the user may read before the batch is in TRL's buffer."""
+        plan, training = self.trainer.plan, self.trainer.model.training
+        # An overridden `_prepare_inputs` may keep batches in its own buffer, and evaluation has none
+        is_buffered = training and self._fills_buffer
+        if plan.facts.overridden_below is not None:
+            self.scoring.measure_sampler_of(batch)
+        elif plan.scores_at_generation or (plan.gives_trls_batches and not is_buffered):
+            self.scoring.score_as_trl(batch)
+        elif not training:
+            self.scoring.score_reference([batch])
 
     @contextmanager
     def fills_buffer(self) -> Iterator[None]:
@@ -139,15 +144,16 @@ class GRPOGeneration:
 
     def _drawn(self, inputs: Any) -> dict[str, Any]:
         ranks, group = self.ranks, self.ranks.sequence
+        draw = partial(self._trl.draw, inputs, runs_passes=self.trainer.plan.facts.overridden_below is not None)
         if ranks.tensor_parallel is not None:
             ranks.tensor_parallel.share_random_state(ranks.device)
             with internals.gathered_by(ranks.accelerator), self._same_samples(ranks.tensor_parallel):
-                return self._trl.draw(inputs)
+                return draw()
         if group is None:
-            return self._trl.draw(inputs)
+            return draw()
         ranks.share_random_state()
         with internals.gathered_by(ranks.accelerator):
-            batch = self._trl.draw(inputs)
+            batch = draw()
         tensors = [x for _, x in sorted(batch.items()) if isinstance(x, torch.Tensor)]
         if group.processes is not None and not group.alike(*tensors):
             raise RuntimeError(
@@ -174,6 +180,8 @@ class GRPOGeneration:
     def _equal_rewards(self, batch: dict[str, Any]) -> Tensor:
         """Return which rows are in groups with identical rewards, `(B,)` bool; if planned, zero their advantages."""
         trainer, rewards = self.trainer, self._trl.rewards
+        if rewards is None:
+            return torch.zeros_like(batch["completion_mask"][:, 0], dtype=torch.bool)
         equal = rows_of_equal_rewards(  # on the host: on a device these are a dozen tiny kernels
             rewards.cpu(),
             trainer.reward_weights.cpu(),
@@ -258,9 +266,9 @@ class GRPOGeneration:
     # Checkpoints
 
     def save(self, folder: Path) -> None:
-        unscored = any("old_per_token_logps" not in x for x in self.buffer.to_come())
-        lost = None
-        if unscored and not self.trainer.plan.facts.trust_sampling_log_probs:
+        plan, lost = self.trainer.plan, None
+        unscored = not all(has_old_policy(x) for x in self.buffer.to_come())
+        if unscored and not plan.facts.trust_sampling_log_probs and not plan.gives_trls_batches:
             lost = "training ended before the old policy had scored them"
         self._checkpoints.save(
             folder,
@@ -271,8 +279,12 @@ class GRPOGeneration:
         )
 
     def _schedule(self) -> dict[str, int]:
-        # Only when on, because earlier checkpoints lack it
-        return {"keep_sampling_mask": 1} if self.trainer.plan.keeps_sampling_mask else {}
+        # Only those that are on, because earlier checkpoints lack them
+        on = {
+            "keep_sampling_mask": self.trainer.plan.keeps_sampling_mask,
+            "code that reads batches": self.trainer.plan.gives_trls_batches,
+        }
+        return {name: 1 for name, is_on in on.items() if is_on}
 
     def resume(self, folder: Path) -> None:
         saved = self._checkpoints.read(folder, self._schedule())

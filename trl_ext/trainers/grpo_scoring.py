@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,23 +16,25 @@ from ..distributed.ranks import Ranks
 from ..packing.packing import LastResult
 from ..planning.grpo import GRPOPlan
 from ..planning.loss_inputs import (
-    KEPT,
-    SCORED,
     LossInputs,
     MicroBatchTotals,
+    has_old_policy,
     kept_log_probs,
+    not_finite_in,
     sampler_log_probs,
     totals_of_rank,
+    trusted_log_probs,
     with_padding,
 )
 from ..planning.micro_batches import RowTokens
 from ..planning.parts import Parts
 from ..planning.plan import PackingPlan, SkipCounts, TokenCounts
 from ..planning.rows import KEPT_CLASSES, ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
-from ..planning.sampler_ratio import SamplerRatio, largest_difference, sampler_metrics
+from ..planning.sampler_ratio import TRL_SAMPLER_METRICS, SamplerRatio, largest_difference, sampler_metrics
 from ..sampler.check import SamplerCheck
 from ..scoring.scorer import Scorer
 from .in_parts import InParts
+from .non_finite import NonFiniteLoss, Rows
 
 _DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
@@ -45,6 +47,7 @@ class Trainer(internals.GRPOInternals, Protocol):
     rollout_func: Any
     skipped: SkipCounts
     fed: TokenCounts
+    _non_finite: NonFiniteLoss
 
     @property
     def plan(self) -> GRPOPlan: ...
@@ -55,7 +58,9 @@ class Trainer(internals.GRPOInternals, Protocol):
 
     def _policy_scored(self, by: str | None = None) -> AbstractContextManager[None]: ...
 
-    def _own_loss(self) -> str: ...
+    def _loss_scores(self) -> str: ...
+
+    def _count_tokens(self, counts: list[int] | None = None) -> None: ...
 
 
 class GRPOScoring:
@@ -76,32 +81,63 @@ class GRPOScoring:
 
     def of_micro_batch(
         self, model: Any, inputs: Any, num_items: Any, trl_loss: Callable[..., Tensor]
-    ) -> tuple[Tensor, LossInputs]:
+    ) -> tuple[Tensor, Rows]:
+        """Return the loss, and a function that finds the rows with values that are not finite."""
         trainer, plan = self.trainer, self.trainer.plan
         self._trl_loss = trl_loss
         self.in_parts.begins()
-        inputs = self.buffer.with_kept(inputs, SCORED)
+        if plan.facts.has_own_loss:
+            return self._overridden_loss(model, inputs)
         scored = self.policy_tokens(inputs)
         own_pass = f"`{type(trainer).__name__}.{internals.PASS}`" if plan.facts.has_own_pass else None
         with trainer._policy_scored(own_pass):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
-        if "old_per_token_logps" not in inputs and plan.trl_scores_old_policy:
+        if plan.trl_scores_old_policy and not plan.gives_trls_batches and not has_old_policy(inputs):
             self._count_skipped_pass(inputs)
         loss_inputs = LossInputs.of(inputs, scored, policy_RC, entropies_RC, plan)
         with logged_times(internals.mode_metrics(trainer), self.buffer.merged_in(inputs)):
             loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
-            if trainer.model.training and plan.trl_scores_old_policy:
+            if trainer.model.training and plan.trl_scores_old_policy and not plan.gives_trls_batches:
                 self.buffer.keep(inputs, loss_inputs.kept)
             self._measure(loss_inputs)
         self.in_parts.last(loss)
-        return loss, loss_inputs
+        return loss, partial(loss_inputs.not_finite, inputs)
+
+    def _overridden_loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Rows]:
+        """Compute the loss of an overridden method, which gets TRL's batch and runs its own passes."""
+        trainer, plan = self.trainer, self.trainer.plan
+        every = every_token(batch, of_tools=True)
+        given = batch
+        if plan.facts.trust_sampling_log_probs:
+            with unrecorded_pass(trainer):
+                policy_BC = every.spread(self._unrecorded_log_probs(model, batch, every))
+            given = {**batch, "old_per_token_logps": trusted_log_probs(batch, policy_BC, loss_mask(batch))}
+        elif plan.facts.force_on_policy_ratio:
+            # Without them, the ratio of TRL's loss is exactly 1
+            given = {name: x for name, x in batch.items() if name != "old_per_token_logps"}
+        over_sampled: AbstractContextManager[Any] = nullcontext()
+        if plan.keeps_sampling_mask:
+            sampled = partial(every.labelled, model, ("log_probs", "entropy"), self._kept_classes(batch))
+            over_sampled = internals.model_replaced(trainer, model, batch, sampled)
+        merged = self.buffer.merged_in(batch)
+        with (
+            trainer._policy_scored(trainer._loss_scores()),
+            trainer._non_finite.recorded(model) as passes,
+            over_sampled,
+            logged_times(internals.mode_metrics(trainer), merged),
+            internals.as_one_micro_batch(trainer, merged),
+        ):
+            loss = self._trl_loss(given)
+        packed_away, *ran = self.scorer.take_counts()
+        trainer._count_tokens(self.ranks.sum_counts([self._skipped_tokens + packed_away, *ran]))
+        self._skipped_tokens = 0
+        return loss, partial(not_finite_in, given, passes, every)
 
     def _loss_of(self, model: Any, inputs: Any, loss_inputs: LossInputs, aux_loss: Any) -> Tensor:
         given, scored = loss_inputs.given_to_loss(inputs), [loss_inputs.policy_BC, loss_inputs.entropies_BC]
-        # A subclass's loss gets the shapes that TRL would give it
-        if loss_inputs.policy_BC.size(1) == 1 and not self.trainer.plan.facts.has_own_loss:
+        if loss_inputs.policy_BC.size(1) == 1:
             given, scored = with_padding(given, *scored)
-        answered = internals.answered_by(self.trainer, model, given, (*scored, aux_loss))
+        answered = internals.answered_by(self.trainer, model, (*scored, aux_loss))
         with answered, internals.as_one_micro_batch(self.trainer, self.buffer.merged_in(inputs)):
             return self._trl_loss(given)
 
@@ -113,16 +149,24 @@ class GRPOScoring:
         self._skipped_tokens = 0
         trainer.fed.add(self._mode, [int(x) for x in (totals.with_gradient, totals.without_gradient, totals.head)])
         trainer.skipped.add(self._mode, passes=0, rows=int(totals.skipped_rows), tokens=int(totals.skipped_tokens))
-        if trainer.model.training and not trainer.plan.facts.has_own_loss:
+        if trainer.model.training:
             totals.correct(internals.mode_metrics(trainer))
         if loss_inputs.formed is not None:
             self._measure_sampler(loss_inputs.formed)
 
-    def _measure_sampler(self, formed: SamplerRatio) -> None:
+    def measure_sampler_of(self, batch: dict[str, Any]) -> None:
+        """Measure the ratio to the sampler for a generation batch that TRL's own passes have scored."""
+        rule, old_BC = self.trainer.plan.facts.sampler_ratio, batch.get("old_per_token_logps")
+        if rule is not None and old_BC is not None:
+            formed = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_mask(batch), rule)
+            self._measure_sampler(formed, logged_by_trl=True)
+
+    def _measure_sampler(self, formed: SamplerRatio, *, logged_by_trl: bool = False) -> None:
         gathered = self.ranks.accelerator.gather(formed.statistics().unsqueeze(0))
         metrics = sampler_metrics(gathered)
         for name, value in metrics.items():
-            internals.mode_metrics(self.trainer)[name].append(value)
+            if not (logged_by_trl and name in TRL_SAMPLER_METRICS):
+                internals.mode_metrics(self.trainer)[name].append(value)
         plan, training = self.trainer.plan, self.trainer.model.training
         one_distribution = plan.keeps_sampling_mask or not plan.facts.truncated_sampling
         one_distribution = one_distribution and self.trainer.args.repetition_penalty == 1.0
@@ -131,9 +175,9 @@ class GRPOScoring:
 
     def policy_tokens(self, inputs: dict[str, Any]) -> ScoredTokens:
         plan = self.trainer.plan
-        own_loss = plan.facts.has_own_loss  # it may read the tokens of tool calls
-        if not self.trainer.model.training or internals.has_images(inputs) or own_loss:
-            return every_token(inputs, of_tools=own_loss)
+        is_overridden = plan.facts.has_own_loss or plan.facts.has_own_pass
+        if not self.trainer.model.training or internals.has_images(inputs) or is_overridden:
+            return every_token(inputs, of_tools=is_overridden)  # they may read the tokens of tool calls
         # The passes of a micro-batch share the result, so the host waits for the device only once
         given = [inputs.get(name) for name in ("completion_mask", "tool_mask", "advantages", "prompt_mask")]
         skips = {"skip_masked": plan.skips_masked, "skip_zero_advantages": plan.skips_zero_advantages}
@@ -176,21 +220,29 @@ class GRPOScoring:
         self.in_parts.train(model, inputs, num_items, loss_of_part, internals.metrics_set_aside(self.trainer))
         return scores[0]
 
-    def before_micro_batch(self) -> None:
-        """Score new slices with the reference and, before an optimizer step, the slices after it with the policy."""
-        trainer = self.trainer
+    def before_micro_batch(self, *, is_new: bool) -> None:
+        """Score new slices with the reference and, before an optimizer step, the slices after it with the policy.
+
+        Args:
+            is_new (`bool`): whether the buffer has just been filled.
+        """
+        trainer, facts = self.trainer, self.trainer.plan.facts
         present, *others = self.buffer.to_come()
-        self.score_reference([present, *others])
-        if trainer.plan.facts.trust_sampling_log_probs:
+        if trainer.plan.gives_trls_batches:
+            # A reader of generation batches already has the log-probs, and may have removed them
+            for batch in [present, *others] if is_new and not trainer.plan.scores_at_generation else ():
+                self.score_as_trl(batch)
             return
-        waiting = [x for x in others if x is not present and "old_per_token_logps" not in x]
+        self.score_reference([present, *others])
+        if facts.trust_sampling_log_probs:
+            return
+        waiting = [x for x in others if x is not present and not has_old_policy(x)]
         ends = 0 < trainer.state.max_steps <= trainer.state.global_step + 1
         needed = [present] if ends else [present, *waiting]
-        if self.sampled_at_step != trainer.state.global_step and any("old_per_token_logps" not in x for x in needed):
+        if self.sampled_at_step != trainer.state.global_step and not all(has_old_policy(x) for x in needed):
             raise RuntimeError(
-                "A micro-batch has no old-policy log-probs, and the weights that sampled it have changed: "
-                f"{trainer._own_loss()} did not call `super().compute_loss(...)` for it, or passed other rows. Pass "
-                "each micro-batch on unchanged, or override `_compute_loss` instead."
+                "A micro-batch has no old-policy log-probs, and the weights that sampled it have changed. Something "
+                "put rows into `_buffered_inputs`: override `_prepare_inputs` to do that."
             )
         if not trainer.accelerator.sync_gradients:
             return
@@ -220,12 +272,13 @@ class GRPOScoring:
                 batch["ref_per_token_logps"] = scored.spread(log_probs_RC)
 
     def score_as_trl(self, batch: dict[str, Any]) -> None:
-        """Add the log-probs that stock TRL would add to a generation batch, for every row."""
+        """Add the log-probs that stock TRL would add to a batch, of every row and token."""
         trainer, plan = self.trainer, self.trainer.plan
         every = every_token(batch, of_tools=True)
-        if plan.trl_scores_old_policy and not plan.facts.trust_sampling_log_probs:
+        scores_old = plan.trl_scores_old_policy and not plan.facts.trust_sampling_log_probs
+        if scores_old and "old_per_token_logps" not in batch:
             with unrecorded_pass(trainer):
-                old_BC = every.spread(self._log_probs_at_generation(trainer.model, batch, every))
+                old_BC = self._log_probs_at_generation(trainer.model, batch, every)
             batch["old_per_token_logps"] = old_BC
             rule = plan.facts.sampler_ratio
             if rule is not None:
@@ -234,8 +287,7 @@ class GRPOScoring:
                 self._measure_sampler(formed)
         if plan.facts.beta and "ref_per_token_logps" not in batch:
             with trainer.reference_pass():
-                log_probs_RC = self._log_probs_at_generation(self._reference_model(), batch, every)
-            batch["ref_per_token_logps"] = every.spread(log_probs_RC)
+                batch["ref_per_token_logps"] = self._log_probs_at_generation(self._reference_model(), batch, every)
 
     def _log_probs_at_generation(self, model: Any, batch: dict[str, Any], every: ScoredTokens) -> Tensor:
         if self.trainer.plan.facts.max_tokens_per_micro_batch is not None:
@@ -244,13 +296,6 @@ class GRPOScoring:
         size = args.per_device_train_batch_size if in_training else args.per_device_eval_batch_size
         log_probs: Tensor = self._pass(model, batch, every, batch_size=size)[0]
         return log_probs
-
-    def score_all_as_trl(self) -> None:
-        """Score all rows of the remaining slices as stock TRL would, including those that our loss skips."""
-        for inputs in {id(x): x for x in self.buffer.to_come()}.values():
-            for name in KEPT:
-                inputs.pop(name, None)
-            self.score_as_trl(inputs)
 
     def _reference_model(self) -> Any:
         return self.trainer.model if self.trainer.ref_model is None else self.trainer.ref_model
@@ -278,8 +323,8 @@ class GRPOScoring:
             return ()
         if not batch.keys() >= {*KEPT_CLASSES}:
             raise RuntimeError(
-                f"`keep_sampling_mask=True` needs {' and '.join(map(repr, KEPT_CLASSES))} of a micro-batch, which "
-                f"{self.trainer._own_loss()} has removed. Pass every entry of the batch on."
+                f"`keep_sampling_mask=True` needs {' and '.join(map(repr, KEPT_CLASSES))} of a micro-batch, but they "
+                f"are gone: this trainer {self.trainer.plan.facts.batch_reader}. Pass every entry of the batch on."
             )
         return tuple(batch[name] for name in KEPT_CLASSES)
 

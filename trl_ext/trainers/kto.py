@@ -10,8 +10,8 @@ import torch
 import trl
 from datasets import IterableDataset
 
-from ..compat.choices import overrides
 from ..compat.kto import KL_PASS, has_kl_rows, reference_given, sequences_of
+from ..compat.overrides import overrides
 from ..compat.reference import recorded_loads
 from ..compat.replaced import names_replaced, unrecorded_pass
 from ..config import AddedStoreFields

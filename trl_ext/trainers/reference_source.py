@@ -13,7 +13,8 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from ..compat import reference as internals
-from ..compat.choices import maybe_gather_lm_head_ctx, overrides
+from ..compat.choices import maybe_gather_lm_head_ctx
+from ..compat.overrides import overrides
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
 from ..distributed.ranks import Ranks

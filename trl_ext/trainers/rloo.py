@@ -4,6 +4,7 @@ The methods of TRL's trainer that only RLOO overrides are here; the others are i
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from ..compat import grpo as internals
-from ..compat.choices import STEP, overrides
+from ..compat.overrides import overrides_below
+from ..compat.readers import batch_reader
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
 from ..packing.support import positions_by_length, trains_expert_modules
-from ..planning.loss_inputs import prompt_of, replace_last
+from ..planning.loss_inputs import not_finite_in, prompt_of, replace_last
 from ..planning.micro_batches import RowTokens, micro_batches_per_step
 from ..planning.non_finite import check_first_rewards, not_finite_rows
 from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
@@ -72,7 +74,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         return bool(self.args.beta != 0)
 
     def _entropy_has_gradient(self) -> bool:
-        return internals.has_own_loss(self)  # type: ignore[arg-type]
+        return internals.overridden_loss(self) is not None  # type: ignore[arg-type]
 
     def _on_accelerator(self) -> None:
         if self._ranks.group is not None or self._ranks.sequence is not None:
@@ -84,7 +86,6 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     def _make_plan(self) -> RLOOPlan:
         args, own, options = self.args, self._reference_weights.own, AddedGroupFields.of(self.args)
         randomness = self._randomness()
-        own_loss = overrides(self, "_compute_loss") or ("compute_loss" if self._bypasses_loss else None)
         return plan_rloo(
             RLOOFacts(
                 beta=self.beta,
@@ -100,9 +101,11 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
                 has_router_loss=self.aux_loss_enabled,
                 trains_expert_modules=trains_expert_modules(self.model),
                 positions_by_length=positions_by_length(self.model),
-                own_batches=overrides(self, "_generate_and_score_completions", internals.PASS, "_prepare_inputs"),
-                own_step=overrides(self, *STEP),
-                own_loss=own_loss,
+                generation_reader=internals.generation_reader(self),  # type: ignore[arg-type]
+                overridden_below=internals.overridden_below(self),  # type: ignore[arg-type]
+                batch_reader=batch_reader(self),
+                own_pass=internals.overridden_pass(self),  # type: ignore[arg-type]
+                own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),  # type: ignore[arg-type]
                 keep_groups_together=options.keep_groups_together,
                 zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
             )
@@ -134,17 +137,19 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Sample and reward as TRL does. Equal rewards have advantages of exactly 0, if the plan says so."""
-        skipped = {internals.PASS: _no_pass} if self.plan.reuses_old_policy else {}
+        skipped: dict[str, Any] = {internals.PASS: _no_pass} if self.plan.reuses_old_policy else {}
         batch = self._generation.draw(inputs, **skipped)
         rewards, accelerator = self._generation.rewards, self.accelerator
+        # An override in place of TRL's generation may compute advantages without rewards
+        has_rewards = rewards is not None and self.model.training
         # Infinite rewards of any batch are the business of `on_non_finite_loss`, if it is set
-        if self.model.training and self.state.global_step == 0 and self._non_finite.action is None:
+        if has_rewards and self.state.global_step == 0 and self._non_finite.action is None:
             check_first_rewards(
                 rewards, self.reward_weights, self.reward_func_names, bounds=self.args.reward_clip_range
             )
         if self.plan.reuses_old_policy:
-            del batch["old_logps"]  # our loss adds it
-        if self.model.training and self.plan.zeroes_equal_rewards:
+            del batch["old_logps"]  # the loss gets them from the policy's pass
+        if has_rewards and self.plan.zeroes_equal_rewards:
             size = self.num_generations
             equal = rows_of_equal_rewards(rewards, self.reward_weights.to(rewards.device), size, normalized_apart=False)
             equal_B = equal.view(accelerator.num_processes, -1)[accelerator.process_index]
@@ -185,7 +190,9 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         **options: Any,
     ) -> tuple[Any, Any, Any]:
         """Run TRL's pass, without the statistics that it does not read."""
-        called = functools.partial(model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy])
+        called = model
+        if overrides_below(self, internals.PASS) is None:  # it may read the model's attributes, or its logits
+            called = functools.partial(model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy])
         run = super()._get_per_token_logps_and_entropies
         return run(called, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
 
@@ -196,19 +203,20 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     ) -> Tensor:
         """Compute TRL's loss from the log-probs of the planned passes."""
         self._loss_reached, plan = True, self.plan
+        if plan.facts.own_loss is not None:
+            return self._overridden_loss(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
         scored = self._scored_tokens(inputs)
         policy_BC, entropies_BC, aux_loss = self._policy_pass(model, inputs, scored)
-        if plan.reuses_old_policy:
-            # In the batch, because a subclass may read it after this loss
-            inputs["old_logps"] = (policy_BC.detach() * inputs["completion_mask"]).sum(dim=1)
         given = dict(inputs)
+        if plan.reuses_old_policy:
+            given["old_logps"] = (policy_BC.detach() * inputs["completion_mask"]).sum(dim=1)
         if not scored.every_row:
             # The ratio of a row that does not run is 1, and its entropy does not count
             live_B = torch.zeros(len(scored.tokens_BC), dtype=torch.bool, device=scored.rows_R.device)
             live_B[scored.rows_R] = True
             given["completion_mask"] = inputs["completion_mask"] * live_B.unsqueeze(1)
-            given["old_logps"] = inputs["old_logps"].masked_fill(~live_B, 0.0)
-        with internals.answered_by(self, model, given, (policy_BC, entropies_BC, aux_loss)):  # type: ignore[arg-type]
+            given["old_logps"] = given["old_logps"].masked_fill(~live_B, 0.0)
+        with internals.answered_by(self, model, (policy_BC, entropies_BC, aux_loss)):  # type: ignore[arg-type]
             loss: Tensor = super().compute_loss(model, given, return_outputs, num_items_in_batch)
         values = {"policy": policy_BC.detach(), "old policy": given["old_logps"], "reward": given["advantages"]}
         self._non_finite.watch(
@@ -225,9 +233,19 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             replace_last(self._metrics[mode], "entropy", None)
         return loss
 
+    def _overridden_loss(self, trl_loss: Callable[..., Tensor], model: Any, batch: Any, *options: Any) -> Tensor:
+        """Compute the loss of an overridden method, which gets TRL's batch and runs its own passes."""
+        name = self.plan.facts.own_pass or self.plan.facts.own_loss
+        with self._policy_scored(f"`{type(self).__name__}.{name}`"), self._non_finite.recorded(model) as passes:
+            loss = trl_loss(model, batch, *options)
+        not_finite = functools.partial(not_finite_in, batch, passes, every_token(batch))
+        self._non_finite.watch(loss, not_finite, lambda row: prompt_of(batch, row))
+        self._count_tokens()
+        return loss
+
     def _policy_pass(self, model: Any, inputs: Any, scored: ScoredTokens) -> tuple[Tensor, Tensor, Any]:
         """Return log-probs and entropies `(B, C)` of the tokens to score, and the router loss if there is one."""
-        own_pass = overrides(self, internals.PASS)
+        own_pass = self.plan.facts.own_pass
         called = model if own_pass is not None else scored.labelled(model, ("log_probs", "entropy"))
         options = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
         with self._policy_scored(None if own_pass is None else f"`{type(self).__name__}.{own_pass}`"):

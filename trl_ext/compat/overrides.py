@@ -1,0 +1,79 @@
+"""Which methods of a trainer run code of the user in place of TRL's.
+
+A method can be overridden in a subclass of our trainer, in a class between ours and TRL's, on the trainer itself, or by
+a function put in place of TRL's. In each case a function runs that is not from one of the `LIBRARIES`.
+"""
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+LIBRARIES = frozenset({"trl", "trl_ext", "transformers", "accelerate", "torch", "peft"})
+
+# Methods that get, make or return a batch
+STEP = ("training_step", "_prepare_inputs", "compute_loss", "prediction_step")
+
+# Methods that read what TRL's loss has computed for each row and token of a batch
+LOSS = ("_compute_loss", "get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask")
+
+
+def overrides(trainer: Any, *methods: str) -> str | None:
+    """Return the first of `methods` for which code of the user runs; `None` if there is none."""
+    classes = type(trainer).__mro__
+    return next((x for x in methods if _is_users(vars(trainer).get(x)) or _is_overridden(trainer, x, classes)), None)
+
+
+def overrides_below(trainer: Any, *methods: str) -> str | None:
+    """Return the first of `methods` that is overridden below our trainer: `super()` of ours runs code of the user."""
+    classes = type(trainer).__mro__
+    below = classes[1 + classes.index(_ours(trainer)) :]
+    return next((x for x in methods if _is_overridden(trainer, x, below)), None)
+
+
+def _ours(trainer: Any) -> type:
+    return next(cls for cls in type(trainer).__mro__ if "_trl_trainer" in vars(cls))
+
+
+def _is_overridden(trainer: Any, method: str, classes: tuple[type, ...]) -> bool:
+    # Any other class overrides, even one of TRL's that stands between ours and TRL's trainer
+    known = {*_ours(trainer).__mro__}
+    return any(method in vars(cls) and (cls not in known or _is_users(vars(cls)[method])) for cls in classes)
+
+
+def _is_users(method: Any) -> bool:
+    return any(package_of(x) not in LIBRARIES for x in _functions(method, set()))
+
+
+def package_of(function: types.FunctionType) -> str:
+    # Not `__module__`, which `functools.wraps` copies
+    return str(function.__globals__.get("__name__", "")).partition(".")[0]
+
+
+def _functions(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
+    """Yield the functions that a call of `value` runs, with those that decorators have wrapped."""
+    if value is None or isinstance(value, type) or id(value) in seen:
+        return
+    seen.add(id(value))
+    wrapped: list[Any]
+    if isinstance(value, types.FunctionType):
+        yield value
+        kinds = (types.FunctionType, types.MethodType, functools.partial)
+        wrapped = [x for x in held_by(value) if isinstance(x, kinds)]
+    else:
+        wrapped = [getattr(value, x, None) for x in ("__func__", "func", "__wrapped__", "fget")]
+        if not any(wrapped) and callable(value):
+            wrapped = [type(value).__call__]
+    for x in wrapped:
+        yield from _functions(x, seen)
+
+
+def held_by(function: types.FunctionType) -> list[Any]:
+    """Return the values in a function's closure."""
+    values = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # the name has no value yet
+            continue
+    return values

@@ -1,0 +1,89 @@
+"""What may read or change TRL's micro-batches: overridden methods, callbacks and other code of the user."""
+
+import functools
+import sys
+import types
+from typing import Any
+
+from .overrides import LIBRARIES, LOSS, STEP, held_by, overrides, package_of
+
+# The names through which code that gets no micro-batch reaches one
+_SOURCES = frozenset({"_buffered_inputs", "_prepare_inputs", "_generate_and_score_completions"})
+
+_MOST_ITEMS = 100  # of a container; more are data
+
+
+def batch_reader(trainer: Any) -> str | None:
+    """Return what may read or change a micro-batch, as the end of a sentence on the trainer; `None` without any."""
+    method = overrides(trainer, *STEP, *LOSS)
+    if method is not None:
+        return f"overrides `{method}`, which may read or change a micro-batch"
+    for callback in trainer.callback_handler.callbacks:
+        if _reads(callback):
+            return f"has the callback `{type(callback).__name__}`, which reads generation batches"
+    for name, value in (x for cls in type(trainer).__mro__ for x in vars(cls).items()):
+        if _reads(value):
+            return f"has the method `{name}`, which reads generation batches"
+    for name in ("rollout_func", "reward_funcs", "data_collator"):
+        if _reads(getattr(trainer, name, None)):
+            return f"has `{name}` that reads generation batches"
+    return None
+
+
+def _reads(value: Any) -> bool:
+    """Return whether code of the user in `value`, or a helper that it calls, names one of `_SOURCES`."""
+    package = (type(value) if not isinstance(value, types.FunctionType | type) else value).__module__ or ""
+    return _Search(package.partition(".")[0]).finds(value)
+
+
+class _Search:
+    """A search through functions, and through the objects and helpers that they hold or name.
+
+    Args:
+        package (`str`): the package of the first object, which is searched even if it is installed.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self._seen: dict[int, Any] = {}  # with the object, so that its id is not given to another
+
+    def finds(self, value: Any) -> bool:
+        if value is None or id(value) in self._seen or isinstance(value, types.ModuleType):
+            return False
+        self._seen[id(value)] = value
+        if isinstance(value, list | tuple | set | frozenset | dict):
+            items = list(value.values() if isinstance(value, dict) else value)
+            return any(self.finds(x) for x in items[:_MOST_ITEMS])
+        if isinstance(value, types.FunctionType):
+            if self._is_librarys(package_of(value), value.__globals__.get("__file__")):
+                return False
+            words = _words(value.__code__)
+            reached = [*held_by(value), *(value.__globals__.get(x) for x in words)]
+            return not words.isdisjoint(_SOURCES) or any(self.finds(x) for x in reached)
+        if isinstance(value, types.MethodType | functools.partial | staticmethod | classmethod | property):
+            parts = ("__func__", "__self__", "func", "args", "keywords", "fget")
+            return any(self.finds(getattr(value, x, None)) for x in parts)
+        cls = value if isinstance(value, type) else type(value)
+        if self._is_librarys(cls.__module__.partition(".")[0], _file_of(cls.__module__)):
+            return False
+        members = [x for base in cls.__mro__ if base is not object for x in vars(base).values()]
+        return any(self.finds(x) for x in (getattr(value, "__dict__", None), *members))
+
+    def _is_librarys(self, package: str, file: str | None) -> bool:
+        if package in LIBRARIES or package in sys.stdlib_module_names:
+            return True
+        is_installed = any(x in (file or "") for x in ("site-packages", "dist-packages"))
+        return is_installed and package != self.package
+
+
+def _file_of(module: str) -> str | None:
+    return getattr(sys.modules.get(module), "__file__", None)
+
+
+def _words(code: types.CodeType) -> frozenset[str]:
+    """Return the names and strings in a function's code, and in that of the functions defined in it."""
+    words = {*code.co_names, *(x for x in code.co_consts if isinstance(x, str))}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            words |= _words(inner)
+    return frozenset(words)
