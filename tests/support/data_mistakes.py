@@ -171,14 +171,13 @@ DATA_MISTAKES: dict[str, Mistake] = {
         f"{REPEATED}`chosen` and `rejected`{ALL_TWICE}{REMOVAL}",
         None,
     ),
-    "SFT, text of the prompt twice": Mistake(
+    "SFT, dialogues with the prompt twice": Mistake(
         lambda b: b.sft(
             train_dataset=Dataset.from_list(
-                [{"prompt": f"w1 w{place}", "completion": f"w1 w{place} w5"} for place in range(5)]
+                [{"prompt": f"w1 w{x}", "completion": f"### Question: w1 w{x}\n### Answer: w5"} for x in range(5)]
             )
         ),
-        f'{REPEATED}`completion`{ALL_TWICE}Remove it there: `dataset.map(lambda row: {{"completion": '
-        'row["completion"].strip().removeprefix(row["prompt"].strip())})`.',
+        f"{REPEATED}`completion`{ALL_TWICE}Leave only the answer in `completion`.",
         None,
     ),
     # The prompt in another column

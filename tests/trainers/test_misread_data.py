@@ -129,7 +129,22 @@ DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] =
         ),
         tokenizer,
         "`prompt` of `train_dataset` is also at the start of `completion`, in row 0 and in 3 of the 12 rows that were "
-        "read, so it is trained twice there. Remove it there:",
+        "read. Unless an answer should repeat it, it is trained twice. Remove it there:",
+    ),
+    "completions that all begin with their prompts": (
+        "sft",
+        lambda: rows(*[{"prompt": f"w1 w{x}", "completion": f"w1 w{x} w5"} for x in range(5)]),
+        tokenizer,
+        "`prompt` of `train_dataset` is also at the start of `completion`, in row 0 and in 5 of the 5 rows",
+    ),
+    "code that goes on with its prompt": (
+        "dpo",
+        lambda: rows(
+            {"prompt": "def add(a, b):\n", "chosen": "def add(a, b):\n  w1", "rejected": "def add(a, b):\n  w2"},
+            times=4,
+        ),
+        tokenizer,
+        "`prompt` of `train_dataset` is also at the start of `chosen`, in row 0 and in 4 of the 4 rows",
     ),
     "a chosen completion that begins with its prompt": (
         "dpo",
@@ -283,6 +298,16 @@ SILENT: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any]]] = {
             ]
         ),
         tokenizer,
+    ),
+    "a category beside short prompts": (
+        "dpo",
+        lambda: rows({"context": "sky", "chosen": "The sky is blue.", "rejected": "The sky is green."}, times=4),
+        tokenizer,
+    ),
+    "tools that are an empty object": (
+        "sft",
+        lambda: rows({"messages": [user("a"), assistant("b")], "tools": "{}"}, times=2),
+        chat_tokenizer,
     ),
     "an input that is empty": (
         "dpo",

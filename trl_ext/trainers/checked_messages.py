@@ -63,7 +63,7 @@ def check_options(row: dict[str, Any], place: int, name: str) -> None:
         read = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError:
         read = "no JSON"
-    if not isinstance(read, list | None):
+    if read and not isinstance(read, list):
         raise ValueError(
             f"`tools` is {reprlib.repr(tools)} in row {place} of `{name}`. Give a list of tools, as it is or as JSON, "
             'or None for no tools, such as `dataset.map(lambda row: {"tools": row["tools"] or None})`.'

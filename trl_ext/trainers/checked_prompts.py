@@ -1,6 +1,7 @@
 """Checks of where prompts are: one that TRL would train twice, drop, or make from the start of the answers."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -10,16 +11,23 @@ logger = logging.getLogger("trl_ext")
 
 Rows = Mapping[int, dict[str, Any]]  # row number -> row
 
-# Other names that data sets give to the column of prompts
+# Other names that data sets give to the column of prompts. Single words in one of `_DOUBTFUL_NAMES` may be a category
+_DOUBTFUL_NAMES = ("input", "context", "inputs", "post", "history", "trajectory", "dialogue", "request")
 PROMPT_NAMES = (
-    *("prompts", "question", "query", "instruction", "input", "problem", "context", "questions", "instructions"),
-    *("user_input", "user_prompt", "post", "history", "trajectory", "conversation", "conversations", "dialogue"),
-    *("prompt", "prompt_text", "inputs", "queries", "problems", "request"),
+    *("prompts", "question", "query", "instruction", "problem", "questions", "queries", "instructions", "problems"),
+    *("prompt", "prompt_text", "user_input", "user_prompt", "user_message", "user_query", "conversation"),
+    *("conversations", *_DOUBTFUL_NAMES),
 )
 _ASKS = ("user", "human", "prompter")
 # Of the rows that are read: in fewer, a completion may begin with its prompt, or a prompt be missing, by chance
 _FEW = 0.1
-_PROMPTS = 4  # different prompts that completions must repeat to be an error, where no second completion confirms it
+_PROMPTS = 4  # different prompts that single completions must repeat to be an error
+# A completion without such marks may restate a question, and code may begin with the function that was asked for
+_DIALOGUE = re.compile(
+    r"\b(human|user|assistant|question|answer|instruction|response|prompt|bot)\s*:|\[/?INST\]|<\||###", re.IGNORECASE
+)
+_CODE = re.compile(r"[{};=]|\b(def|class|import|func|fn|function) ")
+_COMPARED = 60  # characters of a prompt that are looked for; it may be cut, or go on elsewhere
 _ANSWER_WORDS = 5  # answers with the same first words have up to so many in common
 
 
@@ -27,7 +35,7 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
     """Raise `ValueError` if prompts are also at the start of the completions, so that TRL trains them twice.
 
     `columns` are those that TRL reads. Messages are compared, so one row is enough. Text may start with its prompt by
-    chance, so in text all rows must: fewer are a warning.
+    chance, so in text all rows must, and be no answers that restate a question or go on with code: else, only warn.
     """
     with_prompt = {place: row for place, row in rows.items() if row.get("prompt")}
     for place, row in with_prompt.items():
@@ -42,11 +50,13 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
     in_first = [place for place, found in repeats.items() if found[0]]
     prompts = {texts[place]["prompt"] for place in whole}
     pairs = len(completions) > 1
-    is_certain = len(whole) == len(texts) and any(map(_is_long, prompts)) and (pairs or len(prompts) >= _PROMPTS)
-    if is_certain:
+    is_prefix = all(_spaced(texts[x][completions[0]]).startswith(_spaced(texts[x]["prompt"])) for x in whole)
+    are_dialogues = len(prompts) >= _PROMPTS and all(_DIALOGUE.search(texts[x][completions[0]]) for x in whole)
+    is_certain = not any(map(_CODE.search, prompts)) if pairs else are_dialogues
+    if is_certain and len(whole) == len(texts) and any(map(_is_long, prompts)):
         raise ValueError(
             f"`prompt` of `{name}` is also at the start of {_listed(completions)}, in row {whole[0]} and every other "
-            f"row that was read, so it would be trained twice. {_removal(completions)}"
+            f"row that was read, so it would be trained twice. {_removal(completions, is_prefix)}"
         )
     doubtful = whole if len(whole) >= _FEW * len(texts) else []
     if pairs and not whole and len(in_first) == len(texts):
@@ -54,8 +64,8 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
     if doubtful and any(_is_long(texts[place]["prompt"]) for place in doubtful):
         logger.warning(
             f"`prompt` of `{name}` is also at the start of `{completions[0]}`, in row {doubtful[0]} and in "
-            f"{len(doubtful)} of the {len(texts)} rows that were read, so it is trained twice there. "
-            f"{_removal(completions)}"
+            f"{len(doubtful)} of the {len(texts)} rows that were read. Unless an answer should repeat it, it is "
+            f"trained twice. {_removal(completions, is_prefix)}"
         )
 
 
@@ -171,14 +181,14 @@ class _Start:
         chosen, rejected = row["chosen"], row["rejected"]
         is_chat = not isinstance(chosen, str)
         shared = [one for one, other in takewhile(lambda x: x[0] == x[1], zip(chosen, rejected, strict=False))]
-        names = sorted((x for x in row if x.lower() in PROMPT_NAMES and _last_text(row[x])), key=_rank)
+        names = sorted((x for x in row if _is_prompt_name(x, _last_text(row[x]), bool(shared))), key=_rank)
         whole = " ".join(map(_text, chosen)) if is_chat else _spaced(chosen)
         return cls(
             shared=shared if is_chat else "".join(shared),
             is_chat=is_chat,
             wrong_cut=not is_chat and not shared and chosen.endswith(" ") and len(chosen) > 1,
             other=_last_text(row[names[0]]) if names else "",
-            holds_other=any(_last_text(row[x]) in whole for x in names),
+            holds_other=any(_last_text(row[x])[:_COMPARED] in whole for x in names),
             renaming=_renaming(row, names, is_chat),
         )
 
@@ -193,8 +203,14 @@ class _Start:
 
     @property
     def shown(self) -> str:
-        shown = f"{len(self.shared)} messages" if self.is_chat else repr(self.shared)
+        shown = "a system message alone" if self.is_chat else repr(self.shared)
         return shown if self.shared else "empty"
+
+
+def _is_prompt_name(name: str, text: str, is_shared: bool) -> bool:
+    """Return whether a column may hold the prompt `text`, where completions share a start, or not."""
+    is_doubtful = name.lower() in _DOUBTFUL_NAMES and is_shared and len(text.split()) < 2
+    return name.lower() in PROMPT_NAMES and bool(text) and not is_doubtful
 
 
 def _rank(name: str) -> int:
@@ -278,7 +294,8 @@ def _begins_with(text: Any, prompt: str) -> bool:
     if not asked or len(told) <= len(asked):
         return False
     if told.startswith(asked):
-        return not (asked[-1].isalnum() and told[len(asked)].isalnum())  # not within a word
+        ends_within_word = asked[-1].isalnum() and told[len(asked)].isalnum() and asked[-1].isascii()
+        return not ends_within_word
     words = prompt.strip()
     start = text.lstrip().find(words)
     before = text.lstrip()[: max(start, 0)].rstrip(" ")
@@ -294,9 +311,12 @@ def _listed(columns: list[str]) -> str:
     return " and ".join(f"`{x}`" for x in columns)
 
 
-def _removal(columns: list[str]) -> str:
+def _removal(columns: list[str], is_prefix: bool = True) -> str:
+    """Return how to remove the prompt from one of two places. `is_prefix`: whether nothing precedes it."""
     if columns == ["chosen", "rejected"]:
         return 'Remove the column: `dataset.remove_columns("prompt")`. TRL takes the start that both share as prompt.'
+    if not is_prefix:
+        return f"Leave only the answer in `{columns[0]}`."
     return (
         f'Remove it there: `dataset.map(lambda row: {{"{columns[0]}": '
         f'row["{columns[0]}"].strip().removeprefix(row["prompt"].strip())}})`.'
