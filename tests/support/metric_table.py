@@ -93,6 +93,7 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     "with DPO, where the only loss is `sft`": lambda case, situation: (
         case.trainer == "dpo" and _loss_types(case) == ["sft"]
     ),
+    "in evaluation of several sets": lambda case, situation: bool(case.eval_sets) and situation.evaluation,
     "with an RPO loss type": lambda case, situation: not READ_REWARDS.isdisjoint(_loss_types(case)),
 }
 
@@ -121,4 +122,7 @@ def counts_work(key: str) -> bool:
 def may_differ(key: str, case: Case, situation: Situation) -> bool:
     """Return whether the logged metric `key` of `case` may differ from stock's, be added, or be absent."""
     key = key.removeprefix("eval_")
+    for name in case.eval_sets:
+        if key.startswith(f"{name}_") and key != f"{name}_loss":
+            key = f"NAME_{key.removeprefix(name + '_')}"
     return any(fnmatchcase(key, metric) and CONDITIONS[when](case, situation) for metric, when in rows())

@@ -61,3 +61,21 @@ REPLACEABLE = {
     "pass": ("_get_per_token_logps_and_entropies",),
     "sampler": ("_get_train_sampler", "get_train_dataloader"),
 }
+
+
+# Trainer of TRL -> metrics that its evaluations may log, without `eval_`. GRPO and RLOO also log those of each reward
+_OF_GROUPS = (
+    *("completions/*", "clip_ratio/*", "reward", "reward_std", "frac_reward_zero_std", "kl", "entropy", "num_tokens"),
+    "aux_loss",
+)
+_OF_PREFERENCES = (
+    *("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "logits/chosen"),
+    *("logits/rejected", "entropy", "num_tokens", "aux_loss"),
+)
+METRICS = {
+    "SFTTrainer": ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss"),
+    "DPOTrainer": (*_OF_PREFERENCES, "rewards/accuracies", "mean_token_accuracy"),
+    "KTOTrainer": (*_OF_PREFERENCES, "kl"),
+    "GRPOTrainer": (*_OF_GROUPS, "cispo_clip_ratio", "entropy_coef", "policy_loss", "sampling/*", "tools/*", "vespo/*"),
+    "RLOOTrainer": _OF_GROUPS,
+}

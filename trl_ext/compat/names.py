@@ -27,13 +27,13 @@ _NAMES = {
         '"completion_mask" "input_ids" "ref_chosen_logps" "ref_rejected_logps" __init__ '
         "__init_subclass__ _init_training_state _is_vision_dataset _metrics _precompute_engine "
         "_signature_columns _tag_names _tokenizer _total_train_tokens accelerator add_callback args "
-        "aux_loss_enabled beta callback_handler create_model_card current_gradient_accumulation_steps "
-        "data_collator deepspeed eval_dataset evaluation_loop f_alpha_divergence_coef f_divergence_type "
-        "gather_function get_batch_samples get_decay_parameter_names get_optimizer_cls_and_kwargs "
-        "is_deepspeed_enabled is_fsdp_enabled is_in_train is_world_process_zero label_smoothing "
-        "loss_types loss_weights lr_scheduler model model_wrapped neftune_noise_alpha optimizer "
-        "padding_free precompute_ref_logps push_to_hub ref_model save_model state train train_dataset "
-        "training_step"
+        "aux_loss_enabled beta callback_handler compute_metrics create_model_card "
+        "current_gradient_accumulation_steps data_collator deepspeed eval_dataset evaluation_loop "
+        "f_alpha_divergence_coef f_divergence_type gather_function get_batch_samples "
+        "get_decay_parameter_names get_optimizer_cls_and_kwargs is_deepspeed_enabled is_fsdp_enabled "
+        "is_in_train is_world_process_zero label_smoothing loss_types loss_weights lr_scheduler model "
+        "model_wrapped neftune_noise_alpha optimizer padding_free precompute_ref_logps push_to_hub "
+        "ref_model save_model state train train_dataset training_step"
     ),
     "trl.trainer.grpo_config:GRPOConfig": "_VALID_DICT_FIELDS",
     "trl.trainer.grpo_trainer": "BaseTunerLayer VLLMGeneration gather gather_object get_peft_model is_peft_model",
@@ -42,9 +42,9 @@ _NAMES = {
         "__init__ __init_subclass__ _buffered_inputs _entropy_bonus_enabled _get_train_sampler "
         "_init_training_state _is_vlm _last_loaded_step _metrics _step _tag_names _tokenize_prompts "
         "_tokenizer _total_train_tokens accelerator add_callback args aux_loss_enabled beta "
-        "callback_handler create_model_card current_gradient_accumulation_steps data_collator deepspeed "
-        "environment_factories eval_dataset evaluation_loop gather_function get_batch_samples "
-        "get_decay_parameter_names get_high_entropy_mask get_optimizer_cls_and_kwargs "
+        "callback_handler compute_metrics create_model_card current_gradient_accumulation_steps "
+        "data_collator deepspeed environment_factories eval_dataset evaluation_loop gather_function "
+        "get_batch_samples get_decay_parameter_names get_high_entropy_mask get_optimizer_cls_and_kwargs "
         "get_train_dataloader importance_sampling_level is_deepspeed_enabled is_fsdp_enabled is_in_train"
         " is_world_process_zero loss_type lr_scheduler model model_wrapped multi_objective_aggregation "
         "neftune_noise_alpha num_generations num_iterations optimizer processing_class push_to_hub "
@@ -56,9 +56,9 @@ _NAMES = {
     ),
     "trl.trainer.kto_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.kto_trainer:KTOTrainer": (
-        "__init_subclass__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
-        "callback_handler create_model_card evaluation_loop gather_function is_world_process_zero model "
-        "neftune_noise_alpha ref_model save_model state train training_step"
+        "__init_subclass__ _init_training_state _metrics _tag_names _tokenizer accelerator add_callback "
+        "args callback_handler create_model_card evaluation_loop gather_function is_world_process_zero "
+        "model neftune_noise_alpha ref_model save_model state train training_step"
     ),
     "trl.trainer.rloo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.rloo_trainer:RLOOTrainer": (
@@ -71,8 +71,8 @@ _NAMES = {
     "trl.trainer.sft_config:SFTConfig": "padding_free",
     "trl.trainer.sft_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.sft_trainer:SFTTrainer": (
-        "__init_subclass__ _init_training_state _tag_names _tokenizer accelerator add_callback args "
-        "callback_handler compute_loss_func create_model_card eval_dataset evaluation_loop "
+        "__init_subclass__ _init_training_state _metrics _tag_names _tokenizer accelerator add_callback "
+        "args callback_handler compute_loss_func create_model_card eval_dataset evaluation_loop "
         "gather_function is_world_process_zero label_smoother model neftune_noise_alpha padding_free "
         "save_model state train train_dataset training_step"
     ),
@@ -149,6 +149,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "trl.trainer.dpo_trainer:DPOTrainer": {
         "_compute_loss": ("(self, model, inputs, return_outputs)",),
+        "_determine_best_metric": ("(self, metrics, trial)",),
         "_get_output_dir": ("(self, trial)",),
         "_load_best_model": ("(self)",),
         "_load_from_checkpoint": ("(self, resume_from_checkpoint, model=...)",),
@@ -159,6 +160,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "_prepare_inputs": ("(self, inputs)",),
         "_push_from_checkpoint": ("(self, checkpoint_folder)",),
         "_remove_unused_columns": ("(self, dataset, description=...)",),
+        "_report_to_hp_search": ("(self, trial, step, metrics)",),
         "_save_checkpoint": ("(self, model, trial)",),
         "_save_optimizer_and_scheduler": ("(self, output_dir)",),
         "_set_signature_columns_if_needed": ("(self)",),
@@ -182,6 +184,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "trl.trainer.grpo_trainer:GRPOTrainer": {
         "_calculate_rewards": ("(self, inputs, prompts, completions, completion_ids_list)",),
         "_compute_loss": ("(self, model, inputs)",),
+        "_determine_best_metric": ("(self, metrics, trial)",),
         "_generate": ("(self, prompts)",),
         "_generate_and_score_completions": ("(self, inputs)",),
         "_generate_single_turn": (
@@ -203,6 +206,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "_prepare_inputs": ("(self, generation_batch)",),
         "_push_from_checkpoint": ("(self, checkpoint_folder)",),
         "_remove_unused_columns": ("(self, dataset, description=...)",),
+        "_report_to_hp_search": ("(self, trial, step, metrics)",),
         "_save_checkpoint": ("(self, model, trial)",),
         "_save_optimizer_and_scheduler": ("(self, output_dir)",),
         "compute_loss": ("(self, model, inputs, return_outputs=..., num_items_in_batch=...)",),
@@ -229,6 +233,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "use_adapter": ("(model, adapter_name)",),
     },
     "trl.trainer.kto_trainer:KTOTrainer": {
+        "_determine_best_metric": ("(self, metrics, trial)",),
         "_get_output_dir": ("(self, trial)",),
         "_load_best_model": ("(self)",),
         "_load_from_checkpoint": ("(self, resume_from_checkpoint, model=...)",),
@@ -237,6 +242,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "_prepare_context_parallel_inputs": ("(self, model, inputs)",),
         "_prepare_dataset": ("(self, dataset, processing_class, args, dataset_name)",),
         "_push_from_checkpoint": ("(self, checkpoint_folder)",),
+        "_report_to_hp_search": ("(self, trial, step, metrics)",),
         "_save_checkpoint": ("(self, model, trial)",),
         "_save_optimizer_and_scheduler": ("(self, output_dir)",),
         "compute_loss": ("(self, model, inputs, return_outputs=..., num_items_in_batch=...)",),
@@ -256,6 +262,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "use_adapter": ("(model, adapter_name)",),
     },
     "trl.trainer.rloo_trainer:RLOOTrainer": {
+        "_determine_best_metric": ("(self, metrics, trial)",),
         "_generate_and_score_completions": ("(self, inputs)",),
         "_get_output_dir": ("(self, trial)",),
         "_get_per_token_logps_and_entropies": (
@@ -272,6 +279,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "_prepare_context_parallel_inputs": ("(self, model, inputs)",),
         "_prepare_inputs": ("(self, generation_batch)",),
         "_push_from_checkpoint": ("(self, checkpoint_folder)",),
+        "_report_to_hp_search": ("(self, trial, step, metrics)",),
         "_save_checkpoint": ("(self, model, trial)",),
         "_save_optimizer_and_scheduler": ("(self, output_dir)",),
         "compute_loss": ("(self, model, inputs, return_outputs=..., num_items_in_batch=...)",),
@@ -292,6 +300,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "trl.trainer.sft_trainer:SFTTrainer": {
+        "_determine_best_metric": ("(self, metrics, trial)",),
         "_get_output_dir": ("(self, trial)",),
         "_load_best_model": ("(self)",),
         "_load_from_checkpoint": ("(self, resume_from_checkpoint, model=...)",),
@@ -299,6 +308,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "_prepare_context_parallel_inputs": ("(self, model, inputs)",),
         "_prepare_dataset": ("(self, dataset, processing_class, args, packing, formatting_func, dataset_name)",),
         "_push_from_checkpoint": ("(self, checkpoint_folder)",),
+        "_report_to_hp_search": ("(self, trial, step, metrics)",),
         "_save_checkpoint": ("(self, model, trial)",),
         "_save_optimizer_and_scheduler": ("(self, output_dir)",),
         "compute_loss": ("(self, model, inputs, return_outputs=..., num_items_in_batch=...)",),

@@ -47,6 +47,7 @@ from ..reference.weights import base_of
 from ..scoring.checks import watch_token_ids
 from ..scoring.scorer import Scorer
 from ..scoring.weight_layout import WHOLE_HERE
+from .best_metric import check_best_metric, check_given_metrics, has_no_value
 from .callbacks import Lifecycle, MovesReference
 from .checked_arguments import adapter_padding_reason, bound_arguments, check_given, padding_reason
 from .checked_overrides import check_overrides
@@ -75,6 +76,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _added: Any
     _source: ReferenceSource | None = None  # of trainers with a store of reference log-probs
     _splits_rows = True  # whether we split the tokens of a row over ranks; `SFTTrainer` leaves it to TRL
+    _evaluated = "eval"  # the prefix of metrics in the evaluation that is to be logged
     _first_step_ran = False
     _loss_reached = False  # whether our `compute_loss` ran
     _bypasses_loss = False  # whether the first training step did not run our `compute_loss`
@@ -304,6 +306,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 adapter = f'The adapter "{self.model.active_adapter}" was loaded for inference'
                 hint = f"{adapter}: load it with `is_trainable=True`, or name it in `policy_adapter_name`."
             raise ValueError(f"No part of the model would be trained: no parameter has `requires_grad=True`. {hint}")
+        check_best_metric(self)
         self._reference_weights.copy_trained()
         self._plan_again()
         if self.accelerator.is_main_process:
@@ -341,7 +344,20 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             self._source.refresh_if_adapters_changed()
         check_evaluation(self, detect_engine(self.accelerator, self.model))
         with wrapped_in_training(self):
-            return super().evaluation_loop(*positional, **keywords)
+            found = super().evaluation_loop(*positional, **keywords)
+        # `eval_NAME` if there are several sets
+        self._evaluated = keywords.get("metric_key_prefix", positional[4] if len(positional) > 4 else "eval")
+        return found
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Called with the metrics of each evaluation in training, before anything reads them."""
+        if overrides(self, "_determine_best_metric") is None:
+            check_given_metrics(self, metrics, trial)
+        super()._report_to_hp_search(trial, step, metrics)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Compare as transformers does. A metric without a value is not the best, as if it were NaN."""
+        return not has_no_value(self, metrics) and super()._determine_best_metric(metrics, trial)
 
     def training_step(self, *positional: Any, **keywords: Any) -> Any:
         with self._in_step():
@@ -413,10 +429,20 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self.fed.add(mode, scored)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, and add `skipped/*`, `tokens_processed/*` and `head/*`: totals of all ranks."""
+        """Log as TRL does, and add `skipped/*`, `tokens_processed/*` and `head/*`: totals of all ranks.
+
+        If there are several evaluation sets, the metrics of each are also logged with its name.
+        """
         mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")
         totals = self.skipped.take(mode) | self.fed.take(mode)
         logs.update({f"{prefix}{name}": value for name, value in totals.items()})
+        if self._evaluated.startswith("eval_"):
+            # TRL names its metrics alike for each of several sets, so that those of the last one replace the others
+            of_set = self._evaluated.removeprefix("eval_")
+            logs.update({f"{self._evaluated}_{name}": value for name, value in totals.items()})
+            metrics = self._metrics["eval"]
+            metrics.update({f"{of_set}_{name}": list(values) for name, values in metrics.items()})
+        self._evaluated = "eval"
         super().log(logs, start_time)
 
     # 4. Checkpoints: saving and resuming

@@ -13,7 +13,8 @@ from ..compat.removed import REMOVED_METHODS
 
 logger = logging.getLogger("trl_ext")
 
-_LIBRARIES = ("trl", "trl_ext", "transformers", "torch", "accelerate", "peft", "datasets")
+# Packages whose functions are not the user's
+_LIBRARIES = {"trl", "trl_ext", "transformers", "torch", "accelerate", "peft", "datasets"} | sys.stdlib_module_names
 
 
 def check_overrides(trainer: Any, given: Iterable[Any]) -> None:
@@ -25,7 +26,7 @@ def check_overrides(trainer: Any, given: Iterable[Any]) -> None:
         given (`Iterable`): the arguments of the trainer, whose functions and callbacks may call the trainer's methods.
     """
     trls = trainer._trl_trainer.__name__
-    removed = {name: code for name, code in _methods(trainer) if name in REMOVED_METHODS[trls]}
+    removed = {name: code for name, code in methods_of_user(trainer) if name in REMOVED_METHODS[trls]}
     dead = removed.keys() - _called(trainer, given, removed)
     if dead:
         owner = type(trainer).__name__
@@ -50,22 +51,22 @@ def _check_batch_samples(trainer: Any) -> None:
         ) from None
 
 
-def _methods(trainer: Any) -> Iterator[tuple[str, list[CodeType]]]:
+def methods_of_user(trainer: Any) -> Iterator[tuple[str, list[CodeType]]]:
     """Yield name and code of the methods of `trainer` that no library has defined."""
     for attributes in (vars(trainer), *(vars(cls) for cls in type(trainer).__mro__)):
         for name, value in attributes.items():
-            codes = list(_code(value, set()))
+            codes = list(code_of(value))
             if codes:
                 yield name, codes
 
 
 def _called(trainer: Any, given: Iterable[Any], removed: dict[str, list[CodeType]]) -> set[str]:
     """Return the names in `removed` that the user's other methods, callbacks and functions mention."""
-    codes = [code for name, method in _methods(trainer) if name not in removed for code in method]
+    codes = [code for name, method in methods_of_user(trainer) if name not in removed for code in method]
     for argument in given:
         for value in argument if isinstance(argument, list | tuple) else [argument]:
             functions = [value, *(x for cls in type(value).__mro__ for x in vars(cls).values())]
-            codes += [code for function in functions for code in _code(function, set())]
+            codes += [code for function in functions for code in code_of(function)]
     called: set[str] = set()
     while codes:
         code = codes.pop()
@@ -75,8 +76,9 @@ def _called(trainer: Any, given: Iterable[Any], removed: dict[str, list[CodeType
     return called
 
 
-def _code(function: Any, seen: set[int]) -> Iterator[CodeType]:
+def code_of(function: Any, seen: set[int] | None = None) -> Iterator[CodeType]:
     """Yield the code of a function or property, of those within it and of those that it wraps; none of libraries."""
+    seen = set() if seen is None else seen
     function = getattr(function, "__func__", getattr(function, "fget", function))
     wrapped = [getattr(function, name, None) for name in ("__wrapped__", "func")]
     if isinstance(function, FunctionType) and id(function) not in seen:
@@ -91,7 +93,7 @@ def _code(function: Any, seen: set[int]) -> Iterator[CodeType]:
         wrapped += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     for value in wrapped:
         if isinstance(value, FunctionType) and id(value) not in seen:
-            yield from _code(value, seen)
+            yield from code_of(value, seen)
 
 
 def _is_filled(cell: Any) -> bool:
