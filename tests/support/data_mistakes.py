@@ -103,14 +103,15 @@ DATA_MISTAKES: dict[str, Mistake] = {
                 },
             ),
         ),
-        f"{REPEATED}`chosen` and `rejected`, in row 3, so it would be trained twice. {REMOVAL}",
+        f"{REPEATED}`chosen` and `rejected`, in row 3, so it would be trained "
+        "twice. Leave only the answer in `chosen` and `rejected`.",
         None,
     ),
     "DPO, a system message before the prompt that is there twice": Mistake(
         lambda b: chat(
             b, "dpo", ultrafeedback(prompt=lambda x: [{"role": "system", "content": "Be."}, user(f"How many w{x}?")])
         ),
-        f"{REPEATED}`chosen` and `rejected`{TWICE}Remove it from `chosen` and `rejected`.",
+        f"{REPEATED}`chosen` and `rejected`{TWICE}Leave only the answer in `chosen` and `rejected`.",
         None,
     ),
     "DPO, the last of several turns twice": Mistake(
@@ -126,7 +127,7 @@ DATA_MISTAKES: dict[str, Mistake] = {
                 times=2,
             ),
         ),
-        f"{REPEATED}`chosen` and `rejected`{TWICE}Remove it from `chosen` and `rejected`.",
+        f"{REPEATED}`chosen` and `rejected`{TWICE}Leave only the answer in `chosen` and `rejected`.",
         None,
     ),
     "KTO, messages of the prompt twice": Mistake(
@@ -149,7 +150,7 @@ DATA_MISTAKES: dict[str, Mistake] = {
         lambda b: b.dpo(
             train_dataset=Dataset.from_list(
                 [
-                    {"prompt": f"w1 w{place}", "chosen": f"w1 w{place} w5", "rejected": f" w1  w{place}\nw6"}
+                    {"prompt": f"w1 w{place}", "chosen": f"w1 w{place} w5", "rejected": f"w1 w{place}\nw6"}
                     for place in range(4)
                 ]
             )
@@ -409,8 +410,8 @@ DATA_MISTAKES: dict[str, Mistake] = {
             "sft",
             Dataset.from_list([{"messages": [user("a"), assistant("b")], "tools": x} for x in ("[]", "[]", "")]),
         ),
-        "`tools` is '' in row 2 of `train_dataset`. Give a list of tools, as it is or as JSON, or None for no tools, "
-        'such as `dataset.map(lambda row: {"tools": row["tools"] or None})`.',
+        "`tools` is '' in row 2 of `train_dataset`. Give None: `dataset.map(lambda row: "
+        '{"tools": row["tools"] or None})`.',
         "Expecting value: line 1 column 1 (char 0)",
     ),
     "KTO, tools that are not JSON": Mistake(
@@ -418,7 +419,7 @@ DATA_MISTAKES: dict[str, Mistake] = {
             train_dataset=rows({"prompt": "a", "completion": "b", "label": True, "tools": "f(x)"}, times=2)
         ),
         "`tools` is 'f(x)' in row 0 of `train_dataset`. Give a list of tools, as it is or as JSON, or None for no "
-        'tools, such as `dataset.map(lambda row: {"tools": row["tools"] or None})`.',
+        "tools.",
         "Expecting value: line 1 column 1 (char 0)",
     ),
     "SFT, no message in a later row": Mistake(

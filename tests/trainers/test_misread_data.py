@@ -1,9 +1,11 @@
 """Checks of data are silent for shapes of public data sets that TRL trains rightly, and warn of what is doubtful."""
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from tokenizers import processors
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import trl_ext
-from data_mistakes import KEEPS_ROLES, assistant, rows, user
+from data_mistakes import DATA_MISTAKES, KEEPS_ROLES, assistant, rows, user
 from public_data import SHAPES, TOOL_CALL, Shape
 from short_training import LABELLED, PAIRS, ROW, TEXTS, Bench, tokenizer
 from tiny import Workshop, chat_tokenizer
@@ -405,6 +407,35 @@ def test_what_looks_like_a_mistake_and_is_none_is_silent(what: str, caplog: pyte
     method, dataset, processing_class = SILENT[what]
     check(method, dataset(), processing_class())
     assert caplog.text == ""
+
+
+class Recorded:
+    """A bench that keeps what it would train on."""
+
+    method = ""
+    dataset: Any = None
+    processing_class: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "workshop":
+            return SimpleNamespace(model=lambda name: name)
+
+        def record(train_dataset: Any, model: str = "", **arguments: Any) -> None:
+            self.method, self.dataset = name, train_dataset
+            self.processing_class = chat_tokenizer() if model == "chat" else tokenizer()
+
+        return record
+
+
+REMEDIES = {name: re.findall(r"`(dataset\.[^`]+)`", mistake.ours) for name, mistake in DATA_MISTAKES.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, code in REMEDIES.items() if code])
+def test_data_that_is_changed_as_an_error_says_is_accepted(name: str) -> None:
+    bench: Any = Recorded()
+    DATA_MISTAKES[name].make(bench)
+    changed = eval(REMEDIES[name][-1], {"dataset": bench.dataset})
+    check(bench.method, changed, bench.processing_class)
 
 
 @pytest.mark.parametrize(

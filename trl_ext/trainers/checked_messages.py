@@ -64,10 +64,9 @@ def check_options(row: dict[str, Any], place: int, name: str) -> None:
     except ValueError:
         read = "no JSON"
     if read and not isinstance(read, list):
-        raise ValueError(
-            f"`tools` is {reprlib.repr(tools)} in row {place} of `{name}`. Give a list of tools, as it is or as JSON, "
-            'or None for no tools, such as `dataset.map(lambda row: {"tools": row["tools"] or None})`.'
-        )
+        hint = 'Give None: `dataset.map(lambda row: {"tools": row["tools"] or None})`.'
+        hint = hint if tools == "" else "Give a list of tools, as it is or as JSON, or None for no tools."
+        raise ValueError(f"`tools` is {reprlib.repr(tools)} in row {place} of `{name}`. {hint}")
 
 
 def check_messages(

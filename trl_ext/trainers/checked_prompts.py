@@ -38,8 +38,7 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
     chance, so in text all rows must, and be no answers that restate a question or go on with code: else, only warn.
     """
     with_prompt = {place: row for place, row in rows.items() if row.get("prompt")}
-    for place, row in with_prompt.items():
-        _check_repeated_messages(row, columns, place, name)
+    _check_repeated_messages(with_prompt, columns, name)
     texts = {place: row for place, row in with_prompt.items() if isinstance(row["prompt"], str)}
     if not texts:
         return
@@ -50,7 +49,7 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
     in_first = [place for place, found in repeats.items() if found[0]]
     prompts = {texts[place]["prompt"] for place in whole}
     pairs = len(completions) > 1
-    is_prefix = all(_spaced(texts[x][completions[0]]).startswith(_spaced(texts[x]["prompt"])) for x in whole)
+    is_prefix = all(_is_prefix(texts[x]["prompt"], [texts[x][column] for column in completions]) for x in whole)
     are_dialogues = len(prompts) >= _PROMPTS and all(_DIALOGUE.search(texts[x][completions[0]]) for x in whole)
     is_certain = not any(map(_CODE.search, prompts)) if pairs else are_dialogues
     if is_certain and len(whole) == len(texts) and any(map(_is_long, prompts)):
@@ -60,7 +59,7 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
         )
     doubtful = whole if len(whole) >= _FEW * len(texts) else []
     if pairs and not whole and len(in_first) == len(texts):
-        doubtful, completions = in_first, completions[:1]
+        doubtful, completions, is_prefix = in_first, completions[:1], False
     if doubtful and any(_is_long(texts[place]["prompt"]) for place in doubtful):
         logger.warning(
             f"`prompt` of `{name}` is also at the start of `{completions[0]}`, in row {doubtful[0]} and in "
@@ -69,25 +68,34 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
         )
 
 
-def _check_repeated_messages(row: dict[str, Any], columns: tuple[str, ...], place: int, name: str) -> None:
-    prompt = row["prompt"]
-    if not is_messages(prompt):
+def _check_repeated_messages(rows: Rows, columns: tuple[str, ...], name: str) -> None:
+    repeating: dict[int, list[str]] = {}  # row number -> the columns that repeat the prompt
+    for place, row in rows.items():
+        if is_messages(row["prompt"]):
+            completions = [x for x in columns if x != "prompt" and is_messages(row[x])]
+            repeating[place] = [x for x in completions if _repeats(row[x], row["prompt"])]
+    if not any(repeating.values()):
         return
-    completions = [x for x in columns if x != "prompt" and is_messages(row[x])]
-    repeating = [x for x in completions if _repeats(row[x], prompt)]
-    if not repeating:
-        return
-    can_be_removed = repeating == ["chosen", "rejected"] and all(
-        _same_messages(_without_system(row[x]), prompt) or _same_messages(row[x], prompt) for x in repeating
+    place = next(place for place, found in repeating.items() if found)
+    where = _listed(repeating[place])
+    can_be_removed = all(
+        found == ["chosen", "rejected"]
+        and all(
+            _same_messages(rows[x][column], rows[x]["prompt"])
+            or _same_messages(_without_system(rows[x][column]), rows[x]["prompt"])
+            for column in found
+        )
+        for x, found in repeating.items()
     )
-    hint = f"Remove it from {_listed(repeating)}."
+    hint = f"Leave only the answer in {where}."
     if can_be_removed:
-        hint = _removal(repeating)
-    elif repeating == ["completion"] and _same_messages(row["completion"], prompt):
+        hint = _removal(repeating[place])
+    elif all(x == ["completion"] for x in repeating.values()) and all(
+        _same_messages(rows[x]["completion"], rows[x]["prompt"]) for x in repeating
+    ):
         hint = 'Remove it there: `dataset.map(lambda row: {"completion": row["completion"][len(row["prompt"]) :]})`.'
     raise ValueError(
-        f"`prompt` of `{name}` is also at the start of {_listed(repeating)}, in row {place}, so it would be trained "
-        f"twice. {hint}"
+        f"`prompt` of `{name}` is also at the start of {where}, in row {place}, so it would be trained twice. {hint}"
     )
 
 
@@ -180,7 +188,7 @@ class _Start:
     def of(cls, row: dict[str, Any]) -> "_Start":
         chosen, rejected = row["chosen"], row["rejected"]
         is_chat = not isinstance(chosen, str)
-        shared = [one for one, other in takewhile(lambda x: x[0] == x[1], zip(chosen, rejected, strict=False))]
+        shared = _common_start(chosen, rejected)
         names = sorted((x for x in row if _is_prompt_name(x, _last_text(row[x]), bool(shared))), key=_rank)
         whole = " ".join(map(_text, chosen)) if is_chat else _spaced(chosen)
         return cls(
@@ -231,6 +239,11 @@ def _renaming(row: dict[str, Any], names: list[str], is_chat: bool) -> str:
     elif len(both) < 2:
         return f'Rename the column: `dataset.rename_column("{names[0]}", "prompt")`.'
     return f'Make it of what you have: `dataset.map(lambda row: {{"prompt": {value}}})`.'
+
+
+def _common_start(chosen: Any, rejected: Any) -> list[Any]:
+    """Return the characters, or messages, that both begin with."""
+    return [one for one, _ in takewhile(lambda x: x[0] == x[1], zip(chosen, rejected, strict=False))]
 
 
 def _is_pair(row: dict[str, Any]) -> bool:
@@ -311,12 +324,19 @@ def _listed(columns: list[str]) -> str:
     return " and ".join(f"`{x}`" for x in columns)
 
 
-def _removal(columns: list[str], is_prefix: bool = True) -> str:
-    """Return how to remove the prompt from one of two places. `is_prefix`: whether nothing precedes it."""
-    if columns == ["chosen", "rejected"]:
+def _is_prefix(prompt: str, texts: list[str]) -> bool:
+    """Return whether the prompt is in the start that two texts share, or one text begins with it."""
+    if len(texts) > 1:
+        return _spaced(prompt) in _spaced("".join(_common_start(*texts)))
+    return texts[0].strip().startswith(prompt.strip())
+
+
+def _removal(columns: list[str], can_be_removed: bool = True) -> str:
+    """Return how to remove the prompt from one of two places."""
+    if not can_be_removed:
+        return f"Leave only the answer in {_listed(columns)}."
+    if len(columns) > 1:
         return 'Remove the column: `dataset.remove_columns("prompt")`. TRL takes the start that both share as prompt.'
-    if not is_prefix:
-        return f"Leave only the answer in `{columns[0]}`."
     return (
         f'Remove it there: `dataset.map(lambda row: {{"{columns[0]}": '
         f'row["{columns[0]}"].strip().removeprefix(row["prompt"].strip())}})`.'
