@@ -92,6 +92,8 @@ class AddedFields:
         _check_values(self, AddedFields)
         check_numbers(self)
         check_dictionaries(self)
+        if getattr(self, "bf16", None) and getattr(self, "fp16", None):
+            raise ValueError("`bf16=True` and `fp16=True` contradict each other. Set one of the two to False.")
         if self.head_kernels is not None and self.head == "dense":
             raise ValueError(
                 f"`head_kernels={self.head_kernels!r}` is for the tiled head, but `head` is 'dense'. Remove one."

@@ -120,6 +120,50 @@ def test_a_reward_is_a_function_of_a_file_or_of_a_module(function: str, workshop
     assert "packing" in capsys.readouterr().out
 
 
+# What looks like a mistake, but is none
+RIGHT = (
+    "dpo $DPO --padding_free None --share_prompts none --reference_device None --tf32 None",
+    "dpo $DPO --bf16",
+    "dpo $DPO --bf16 --no_balance --show_plan false",
+    "dpo $DPO --beta 0.1 --beta 0.2 --max_steps -1",
+    "dpo $DPO --output_dir new/folder --reference_store_dir another/new/folder",
+    "dpo $DPO --eval_strategy steps --dataset_test_split train --load_best_model_at_end --save_strategy steps",
+    "dpo $DPO --use_peft --lora_target_modules all-linear",
+    "rloo $RLOO --reward_clip_range -1 1",
+    "rloo $RLOO --reward_clip_range -1e0 None",
+    "grpo $GRPO --reward_weights -1 --generation_kwargs '{\"top_k\": 5}'",
+    'sft $SFT --model_init_kwargs \'{"dtype": "float32"}\' --report_to none',
+)
+
+
+@pytest.mark.parametrize("line", RIGHT)
+def test_what_is_right_is_no_mistake(line: str, workshop, folder, capsys: pytest.CaptureFixture):
+    assert main(["explain", *words_of(line, workshop)]) == 0, capsys.readouterr().err
+    assert "packing" in capsys.readouterr().out
+    assert not (folder / "new").exists()
+
+
+def test_what_is_right_for_other_methods_trains(workshop, capsys: pytest.CaptureFixture):
+    """Rewards that read messages take messages, and a full store may be on a disk that cannot be written to."""
+    line = "grpo $GRPO --dataset_name said --model_name_or_path $CHAT --reward_funcs think_format_reward"
+    assert main(["explain", *words_of(line, workshop)]) == 0, capsys.readouterr().err
+
+
+def test_a_value_of_the_environment_is_named(workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "fastest")
+    assert main(words_of("dpo $DPO", workshop)) == 2
+    assert "(environment: `ACCELERATE_DYNAMO_BACKEND=fastest`)" in capsys.readouterr().err
+
+
+def test_help_says_what_turns_an_argument_off(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        main(["dpo", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    for name in ("balance", "show_plan", "disable_dropout"):
+        assert f"--no_{name} The same as `--{name} false`. --" in out, name  # without a default of its own
+    assert "--reference_device {cpu}" in out
+
+
 def test_a_yaml_file_is_read_and_the_line_overrides_it(workshop, capsys: pytest.CaptureFixture):
     assert main(["explain", *words_of("dpo --config beta.yaml --beta 0.1 --bf16 false", workshop)]) == 0
     assert "packing" in capsys.readouterr().out

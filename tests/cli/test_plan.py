@@ -344,6 +344,7 @@ def spaces(draw: st.DrawFn) -> tuple[Space, Lengths]:
         given = replace(given, generation=draw(st.integers(1, 6)) * accumulation)
     changes = draw(st.sampled_from(("batch", "budget", "neither")))
     space = Space(
+        most_rows=1024,
         given=given,
         settings=tuple(settings),
         changes_batch=changes == "batch",

@@ -154,7 +154,7 @@ def test_a_layer_may_be_split_over_files(server, tmp_path, monkeypatch):
 
 def test_merged_adapter_agrees_with_the_server(server, tmp_path, caplog):
     trainer = of_url(server("untied"), tmp_path, lora=LoraConfig(r=16, target_modules="all-linear"))
-    assert "merged into the weights that vLLM gets: vLLM was started with `--max-lora-rank 8`" in caplog.text
+    assert "so each update sends all weights: vLLM was started with `--max-lora-rank 8`" in caplog.text
     assert_agrees(trainer)
 
 

@@ -52,6 +52,18 @@ _FILES = {
     "rated/train.jsonl": '{"prompt": "w1 w2", "completion": " w3", "label": 1}\n'
     '{"prompt": "w1 w2", "completion": " w4", "label": -1}\n',
     "questions/train.jsonl": '{"question": "w1 w2"}\n' * 8,
+    "said/train.jsonl": '{"prompt": [{"role": "user", "content": "w1"}]}\n' * 8,
+    "notes": "w1\n",
+    "twice.yaml": "beta: 0.1\nmax_steps: 1\nbeta: 0.2\n",
+    "tab.yaml": "env:\n\tHF_HUB_OFFLINE: 1\n",
+    "kwargs.yaml": "generation_kwargs: [1]\n",
+    "stage.json": "{}",
+    "broken.parquet": "no parquet",
+    "broken.py": "def brevity(:\n",
+    "importing.py": "import a_package_that_nobody_has\n",
+    "pages/a.md": "# w1\n",
+    "adapter_only/a.bin": "w1",
+    "answers/train.jsonl": '{"prompt": "w1 w2", "answer": "w3"}\n' * 8,
     "adapter/adapter_config.json": '{"base_model_name_or_path": "$MODEL"}',
     "moved/adapter_config.json": '{"base_model_name_or_path": "/old/base"}',
     "moved_on_hub/adapter_config.json": '{"base_model_name_or_path": "nobody/nothing", "peft_type": "LORA", '
@@ -64,7 +76,7 @@ LONG = "x" * 300  # more than a file system takes
 
 def fill(folder: Path, workshop: Workshop) -> None:
     """Write the files into `folder`, the current one of the command lines."""
-    for name in ("pairs", "prompts", "adapter", "moved", "moved_on_hub", "texts", "labelled", "rated", "questions"):
+    for name in {path.split("/")[0] for path in ("pairs/", "prompts/", *_FILES) if "/" in path}:
         (folder / name).mkdir()
     for path in ("pairs.jsonl", "pairs/train.jsonl"):
         preferences(8, seed=3).to_json(folder / path)
@@ -80,5 +92,5 @@ def fill(folder: Path, workshop: Workshop) -> None:
 
 def words_of(line: str, workshop: Workshop) -> list[str]:
     """Return the words of a line, in which `$DPO` and the like stand for the arguments of a short run."""
-    names = {"MODEL": workshop.model("tied"), "LONG": LONG}
+    names = {"MODEL": workshop.model("tied"), "CHAT": workshop.model("chat"), "LONG": LONG}
     return shlex.split(Template(Template(line).safe_substitute(_RUNS)).substitute(names))

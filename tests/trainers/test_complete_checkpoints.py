@@ -69,7 +69,7 @@ def test_resuming_names_incomplete_checkpoints(workshop: Workshop, tmp_path: Pat
         trainer.train(resume_from_checkpoint=str(half))
     with caplog.at_level("WARNING", logger="trl_ext"):
         trainer.train(resume_from_checkpoint=True)
-    assert "Incomplete, so not used: checkpoint-9. Training resumes from checkpoint-2" in caplog.text
+    assert "checkpoint-9 was not completely written and is ignored. Training resumes from checkpoint-2" in caplog.text
 
 
 @settings(max_examples=200, deadline=None)
@@ -142,7 +142,7 @@ def test_auto_resumes_from_a_complete_checkpoint_or_starts_from_the_beginning(
     checkpoint(run, 9, ended=False)
     steps, (line,) = trained(3, "AUTO")
     assert steps == 1
-    assert line == "Incomplete, so not used: checkpoint-9. Training resumes from checkpoint-2."
+    assert line == "checkpoint-9 was not completely written and is ignored. Training resumes from checkpoint-2."
     # A user's folder of that name comes first, and must be a checkpoint
     monkeypatch.chdir(tmp_path)
     (tmp_path / "auto").mkdir()

@@ -11,6 +11,10 @@ class CommandError(ValueError):
     """Bad input; the message names it and says what to do."""
 
 
+class ReportedError(Exception):
+    """An error of Python's, whose message is what the user of the command line reads."""
+
+
 class TrainingStoppedError(Exception):
     """An error after the first step. It is not about an argument, so its traceback is shown."""
 

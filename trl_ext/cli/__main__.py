@@ -10,7 +10,8 @@ import sys
 import warnings
 
 from ..version import __version__
-from . import CommandError, TrainingStoppedError, did_you_mean, one_line, wrapped
+from . import CommandError, ReportedError, TrainingStoppedError, did_you_mean, one_line, wrapped
+from .errors import as_typed, of_environment
 from .line import METHODS, read
 
 COMMANDS = {
@@ -67,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if shows_traceback:
             raise
-        said = "".join([one_line(error), *getattr(error, "__notes__", ())])
+        said = str(error) if isinstance(error, ReportedError) else one_line(error)
+        said = "".join([said, *getattr(error, "__notes__", ())])
         if unknown := re.search(r"'(\w+)'\.( Choose from: .*)", said):
             hint = did_you_mean(unknown[1], re.findall(r"'(\w+)'", unknown[2]))
             said = said.replace(unknown[2], hint + unknown[2])
@@ -120,9 +122,13 @@ def _run(arguments: list[str], may_launch: bool, shows_traceback: bool) -> int:
             from . import training
 
             return training.run(command, line, may_launch=may_launch, shows_traceback=shows_traceback)
-        except Exception as error:
-            error.add_note(line.where(str(error)))
+        except (CommandError, TrainingStoppedError) as error:
+            error.add_note(line.where(str(error)) + of_environment(str(error)))
             raise
+        except Exception as error:
+            if shows_traceback:
+                raise
+            raise ReportedError(as_typed(one_line(error), line)) from error
     return 0
 
 

@@ -1,17 +1,19 @@
 """The arguments of a method: their dataclasses, and the parser."""
 
+import argparse
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from accelerate.commands.config.config_args import default_config_file
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ..compat.arguments import former_name
-from ..compat.choices import resolve_accelerate_config_argument
+from ..compat.choices import accelerate_configs, resolve_accelerate_config_argument
 from ..config import (
     ADDED_FIELDS,
     AddedFields,
@@ -22,7 +24,7 @@ from ..config import (
     SFTConfig,
     with_help,
 )
-from . import CommandError, did_you_mean
+from . import CommandError, did_you_mean, one_line
 from .line import Line, refuse_word
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "kto": KTOConfig, "grpo": GRPOConfig, "rloo": RLOOConfig}
@@ -49,9 +51,17 @@ _SAID = {
     r"argument (--\w+)\S*: invalid float value: (.*)": r"`\1` must be a number, got \2",
     r"argument (--\w+)\S*: Truthy value expected: got (.*) but .*": r"`\1` must be true or false, got '\2'",
     r"argument (--\w+)\S*: invalid choice: (.*) \(choose from (.*)\)": r"Unknown `\1` \2. Choose from: \3",
+    r"argument (--\w+)\S*: expected 2 arguments": r"`\1` must be two numbers, such as `\1 -1 1`",
     r"argument (--\w+)\S*: expected .*": r"`\1` has no value",
+    r"argument (--\w+)\S*: invalid \w+ value: (.*)": r"`\1` cannot be \2",
+    r"argument (--\w+)\S*: ignored explicit argument (.*)": r"`\1` takes no value, got \2. Write `\1` alone",
     r"ambiguous option: (\S+) could match (.*)": r"`\1` can mean \2. Write the full name",
+    r"unrecognized arguments: (\S+).*": r"`\1` is not an argument: names begin with `--`",
 }
+# argparse's own pattern has no exponent, so that `-1e-5` would be an argument
+_NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|-(inf|nan)$", re.IGNORECASE)
+# Arguments for `accelerate launch` with a minimum; it would take 0 or less as if nothing was given
+_LEAST_OF_LAUNCH = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}
 
 
 class Parsed(NamedTuple):
@@ -75,10 +85,22 @@ class OneLineParser(TrlParser):
         usage = "%(prog)s [--config FILE.yaml] [--traceback] [ARGUMENTS]"
         launch = "Arguments of `accelerate launch`, such as `--num_processes 4`, start several processes."
         super().__init__(dataclass_types, usage=usage, description=launch, **keywords)
+        self._negative_number_matcher = _NEGATIVE_NUMBER
 
     def add_argument(self, *flags: Any, **keywords: Any) -> Any:
         """Add an argument without its hyphenated spelling, and to the group if it is one of trl_ext's."""
         once = [flag for flag in flags if "-" not in flag[2:]]
+        of_bool = getattr(keywords.get("type"), "__name__", "") == "string_to_bool"
+        is_optional = keywords.get("default") is None and "action" not in keywords
+        if keywords.get("action") == "store_false":
+            # TRL's help is that of the argument which this one turns off. The default is that one's, too
+            keywords |= {"help": f"The same as `--{keywords['dest']} false`.", "default": argparse.SUPPRESS}
+        elif of_bool and is_optional:
+            keywords |= {"nargs": "?", "const": True, "type": _or_none(keywords["type"])}
+        elif keywords.get("choices") and is_optional and keywords.get("type") is str:
+            keywords |= {"choices": _ChoicesOrNone(keywords["choices"]), "type": _or_none(str)}
+        elif flags[0] == "--reward_clip_range":  # TRL's parser would split the text into letters
+            keywords |= {"nargs": 2, "type": _or_none(float)}
         choices = ", ".join(map(str, keywords.get("choices") or ()))
         # `--help` fits 80 columns
         if len(choices) > 60:
@@ -99,6 +121,23 @@ class OneLineParser(TrlParser):
         raise CommandError(f"{message.rstrip('.')}. `{self.prog} --help` lists the arguments.")
 
 
+class _ChoicesOrNone(list[Any]):
+    """Choices for an argument that may also be None, which help and errors do not list."""
+
+    def __contains__(self, value: object) -> bool:
+        return value is None or super().__contains__(value)
+
+
+def _or_none(parse: Any) -> Any:
+    """Return `parse` that also takes `None`, as TRL's parser does for numbers."""
+
+    def parsed(text: str) -> Any:
+        return None if text.lower() in ("none", "null") else parse(text)
+
+    parsed.__name__ = parse.__name__  # for argparse's message
+    return parsed
+
+
 def _added_by(config: type) -> list[type[AddedFields]]:
     return [added for cls, added in ADDED_FIELDS.items() if issubclass(config, cls)]
 
@@ -113,9 +152,11 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
     """Return the parser's dataclasses, then the arguments for `accelerate launch` in the file and on the line."""
     launcher = launch_command_parser()
     launcher.error = parser.error
+    launcher._negative_number_matcher = _NEGATIVE_NUMBER
     of_launch = {x.lstrip("-") for x in (*launcher._option_string_actions, "--accelerate_config")}
     known = {x.lstrip("-") for x in parser._option_string_actions} | (of_launch if may_launch else set())
     # First, because making the dataclasses may raise errors about the machine
+    _refuse_short(line, launcher._option_string_actions)
     left = parser.parse_known_args(line.words)[1]
     settable = {action.dest for action in parser._actions} | of_launch
     launched = of_launch - {"env", *(action.dest for action in parser._actions)}  # `env` of a file is TRL's
@@ -126,10 +167,11 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
             raise CommandError(f"{shown} is not an argument of `{line.prog}`.{remedy}")
     of_file = _launch_words({x: line.in_file[x] for x in line.in_file if x in launched}, launcher)
     # `accelerate launch` would run the first word that is neither an argument nor its value
-    options = resolve_accelerate_config_argument([*of_file, *left])
-    stray = launcher.parse_args([*options, "-m", line.prog]).training_script
-    if stray != line.prog:
-        refuse_word(stray, line)
+    options = with_config_file([*of_file, *left])
+    launched_with = launcher.parse_args([*options, "-m", line.prog])
+    if launched_with.training_script != line.prog:
+        refuse_word(launched_with.training_script, line)
+    _check_launch(launched_with)
     try:
         return (*parser.parse_args_and_config(line.whole, return_remaining_strings=True)[:-1], of_file, left)
     except ValueError as error:
@@ -144,6 +186,52 @@ def parse(parser: Any, line: Line, *, may_launch: bool) -> tuple[Any, ...]:
         raise CommandError(
             "`--bf16` is true, TRL's default, but there is no GPU. Pass `--use_cpu` to train in bf16 on the CPU, or "
             "`--bf16 false`."
+        ) from error
+
+
+def _refuse_short(line: Line, of_launch: Collection[str]) -> None:
+    """Raise `CommandError` for a word with one hyphen that is no number and no argument of `accelerate launch`."""
+    for word in line.words:
+        if word.partition("=")[0] == "--":
+            raise CommandError(f"`{word}` is not an argument of `{line.prog}`. Write a name after `--`.")
+        if re.match("-[^-]", word) and not _NEGATIVE_NUMBER.match(word) and word not in ("-h", *of_launch):
+            long = word.lstrip("-")
+            raise CommandError(
+                f"`{word}` is not an argument of `{line.prog}`: names begin with `--`, such as `--{long}`."
+            )
+
+
+def with_config_file(words: list[str]) -> list[str]:
+    """Return words for `accelerate launch`, with a file in place of the name of a config that TRL ships."""
+    apart = (word.split("=", 1) if word.startswith("--accelerate_config=") else [word] for word in words)
+    words = [part for parts in apart for part in parts]
+    if "--accelerate_config" in words:
+        at = words.index("--accelerate_config") + 1
+        given, known = words[at] if at < len(words) else "", accelerate_configs()
+        if not os.path.isfile(given) and given not in known:
+            what = f"is `{given}`, which is neither a file nor a config of TRL." if given else "has no value."
+            hint = did_you_mean(given, known)
+            raise CommandError(f"`--accelerate_config` {what}{hint} Choose from: {', '.join(known)}.")
+    return resolve_accelerate_config_argument(words)
+
+
+def _check_launch(launched_with: Any) -> None:
+    """Raise `CommandError` for a number, or a config file, with which `accelerate launch` cannot start processes."""
+    for name, least in _LEAST_OF_LAUNCH.items():
+        value = getattr(launched_with, name, None)
+        if value is not None and value < least:
+            raise CommandError(f"`--{name}` must be {least} or more, got {value}.")
+    file = launched_with.config_file
+    if file is None:
+        return
+    if not os.path.isfile(file):
+        raise CommandError(f"`--config_file` is `{file}`, but there is no such file. Current folder: {os.getcwd()}.")
+    try:
+        load_config_from_file(file)
+    except Exception as error:  # accelerate raises errors of many types for wrong content
+        raise CommandError(
+            f"`--config_file {file}` is not a config of accelerate: {one_line(error).rstrip('.')}. `accelerate config` "
+            "makes one."
         ) from error
 
 
@@ -180,6 +268,9 @@ def _instead(name: str, line: Line, known: set[str], mark: str) -> str:
     """Return what replaces an argument of an older TRL, or the name that a typo was meant to be."""
     value = line.value(name)
     former = former_name(name, known, "VALUE" if value in (None, "") else str(value))
+    if former is None and name.removeprefix("no_") in known and name.startswith("no_"):
+        on = name.removeprefix("no_")
+        return f" Write `{mark}{on}{' ' if mark else ': '}false`."
     if former is None:
         return did_you_mean(name, known, mark)
 

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from packaging.requirements import Requirement
 
+from ..compat import TESTED
 from ..distributed.detect import detect_engine
 from ..heads.kernels.work import triton_unavailable_reason
 from ..scoring.checks import self_test
@@ -44,7 +45,10 @@ def _required() -> list[tuple[str, str, bool]]:
         found = _version(one.name)
         fine = found is not None and one.specifier.contains(found, prereleases=True)
         state = "not installed" if found is None else f"found {found}"
-        words = f"{found}" if fine else f"{state}. Run `pip install '{one.name}{one.specifier}'`."
+        tested = TESTED.get(one.name)
+        is_tested = tested is None or found is None or found in tested
+        untested = "" if is_tested else f", not tested: the tests ran with {one.name}{tested}"
+        words = f"{found}{untested}" if fine else f"{state}. Run `pip install '{one.name}{one.specifier}'`."
         rows.append((one.name, words, fine))
     return rows
 

@@ -1,6 +1,5 @@
 """The command `estimate`: the memory of a training step with these arguments, and the longest sequence that fits."""
 
-import math
 import warnings
 from collections.abc import Callable, Container
 from copy import deepcopy
@@ -17,6 +16,7 @@ from trl import get_peft_config, get_quantization_config
 
 from ..config import with_help
 from ..memory.step import Engine, Step, StepMemory, memory_of_step
+from ..trainers.checked_arguments import check_arguments_of
 from . import CommandError, wrapped
 from .arguments import OneLineParser, Parsed, asks_for_one_process, dataclasses_of, parse
 from .line import Line
@@ -57,6 +57,11 @@ _ON_WHOLE_WEIGHTS = (
 OF_WHOLE_WEIGHTS = ("one_process", "ddp")  # the engines that keep each weight as a whole
 OPTIMIZERS = {x: _ON_SHARDS + _ON_WHOLE_WEIGHTS * (x in OF_WHOLE_WEIGHTS) for x in ENGINES}
 _GIB = 2**30
+_MOST_MEMORY = 2**20  # of a device, in GiB
+# Of a micro-batch. An operator runs for each row and layer, in minutes for these rows in a large model
+MOST_ROWS = 1024
+_MOST_TOKENS = 2**26
+_MOST_DEVICES = 2**16
 # The `model_init_kwargs` that `estimate` reads, or that change no memory
 _OF_MODEL = {"dtype", "attn_implementation", "trust_remote_code", "use_cache"}
 # Arguments of which `estimate` refuses some values
@@ -136,6 +141,7 @@ def arguments_of(line: Line, asked: type, instead: str, ignored: Container[str] 
     parser = OneLineParser((script_class, on_devices, *others, asked), prog=line.prog)
     parser.set_defaults(use_cpu=True)  # the run may be meant for another machine
     script, training, model_args, mixture, found, launch_of_file, launch = parse(parser, line, may_launch=True)
+    check_arguments_of(line.method, training)
     of_file = [x for x in launch_of_file if x.startswith("--") and x.removeprefix("--") not in ignored]
     for_launch = [] if asks_for_one_process([*launch_of_file, *launch]) else [*of_file, *launch]
     if for_launch:
@@ -145,9 +151,25 @@ def arguments_of(line: Line, asked: type, instead: str, ignored: Container[str] 
 
 
 def check_memory(device_memory: float) -> None:
-    """Raise `CommandError` unless `device_memory`, in GiB, is a positive number."""
-    if not 0 < device_memory < math.inf:
-        raise CommandError(f"`--device_memory` must be a number above 0, in GiB, got {device_memory}.")
+    """Raise `CommandError` unless `device_memory` is a positive number of GiB, and not one of bytes."""
+    if not 0 < device_memory <= _MOST_MEMORY:
+        raise CommandError(
+            f"`--device_memory` must be a number above 0, in GiB, and at most {_MOST_MEMORY:,}, got {device_memory}."
+        )
+
+
+def _check_size(rows: int, longest: int, given: int) -> None:
+    """Raise `CommandError` for a micro-batch that is too large to be counted: each row takes time, each token memory.
+
+    Args:
+        given (`int`): `per_device_train_batch_size`.
+    """
+    what = f"`--per_device_train_batch_size {given}` makes micro-batches of"
+    lower = "Lower it, and raise `--gradient_accumulation_steps`."
+    if rows > MOST_ROWS:
+        raise CommandError(f"{what} {rows:,} rows, but `estimate` counts at most {MOST_ROWS:,}. {lower}")
+    if rows * longest > _MOST_TOKENS:
+        raise CommandError(f"{what} {rows * longest:,} tokens, but `estimate` counts at most {_MOST_TOKENS:,}. {lower}")
 
 
 def check_covered(parsed: Parsed, asked: EstimateArguments) -> None:
@@ -187,10 +209,9 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
     offloads = bool(getattr(training, "activation_offloading", False))
     hosts = getattr(training, "reference_device", None) is not None
     _check_host_memory(training, asked, adapted)
-    if parsed.model.load_in_4bit and not adapted:
-        raise CommandError("`--load_in_4bit` trains only adapters. Pass `--use_peft`, or leave `--load_in_4bit` out.")
     tokens = longest - 1  # the model predicts nothing from a row's last token
     rows = training.per_device_train_batch_size * (2 if method == "dpo" else 1)
+    _check_size(rows, longest, training.per_device_train_batch_size)
     return Step(
         model=policy.make,
         rows=rows,
@@ -343,6 +364,8 @@ def _check_devices(asked: EstimateArguments) -> None:
             "order of the layers. Pass `--engine fsdp2`, which also shards the weights."
         )
     alone = asked.engine == "one_process"
+    if asked.num_devices > _MOST_DEVICES:
+        raise CommandError(f"`--num_devices` must be at most {_MOST_DEVICES:,}, got {asked.num_devices}.")
     if asked.num_devices < 1 or alone != (asked.num_devices == 1):
         several = ", ".join(x for x in ENGINES if x != "one_process")
         wanted = f"1, or `--engine` to one of {several}" if alone else "2 or more, or leave `--engine` out"
@@ -358,8 +381,11 @@ def _longest(step: Step, policy: Policy, limit: int) -> str:
         tokens = length - 1
         return memory_of_step(replace(step, tokens=tokens, scored=max(1, tokens - prompt))).peak
 
-    longest = longest_that_fits(bytes_of, limit, step.tokens + 1, policy.positions)
+    most = min(policy.positions, _MOST_TOKENS // step.rows)
+    longest = longest_that_fits(bytes_of, limit, step.tokens + 1, most)
     whole = ", the longest that the model takes" if longest + 64 > policy.positions else ""
+    if not whole and longest + 64 > most:
+        whole = ", the longest that `estimate` counts"
     rows = f"rows of {longest:,} tokens fit" if longest else "no row of 64 tokens fits"
     return f"{rows} in {limit / _GIB:.4g} GiB{whole}"
 

@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,6 +17,8 @@ from . import CommandError
 _MODEL = ("model_name_or_path", "a folder, or a name on the Hub", ())
 _DATA = ("dataset_name", "a file, a folder, or a name on the Hub", ("datasets",))
 _REWARDS = ("reward_funcs", "such as `my_rewards.py:brevity`", ("reward_model_name_or_path",))
+# The types of files with data, and what `datasets` calls them
+DATA_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 METHODS = {
     **dict.fromkeys(("sft", "dpo", "kto"), (_MODEL, _DATA)),
     **dict.fromkeys(("grpo", "rloo"), (_MODEL, _DATA, _REWARDS)),
@@ -65,6 +70,13 @@ class Line(NamedTuple):
                 values.append(value if mark else "" if after.startswith("--") else after)
         return values[-1]
 
+    def typed(self) -> Iterator[tuple[str, str]]:
+        """Yield each argument on the line with its value, "" if it has none."""
+        for word, after in zip(self.words, [*self.words[1:], "--"], strict=False):
+            if word.startswith("--"):
+                name, mark, value = word[2:].partition("=")
+                yield name, value if mark else "" if after.startswith("--") else after
+
     def has_on(self, name: str) -> bool:
         """Return whether an argument is given, and its value is not false."""
         value = self.value(name)
@@ -106,11 +118,24 @@ def read(command: str, words: list[str]) -> Line:
         _check_needs(line, METHODS[method][: 1 if command == "estimate" else None])
         _check_model(line)
         _check_adapter(line)
+        _check_quantization(line)
+        if command != "estimate":
+            _check_data(line)
+        if command in METHODS:
+            check_folder("output_dir", line.value("output_dir"))
+            store = line.value("reference_store_dir")
+            if store is not None and not os.path.isdir(store):  # one that is there may be read-only, and full
+                check_folder("reference_store_dir", store)
+            _check_best_model(line)
     return line
 
 
 def refuse_word(word: str, line: Line) -> NoReturn:
     """Raise `CommandError` for a word that belongs to no argument."""
+    before = next((x for x, y in pairwise(line.words) if y == word and x.startswith("--no_")), "")
+    if before and word.lower() in ("true", "false"):
+        on = f"--{before.removeprefix('--no_')} {'false' if word.lower() == 'true' else 'true'}"
+        raise CommandError(f"`{before}` takes no value, got `{word}`. Write `{before}` alone, or `{on}`.")
     is_yaml = word.endswith((".yaml", ".yml")) and line.file is None
     remedy = f"Write `--config {word}` to read a YAML file" if is_yaml else "Put the name of its argument before it"
     raise CommandError(f"`{word}` is not an argument of `{line.prog}`. {remedy}.")
@@ -127,13 +152,34 @@ def names_in(words: list[str]) -> list[str]:
     return [word[2:].split("=", 1)[0] for word in words if word.startswith("--")]
 
 
+class _RepeatedKeyError(Exception):
+    """A key, and the line of its repetition."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML's safe loader, which would take the last of several values of a key."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        values = [key.value for key in keys]
+        for i, key in enumerate(keys):
+            if isinstance(key, yaml.ScalarNode) and key.value in values[:i]:
+                raise _RepeatedKeyError(key.value, key.start_mark.line + 1)
+        return super().construct_mapping(node, deep)
+
+
 def _set_in(file: str) -> dict[str, Any]:
     if not Path(file).is_file():
         given = f"`{file}`, which is not a file" if file else "nothing"
         raise CommandError(f"`--config` must be followed by a YAML file, got {given}.")
     try:
-        found = yaml.safe_load(Path(file).read_text())
-    except (yaml.MarkedYAMLError, UnicodeDecodeError) as error:
+        found = yaml.load(Path(file).read_text(), _UniqueKeys)  # a safe loader
+    except _RepeatedKeyError as error:
+        key, number = error.args
+        raise CommandError(
+            f"`{key}` is set twice in {file}, the second time in line {number}. Remove one of the two."
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = "" if mark is None else f" Look at line {mark.line + 1}."
         raise CommandError(f"`--config {file}` is not valid YAML.{where}") from error
@@ -160,6 +206,8 @@ def _check_model(line: Line) -> None:
     """Raise `CommandError` for a path without a model. A model on the Hub is checked when it is loaded."""
     name, base = str(line.value("model_name_or_path") or "None"), line.base
     is_folder = os.path.isdir(name)
+    if os.path.isfile(name):
+        raise CommandError(f"`--model_name_or_path` is `{name}`, which is a file. Pass the folder of a model.")
     if (_is_path(name) or is_folder) and base is None and not os.path.isfile(os.path.join(name, "config.json")):
         what = "it has no `config.json` or `adapter_config.json`" if is_folder else "there is no such folder"
         raise CommandError(f"`--model_name_or_path` is `{name}`, but {what}. Current folder: {Path.cwd()}.")
@@ -168,6 +216,59 @@ def _check_model(line: Line) -> None:
             f"`--model_name_or_path` is `{name}`, an adapter of `{base}`, a folder that does not exist. Correct "
             "`base_model_name_or_path` in its `adapter_config.json`."
         )
+
+
+def _check_data(line: Line) -> None:
+    """Raise `CommandError` for a file that is no data. `datasets` would look for its name on the Hub."""
+    name = str(line.value("dataset_name") or "")
+    kind = os.path.splitext(name)[1]
+    if os.path.isfile(name) and kind not in DATA_FORMATS:
+        of_kind = f"of the type `{kind}`" if kind else "without a type"
+        known = ", ".join(DATA_FORMATS)
+        raise CommandError(
+            f"`--dataset_name` is `{name}`, a file {of_kind}. Pass a folder, or a file of one of {known}."
+        )
+
+
+def check_folder(argument: str, given: Any) -> None:
+    """Raise `CommandError` if the folder `given` for an argument cannot be written to. It is not created."""
+    if given is None:
+        return
+    folder = Path(str(given)).expanduser()
+    there = next((x for x in (folder, *folder.parents) if x.exists()), Path("."))
+    what = ""
+    if str(given) == "":
+        what = "is empty"
+    elif not there.is_dir():
+        what = f"is `{given}`, " + ("which is a file" if there == folder else f"but `{there}` is a file")
+    else:
+        try:
+            with tempfile.TemporaryDirectory(dir=there):
+                pass
+        except OSError as error:
+            what = f"is `{given}`, but `{there}` cannot be written to ({error.strerror})"
+    if what:
+        raise CommandError(f"`--{argument}` {what}. Pass a folder that you can write to.")
+
+
+def _check_best_model(line: Line) -> None:
+    """Raise `CommandError` if the best model is to be loaded, but nothing is evaluated: TRL would keep the last one."""
+    strategy = line.value("eval_strategy")
+    if line.has_on("load_best_model_at_end") and strategy in (None, False, "no"):
+        raise CommandError(
+            "`--load_best_model_at_end` has no effect without evaluations. Pass `--eval_strategy steps`, or leave "
+            "`--load_best_model_at_end` out."
+        )
+
+
+def _check_quantization(line: Line) -> None:
+    """Raise `CommandError` for weights of two precisions, or quantized weights without an adapter to train."""
+    of_bits = [name for name in ("load_in_4bit", "load_in_8bit") if line.has_on(name)]
+    if len(of_bits) > 1:
+        raise CommandError("`--load_in_4bit` and `--load_in_8bit` contradict each other. Remove one of the two.")
+    if of_bits and not line.has_on("use_peft") and line.base is None:
+        name = of_bits[0]
+        raise CommandError(f"`--{name}` trains only adapters. Pass `--use_peft`, or leave `--{name}` out.")
 
 
 def _is_path(name: str) -> bool:
@@ -193,7 +294,7 @@ def _check_adapter(line: Line) -> None:
 
 def _check_needs(line: Line, needs: tuple[tuple[str, str, tuple[str, ...]], ...]) -> None:
     def lacks(*names: str) -> bool:
-        return all(line.value(name) is None for name in names)
+        return all(line.value(name) in (None, "") for name in names)
 
     missing = [f"`--{name}` ({what})" for name, what, others in needs if lacks(name, *others)]
     if not missing:

@@ -19,7 +19,7 @@ from ..planning.speed import CPU, GPUS, Device, gpu_named
 from . import CommandError, wrapped
 from .arguments import OneLineParser, dataclasses_of
 from .estimate import ENGINES, arguments_of, check_memory, readable
-from .line import Line
+from .line import Line, check_folder
 from .plan_search import Counted, Option, ranked, varied
 from .plan_subject import Subject
 
@@ -83,6 +83,7 @@ def run(line: Line) -> int:
     path = Path(asked.plan_output or os.path.join(parsed.training.output_dir, "plan.yaml"))
     if path.is_dir():
         raise CommandError(f"`--plan_output {path}` is a folder. Pass a file, such as `{path / 'plan.yaml'}`.")
+    check_folder("plan_output", path.parent)
     kind = asked.device or ("cpu" if line.has_on("use_cpu") else "cuda")
     limits, bound, source = _limits(asked, kind)
     subject = Subject(line.method, parsed, asked.num_devices, kind, limits)

@@ -54,6 +54,7 @@ class Space:
     changes_batch: bool = False  # else the batch is kept
     changes_budget: bool = False  # `max_tokens_per_micro_batch` is allowed
     together: int = 1  # micro-batches of an optimizer step that it joins
+    most_rows: int  # units in a pass whose memory can be counted
 
     def ladders(self, lengths: "Lengths") -> Iterator[list[Option]]:
         """Yield, for each setting, the options from the smallest micro-batch up."""
@@ -72,7 +73,8 @@ class Space:
     def _sizes(self, lengths: "Lengths") -> list[tuple[int, int | None]]:
         batch, accumulation, generation = self.given.batch, self.given.accumulation, self.given.generation
         if self.changes_budget:
-            units = batch * self.together
+            whole = batch * self.together
+            units = min(whole, self.most_rows)
             # Budgets that the longest rows fill, so that none has room to spare: some of a group, or whole groups
             steps = {min(units, round(2 ** (i / 4))) for i in range(4 * units.bit_length() + 1)}
             group = lengths.group
@@ -80,11 +82,11 @@ class Space:
             budgets = sorted({lengths.tokens_of(lengths.most(count)) for count in counts})
             ladder: list[tuple[int, int | None]] = [(batch, x) for x in budgets]
             # The whole step in one pass needs no budget if it is one micro-batch
-            return [*ladder[:-1], (batch, None)] if accumulation == 1 else ladder
+            return [*ladder[:-1], (batch, None)] if accumulation == 1 and units == whole else ladder
         if not self.changes_batch:
             return [(batch, None)]
         rows = batch * accumulation
-        sizes = [x for x in range(1, rows + 1) if rows % x == 0]
+        sizes = [x for x in range(1, min(rows, self.most_rows) + 1) if rows % x == 0]
         return [(x, None) for x in sizes if generation is None or generation * batch % x == 0]
 
 

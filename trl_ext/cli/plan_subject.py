@@ -16,12 +16,13 @@ from ..planning.non_finite import steps_in_backward
 from ..planning.speed import Device, Model, seconds
 from . import CommandError
 from .arguments import Parsed
-from .estimate import ENGINES, OF_WHOLE_WEIGHTS, EstimateArguments, check_covered, policy_of, step_of
+from .estimate import ENGINES, MOST_ROWS, OF_WHOLE_WEIGHTS, EstimateArguments, check_covered, policy_of, step_of
 from .plan_lengths import lengths_of
 from .plan_search import Counted, Lengths, Option, Setting, Space, search
 
 _SAMPLES = ("grpo", "rloo")
 _OF_CPU = ("one_process", "ddp")
+_MOST_ROWS_OF_STEP = 2**16  # that a device reads in an optimizer step
 
 
 class Subject:
@@ -31,6 +32,13 @@ class Subject:
         self.method, self.devices, self.kind, self.limits = method, devices, kind, limits
         if parsed.training.max_steps <= 0 and parsed.training.num_train_epochs <= 0:
             raise CommandError(f"`--num_train_epochs` must be above 0, got {parsed.training.num_train_epochs}.")
+        rows = parsed.training.per_device_train_batch_size * parsed.training.gradient_accumulation_steps
+        if rows > _MOST_ROWS_OF_STEP:
+            raise CommandError(
+                f"`--per_device_train_batch_size {parsed.training.per_device_train_batch_size}` and "
+                f"`--gradient_accumulation_steps {parsed.training.gradient_accumulation_steps}` make steps of {rows:,} "
+                f"rows, but `plan` takes at most {_MOST_ROWS_OF_STEP:,}. Lower one of the two."
+            )
         # The search decides what is in host memory
         self._given, self.training = parsed.training, copy.copy(parsed.training)
         for name, value in (("activation_offloading", False), ("reference_device", None)):
@@ -162,6 +170,7 @@ class Subject:
             changes_batch=free and self.method in ("sft", "rloo"),
             changes_budget=free and self.method in ("dpo", "grpo"),
             together=self._joined if self.method in ("dpo", "grpo") else 1,
+            most_rows=MOST_ROWS // (2 if self.method == "dpo" else 1),
         )
 
     def _settings(self, given: Setting) -> Iterator[Setting]:

@@ -12,19 +12,29 @@ import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
 from datasets import load_dataset
 from datasets.exceptions import DatasetGenerationError
+from huggingface_hub import is_offline_mode
 from peft import AutoPeftModelForCausalLM
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import get_dataset, get_peft_config, get_quantization_config
 
-from ..compat.choices import resolve_accelerate_config_argument
 from ..trainers.dpo import DPOTrainer
 from ..trainers.grpo import GRPOTrainer
 from ..trainers.kto import KTOTrainer
 from ..trainers.rloo import RLOOTrainer
 from ..trainers.sft import SFTTrainer
 from . import CommandError, TrainingStoppedError, did_you_mean, one_line, wrapped
-from .arguments import REWARDS, OneLineParser, Parsed, asks_for_one_process, dataclasses_of, needs_launch, parse
-from .line import Line
+from .arguments import (
+    REWARDS,
+    OneLineParser,
+    Parsed,
+    asks_for_one_process,
+    dataclasses_of,
+    needs_launch,
+    parse,
+    with_config_file,
+)
+from .line import DATA_FORMATS, Line
 
 TRAINERS: dict[str, Any] = {
     "sft": SFTTrainer,
@@ -33,8 +43,6 @@ TRAINERS: dict[str, Any] = {
     "grpo": GRPOTrainer,
     "rloo": RLOOTrainer,
 }
-# The loaders of `datasets` for files
-_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def rewards_of(script_args: Any) -> list[Any]:
@@ -57,17 +65,26 @@ def _function(given: str) -> Any:
         # The values of TRL's command
         soft = name == "get_soft_overlong_punishment"
         return function(max_completion_len=1280, soft_punish_cache=256) if soft else function
-    if name == "py":
+    if name == "py" or not name:
+        given = given.removesuffix(":")
         raise CommandError(f"`--reward_funcs` has `{given}`, which names no function. Write `{given}:NAME`.")
+    if not place:
+        raise CommandError(f"`--reward_funcs` has `{given}`, which names no file. Write `FILE.py:{name}`.")
     if mark == ":" and file.suffix != ".py":
         raise CommandError(f"`--reward_funcs` has `{given}`, which names no Python file. Write `{place}.py:{name}`.")
     if mark == ":" and not file.is_file():
         raise CommandError(f"`--reward_funcs` has `{given}`, but there is no such file. Current folder: {folder}.")
     # As Python does, look for modules in the folder of the file, or in the current one
     sys.path.insert(0, str(file.parent.resolve()) if mark == ":" else folder)
-    module = _module_of(file) if mark == ":" else _imported(place, given)
+    try:
+        module = _module_of(file) if mark == ":" else _imported(place, given)
+    except CommandError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        why = one_line(error).rstrip(".")
+        raise CommandError(f"`--reward_funcs` has `{given}`, but `{place}` cannot be imported: {why}.") from error
     if not callable(getattr(module, name, None)):
-        close = did_you_mean(name, vars(module))
+        close = did_you_mean(name, [x for x, value in vars(module).items() if callable(value)])
         raise CommandError(f"`--reward_funcs` has `{given}`, but `{place}` has no function `{name}`.{close}")
     return getattr(module, name)
 
@@ -155,6 +172,12 @@ def data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) -
     if training.eval_strategy != "no":
         wanted["dataset_test_split"] = script.dataset_test_split
     for argument, split in wanted.items():
+        if split not in data and argument == "dataset_test_split" and split == "test":
+            raise CommandError(
+                f"`--eval_strategy {getattr(training.eval_strategy, 'value', training.eval_strategy)}` needs data to "
+                f"evaluate on, but the data set has no split `test`. Pass `--dataset_test_split` with one of "
+                f"{', '.join(data)}, or leave `--eval_strategy` out."
+            )
         if split not in data:
             raise CommandError(
                 f"`--{argument}` is `{split}`, but the data set has no such split. Choose from: {', '.join(data)}."
@@ -168,7 +191,7 @@ def data_sets(script: Any, training: Any, mixture: Any, most_rows: int | None) -
 def _loaded(script: Any) -> Any:
     """Return the splits of `--dataset_name`: a file, a folder, or a data set on the Hub."""
     name, options = script.dataset_name, {"name": script.dataset_config, "streaming": script.dataset_streaming}
-    file, is_there, why = _FORMATS.get(Path(name).suffix), os.path.exists(name), ""
+    file, is_there, why = DATA_FORMATS.get(Path(name).suffix), os.path.exists(name), ""
     try:
         if file is None or os.path.isdir(name):
             return load_dataset(name, **options)
@@ -176,20 +199,28 @@ def _loaded(script: Any) -> Any:
             return load_dataset(file, data_files=name, **options)
     except StopIteration:
         raise CommandError(f"`--dataset_name` is `{name}`, which has no rows.") from None
-    except OSError as error:
-        if is_there:
-            raise
-        why = "" if file else f" ({one_line(error)})"
     except DatasetGenerationError as error:
         why = one_line(error.__cause__ or error)
-        raise CommandError(f"`--dataset_name {name}` cannot be read: {why}.") from error
+        raise CommandError(f"`--dataset_name {name}` cannot be read: {why.rstrip('.')}.") from error
+    except Exception as error:
+        why = one_line(error).rstrip(".")
+        if "BuilderConfig" in why or "Config name" in why:
+            given = f", got {script.dataset_config}" if script.dataset_config else ""
+            raise CommandError(f"`--dataset_config` must be one of `--dataset_name {name}`{given}: {why}.") from error
+        if is_there and getattr(error, "errno", None) is not None:  # such as a cache that cannot be written to
+            raise CommandError(f"`--dataset_name {name}` cannot be read: {why}.") from error
+        if is_there:
+            known = ", ".join(DATA_FORMATS)
+            what = f"no file that can be read ({known})" if os.path.isdir(name) else f"no rows that {file} can read"
+            raise CommandError(f"`--dataset_name {name}` has {what}: {why}.") from error
+        why = "" if file else f" ({why})"
     what = "file" if file else f"folder, and no data set of this name can be loaded from the Hub{why}"
     raise CommandError(f"`--dataset_name` is `{name}`, but there is no such {what}. Current folder: {os.getcwd()}.")
 
 
 def launch(launch_arguments: list[str], arguments: list[str]) -> int:
     """Run the command with `arguments` in the processes that accelerate starts; return the first failure's status."""
-    options = [*resolve_accelerate_config_argument(launch_arguments), "-m", "trl_ext.cli", *arguments]
+    options = [*with_config_file(launch_arguments), "-m", "trl_ext.cli", *arguments]
     try:
         launch_command(launch_command_parser().parse_args(options))
     except subprocess.CalledProcessError as error:  # the process has printed its error
@@ -220,6 +251,7 @@ def run(command: str, line: Line, *, may_launch: bool, shows_traceback: bool) ->
         if asks_for_one_process(launch_arguments):
             return subprocess.run([sys.executable, "-m", "trl_ext.cli", *words]).returncode
         return launch(launch_arguments, words)
+    _check_packages(parsed.training)
     resumed = parsed.training.resume_from_checkpoint
     if resumed not in (None, True, False, "auto", "true", "false", "True", "False") and not os.path.isdir(resumed):
         known = f"Pass a checkpoint, or `auto` for the last one in `--output_dir`. Current folder: {os.getcwd()}."
@@ -228,6 +260,35 @@ def run(command: str, line: Line, *, may_launch: bool, shows_traceback: bool) ->
     if hasattr(trainer, "end"):  # transformers 5.18 and later: closes the trackers and the process group
         trainer.end()
     return 0
+
+
+# What `pip` calls the packages of `--report_to` with other names
+_PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}
+
+
+def _check_packages(training: Any) -> None:
+    """Raise `CommandError` for an optional package that is not installed."""
+    known, installed = [*INTEGRATION_TO_CALLBACK], get_available_reporting_integrations()
+    for name in training.report_to:
+        if name not in known:
+            choices = ", ".join(map(repr, ["all", "none", *known]))
+            raise CommandError(f"Unknown `--report_to` {name!r}. Choose from: {choices}.")
+        if name not in (*installed, "flyte", "kubeflow"):  # transformers does not list these two
+            package = _PACKAGES.get(name, name)
+            raise CommandError(
+                f"`--report_to {name}` needs a package that is not installed. Run `pip install {package}`, or pass "
+                "`--report_to none`."
+            )
+    if getattr(training, "use_vllm", False) and importlib.util.find_spec("vllm") is None:
+        raise CommandError(
+            '`--use_vllm` needs vLLM, which is not installed. Run `pip install ".[vllm]"` in a clone of trl_ext, which '
+            "also installs a version of transformers that vLLM takes, or leave `--use_vllm` out."
+        )
+    if training.push_to_hub and is_offline_mode():
+        raise CommandError(
+            "`--push_to_hub` needs the Hub, which is offline (`HF_HUB_OFFLINE`). Unset it, or leave `--push_to_hub` "
+            "out."
+        )
 
 
 def _explain(method: str, parsed: Parsed) -> Any:

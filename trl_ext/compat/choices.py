@@ -1,6 +1,7 @@
 """Values that TRL's arguments accept, methods that users may override, and the output of TRL's fused head."""
 
 from dataclasses import dataclass
+from importlib import resources
 
 import torch
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
@@ -16,6 +17,12 @@ __all__ = [
     "maybe_gather_lm_head_ctx",
     "resolve_accelerate_config_argument",
 ]
+
+
+def accelerate_configs() -> list[str]:
+    """Return the names of the configs of accelerate that TRL ships."""
+    shipped = resources.files("trl.accelerate_configs").iterdir()
+    return sorted(x.name.removesuffix(".yaml") for x in shipped if x.name.endswith(".yaml"))
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """LoRA on layers that are sharded or quantized."""
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .tensor_parallel import TensorParallel, tensor_parallel_mesh
+
+logger = logging.getLogger("trl_ext")
 
 
 def keep_differentiable(model: nn.Module) -> None:
@@ -92,6 +95,7 @@ def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, 
     ranks = TensorParallel.of(model)
     if ranks is None:
         linear = _linear_layers(model)
+        _warn_of_unknown_modules(model, config)
         try:
             return make(model, config, *more, **keywords)
         except ValueError as error:
@@ -114,6 +118,21 @@ def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, 
         if param.requires_grad and not isinstance(param, DTensor):
             ranks.share_(param.data)
     return made
+
+
+def _warn_of_unknown_modules(model: nn.Module, config: Any) -> None:
+    """Warn of names in lists of modules that no module has: PEFT skips them if another name fits."""
+    names = [name for name, _ in model.named_modules()]
+    for option in ("target_modules", "modules_to_save"):
+        given = getattr(config, option, None)
+        if not isinstance(given, list | tuple | set):
+            continue
+        unknown = [x for x in sorted(given) if not any(name == x or name.endswith(f".{x}") for name in names)]
+        if unknown and (len(unknown) < len(given) or option == "modules_to_save"):
+            logger.warning(
+                f"`{option}` of `peft_config` has {', '.join(map(repr, unknown))}, but the model has no module of this "
+                "name, so it has no effect."
+            )
 
 
 def _linear_layers(model: nn.Module) -> list[str]:

@@ -139,11 +139,12 @@ def _check_options(facts: GRPOFacts) -> None:
     training = devices * facts.gradient_accumulation_steps
     if facts.force_on_policy_ratio and (rollout != training or facts.num_iterations != 1):
         raise ValueError(
-            "`force_on_policy_ratio=True` trains only on completions of the current weights, but a generation batch "
-            f"has {rollout} completions (`steps_per_generation={facts.steps_per_generation}`), an optimizer step "
-            f"takes {training} (`gradient_accumulation_steps={facts.gradient_accumulation_steps}`), and "
-            f"`num_iterations` is {facts.num_iterations}. Set `steps_per_generation` to "
-            f"{facts.gradient_accumulation_steps} and `num_iterations` to 1, or leave `force_on_policy_ratio` off."
+            "`force_on_policy_ratio=True` trains only on completions of the current weights. Set "
+            f"`steps_per_generation` to {facts.gradient_accumulation_steps} and `num_iterations` to 1, or leave "
+            f"`force_on_policy_ratio` off: a generation batch has {rollout} completions "
+            f"(`steps_per_generation={facts.steps_per_generation}`), an optimizer step takes {training} "
+            f"(`gradient_accumulation_steps={facts.gradient_accumulation_steps}`), and `num_iterations` is "
+            f"{facts.num_iterations}."
         )
     if facts.trust_sampling_log_probs and not facts.sampler_gives_log_probs:
         raise ValueError(

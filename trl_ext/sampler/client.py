@@ -132,7 +132,9 @@ class FileClient(VLLMClient):
                 return True
             except RuntimeError as error:
                 reason = str(error).removesuffix(".")
-        logger.warning(f"The adapter is merged into the weights that vLLM gets: {reason}.")
+        logger.warning(
+            f"The adapter is merged into the weights that vLLM gets, so each update sends all weights: {reason}."
+        )
         return False
 
     def update_named_params(

@@ -1,5 +1,6 @@
 """Checks of arguments: a mistake that TRL would report late or never is one error before training."""
 
+import copy
 import inspect
 import json
 import logging
@@ -104,6 +105,9 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, o
 
 def check_sft_arguments(config: Any, *, own_loss: bool) -> None:
     """Raise `ValueError` if an `SFTConfig`, TRL's or ours, has an invalid value. `own_loss` as for DPO."""
+    template = config.chat_template_path
+    if template is not None and str(template).endswith((".jinja", ".jinja2")) and not os.path.isfile(template):
+        raise ValueError(f"`chat_template_path` is {template!r}, but there is no such file. Correct the path.")
     _check_choices(config, SFT_CHOICES if own_loss else {**SFT_CHOICES, "loss_type": SFT_LOSS_TYPES})
     if config.max_length is not None:
         _check_number(config, "max_length", 2, hint="The model predicts nothing from one token.")
@@ -169,8 +173,25 @@ def _check_clip_range(given: Any) -> None:
     bounds = [x for x in given if x is not None] if isinstance(given, list | tuple) and len(given) == 2 else [""]
     if not bounds or not all(hasattr(x, "__float__") for x in bounds) or bounds[0] > bounds[-1]:
         raise ValueError(
-            f"`reward_clip_range` must be the lowest and the highest reward, such as (-1.0, 1.0), got {given!r}. For "
-            "the command line, write `reward_clip_range: [-1.0, 1.0]` in a YAML file."
+            f"`reward_clip_range` must be the lowest and the highest reward, such as (-1.0, 1.0), got {given!r}. "
+            "Change it, or leave it out."
+        )
+
+
+def check_arguments_of(method: str, config: Any) -> None:
+    """Raise `ValueError` if the config of a `method` such as "dpo" has a value that no trainer would take.
+
+    Left out is what depends on the model, the data or this machine.
+    """
+    config = copy.copy(config)
+    if hasattr(config, "activation_offloading"):  # its check is about the device
+        config.activation_offloading = False
+    if method in ("grpo", "rloo"):
+        check = check_grpo_arguments if method == "grpo" else check_rloo_arguments
+        check(config, own_loss=False, own_advantages=False, own_generation=False)
+    else:
+        {"sft": check_sft_arguments, "dpo": check_dpo_arguments, "kto": check_kto_arguments}[method](
+            config, own_loss=False
         )
 
 
@@ -206,6 +227,11 @@ def check_completion_length(config: Any, model: Any) -> None:
 
 
 def _check_reference_sync(config: Any) -> None:
+    if config.sync_ref_model and getattr(config, "precompute_ref_log_probs", False):
+        raise ValueError(
+            "`precompute_ref_log_probs=True`, but the reference cannot be precomputed: `sync_ref_model` updates it "
+            "during training. Set one of the two to False."
+        )
     if config.sync_ref_model:
         _check_number(config, "ref_model_sync_steps", 1)
         _check_number(config, "ref_model_mixup_alpha", 0, 1)

@@ -323,9 +323,10 @@ def _check_prompts(dataset: Any, name: str, processing_class: Any, method: str) 
     """
     columns = columns_of(dataset)
     if columns is not None and "prompt" not in columns:
-        likely = next((x for x in _OTHER_NAMES["prompt"] if x in columns), "...")
-        hint = f'Rename the column of prompts: `dataset.rename_column("{likely}", "prompt")`.'
-        raise _missing(dict.fromkeys(columns), name, f"{method} reads `prompt`", {}, hint)
+        likely = next((x for x in _OTHER_NAMES["prompt"] if x in columns), None)
+        hint = f'Rename the column of prompts: `dataset.rename_column("{likely}", "prompt")`.' if likely else ""
+        missing: dict[str, tuple[str, ...]] = {} if hint else {"prompt": ()}
+        raise _missing(dict.fromkeys(columns), name, f"{method} reads `prompt`", missing, hint)
     if columns is None or not isinstance(dataset, Dataset) or not len(dataset):  # None with a transform
         return
     _check_filled(dataset, "prompt", name)

@@ -288,7 +288,8 @@ def _found(requested: str | bool, run: Path) -> str | None:
         last = complete[-1]
         later = [path.name for path in interrupted if step_of(path) > step_of(last)]
         if later:
-            logger.warning(f"Incomplete, so not used: {', '.join(later)}. Training resumes from {last.name}.")
+            are = "was not completely written and is" if len(later) == 1 else "were not completely written and are"
+            logger.warning(f"{', '.join(later)} {are} ignored. Training resumes from {last.name}.")
         elif means == "auto":
             show(f'`resume_from_checkpoint="auto"`: training resumes from {last}.')
         return str(last)
