@@ -139,6 +139,16 @@ DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] =
         tokenizer,
         "`prompt` of `train_dataset` is also at the start of `completion`, in row 0 and in 5 of the 5 rows",
     ),
+    "pairs that begin with their prompt in some rows": (
+        "dpo",
+        lambda: rows(
+            {"prompt": "w1 w2", "chosen": "w1 w2 w3", "rejected": "w1 w2 w4"},
+            {"prompt": "w1 w2", "chosen": "w3", "rejected": "w4"},
+        ),
+        tokenizer,
+        "in row 0 and in 1 of the 2 rows that were read. Unless an answer should repeat it, it is trained twice. Leave "
+        "only the answer in `chosen` and `rejected`.",
+    ),
     "code that goes on with its prompt": (
         "dpo",
         lambda: rows(

@@ -59,7 +59,9 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
         )
     doubtful = whole if len(whole) >= _FEW * len(texts) else []
     if pairs and not whole and len(in_first) == len(texts):
-        doubtful, completions, is_prefix = in_first, completions[:1], False
+        doubtful, completions = in_first, completions[:1]
+    if pairs and len(whole) < len(texts):  # without the column, the other rows would have no prompt
+        is_prefix = False
     if doubtful and any(_is_long(texts[place]["prompt"]) for place in doubtful):
         logger.warning(
             f"`prompt` of `{name}` is also at the start of `{completions[0]}`, in row {doubtful[0]} and in "
