@@ -9,7 +9,6 @@ import trl
 
 import trl_ext
 from drop_in_cases import Case
-from rewards import half_dead_reward
 from run_losses import Record, Trainers, build, train
 from short_training import Bench
 from tiny import ROLLOUTS, Workshop, near_sampler_rollout
@@ -297,14 +296,6 @@ def test_methods_set_on_the_trainer_stay_set(workshop: Workshop, budget):
     ours, stock = (updates(run, workshop, library, with_methods_put_on_the_trainer) for library in (trl_ext, trl))
     assert stock.norm() > 0
     assert (ours - stock).norm() <= 1e-4 * stock.norm()
-
-
-def test_a_plan_that_changes_in_mid_cycle_does_not_reuse_its_choice_of_rows(workshop: Workshop, tmp_path):
-    bench = Bench(workshop, tmp_path, trl_ext)
-    bench.grpo(reward_funcs=half_dead_reward, per_device_train_batch_size=8, num_iterations=2)
-    bench.trainer.top_entropy_quantile = 0.5
-    with pytest.raises(RuntimeError, match="Something has changed the advantages"):
-        bench.trainer.train()
 
 
 def test_with_dropout_the_ratio_is_1_if_it_is_1_in_trl(workshop: Workshop):

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from .grpo import GRPOPlan
 from .non_finite import bounded_old_and_reference, not_finite_rows
-from .rows import ScoredTokens, loss_mask
+from .rows import ScoredTokens, loss_mask, zero_advantages
 from .sampler_ratio import SamplerRatio
 
 _NOT_REMEMBERED = (
@@ -55,9 +55,13 @@ class LossInputs:
                 old_BC = trusted_log_probs(inputs, old_BC, in_loss_BC)
         else:
             old_BC = remembered_BC
-            if not inputs.get(SCORED, scored.tokens_BC)[scored.tokens_BC].all():
-                raise RuntimeError(_NOT_REMEMBERED)
             policy_BC = torch.where(scored.tokens_BC, scored.spread(policy_RC), old_BC)
+            unknown_BC = scored.tokens_BC & ~inputs.get(SCORED, scored.tokens_BC)
+            if unknown_BC.any():
+                # The plan has changed since these rows were skipped, and their ratio is multiplied by 0
+                if facts.beta or not zero_advantages(inputs["advantages"])[unknown_BC.any(dim=1)].all():
+                    raise RuntimeError(_NOT_REMEMBERED)
+                old_BC = torch.where(unknown_BC, policy_BC.detach(), old_BC)
         reference_BC = inputs.get("ref_per_token_logps")
         if reference_BC is not None:
             reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())

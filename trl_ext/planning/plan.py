@@ -140,6 +140,22 @@ def plan_packing(facts: PackingFacts) -> PackingPlan:
     )
 
 
+def actions_of(plan: Plan) -> list[tuple[str, Action]]:
+    return [(decision.name, decision.action) for decision in plan.decisions]
+
+
+# Facts that the first batch finds, and facts that say the same as another
+_NOT_CHANGED_BY_USERS = {"shares_prompts", "is_packed"}
+
+
+def changes_of(before: Plan, after: Plan) -> str | None:
+    """Return which facts of a plan have changed, for the user; `None` if none has."""
+    old, new = (vars(getattr(plan, "facts", Plan(decisions=()))) for plan in (before, after))
+    names = [name for name in new if name not in _NOT_CHANGED_BY_USERS and new[name] != old.get(name)]
+    changes = ", ".join(f"`{name}` changed from {old.get(name)!r} to {new[name]!r}" for name in names)
+    return changes or None
+
+
 class SkipCounts:
     """What was skipped since the last log, separately for `"train"` and `"eval"`."""
 

@@ -31,7 +31,7 @@ from ..distributed.lora import keep_differentiable, make_adapter
 from ..distributed.ranks import Ranks
 from ..heads.kernels.work import triton_unavailable_reason
 from ..host.activations import ActivationsOnHost
-from ..packing.randomness import Randomness, randomness_of
+from ..packing.randomness import NEFTUNE, Randomness, randomness_of
 from ..planning.plan import (
     Decision,
     PackingFacts,
@@ -39,6 +39,8 @@ from ..planning.plan import (
     Plan,
     SkipCounts,
     TokenCounts,
+    actions_of,
+    changes_of,
     check_packing_options,
     plan_packing,
 )
@@ -80,6 +82,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _first_step_ran = False
     _loss_reached = False  # whether our `compute_loss` ran
     _bypasses_loss = False  # whether the first training step did not run our `compute_loss`
+    _step_begins = False  # whether the next micro-batch is the first of an optimizer step
+    _in_steps = False  # whether the first micro-batch of this training has begun, and training has not ended
+    _known_randomness: Randomness | None = None  # of the plan
     _scored_elsewhere: str | None = None  # why our forward does not score the policy
 
     # 1. Construction: `_begin`, TRL's `__init__` within `_built`, `_ready`
@@ -114,6 +119,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._balance = RowBalance(self, self._ranks)
         self._reference_weights = ReferenceOfPolicy(self, self._ranks, getattr(self._added, "reference_device", None))
         self._checkpoints = Checkpoints(self)
+        self._seen_in_policy: dict[Callable[[Any], Any], Any] = {}
         # A checkpoint must not exist without the log-probs that were scored before it
         self._checkpoints.parts += [self._reference_weights.save, lambda _: self._flush_store()]
         return given
@@ -228,7 +234,15 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _randomness(self) -> Randomness | None:
         """Return why two passes of the same weights differ in training; `None` if they are equal. All plans ask it."""
-        return randomness_of(self.model, self.neftune_noise_alpha)
+        return NEFTUNE if self.neftune_noise_alpha is not None else self._look_at_policy(randomness_of)
+
+    def _look_at_policy(self, look: Callable[[Any], Any]) -> Any:
+        """Return what `look` finds in the policy. Within an optimizer step it looks only once, at all modules."""
+        if not self._in_steps:
+            return look(self.model)
+        if look not in self._seen_in_policy:
+            self._seen_in_policy[look] = look(self.model)
+        return self._seen_in_policy[look]
 
     def _packing_facts(self) -> PackingFacts:
         packing, randomness = self._scorer.policy.packing, self._randomness()
@@ -260,7 +274,20 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Replace the plan after a change."""
         for forward in self._scorer.forwards:
             forward.forget_randomness()
+        self._known_randomness = self._randomness()
         self.plan = self._make_plan()
+
+    def _follow_changes(self) -> None:
+        """Replace the plan if a user's code has changed what it was made from, which TRL reads at each use.
+
+        As in TRL, all ranks must make the same change. In an optimizer step, changes of the model are not seen.
+        """
+        before, plan = self.plan, self._make_plan()
+        if changes_of(before, plan) is None and self._randomness() == self._known_randomness:
+            return
+        self._plan_again()
+        if self.accelerator.is_main_process and actions_of(plan) != actions_of(before):
+            show(f"The plan has changed, because {changes_of(before, plan) or 'the model has'}.\n{self.explain()}")
 
     def explain(self, verbose: bool = False) -> Plan:
         """Return what runs and why. Printed, it shows what differs from TRL or matters to users; if `verbose`, all."""
@@ -315,8 +342,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
                 show(f"{type(self).__name__}: what runs, and why\n{plan}")
             for warning in plan.warnings:
                 logger.warning(warning)
-        with rank_failures_reported():
-            return super().train(self._checkpoints.find(resume_from_checkpoint), *positional, **keywords)
+        try:
+            with rank_failures_reported():
+                return super().train(self._checkpoints.find(resume_from_checkpoint), *positional, **keywords)
+        finally:
+            self._in_steps = False
 
     def _before_training(self) -> None:
         """Called first by `train`."""
@@ -342,6 +372,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def evaluation_loop(self, *positional: Any, **keywords: Any) -> Any:
         if self._source is not None:
             self._source.refresh_if_adapters_changed()
+        self._seen_in_policy.clear()
+        self._follow_changes()
         check_evaluation(self, detect_engine(self.accelerator, self.model))
         with wrapped_in_training(self):
             found = super().evaluation_loop(*positional, **keywords)
@@ -360,6 +392,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return not has_no_value(self, metrics) and super()._determine_best_metric(metrics, trial)
 
     def training_step(self, *positional: Any, **keywords: Any) -> Any:
+        if self._step_begins:
+            self._seen_in_policy.clear()
+            self._step_begins, self._in_steps = False, True
+            self._follow_changes()
         with self._in_step():
             return self._watched_step(super().training_step, *positional, **keywords)
 

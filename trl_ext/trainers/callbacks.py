@@ -24,6 +24,7 @@ class Trainer(Protocol):
     _checkpoints: Checkpoints
     _non_finite: NonFiniteLoss
     _reference_weights: ReferenceOfPolicy
+    _step_begins: bool
 
     def check_engine(self, wrapped: Any = None) -> None: ...
 
@@ -54,6 +55,8 @@ class Lifecycle(TrainerCallback):
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.trainer._non_finite.step_begins()
+        # Its first micro-batch looks for changes, because callbacks of users may run after this one
+        self.trainer._step_begins = True
 
     def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
         self.trainer._non_finite.before_step(model)

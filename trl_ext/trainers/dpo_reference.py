@@ -73,7 +73,7 @@ class DPOReference(reference_source.ReferenceSource):
             )
         facts = DPOFacts(
             **self.facts(),
-            loss_types=tuple(args.loss_type),
+            loss_types=tuple(self.host.loss_types),
             best_metric=args.metric_for_best_model,
             datasets=tuple(columns),
             with_columns=with_columns,

@@ -114,6 +114,8 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _make_plan(self) -> GRPOPlan:
         args = self.args
         options = AddedGRPOFields.of(args)
+        if self.beta != 0.0 and self.ref_model is None and self._reference_weights.own is None:
+            self._reference_weights.take_late(self.beta)
         own = self._reference_weights.own
         truncated = truncated_sampling(args)
         randomness = self._randomness()
@@ -147,7 +149,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 has_images=bool(self._is_vlm),
                 has_entropy_bonus=self._entropy_has_gradient(),
                 has_router_loss=self.aux_loss_enabled,
-                trains_expert_modules=trains_expert_modules(self.model),
+                trains_expert_modules=self._look_at_policy(trains_expert_modules),
                 top_entropy_quantile=self.top_entropy_quantile,
                 randomness=None if randomness is None else randomness.reason,
                 draws_for_batch=randomness is not None and not randomness.of_tokens,
@@ -233,6 +235,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     ) -> torch.Tensor:
         """Compute TRL's loss from the log-probs of the planned passes."""
         self._loss_reached = True
+        self._follow_changes()
         if not len(inputs["completion_ids"]):  # its rows run with a later micro-batch
             return self._grpo_scoring.in_parts.nothing()
         self._ranks.check_same(inputs["completion_ids"])

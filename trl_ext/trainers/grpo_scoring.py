@@ -28,7 +28,7 @@ from ..planning.loss_inputs import (
 )
 from ..planning.micro_batches import RowTokens
 from ..planning.parts import Parts
-from ..planning.plan import PackingPlan, SkipCounts, TokenCounts
+from ..planning.plan import PackingPlan, SkipCounts, TokenCounts, changes_of
 from ..planning.rows import KEPT_CLASSES, ScoredTokens, every_token, loss_mask, scored_tokens, tokens_of
 from ..planning.sampler_ratio import TRL_SAMPLER_METRICS, SamplerRatio, largest_difference, sampler_metrics
 from ..sampler.check import SamplerCheck
@@ -70,6 +70,7 @@ class GRPOScoring:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
         self._check, self.in_parts = SamplerCheck(trainer), InParts(trainer, ranks)
         self.sampled_at_step = 0
+        self.plan_at_generation: GRPOPlan | None = None  # of the buffer; None after a checkpoint, until it is filled
         self._skipped_tokens = 0  # on this rank, since the last loss
         self._scored: Any = WeakTensorKeyDictionary()  # keyed by `completion_mask`
 
@@ -92,12 +93,12 @@ class GRPOScoring:
         own_pass = f"`{type(trainer).__name__}.{internals.PASS}`" if plan.facts.has_own_pass else None
         with trainer._policy_scored(own_pass):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
-        if plan.trl_scores_old_policy and not plan.gives_trls_batches and not has_old_policy(inputs):
+        if self._scores_before_step and not has_old_policy(inputs):
             self._count_skipped_pass(inputs)
         loss_inputs = LossInputs.of(inputs, scored, policy_RC, entropies_RC, plan)
         with logged_times(internals.mode_metrics(trainer), self.buffer.merged_in(inputs)):
             loss = self._loss_of(model, inputs, loss_inputs, aux_loss)
-            if trainer.model.training and plan.trl_scores_old_policy and not plan.gives_trls_batches:
+            if trainer.model.training and self._scores_before_step:
                 self.buffer.keep(inputs, loss_inputs.kept)
             self._measure(loss_inputs)
         self.in_parts.last(loss)
@@ -132,6 +133,20 @@ class GRPOScoring:
         trainer._count_tokens(self.ranks.sum_counts([self._skipped_tokens + packed_away, *ran]))
         self._skipped_tokens = 0
         return loss, partial(not_finite_in, given, passes, every)
+
+    @property
+    def _plan_of_buffer(self) -> GRPOPlan:
+        """The plan when the micro-batch was generated, since when a user may have changed the schedule."""
+        plan = self.trainer.plan
+        if not self.trainer.model.training or self.plan_at_generation is None:
+            return plan
+        return self.plan_at_generation
+
+    @property
+    def _scores_before_step(self) -> bool:
+        """Whether the old policy is scored where stock TRL has done it at generation."""
+        plan = self._plan_of_buffer
+        return plan.trl_scores_old_policy and not plan.gives_trls_batches
 
     def _loss_of(self, model: Any, inputs: Any, loss_inputs: LossInputs, aux_loss: Any) -> Tensor:
         given, scored = loss_inputs.given_to_loss(inputs), [loss_inputs.policy_BC, loss_inputs.entropies_BC]
@@ -228,18 +243,27 @@ class GRPOScoring:
         """
         trainer, facts = self.trainer, self.trainer.plan.facts
         present, *others = self.buffer.to_come()
-        if trainer.plan.gives_trls_batches:
+        if is_new:
+            self.plan_at_generation = trainer.plan
+        if self._plan_of_buffer.gives_trls_batches:
             # A reader of generation batches already has the log-probs, and may have removed them
             for batch in [present, *others] if is_new and not trainer.plan.scores_at_generation else ():
                 self.score_as_trl(batch)
             return
         self.score_reference([present, *others])
-        if facts.trust_sampling_log_probs:
+        if facts.trust_sampling_log_probs or not self._scores_before_step:
             return
         waiting = [x for x in others if x is not present and not has_old_policy(x)]
         ends = 0 < trainer.state.max_steps <= trainer.state.global_step + 1
         needed = [present] if ends else [present, *waiting]
         if self.sampled_at_step != trainer.state.global_step and not all(has_old_policy(x) for x in needed):
+            changes = changes_of(self._plan_of_buffer, trainer.plan)
+            if changes is not None:
+                raise RuntimeError(
+                    f"{changes} during training, and completions that were sampled before the change have no "
+                    "old-policy log-probs: the weights that sampled them have changed. Make the change before "
+                    "training, or when all completions of a generation batch are trained on."
+                )
             raise RuntimeError(
                 "A micro-batch has no old-policy log-probs, and the weights that sampled it have changed. Something "
                 "put rows into `_buffered_inputs`: override `_prepare_inputs` to do that."

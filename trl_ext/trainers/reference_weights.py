@@ -53,6 +53,15 @@ class ReferenceOfPolicy:
             trainer.args.sync_ref_model = False
         self._check_copies(self.own)
 
+    def take_late(self, beta: float) -> None:
+        """Set `own` if the trainer was built without a KL term and now has one: TRL then turns the adapter off."""
+        if not isinstance(self.trainer.model, PeftModel):
+            raise ValueError(
+                f"`beta` was changed to {beta} after the trainer was built with `beta=0`, so there is no reference. "
+                "Build the trainer with a `beta` above 0, and change it then."
+            )
+        self.own = OwnReference(self.trainer.model, "trl")
+
     def take_model(self, model: Any) -> None:
         """Check a reference model, and move it to the host if `reference_device` says so."""
         policy = self.trainer.model

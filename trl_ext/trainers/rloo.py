@@ -29,6 +29,9 @@ from .checked_data import check_enough_prompts, check_prompts, check_rewards
 from .checked_generation import check_ends, check_generation, check_images
 from .generation_checkpoints import GenerationCheckpoints
 
+# Entry of ours in a micro-batch: the old policy's log-probs, summed over each completion that ran, `(B,)`
+_OLD_SUMS = "old_policy_sums"
+
 
 class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     """TRL's [`~trl.RLOOTrainer`] with exact per-token log-probs, and without completions that have no gradient.
@@ -84,6 +87,8 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             )
 
     def _make_plan(self) -> RLOOPlan:
+        if self.beta != 0.0 and self.ref_model is None and self._reference_weights.own is None:
+            self._reference_weights.take_late(self.beta)
         args, own, options = self.args, self._reference_weights.own, AddedGroupFields.of(self.args)
         randomness = self._randomness()
         return plan_rloo(
@@ -99,7 +104,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
                 draws_for_batch=randomness is not None and not randomness.of_tokens,
                 has_images=isinstance(self.processing_class, ProcessorMixin),
                 has_router_loss=self.aux_loss_enabled,
-                trains_expert_modules=trains_expert_modules(self.model),
+                trains_expert_modules=self._look_at_policy(trains_expert_modules),
                 positions_by_length=positions_by_length(self.model),
                 generation_reader=internals.generation_reader(self),  # type: ignore[arg-type]
                 overridden_below=internals.overridden_below(self),  # type: ignore[arg-type]
@@ -202,14 +207,18 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """Compute TRL's loss from the log-probs of the planned passes."""
+        self._follow_changes()
         self._loss_reached, plan = True, self.plan
         if plan.facts.own_loss is not None:
             return self._overridden_loss(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
         scored = self._scored_tokens(inputs)
         policy_BC, entropies_BC, aux_loss = self._policy_pass(model, inputs, scored)
         given = dict(inputs)
-        if plan.reuses_old_policy:
-            given["old_logps"] = (policy_BC.detach() * inputs["completion_mask"]).sum(dim=1)
+        # Asked of the batch, because a user may have changed the schedule since it was generated
+        reuses_old_policy = "old_logps" not in inputs
+        if reuses_old_policy:
+            sums_B = (policy_BC.detach() * inputs["completion_mask"]).sum(dim=1)
+            given["old_logps"] = inputs.setdefault(_OLD_SUMS, sums_B)
         if not scored.every_row:
             # The ratio of a row that does not run is 1, and its entropy does not count
             live_B = torch.zeros(len(scored.tokens_BC), dtype=torch.bool, device=scored.rows_R.device)
@@ -222,13 +231,13 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         self._non_finite.watch(
             loss, lambda: not_finite_rows(values, scored.tokens_BC), lambda row: prompt_of(inputs, row)
         )
-        skipped = scored.tokens_left_out(inputs) + (tokens_of(inputs) if plan.reuses_old_policy else 0)
+        skipped = scored.tokens_left_out(inputs) + (tokens_of(inputs) if reuses_old_policy else 0)
         packed_away, *ran = self._scorer.take_counts()
         rows, tokens = len(scored.tokens_BC) - len(scored.rows_R), int(scored.tokens_BC.sum())
         *counts, rows, tokens = self._ranks.sum_counts([packed_away + skipped, *ran, rows, tokens])
         self._count_tokens(counts)
         mode = "train" if self.model.training else "eval"
-        self.skipped.add(mode, passes=int(plan.reuses_old_policy), rows=rows)
+        self.skipped.add(mode, passes=int(reuses_old_policy), rows=rows)
         if mode == "train" and not tokens:  # on any rank
             replace_last(self._metrics[mode], "entropy", None)
         return loss
