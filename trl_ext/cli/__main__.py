@@ -1,6 +1,6 @@
 """`trl-ext`: runs one command. It exits with status 0, or with one line on stderr and status 2.
 
-Each command imports torch and TRL when it needs them: after `--version`, `--help` and the checks of `line.py`.
+Each command imports torch and TRL when it needs them: after `--version`, the overview and the checks of `line.py`.
 """
 
 import os

@@ -6,6 +6,7 @@ token in the loss.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from .non_finite import steps_in_backward
 from .plan import BY_LENGTH, Decision, Plan
@@ -90,7 +91,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     Raises:
         `ValueError`: the schedule, the sampler or the loss does not support an option.
     """
-    _check_options(facts)
+    check_options(facts)
     skips_zero_advantages = _zero_advantage_reason(facts) is None
     misaligned = facts.gradient_accumulation_steps % (facts.steps_per_generation * facts.num_iterations) != 0
     micro_batches, balance = _micro_batches(facts), _balance(facts)
@@ -133,7 +134,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
     )
 
 
-def _check_options(facts: GRPOFacts) -> None:
+def check_options(facts: Any) -> None:
+    """Raise `ValueError` for options that the schedule does not allow. `facts`: a `GRPOFacts`, or those read here."""
     devices = facts.per_device_batch_size * facts.processes
     rollout = devices * facts.steps_per_generation
     training = devices * facts.gradient_accumulation_steps

@@ -9,6 +9,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import transformers
@@ -33,6 +34,7 @@ from ..compat.choices import (
 from ..config import AddedGRPOFields
 from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES
+from ..planning.grpo import check_options
 from ..reference.weights import uncompiled
 from ..scoring.checks import has_position_table
 from .checked_data import check_dataset
@@ -178,6 +180,28 @@ def _check_clip_range(given: Any) -> None:
         )
 
 
+def _check_schedule(config: Any) -> None:
+    """Raise `ValueError` for options of GRPO that its schedule does not allow, without a trainer."""
+    added = AddedGRPOFields.of(config)
+    facts = SimpleNamespace(
+        per_device_batch_size=config.per_device_train_batch_size,
+        processes=1,
+        steps_per_generation=config.steps_per_generation,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        num_iterations=config.num_iterations,
+        num_generations=config.num_generations,
+        normalized_over_batch=config.scale_rewards == "batch"
+        or config.multi_objective_aggregation == "normalize_then_sum",
+        force_on_policy_ratio=added.force_on_policy_ratio,
+        trust_sampling_log_probs=added.trust_sampling_log_probs,
+        sampler_gives_log_probs=config.use_vllm,
+        max_draws=added.dynamic_sampling_max_draws if added.dynamic_sampling else 1,
+        bypasses_loss=False,
+        has_images=False,
+    )
+    check_options(facts)
+
+
 def check_arguments_of(method: str, config: Any) -> None:
     """Raise `ValueError` if the config of a `method` such as "dpo" has a value that no trainer would take.
 
@@ -189,6 +213,8 @@ def check_arguments_of(method: str, config: Any) -> None:
     if method in ("grpo", "rloo"):
         check = check_grpo_arguments if method == "grpo" else check_rloo_arguments
         check(config, own_loss=False, own_advantages=False, own_generation=False)
+        if method == "grpo":
+            _check_schedule(config)
     else:
         {"sft": check_sft_arguments, "dpo": check_dpo_arguments, "kto": check_kto_arguments}[method](
             config, own_loss=False
