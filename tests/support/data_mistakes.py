@@ -334,6 +334,14 @@ DATA_MISTAKES: dict[str, Mistake] = {
         UNLABELED,
         None,
     ),
+    "SFT, rows without a label that are not prepared": Mistake(
+        lambda b: b.sft(
+            train_dataset=rows({"input_ids": [3, 4, 5], "labels": [-100] * 3}, times=4),
+            dataset_kwargs={"skip_prepare_dataset": True},
+        ),
+        UNLABELED,
+        None,
+    ),
     "SFT, masks without a token": Mistake(
         lambda b: b.sft(
             train_dataset=rows({"input_ids": [3, 4, 5], "completion_mask": [0, 0, 0]}, times=4),

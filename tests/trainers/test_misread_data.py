@@ -355,6 +355,13 @@ SILENT: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any]]] = {
         lambda: rows(HUMAN, times=2),
         lambda: tokenizer(chat_template="{% for m in messages %}{{ m.content }} {% endfor %}"),
     ),
+    "a role in a template that renders parts alone": (
+        "sft",
+        lambda: rows({"messages": [user("a"), {"role": "tool", "content": "b"}, assistant("c")]}, times=2),
+        lambda: tokenizer(
+            chat_template="{% for m in messages %}{{ m.role }}{% if m.content is not string %}{% endif %}{% endfor %}"
+        ),
+    ),
     "roles of one's own": (
         "sft",
         lambda: rows({"messages": [{"role": "narrator", "content": "a"}, assistant("b")]}, times=2),

@@ -118,23 +118,28 @@ def _check_role(
     marked = [{**x, "content": _MARKER} if x["role"] == role else x for x in conversation]
     usual = usual_role(role)
     as_given = render(marked)
-    as_usual = render([{**x, "role": usual_role(x["role"]) or x["role"]} for x in marked]) if usual else ""
+    as_usual = render([{**x, "role": (usual or "user") if x["role"] == role else _known(x["role"])} for x in marked])
     is_named = re.search(rf"""["']{re.escape(role)}["']""", template) is not None
     if _MARKER not in as_given:
-        if _MARKER in as_usual:
+        if usual and _MARKER in as_usual:
             raise ValueError(
                 f"{where}, but the chat template of `processing_class` does not render its messages. {conversion}"
             )
-        if as_given and not usual and not is_named:  # else the template drops it on purpose, or TRL's rendering fails
+        # Else the template drops it on purpose, renders no plain text, or fails, as it then does in TRL
+        if as_given and not usual and not is_named and _MARKER in as_usual:
             logger.warning(
                 f"{where}, but the chat template of `processing_class` does not render its messages. Give them a role "
                 "that it renders, or remove them."
             )
-    elif _MARKER in as_usual and as_usual != as_given and not is_named:
+    elif usual and _MARKER in as_usual and as_usual != as_given and not is_named:
         logger.warning(
             f"{where}, and the chat template of `processing_class` renders this name, not {usual!r}, which models "
             f"know. {conversion}"
         )
+
+
+def _known(role: str) -> str:
+    return usual_role(role) or role
 
 
 def _rendered(render: Callable[..., str], conversation: list[Any]) -> str:

@@ -27,7 +27,7 @@ def as_python(dataset: Any) -> Any:
     In rows of tensors or arrays, TRL would add prompt and completion where it joins lists.
     """
     if isinstance(dataset, IterableDataset):
-        formatting = dataset._formatting
+        formatting = getattr(dataset, "_formatting", None)
         return dataset if formatting is None or formatting.format_type is None else dataset.with_format(None)
     if dataset.format["type"] in (None, "custom"):
         return dataset

@@ -77,12 +77,14 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
             if not any(has_label(row["labels"]) for row in again):
                 refuse_unlabeled("train_dataset")
             check_rows_are_left(prepared, args)
+        check_labels(prepared, named(dataset_name), evaluates=dataset_name != "train")
         return prepared
 
     def _ready(self, callbacks: Any) -> None:
         super()._ready(callbacks)
-        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
-            check_labels(dataset, name, evaluates=name != "train_dataset")
+        if (self.args.dataset_kwargs or {}).get("skip_prepare_dataset"):  # TRL has not called `_prepare_dataset`
+            for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
+                check_labels(dataset, name, evaluates=name != "train_dataset")
 
     # The plan
 
