@@ -93,15 +93,42 @@ def test_the_bar_says_tokens_a_second_and_what_was_skipped(workshop: Workshop, t
         ThroughputProgress
     ]
     trainer.train()
-    assert re.fullmatch(r"[\d.]+[kM]? tok/s, \d+% skipped", seen.said[0])
+    assert re.fullmatch(r"[\d.]+[kM]? tok/s, skips \d+%", seen.said[0])
 
 
-def test_skipping_shows_as_speed() -> None:
+def test_skipped_work_is_never_negative(workshop: Workshop, tmp_path: Path) -> None:
+    for folder in ("first", "second"):  # the second run checks the stored values with a pass
+        trainer = built("dpo", workshop, tmp_path / folder, max_steps=1, logging_steps=1, padding_free=False)
+        trainer.train()
+        (log,) = (x for x in trainer.state.log_history if "loss" in x)
+        assert log["skipped/passes"] == 0.0
+        assert log["skipped/tokens"] >= 0.0
+
+
+def test_rows_that_share_tokens_are_scored_one_by_one(workshop: Workshop, tmp_path: Path) -> None:
+    """The head computes more log-probs than there are tokens that ran, where completions are equal."""
+
+    def equal(given: list[str], trainer: Any) -> dict[str, Any]:
+        return {
+            "prompt_ids": [[7]] * len(given),
+            "completion_ids": [[8, 9, 10, 11]] * len(given),
+            "logprobs": None,
+        }
+
+    trainer = built("grpo", workshop, tmp_path, max_steps=1, logging_steps=1)
+    trainer.rollout_func = equal
+    trainer.reward_funcs = [lambda completions, **_: [float(place) for place, _ in enumerate(completions)]]
+    trainer.train()
+    log = next(x for x in trainer.state.log_history if "loss" in x)
+    assert log["head/tokens"] == 4 * 4
+    assert log["tokens_processed/with_gradient"] < 4 * 4
+
+
+def test_the_bar_counts_only_tokens_that_ran() -> None:
     logs = {"tokens_processed/with_gradient": 900.0, "tokens_processed/without_gradient": 100.0, "skipped/tokens": 0.0}
     assert throughput(logs, 0.5) == "2.00k tok/s"
-    assert throughput({**logs, "skipped/tokens": -10.0}, 1.0) == "990 tok/s"
-    logs["skipped/tokens"] = 3000.0  # the tokens that TRL would have processed are 4,000
-    assert throughput(logs, 0.5) == "8.00k tok/s, 75% skipped"
+    logs["skipped/tokens"] = 3000.0
+    assert throughput(logs, 0.5) == "2.00k tok/s, skips 75%"
 
 
 @pytest.mark.parametrize(("step", "total"), [(16, 16), (512, 1000), (12_345, 100_000)])

@@ -15,7 +15,7 @@ import trl
 import trl_ext
 from drop_in_cases import GRPO_LOSSES, Case
 from run_losses import Record, Trainers, train
-from tiny import Workshop
+from tiny import ROLLOUTS, Workshop, near_sampler_rollout
 from training_comparison import assert_same
 
 STOCK = Trainers.of(trl)
@@ -185,6 +185,26 @@ def test_in_evaluation_completions_masked_whole_do_not_count(workshop: Workshop)
         for key, name in (("importance_sampling_ratio", "ratio"), ("sampling_logp_difference", "difference")):
             want = sum(x[name] for x in scored) / len(scored)
             assert log[f"eval_sampling/{key}/mean"] == pytest.approx(want, rel=1e-4)
+
+
+def _no_log_probs_in_evaluation(prompts: list[Any], trainer: Any) -> dict[str, list]:
+    output = near_sampler_rollout(prompts, trainer)
+    if not trainer.model.training:
+        output["logprobs"] = [[None for _ in ids] for ids in output["completion_ids"]]
+    return output
+
+
+def test_a_metric_of_no_token_is_absent(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROLLOUTS, "no_log_probs_in_evaluation", _no_log_probs_in_evaluation)
+    schedule = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    ours, stock = both(case_of("no-log-probs", steps=1, rollout="no_log_probs_in_evaluation", **schedule), workshop)
+    (log,) = (log for log in ours.logs if "eval_loss" in log)
+    (of_stock,) = (log for log in stock.logs if "eval_loss" in log)
+    for name in ("mean", "max"):
+        key = f"eval_sampling/sampling_logp_difference/{name}"
+        assert of_stock[key] == 0.0
+        assert key not in log
+    assert log["eval_sampling/importance_sampling_ratio/mean"] == 1.0
 
 
 class _Trusting(trl.GRPOTrainer):

@@ -70,9 +70,14 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
     ),
     "with the vLLM correction": lambda case, situation: _corrects(case),
     "in training, with the vLLM correction": lambda case, situation: _corrects(case) and not situation.evaluation,
-    "in evaluation, with the vLLM correction, where completions are fully masked": lambda case, situation: (
-        _corrects(case) and situation.evaluation and _masks_whole_completions(case)
+    "in evaluation, with the vLLM correction, where completions are fully masked or vLLM gives no log-probs": (
+        lambda case, situation: (
+            _corrects(case)
+            and situation.evaluation
+            and (_masks_whole_completions(case) or case.rollout.startswith("no_log_probs"))
+        )
     ),
+    "with RLOO and a KL term": lambda case, situation: case.trainer == "rloo" and case.config.get("beta", 0.05) != 0.0,
     "where completions have one token and some are masked": lambda case, situation: (
         case.config.get("max_completion_length") == 1 and _masks_whole_completions(case)
     ),

@@ -8,7 +8,7 @@ import pytest
 import trl
 
 from drop_in_cases import CASES, Case
-from metric_table import CONDITIONS, rows
+from metric_table import CONDITIONS, Situation, may_differ, rows
 from run_losses import Record, Trainers, train
 from tiny import Workshop
 from training_comparison import metrics_differ
@@ -80,3 +80,20 @@ def test_a_mean_over_fewer_rows_may_differ(edit: Callable[[dict[str, float]], No
 
 def test_every_condition_is_on_the_page() -> None:
     assert {when for _, when in rows()} == CONDITIONS.keys()
+
+
+def test_equal_rewards_with_a_kl_term_have_a_share_of_rounding() -> None:
+    with_kl, without = (Case("rloo", "rloo", "full", config={"beta": beta}) for beta in (0.05, 0.0))
+    for evaluation in (False, True):
+        situation = Situation(evaluation=evaluation, rows_not_scored=False)
+        assert may_differ("frac_reward_zero_std", with_kl, situation)
+        assert not may_differ("frac_reward_zero_std", without, situation)
+        assert not may_differ("reward_std", with_kl, situation)
+
+
+def test_a_set_of_several_adds_its_name_and_changes_no_loss() -> None:
+    case = Case("sets", "dpo", "full", eval_sets=("a", "b"))
+    situation = Situation(evaluation=True, rows_not_scored=False)
+    assert may_differ("eval_a_rewards/margins", case, situation)
+    assert not may_differ("eval_a_loss", case, situation)
+    assert not may_differ("eval_c_rewards/margins", case, situation)

@@ -67,12 +67,12 @@ class ThroughputProgress(ProgressCallback):  # type: ignore[misc]
 
 
 def throughput(logs: dict[str, float], seconds: float) -> str:
-    """Return the text after the bar: tokens per second that TRL would have processed, and the share that was skipped.
+    """Return the text after the bar: tokens processed per second, and the share of TRL's tokens that was skipped.
 
     It counts the tokens of all processes, and `seconds` include generation and optimizer. It is short, so that the bar
     still fits into 80 columns.
     """
     skipped = logs.get("skipped/tokens", 0.0)
-    tokens = skipped + sum(logs.get(name, 0.0) for name in _TOKENS)
-    text = f"{tqdm.format_sizeof(tokens / max(seconds, 1e-9))} tok/s"
-    return f"{text}, {skipped / tokens:.0%} skipped" if skipped > 0 else text
+    processed = sum(logs.get(name, 0.0) for name in _TOKENS)
+    text = f"{tqdm.format_sizeof(processed / max(seconds, 1e-9))} tok/s"
+    return f"{text}, skips {skipped / (skipped + processed):.0%}" if skipped > 0 else text

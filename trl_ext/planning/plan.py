@@ -169,9 +169,14 @@ class SkipCounts:
         self._totals.setdefault(mode, Counter()).update(counts)
 
     def take(self, mode: str) -> dict[str, float]:
-        """Return the totals by their names in the logs; absent, not zero, where nothing was counted."""
+        """Return the totals by their names in the logs; absent, not zero, where nothing was counted.
+
+        A pass that checks stored values is extra work. Where more ran than in TRL, nothing was skipped.
+        """
         totals = self._totals.pop(mode, None)
-        return {} if totals is None else {f"skipped/{name}": float(totals[name]) for name in sorted(self._known[mode])}
+        if totals is None:
+            return {}
+        return {f"skipped/{name}": float(max(0, totals[name])) for name in sorted(self._known[mode])}
 
 
 class TokenCounts:
