@@ -7,11 +7,10 @@ import pytest
 import torch
 import trl
 from transformers import AutoModelForCausalLM
-from transformers.models.llama import modeling_llama
 
 import trl_ext
 from fp32_precision import fewer_digits
-from reference_changes import LISTED, boxed, norm, plain
+from reference_changes import LISTED, norm, plain, unnoticed
 from reference_runs import trainer
 from tiny import lora_config, preferences
 from token_counts import counted
@@ -25,15 +24,10 @@ COMPARED = "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "log
 SHORT = ["buffer", "norm", "forward"]
 
 
-def rotate_half(query, key, *args, **kwargs):
-    return query.roll(1, -1), key.roll(-1, -1)
-
-
 # Ways to change a process or a model that the identity does not list
 HIDDEN = {
-    "box": (boxed(1.0), boxed(0.5), None),
-    "global": (plain, plain, (modeling_llama, "apply_rotary_pos_emb", rotate_half)),
-    "class": (plain, plain, (modeling_llama.LlamaRMSNorm, "forward", lambda self, x: self.weight * x)),
+    "attribute of a tensor": (unnoticed(1.0), unnoticed(0.5), None),
+    "function of torch": (plain, plain, (torch, "rsqrt", torch.reciprocal)),
 }
 
 
@@ -165,7 +159,7 @@ def test_a_reference_that_is_loaded_again_is_the_same_variant(workshop, tmp_path
     """It is released before any folder is checked, because the training data have reference log-probs."""
     pairs = preferences(12, seed=1)
     changed = trainer(workshop, tmp_path, data=pairs)
-    boxed(0.5)(changed.ref_model)
+    unnoticed(0.5)(changed.ref_model)
     changed.train()
     given = pairs.add_column("ref_chosen_logps", [-20.0] * 12).add_column("ref_rejected_logps", [-21.0] * 12)
     losses = []
@@ -209,10 +203,10 @@ def test_a_value_that_changed_on_disk_is_scored_again(workshop, tmp_path, caplog
 @pytest.mark.parametrize(("bf16", "way"), [(True, None), (False, "fp32_precision")])  # torch warns about its switches
 def test_low_precision_products_in_another_batch_are_the_same_reference(bf16, way, workshop, tmp_path, caplog):
     with fewer_digits(way) if way else nullcontext():
-        run(workshop, tmp_path, trl_ext, boxed(1.0), bf16=bf16, padding_free=None)
+        run(workshop, tmp_path, trl_ext, unnoticed(1.0), bf16=bf16, padding_free=None)
         # In other batches, with padding
-        _, passes = run(workshop, tmp_path, trl_ext, boxed(1.0), bf16=bf16, seed=5, per_device_train_batch_size=3)
-        _, of_another = run(workshop, tmp_path, trl_ext, boxed(30.0), bf16=bf16)
+        _, passes = run(workshop, tmp_path, trl_ext, unnoticed(1.0), bf16=bf16, seed=5, per_device_train_batch_size=3)
+        _, of_another = run(workshop, tmp_path, trl_ext, unnoticed(30.0), bf16=bf16)
     assert len(passes) == 1
     assert len(of_another) == 1 + 3
     assert caplog.text.count(WARNS) == 1

@@ -16,7 +16,7 @@ import trl_ext
 from launch import launch
 from ranks import Rank, run_on_ranks
 from read_only import read_only
-from reference_changes import boxed
+from reference_changes import unnoticed
 from reference_runs import of_check, trainer
 from tiny import lora_config, preferences
 from token_counts import counted
@@ -34,7 +34,7 @@ def dpo(rank: Rank, library, name: str, data=None, factor=None, weights=True, **
     model = os.environ["TINY_MODEL"]
     if factor is not None:
         model = AutoModelForCausalLM.from_pretrained(model)
-        boxed(factor)(model)
+        unnoticed(factor)(model)
     with counted() as tokens:
         trainer = library.DPOTrainer(
             model=model,

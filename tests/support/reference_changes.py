@@ -39,17 +39,12 @@ def activation(model):
 LISTED = {change.__name__: change for change in (buffer, norm, scaling, forward, hook, activation)}
 
 
-class Box:
-    """Hides a tensor from code that lists attributes."""
+def unnoticed(factor):
+    """Scale by an attribute of one of the model's own tensors, whose contents alone are in the identity."""
 
-    def __init__(self, factor):
-        self.factor = torch.tensor(factor)
-
-
-def boxed(factor):
     def change(model):
-        mlp = model.model.layers[0].mlp
-        mlp.box = Box(factor)
-        mlp.register_forward_hook(lambda module, args, output: module.box.factor * output)
+        frequencies = model.model.rotary_emb.inv_freq
+        frequencies.factor = factor
+        model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: frequencies.factor * output)
 
     return change

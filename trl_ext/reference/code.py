@@ -3,21 +3,25 @@
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# Packages whose versions are part of the identity
-_VERSIONED = {"torch", "transformers", "peft", "trl_ext", *sys.stdlib_module_names} - {"__main__"}
-# Packages whose hooks and forwards on modules do not change results
-_ENGINES = {"accelerate", "deepspeed", "trl"}
-# Public attributes of modules that do not change log-probs. A bitsandbytes layer sets the last one in its first forward
+from .reach import VERSIONED, Reach, foreign_in, is_foreign, plain_config, version_of
+
+# Attributes of modules that do not change log-probs. A bitsandbytes layer sets the last one in its first forward
 _NOT_IN_LOGITS = {"training", "gradient_checkpointing", "name_or_path", "compute_type_is_set"}
+# What each module has, which the weights, or the walk over modules and hooks, cover
+_OF_ALL_MODULES = {*vars(nn.Module()), "config", "forward"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def code_of(model: nn.Module) -> list[str]:
@@ -40,7 +44,7 @@ def _unversioned(part: Any) -> tuple[str, ...]:
     return tuple(
         f"{x.__module__}.{x.__qualname__} {_source_hash(x)}"
         for x in part.__mro__
-        if x.__module__.split(".")[0] not in _VERSIONED
+        if x.__module__.split(".")[0] not in VERSIONED
     )
 
 
@@ -52,68 +56,109 @@ def _source_hash(part: type) -> str:
         return "unknown"
 
 
-def state_of(module: nn.Module) -> list[Any]:
-    """Return the class of `module`, its attributes that are plain values, and the code of foreign functions on it.
+def states_of(
+    config: Any, modules: dict[str, nn.Module], others: dict[str, nn.Module], own: dict[int, str]
+) -> dict[str, Any]:
+    """Return what a forward of `modules` reads, in addition to saved tensors and the model's `config`.
 
-    Foreign functions are attributes and hooks that another package defines, for example replaced methods.
+    This is the class of each module, its attributes, and foreign functions on it, with all that these read. Foreign
+    functions are attributes and hooks that another package defines, for example replaced methods. Of `others`, such as
+    PEFT's wrappers, only foreign functions count.
+
+    Args:
+        own (`dict[int, str]`): the names of the model's modules and tensors, by `id`.
+
+    Raises:
+        `UnknownReachError`: a foreign function reads something that a later run cannot compare.
     """
-    attributes = {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and name not in _NOT_IN_LOGITS and value is not None and _is_plain(value)
-    }
+    reach = Reach(own)
+    while True:
+        # An attribute counts if foreign code names it, and code that is met later may name more
+        known = len(reach.names)
+        states: dict[str, Any] = {name: _state_of(module, config, reach) for name, module in modules.items()}
+        for name, module in others.items():
+            if code := _attached_to(module, reach):
+                states[f"on {name}"] = code
+        if code := _in_libraries([*modules.values()], [*others.values()], config, reach):
+            states["in libraries"] = code
+        if len(reach.names) == known:
+            return states
+
+
+def _state_of(module: nn.Module, config: Any, reach: Reach) -> list[Any]:
+    """Return the class of `module`, its attributes, and hashes of the foreign functions on it."""
+    attributes = {}
+    for name, value in vars(module).items():
+        if name in _OF_ALL_MODULES or name in _NOT_IN_LOGITS or value is None or isinstance(value, nn.Module):
+            continue
+        if not name.startswith("_") and _is_plain(value):
+            attributes[name] = value
+        elif name in reach.names or (not name.startswith("_") and _is_data(module, value)):
+            attributes[name] = reach.hash_of(value)
     if isinstance(module, nn.modules.dropout._DropoutNd):
         attributes.clear()  # log-probs are stored only if dropout is off
-    seen: set[int] = set()
-    held = (*vars(module).values(), *module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    code = sorted({line for value in held for line in _foreign_code(value, seen)})
-    return [f"{type(module).__module__}.{type(module).__qualname__}", attributes, code]
+    of_module = vars(module).get("config")
+    if isinstance(of_module, PreTrainedConfig) and not _is_part(of_module, config):
+        attributes["config"] = str(plain_config(of_module))
+    kind = type(module)
+    own_class = [reach.hash_of(kind)] if any(is_foreign(x.__module__) for x in kind.__mro__) else []
+    return [f"{kind.__module__}.{kind.__qualname__}", attributes, _attached_to(module, reach), *own_class]
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    # No strings, because the name of a run would change the identity
     return value is None or isinstance(value, bool | int | float)
 
 
-def _foreign_code(value: Any, seen: set[int]) -> Iterator[str]:
-    """Yield a hash of the code of each foreign function that `value` is or contains, and the numbers in it."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    parts: list[Any] = []
-    own: list[str] = []
-    if isinstance(value, MethodType):
-        parts = [value.__func__]
-    elif isinstance(value, partial):
-        parts = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, FunctionType):
-        parts = [*_cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        if _is_foreign(value.__globals__.get("__name__", "")):
-            own = [_code_hash(value.__code__)]
-    elif callable(value) and not isinstance(value, nn.Module | type) and _is_foreign(type(value).__module__):
-        kind: Any = type(value)
-        own = list(_unversioned(kind))
-    inner = [line for part in parts for line in _foreign_code(part, seen)]
-    if own or (inner and isinstance(value, partial)):
-        yield "\n".join([*own, *(repr(part) for part in parts if isinstance(part, bool | int | float))])
-    yield from inner
+def _is_data(module: nn.Module, value: Any) -> bool:
+    """Whether an attribute of `module` is a value that its forward may read."""
+    if isinstance(module, PreTrainedModel):
+        return False  # there, transformers keeps names, plans and warnings, and users keep the name of a run
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_plain(x) or _is_data(module, x) for x in value)
+    if isinstance(value, dict):
+        return all(_is_plain(x) or _is_data(module, x) for x in value.values())
+    return isinstance(value, (str, Tensor, np.ndarray, np.generic))
 
 
-def _is_foreign(module: str) -> bool:
-    return module.split(".")[0] not in _VERSIONED | _ENGINES
+def _is_part(config: Any, whole: Any) -> bool:
+    """Whether `config` is the model's configuration or one inside it."""
+    return config is whole or any(config is x for x in vars(whole).values())
 
 
-def _cells(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # empty until the name is bound
-            yield cell.cell_contents
+def _attached_to(module: nn.Module, reach: Reach) -> list[str]:
+    """Return hashes of the foreign functions among the attributes and hooks of `module`."""
+    held = [value for name, value in vars(module).items() if name == "forward" or name not in _OF_ALL_MODULES]
+    hooks = [hook for kind in _HOOKS for hook in vars(module)[kind].values()]
+    met: set[int] = set()
+    attributes = {reach.hash_of(found) for value in held for found in foreign_in(value, met)}
+    in_order = [reach.hash_of(found) for hook in hooks for found in foreign_in(hook, set())]
+    return [*sorted(attributes), *in_order]
 
 
-def _code_hash(code: CodeType) -> str:
-    constants = [
-        _code_hash(x) if isinstance(x, CodeType) else sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
-        for x in code.co_consts
-    ]
-    return hashlib.blake2b(repr((code.co_code, code.co_names, constants)).encode(), digest_size=16).hexdigest()
+def _in_libraries(modules: list[nn.Module], others: list[nn.Module], config: Any, reach: Reach) -> list[str]:
+    """Return what has been replaced in the libraries that a forward runs: functions, and numbers of classes."""
+    found: dict[str, str] = {}
+    kinds: set[Any] = {kind for module in (*modules, *others) for kind in type(module).__mro__}
+    classes = {kind for kind in kinds if not is_foreign(kind.__module__) and kind is not object}
+    files: set[Any] = {sys.modules[name] for name in {kind.__module__ for kind in classes}} | {torch.nn.functional}
+    owners: list[Any] = [*classes, *files]
+    for owner in owners:
+        place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        for name, value in vars(owner).items():
+            inner = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(inner, FunctionType | partial):
+                for function in foreign_in(inner, set()):
+                    # Libraries also import functions of other packages, such as those of the Hub
+                    if not version_of(getattr(function, "__module__", None) or "") or name in reach.names:
+                        found[f"{place}.{name}"] = reach.hash_of(function)
+    for owner in {kind for module in modules for kind in type(module).__mro__} & classes:
+        for name, value in vars(owner).items():
+            if isinstance(value, bool | int | float) and not name.startswith("_"):
+                found[f"{owner.__module__}.{owner.__qualname__}.{name}"] = repr(value)
+    attention = getattr(config, "_attn_implementation", None)
+    for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        for function in foreign_in(table.get(attention), set()):
+            found[f"attention {type(table).__name__}"] = reach.hash_of(function)
+    return [f"{name} {code}" for name, code in sorted(found.items())]

@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from ..packing.randomness import randomness_of_module
 from ..version import __version__
-from .code import code_of, state_of, without_source
+from .code import code_of, states_of, without_source
+from .digests import digest_of_tensor
+from .reach import UnknownReachError, without_origin
 from .segments import write_file
 
 _WORKERS = 4
 _VERSIONS = ("torch", "transformers", "peft")
 
-# Settings that say where the weights came from, or that do not affect a forward pass. All others may change logits
-_NOT_IN_LOGITS = {"_name_or_path", "transformers_version", "use_cache"}
 _NOT_IN_ADAPTER = {"base_model_name_or_path", "revision", "inference_mode", "auto_mapping"}
 
 # The names that PEFT's wrappers give to the module that they wrap
@@ -107,7 +107,7 @@ class ReferenceWeights:
         # A layer's scaling may differ from the configuration's
         scalings = [x.scaling for x in layers if isinstance(getattr(x, "scaling", None), dict)]
         chosen["scaling"] = [[scaling.get(name) for name in on] for scaling in scalings] if on else []
-        return {"model": _without_origin(self.base.config.to_dict()), **chosen}
+        return {"model": without_origin(self.base.config.to_dict()), **chosen}
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter of each tensor that training changes and the reference reads."""
@@ -124,7 +124,13 @@ class ReferenceWeights:
         if away:
             return f"its weights are not all in memory (`{away}` is on the meta device), so they cannot be hashed"
         hidden = without_source(self.base)
-        return f"the source file of the class `{hidden}` cannot be read" if hidden else None
+        if hidden:
+            return f"the source file of the class `{hidden}` cannot be read"
+        try:
+            self._states_in_memory()
+        except UnknownReachError as error:
+            return f"{error}, so a later run cannot compare it"
+        return None
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -158,14 +164,26 @@ class ReferenceWeights:
         return _hash(list(self._tensors()), gathered, here)
 
     def in_memory(self, gathered: Gathered, here: bool = True) -> dict[str, str]:
-        """Return hashes of state that is in no checkpoint or configuration: buffers, and [`state_of`] each module."""
-        named = self.base.named_modules() if here else ()
-        states = {
-            _without_wrappers(name): state_of(module)
-            for name, module in named
-            if name not in self._wrappers and self._reads(name)
-        }
-        return {"buffers": _hash(list(self._tensors(saved=False)), gathered, here), "modules": identity_of(states)}
+        """Return hashes of state that is in no checkpoint or configuration: buffers, and [`states_of`] the modules."""
+        buffers = _hash(list(self._tensors(saved=False)), gathered, here)
+        return {"buffers": buffers, "modules": identity_of(self._states_in_memory()) if here else ""}
+
+    def _states_in_memory(self) -> dict[str, Any]:
+        own = {id(tensor): f"tensor {_without_wrappers(name)}" for name, tensor in self.base.named_parameters()}
+        own |= {id(tensor): f"tensor {_without_wrappers(name)}" for name, tensor in self.base.named_buffers()}
+        modules: dict[str, nn.Module] = {}
+        others: dict[str, nn.Module] = {}
+        for name, module in self.base.named_modules():
+            own[id(module)] = f"module {_without_wrappers(name)}"
+            if not self._reads(name):
+                continue
+            # PEFT's wrappers run in each pass too, and may have hooks
+            (others if name in self._wrappers else modules)[_without_wrappers(name)] = module
+        for name, module in self.model.named_modules():
+            if id(module) not in own:
+                own[id(module)] = f"wrapper {name}"
+                others[f"wrapper {name}"] = module
+        return states_of(self.base.config, modules, others, own)
 
     def _tensors(self, saved: bool = True) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in [("", self.base), *(("prompt_encoder.", encoder) for encoder in self._encoders())]:
@@ -221,12 +239,6 @@ def _without_wrappers(name: str) -> str:
     return ".".join(x for x in name.split(".") if x not in _OF_WRAPPERS)
 
 
-def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration, and nested ones, without `_NOT_IN_LOGITS`."""
-    kept = ((key, value) for key, value in config.items() if key not in _NOT_IN_LOGITS)
-    return {key: _without_origin(value) if isinstance(value, dict) else value for key, value in kept}
-
-
 def _places(param: Tensor) -> set[tuple[str, int]]:
     """Return the object and the memory of a parameter. Parameters that share either are the same."""
     places = {("object", id(param))}
@@ -255,34 +267,15 @@ def _hash(named: list[tuple[str, Tensor]], gathered: Gathered, here: bool) -> st
                 continue
             if isinstance(tensor, DTensor):
                 whole = tensor.full_tensor()
-                digests[id(tensor)] = _digest(whole) if here else ""
+                digests[id(tensor)] = digest_of_tensor(whole) if here else ""
             elif hasattr(tensor, "ds_status"):
                 with gathered(tensor):
-                    digests[id(tensor)] = _digest(tensor) if here else ""
+                    digests[id(tensor)] = digest_of_tensor(tensor) if here else ""
             elif here:
-                digests[id(tensor)] = pool.submit(_digest, tensor)
+                digests[id(tensor)] = pool.submit(digest_of_tensor, tensor)
         found = {key: value if isinstance(value, str) else value.result() for key, value in digests.items()}
     lines = sorted(f"{name} {found.get(id(tensor), '')}" for name, tensor in named)
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return a hash of dtype, shape and bytes."""
-    tensor = tensor.detach()
-    # SHA-256 is the fastest hash on processors with instructions for it
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    if hasattr(tensor, "__tensor_flatten__"):  # torchao: a tensor made of several
-        inner, context = tensor.__tensor_flatten__()
-        digest.update("".join([repr(context), *(_digest(getattr(tensor, name)) for name in inner)]).encode())
-    elif tensor.is_meta:
-        raise ValueError(
-            "The reference has a tensor on the meta device, so the store cannot identify it. Load the model's weights "
-            'before you build the trainer, or set `reference_store="memory"`.'
-        )
-    else:
-        # As bytes, because numpy lacks some dtypes
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def identity_facts(
