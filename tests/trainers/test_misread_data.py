@@ -567,6 +567,46 @@ def test_a_later_row_of_a_stream_is_named(workshop: Workshop, tmp_path: Path) ->
         list(checked_rows(labels.to_iterable_dataset(), "train", tokenizer(), kto_columns, has_end=True))
 
 
+TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+
+
+@pytest.mark.parametrize("role", ["gpt", "model", "Assistant"])
+def test_no_template_of_trl_drops_a_role_of_the_assistant_silently(role: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where a template drops the message, or prints a role that it does not name, something is said."""
+    for path in TEMPLATES:
+        template, caplog_text = tokenizer(chat_template=path.read_text()), caplog.text
+        conversation = [user("some-text"), {"role": role, "content": "some-answer"}]
+        try:
+            rendered = template.apply_chat_template(conversation, tokenize=False)
+        except Exception:  # TRL raises it, too
+            continue
+        usual = template.apply_chat_template([conversation[0], assistant("some-answer")], tokenize=False)
+        if "some-answer" not in usual:  # a template of parts
+            continue
+        error = None
+        try:
+            check("sft", rows({"messages": conversation}, times=2), template)
+        except ValueError as raised:
+            error = str(raised)
+        if "some-answer" not in rendered:
+            assert f"has the role {role!r}" in str(error), path.name
+        elif rendered != usual and f"'{role}'" not in path.read_text():
+            assert caplog.text != caplog_text, path.name
+        else:
+            assert (error, caplog.text) == (None, caplog_text), path.name
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=[x.stem for x in TEMPLATES])
+def test_usual_roles_are_silent_with_every_template_of_trl(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    template = tokenizer(chat_template=path.read_text())
+    turns = [user("a"), assistant("b"), user("c"), assistant("d")]
+    check("sft", rows({"messages": turns}, times=2), template)
+    check(
+        "dpo", rows({"prompt": turns[:3], "chosen": [assistant("d")], "rejected": [assistant("e")]}, times=2), template
+    )
+    assert caplog.text == ""
+
+
 def test_each_evaluation_set_is_named() -> None:
     repeated = rows({"prompt": [user("a")], "chosen": [user("a"), assistant("b")], "rejected": [assistant("c")]})
     with pytest.raises(

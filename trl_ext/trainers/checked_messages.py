@@ -19,9 +19,8 @@ _ROLES = ("system", "user", "assistant")  # what every chat template knows
 # Other names for the two roles of a conversation
 _OTHER_ROLES = {
     **dict.fromkeys(("human", "prompter", "instruction", "question", "customer"), "user"),
-    **dict.fromkeys(
-        ("gpt", "chatgpt", "bot", "chatbot", "ai", "bard", "bing", "llm", "answer", "response"), "assistant"
-    ),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "chatbot", "ai", "model", "llm"), "assistant"),
+    **dict.fromkeys(("answer", "response"), "assistant"),
 }
 _MARKER = "text-of-this-message"
 
