@@ -37,7 +37,7 @@ import training_comparison
 import trl_ext
 from drop_in_cases import Case
 from fuzz_fields import draw_case
-from fuzz_overrides import Event, Override, Seen, draw_override, overridden
+from fuzz_overrides import OfUser, Seen, draw_override, overridden
 from run_losses import Record, Trainers, train
 from tiny import Workshop
 from training_comparison import metrics_differ, tensors_differ
@@ -52,7 +52,7 @@ TOLERANCE = 1e-4
 @dataclass(frozen=True)
 class Draw:
     case: Case
-    override: Override | Event | None
+    override: OfUser
 
     def __str__(self) -> str:
         default = Case("", "")

@@ -385,6 +385,8 @@ def _names(library: Any, trainer: str) -> set[str]:
 
 
 def _learning_rate(case: Case) -> float:
+    if "optim" in case.config:  # Adam's steps have the size of the rate
+        return 0.01
     if case.setup == "prompt_tuning":
         return 1.0
     if case.trainer == "kto":

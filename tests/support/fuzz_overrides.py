@@ -3,7 +3,7 @@
 An override is a place, a method that TRL calls, and an action before, after or around that method. `METHODS` says what
 goes into a method and comes out of it, and `ACTIONS` what code may do with a batch, a loss, examples, tensors or logs.
 What the code reads goes into `seen`, so that both trainers can be compared in what they show it. An event is a callback
-that reads or changes the trainer.
+that reads or changes the trainer, and a hook changes what the model computes.
 """
 
 import random
@@ -247,12 +247,41 @@ _OF_GRPO = ("`loss_type`", "`scale_rewards`", "`top_entropy_quantile`")
 _OF_GROUPED = ("buffer", "`temperature`", "`epsilon_low`", "`num_iterations`", "`mask_", "`reward_weights`", *_OF_GRPO)
 
 
-def draw_override(seed: int, trainer: str) -> Override | Event | None:
-    """Return the override of a draw; three draws in five have one."""
+@dataclass(frozen=True)
+class Hook:
+    """A forward hook of a user on the input embedding."""
+
+    action: str
+
+    def __str__(self) -> str:
+        return f"hook: {self.action}"
+
+    def register(self, trainer: Any) -> None:
+        applies = HOOK_ACTIONS[self.action]
+
+        def hook(module: Any, inputs: Any, output: Tensor) -> Tensor:
+            return 1.1 * output if applies(module) else output
+
+        trainer.model.get_input_embeddings().register_forward_hook(hook)
+
+
+HOOK_ACTIONS: dict[str, Callable[[Any], bool]] = {
+    "scales": lambda module: True,
+    "scales in training": lambda module: module.training,
+    "scales where gradients are recorded": lambda module: torch.is_grad_enabled(),
+}
+
+OfUser = Override | Event | Hook | None
+
+
+def draw_override(seed: int, trainer: str) -> OfUser:
+    """Return what a user's code does in a draw, if anything."""
     rng = random.Random(f"override {seed}")
-    kind = rng.choice(("none", "none", "method", "method", "callback"))
+    kind = rng.choice(("none", "none", "none", "method", "method", "method", "method", "callback", "callback", "hook"))
     if kind == "none":
         return None
+    if kind == "hook":
+        return Hook(rng.choice(list(HOOK_ACTIONS)))
     if kind == "callback":
         barred = () if trainer == "grpo" else _OF_GRPO if trainer == "rloo" else _OF_GROUPED
         actions = [x for x in CALLBACK_ACTIONS if not any(part in x for part in barred)]
@@ -269,13 +298,14 @@ def draw_override(seed: int, trainer: str) -> Override | Event | None:
 
 
 @contextmanager
-def overridden(
-    override: Override | Event | None, trainer_class: type, seen: Seen
-) -> Iterator[tuple[type, Callable[[Any], None]]]:
+def overridden(override: OfUser, trainer_class: type, seen: Seen) -> Iterator[tuple[type, Callable[[Any], None]]]:
     """Yield the user's class, and a function that changes the trainer once it is built, for the `with` block."""
     trls = next(x for x in trainer_class.__mro__ if x.__module__.startswith("trl.trainer"))
     if override is None:
         yield trainer_class, lambda trainer: None
+        return
+    if isinstance(override, Hook):
+        yield trainer_class, override.register
         return
     if isinstance(override, Event):
         yield trainer_class, lambda trainer: trainer.add_callback(_callback(override, trainer, seen))
