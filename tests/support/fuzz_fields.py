@@ -108,6 +108,7 @@ FIELDS = (
     _(ALL, 0.2, steps=(-1,), num_train_epochs=(1, 2, 1.5)),
     _(ROWS, 0.5, rows=(9, 10, 11, 13)),
     _(GROUPED, 1.0, prompts=(24, 24, 11, 13)),
+    _(GROUPED, 1.0, _is("steps", -1), prompts=(8, 9)),
     _(DPO, 0.1, _is("steps", 2, 3, 4), streaming=(True,)),
     # Steps
     _(ALL, 0.3, gradient_accumulation_steps=(2, 3)),
@@ -133,13 +134,7 @@ FIELDS = (
         adam_beta1=(0.9, 0.5),
         adam_beta2=(0.999, 0.9),
     ),
-    # Where the policy's weights are the reference too, its pass draws noise, in another order than in TRL
-    _(
-        ALL,
-        0.15,
-        lambda d: d["trainer"] not in STORING or d["setup"] in ("full", "ref_model", "lora_ref_model"),
-        neftune_noise_alpha=(5.0, 20.0),
-    ),
+    _(ALL, 0.15, neftune_noise_alpha=(5.0, 20.0)),
     _(ALL, 0.1, data_seed=(3,)),
     _(ALL, 0.1, average_tokens_across_devices=(False,)),
     _(ALL, 0.1, dataloader_drop_last=(True,)),

@@ -124,7 +124,9 @@ def metric_scale(case: Case, key: str, log: dict[str, float], advantage: float, 
         return max(logps) * (1.0 if key == "kl" else case.config.get("beta", 0.1))
     if case.trainer in ("dpo", "kto") and key.startswith("logits/"):
         return logit_size
-    if case.trainer in ("grpo", "rloo") and key in ("loss", "train_loss", "policy_loss"):
+    if (
+        case.trainer in ("grpo", "rloo") and key.endswith("loss") and key != "aux_loss"
+    ):  # `a_loss` of a data set "a" too
         return advantage
     if case.trainer == "rloo" and key == "kl":  # a difference of log-probs
         return 1.0
