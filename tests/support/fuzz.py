@@ -54,6 +54,13 @@ class Draw:
     case: Case
     override: OfUser
 
+    @property
+    def compared(self) -> Case:
+        """The case by which metrics are compared: with the value that the user's code sets in training."""
+        if "sets `mask_truncated_completions`" not in str(self.override):
+            return self.case
+        return replace(self.case, config={**self.case.config, "mask_truncated_completions": True})
+
     def __str__(self) -> str:
         default = Case("", "")
         changed = {name: x for name, x in vars(self.case).items() if name != "name" and x != getattr(default, name)}
@@ -157,7 +164,7 @@ def _differences(drawn: Draw, ours: Result, stock: Result, tolerance: float = TO
     # TRL's log at the end of an epoch is one of evaluation if an evaluation came before it
     counts = drawn.override is None and drawn.case.config.get("logging_strategy") != "epoch"
     with patch.object(training_comparison, "TOLERANCE", tolerance):
-        wrong = metrics_differ(drawn.case, ours.record, stock.record, counts=counts)
+        wrong = metrics_differ(drawn.compared, ours.record, stock.record, counts=counts)
     if ours.record.best[1] != stock.record.best[1]:
         wrong.append(f"best metric and its step: ours {ours.record.best}, stock {stock.record.best}")
     return (
