@@ -32,6 +32,7 @@ NOT_COMPARED = {
     14: "both raise",
     16: "refused",
     17: "both raise",
+    31: "no gradient",
 }
 FAST = (0, 2)
 
