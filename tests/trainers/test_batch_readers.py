@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 import trl_ext
 from drop_in_cases import Case
 from run_losses import Record, Trainers, build
-from tiny import Workshop
+from tiny import ROLLOUTS, Workshop, scripted_rollout
 
 PASS = "_get_per_token_logps_and_entropies"
 Readings = list[Any]
@@ -250,6 +250,14 @@ def in_halves(self, original, seen, model, inputs, *args, **kwargs):
     return sum(original.compute_loss(model, part, *args, **kwargs) for part in parts) / 2
 
 
+@method("compute_loss")
+def batch_seen_before_and_after(self, original, seen, model, inputs, *args, **kwargs):
+    seen.append(summary_of(inputs))
+    loss = original.compute_loss(model, inputs, *args, **kwargs)
+    seen.append(summary_of(inputs))
+    return loss
+
+
 @method("_prepare_inputs")
 def rows_of_the_last_batch(self, original, seen, generation_batch):
     batch = original._prepare_inputs(generation_batch)
@@ -412,7 +420,34 @@ def read_after(original: Any, seen: Readings, model: Any, inputs: Any, *args: An
     return loss
 
 
+def helper(trainer: Any, seen: Readings) -> None:
+    read_buffer(trainer, seen)
+
+
+def rollout_that_reads(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+    """Reads the generation batch before this one."""
+    read_buffer(trainer, trainer.readings)
+    return scripted_rollout(prompts, trainer)
+
+
+class WithRollout(Change):
+    def trainer_class(self, base: Any, trls: Any) -> Any:
+        return type("WithReadings", (base,), {"readings": self.seen})
+
+
 SAMPLER = {"vllm": True, "rollout": "near_sampler"}
+KL = {"beta": 0.2}
+READ = (loss_with_old_log_probs_after, loss_with_old_log_probs_before)
+LOSSES = (stale_if_there_are_old_log_probs, loss_of_other_rows_too, other_rows_first, a_pass_without_gradient)
+ROWS = (shifted_advantages, without_old_log_probs, old_log_probs_removed_in_place, in_halves, repeated_rows)
+MIXED = (rows_of_the_last_batch, buffer_read_after_the_step, buffer_read_in_the_log)
+GENERATED = (advantages_after_generation, log_probs_after_generation, no_old_log_probs_after_generation)
+PASSES = (centred_log_probs, other_log_probs_with_entropy)
+EVERY = (*READ, *LOSSES, without_the_first_prompt_token, *ROWS, *MIXED, *GENERATED, *PASSES)
+OF_RLOO = (*READ, a_pass_without_gradient, shifted_advantages, in_halves, repeated_rows, rows_of_the_last_batch)
+OF_RLOO = (*OF_RLOO, loss_of_other_rows_too, advantages_after_generation, log_probs_after_generation, *PASSES)
+EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_log")
+
 CASES = [
     (subclass(loss_with_old_log_probs_after), case(**ITERATIONS)),
     (subclass(loss_with_old_log_probs_before), case(**BOTH)),
@@ -420,38 +455,30 @@ CASES = [
     (subclass(stale_if_there_are_old_log_probs), case(**ALIGNED)),
     (subclass(loss_of_other_rows_too), case(**ALIGNED)),
     (subclass(without_the_first_prompt_token), case(**ALIGNED)),
+    (subclass(every_sequence), case(**ITERATIONS, off_policy_mask_threshold=0.5)),
+    (subclass(loss_with_old_log_probs_before), case(**SAMPLER)),
     (callback(read_buffer, "on_step_end"), case(**BOTH)),
+    (on_the_trainer("compute_loss", read_after), case(**ITERATIONS)),
     (between(advantages_after_generation), case(**ALIGNED, rewards=("half_tenths",))),
+    (between(log_probs_after_generation), case(**SAMPLER, **KL)),
     (in_place_of_trls(centred_log_probs), case(**ITERATIONS)),
     (subclass(loss_with_old_log_probs_after), case("rloo")),
+    (between(centred_log_probs), case("rloo")),
+    *((subclass(batch_seen_before_and_after), case(x, precompute_ref_log_probs=True, steps=2)) for x in ("dpo", "kto")),
 ]
 SLOW = [
-    *(
-        (kind(make), case(**config))
-        for kind, config in ((subclass, BOTH), (between, ITERATIONS), (in_place_of_trls, MISALIGNED))
-        for make in (
-            loss_with_old_log_probs_after,
-            loss_with_old_log_probs_before,
-            shifted_advantages,
-            without_old_log_probs,
-            old_log_probs_removed_in_place,
-            in_halves,
-            rows_of_the_last_batch,
-            repeated_rows,
-            buffer_read_after_the_step,
-            buffer_read_in_the_log,
-            stale_if_there_are_old_log_probs,
-            loss_of_other_rows_too,
-            other_rows_first,
-            without_the_first_prompt_token,
-            a_pass_without_gradient,
-            advantages_after_generation,
-            log_probs_after_generation,
-            no_old_log_probs_after_generation,
-            centred_log_probs,
-            other_log_probs_with_entropy,
-        )
-    ),
+    *((kind(x), case(**BOTH)) for kind in (subclass, between, in_place_of_trls) for x in EVERY),
+    *((subclass(x), case(**MISALIGNED)) for x in EVERY),
+    *((subclass(x), case(**ALIGNED, **KL)) for x in EVERY),
+    *((kind(x), case(**ITERATIONS, **KL, setup="lora")) for kind in (subclass, between) for x in (*READ, *GENERATED)),
+    *((kind(x), case(**SAMPLER, **ITERATIONS)) for kind in (subclass, between) for x in EVERY),
+    *((subclass(x), case(**BOTH, rollout="masked", loss_type="grpo")) for x in (*READ, *LOSSES, *PASSES)),
+    *((kind(x), case("rloo", **ALIGNED)) for kind in (subclass, between) for x in OF_RLOO),
+    *((subclass(x), case("rloo", **BOTH, beta=0.05)) for x in OF_RLOO),
+    *((callback(helper, event), case(**BOTH)) for event in EVENTS),
+    *((callback(read_buffer, event), case("rloo", **ALIGNED)) for event in EVENTS),
+    (WithRollout, case(**BOTH, rollout="reads")),
+    *((kind(batch_seen_before_and_after), case(x)) for kind in (subclass, between) for x in ("dpo", "kto", "sft")),
 ]
 
 
@@ -460,5 +487,8 @@ def name_of(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("change", "of"), [*CASES, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)])
-def test_code_that_reads_batches_trains_as_in_trl(change: Any, of: Case, workshop: Workshop, tmp_path: Any) -> None:
+def test_code_that_reads_batches_trains_as_in_trl(
+    change: Any, of: Case, workshop: Workshop, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ROLLOUTS, "reads", rollout_that_reads)
     assert_as_trl(change, of, workshop, tmp_path)

@@ -1,7 +1,6 @@
 """The private parts of TRL's `KTOTrainer`, as functions of a trainer."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -45,11 +44,12 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return pad(x, (0, width - x.shape[1]))
 
 
-@contextmanager
-def reference_given(trainer: ReferenceInternals, batch: dict[str, Any], sums: list[Tensor]) -> Iterator[None]:
-    """Make TRL's loss read the reference's summed log-probs, `(B,)` or with those for the KL term `(2B,)`."""
-    rows = len(batch["input_ids"])
+def with_reference(batch: dict[str, Any], sums: list[Tensor]) -> dict[str, Any]:
+    """Return a batch with the reference's summed log-probs, `(B,)` or with those for the KL term `(2B,)`."""
     names = ("ref_logps", "ref_KL_logps")
-    batch.update(zip(names, torch.cat(sums).split(rows), strict=False))
-    with replaced(trainer, precompute_ref_logps=True):
-        yield
+    return {**batch, **dict(zip(names, torch.cat(sums).split(len(batch["input_ids"])), strict=False))}
+
+
+def reference_in_batch(trainer: ReferenceInternals) -> AbstractContextManager[None]:
+    """Make TRL's loss read the reference's log-probs from the batch in the `with` block."""
+    return replaced(trainer, precompute_ref_logps=True)

@@ -118,11 +118,18 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         return self._dpo_batches.rearranged(samples), items
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Prepare as transformers does, but keep rewards in fp32, which DeepSpeed would round to half precision."""
+        """Prepare as transformers does, but keep rewards in fp32, which DeepSpeed would round to half precision.
+
+        With precomputed log-probs, code of the user finds them in the batch.
+        """
         rewards = {name: inputs[name].to(self.args.device) for name in self._dpo_loss.columns if name in inputs}
-        if not rewards:
-            return super()._prepare_inputs(inputs)
-        return super()._prepare_inputs({name: x for name, x in inputs.items() if name not in rewards}) | rewards
+        if rewards:
+            inputs = super()._prepare_inputs({name: x for name, x in inputs.items() if name not in rewards}) | rewards
+        else:
+            inputs = super()._prepare_inputs(inputs)
+        if self._source.is_read and self.plan.source == "store" and not have_columns(inputs, "A batch"):
+            inputs = {**inputs, **self._source.columns_of(inputs)}
+        return inputs
 
     def _in_step(self) -> AbstractContextManager[None]:
         return self._in_parts.training_step()

@@ -108,6 +108,12 @@ class DPOReference(reference_source.ReferenceSource):
             log_probs = self._found(inputs, wanted=plan.source == "store" and not from_columns)
         return internals.reference_given(self.host, None if from_columns else log_probs)
 
+    def columns_of(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the entries of `batch` that TRL precomputes."""
+        with internals.reference_given(self.host, self._found(batch)):
+            chosen, rejected = internals.reference_sums(self.host, batch)
+        return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+
     def _pass(self, batch: dict[str, Any], prepared: bool = True, model: Any = None) -> torch.Tensor:
         """Return the reference's log-probs of `batch`. `prepared`: whether Accelerate has prepared the policy."""
         if not prepared:

@@ -10,7 +10,7 @@ import torch
 import trl
 from datasets import IterableDataset
 
-from ..compat.kto import KL_PASS, has_kl_rows, reference_given, sequences_of
+from ..compat.kto import KL_PASS, has_kl_rows, reference_in_batch, sequences_of, with_reference
 from ..compat.overrides import overrides
 from ..compat.reference import recorded_loads
 from ..compat.replaced import names_replaced, unrecorded_pass
@@ -100,6 +100,11 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
 
     # Training
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Prepare as transformers does. With precomputed log-probs, code of the user finds them in the batch."""
+        inputs = super()._prepare_inputs(inputs)
+        return with_reference(inputs, self._source.sums_of(inputs)) if self._source.is_read else inputs
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -109,7 +114,10 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
         if self._source.is_run_by_trl:
             reference = names_replaced(trl.KTOTrainer, use_adapter=lambda *_, **__: self._reference_weights.entered())
         else:
-            reference = reference_given(self, inputs, self._source.sums_of(inputs))
+            reference = reference_in_batch(self)
+            if not ("ref_logps" in inputs and self._source.is_read):
+                # A copy, because TRL's batches have these entries only if they are precomputed
+                inputs = with_reference(inputs, self._source.sums_of(inputs))
         with reference, self._policy_scored(), self._non_finite.recorded(model) as scored:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ..compat import reference as internals
 from ..compat.choices import maybe_gather_lm_head_ctx
-from ..compat.overrides import overrides
+from ..compat.overrides import STEP, overrides
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
 from ..distributed.ranks import Ranks
@@ -311,6 +311,13 @@ class ReferenceSource:
                 "or set `precompute_ref_log_probs=False`."
             )
         return host.model if prepared else internals.policy_before_training(self.host)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether code of the user may read log-probs that TRL would have precomputed into each batch."""
+        return (
+            bool(self.host.args.precompute_ref_log_probs) and overrides(self.host, *STEP, "_compute_loss") is not None
+        )
 
     # Memory
 
