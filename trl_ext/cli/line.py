@@ -46,8 +46,10 @@ class Line(NamedTuple):
         place = f" ({', '.join(of_file)} in {self.file})" if of_file and str(self.file) not in message else ""
         model, of_hub = str(self.value("model_name_or_path")), "huggingface.co" in message
         of_model = f"={model!r}" in message or (of_hub and model in message and "Current folder" not in message)
+        # Transformers does not say what it could not load
+        of_model = of_model or ("couldn't connect" in message and self.base is None)
         if of_model and not os.path.exists(model):
-            place += f" (`--model_name_or_path`; current folder: {Path.cwd()})"
+            place += f" (`--model_name_or_path {model}`; current folder: {Path.cwd()})"
         if of_hub and self.base is not None and not os.path.exists(self.base):
             place += f" (`{model}` is an adapter of `{self.base}`)"
         return place

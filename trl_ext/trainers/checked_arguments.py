@@ -102,6 +102,8 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, o
     _check_number(config, "epsilon", 0)
     if config.epsilon_high is not None:
         _check_number(config, "epsilon_high", 0)
+    if config.delta is not None:
+        _check_number(config, "delta", 0, above=True, hint="It is the most that the ratio can be.")
     _check_number(config, "top_entropy_quantile", 0, 1)
 
 
