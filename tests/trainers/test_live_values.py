@@ -61,6 +61,15 @@ def with_frozen_layer(trainer: Any) -> None:
     first.requires_grad_(False)
 
 
+def with_hook_of_reference(trainer: Any) -> None:
+    """Draw in evaluation mode, too."""
+    trainer.ref_model.get_input_embeddings().register_forward_hook(lambda *x: x[-1] + 0.1 * torch.randn_like(x[-1]))
+
+
+def with_policy_as_reference(trainer: Any) -> None:
+    trainer.ref_model.load_state_dict(trainer.model.state_dict())
+
+
 def grpo(**fields: Any) -> Case:
     fields = {"steps": 4, "learning_rate": 0.01, "setup": "full", **fields}
     config = {name: fields.pop(name) for name in list(fields) if name not in Case.__dataclass_fields__}
@@ -103,6 +112,9 @@ CHANGES: dict[str, tuple[Case, Callable[[Any], None], int]] = {
     "dpo-beta": (dpo(setup="ref_model"), to(beta=0.5, f_divergence_type="forward_kl"), 2),
     "dpo-hook": (dpo(setup="lora"), with_hook, 2),
     "dpo-frozen": (dpo(setup="full"), with_frozen_layer, 2),
+    "dpo-reference-hook": (dpo(setup="ref_model"), with_hook_of_reference, 2),
+    "dpo-reference-weights": (dpo(setup="ref_model", steps=6), with_policy_as_reference, 3),
+    "kto-reference-weights": (kto(setup="ref_model", steps=6), with_policy_as_reference, 3),
     "kto-loss": (kto(setup="ref_model"), to(loss_type="apo_zero_unpaired", beta=0.3), 2),
     "kto-hook": (kto(setup="lora"), with_hook, 2),
     "sft-loss": (sft(), to(loss_type="dft"), 2),
@@ -111,6 +123,7 @@ CHANGES: dict[str, tuple[Case, Callable[[Any], None], int]] = {
 FAST = {
     *("grpo-loss_type", "grpo-quantile-in-cycle", "grpo-more-iterations-in-cycle", "grpo-kl", "grpo-hook"),
     *("rloo-more-iterations-in-cycle", "rloo-kl", "dpo-losses", "dpo-hook", "kto-loss", "sft-hook"),
+    *("dpo-reference-hook", "kto-reference-weights"),
 }
 
 

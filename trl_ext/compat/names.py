@@ -6,6 +6,7 @@ Written by `python tests/support/compat_names.py`.
 # The names of a class include the attributes of `self`, and the quoted words in its source
 _NAMES = {
     "transformers.generation.utils:GenerationMixin": "_get_logits_processor",
+    "transformers.integrations.integration_utils": "INTEGRATION_TO_CALLBACK",
     "transformers.modeling_layers": "GradientCheckpointingLayer",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "transformers.quantizers": "AutoHfQuantizer",
@@ -20,7 +21,7 @@ _NAMES = {
     "trl.generation.vllm_generation:VLLMGeneration": (
         "__init__ _dist accelerator enable_sleep_mode generate llm logprobs mode model tensor_parallel_size vllm_client"
     ),
-    "trl.scripts.utils:TrlParser": "_action_groups add_argument add_argument_group prog",
+    "trl.scripts.utils:TrlParser": "_action_groups _negative_number_matcher add_argument add_argument_group prog",
     "trl.trainer.dpo_config:DPOConfig": "padding_free",
     "trl.trainer.dpo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.dpo_trainer:DPOTrainer": (
@@ -79,6 +80,9 @@ _NAMES = {
 }
 # Functions, with the parameters of every supported release
 _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "transformers.integrations.integration_utils": {
+        "get_available_reporting_integrations": ("()",),
+    },
     "transformers.models.mixtral.modeling_mixtral": {
         "load_balancing_loss_func": ("(gate_logits, num_experts=..., top_k=..., attention_mask=...)",),
     },

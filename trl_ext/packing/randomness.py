@@ -1,7 +1,7 @@
 """What makes two passes of the same weights over the same tokens differ: dropout, noise and functions that draw."""
 
 import random
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from dis import get_instructions
@@ -67,8 +67,9 @@ def randomness_of(model: nn.Module, neftune_noise_alpha: float | None = None) ->
     if neftune_noise_alpha is not None:
         return NEFTUNE
     found = None
+    ids_of_modules = cache(lambda: {id(module) for module in model.modules()})
     for name, module in model.named_modules():
-        source = _drawn_by(name, module, model)
+        source = _drawn_by(name, module, ids_of_modules)
         if source is not None and not source.of_tokens:
             return source
         found = found or source
@@ -77,20 +78,20 @@ def randomness_of(model: nn.Module, neftune_noise_alpha: float | None = None) ->
 
 def randomness_of_module(name: str, module: nn.Module) -> Randomness | None:
     """Return what the module called `name` draws, without its children."""
-    return _drawn_by(name, module, module)
+    return _drawn_by(name, module, lambda: {id(child) for child in module.modules()})
 
 
 DROPOUT = Randomness("dropout is active", of_tokens=True)
 NEFTUNE = Randomness("`neftune_noise_alpha` adds noise to the embeddings", of_tokens=False)
 
 
-def _drawn_by(name: str, module: nn.Module, model: nn.Module) -> Randomness | None:
+def _drawn_by(name: str, module: nn.Module, ids_of_modules: Callable[[], set[int]]) -> Randomness | None:
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         if getattr(hook, "__name__", "") == "neftune_post_forward_hook":
             return NEFTUNE
-        if _function_draws(hook, model):
+        if _function_draws(hook, ids_of_modules):
             return _of_user(f"a forward hook of {_described(name, module)} changes from call to call")
-    if "forward" in vars(module) and _function_draws(vars(module)["forward"], model):
+    if "forward" in vars(module) and _function_draws(vars(module)["forward"], ids_of_modules):
         return _of_user(f"the replaced `forward` of {_described(name, module)} changes from call to call")
     return _drawn_by_layer(name, module)
 
@@ -119,12 +120,12 @@ def _of_user(reason: str) -> Randomness:
     return Randomness(reason, of_tokens=False, in_training_only=False)
 
 
-def _function_draws(function: Any, model: nn.Module) -> bool:
-    """Whether a hook or a replaced forward draws. The modules of `model` are looked at themselves."""
+def _function_draws(function: Any, ids_of_modules: Callable[[], set[int]]) -> bool:
+    """Whether a hook or a replaced forward draws. The modules of its model are looked at themselves."""
     is_engines = isinstance(function, FunctionType) and _is_known(function.__globals__.get("__name__"))
     if is_engines and not function.__closure__ and not hasattr(function, "__wrapped__"):
         return False
-    drawn = _drawn_by_call(function, {id(module) for module in model.modules()})
+    drawn = _drawn_by_call(function, set(ids_of_modules()))
     return bool(drawn) or _counts_calls(function)
 
 

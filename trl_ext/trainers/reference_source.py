@@ -40,6 +40,7 @@ class Host(internals.ReferenceInternals, Protocol):
     train_dataset: Any
     eval_dataset: Any
     data_collator: Any
+    _in_steps: bool
     skipped: SkipCounts
 
     @property
@@ -73,6 +74,7 @@ class ReferenceSource:
         self._facts: dict[str, Any] = {}
         self._identity: str | None = None
         self._stored: StoredReference | None = None
+        self._writes_before: int | None = None
         self._load: Callable[[], Any] | None = None
         self._adapters: dict[str, Any] = {}
 
@@ -195,8 +197,11 @@ class ReferenceSource:
 
     def _varies_reason(self, weights: ReferenceWeights) -> str | None:
         args, own = self.host.args, self.kind != "model"
-        drawn, rope = weights.randomness(in_training=own), weights.rope_of_batch()
-        if drawn is None and own and self.host._randomness() == NEFTUNE:
+        rope, of_policy = weights.rope_of_batch(), self.host._randomness()
+        drawn = None
+        if not own or of_policy is not None:
+            drawn = weights.randomness(in_training=own)
+        if drawn is None and own and of_policy == NEFTUNE:
             drawn = NEFTUNE.reason
         if drawn is not None:
             return f"{drawn}, so each pass makes other random draws"
@@ -204,6 +209,16 @@ class ReferenceSource:
             name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
             return f"`{name}` casts the policy in evaluations, and the reference with it"
         return f'its positions (`rope_type="{rope}"`) depend on the longest sequence of each batch' if rope else None
+
+    def _is_rewritten(self) -> bool:
+        """Whether torch has counted writes to the weights of a reference model since the first step."""
+        host = self.host
+        if host.ref_model is None or not host._in_steps or self.ranks.is_sharded or self.options.reference_device:
+            return False
+        writes = sum(weight._version for weight in host.ref_model.parameters())
+        if self._writes_before is None:
+            self._writes_before = writes
+        return writes != self._writes_before
 
     def plan(self) -> ReferencePlan:
         raise NotImplementedError
@@ -221,7 +236,11 @@ class ReferenceSource:
                 f"`precompute_ref_log_probs=True`, but the reference cannot be precomputed: {not_storable}. Set it to "
                 "False, or keep the reference fixed."
             )
+        if not args.precompute_ref_log_probs and self._is_rewritten():
+            not_storable = "its weights have changed during training"
         trained, varies = self._shared, self._varies
+        if self.kind == "model" and self.host.ref_model is not None:
+            varies = self._varies = self._varies_reason(self._weights())
         if self.kind != "model":
             weights, copied = self._weights(), set() if self.weights.own is None else self.weights.own.copied()
             trained = next((name for name, x in weights.trained_parameters() if id(x) not in copied), None)
