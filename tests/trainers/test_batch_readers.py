@@ -474,7 +474,8 @@ SLOW = [
     *((kind(x), case(**SAMPLER, **ITERATIONS)) for kind in (subclass, between) for x in EVERY),
     *((subclass(x), case(**BOTH, rollout="masked", loss_type="grpo")) for x in (*READ, *LOSSES, *PASSES)),
     *((kind(x), case("rloo", **ALIGNED)) for kind in (subclass, between) for x in OF_RLOO),
-    *((subclass(x), case("rloo", **BOTH, beta=0.05)) for x in OF_RLOO),
+    # Centred log-probs of other batches give ratios that TRL clips in every row
+    *((subclass(x), case("rloo", **BOTH, beta=0.05)) for x in OF_RLOO if x is not centred_log_probs),
     *((callback(helper, event), case(**BOTH)) for event in EVENTS),
     *((callback(read_buffer, event), case("rloo", **ALIGNED)) for event in EVENTS),
     (WithRollout, case(**BOTH, rollout="reads")),
