@@ -493,3 +493,33 @@ def test_code_that_reads_batches_trains_as_in_trl(
 ) -> None:
     monkeypatch.setitem(ROLLOUTS, "reads", rollout_that_reads)
     assert_as_trl(change, of, workshop, tmp_path)
+
+
+class _Logs(TrainerCallback):
+    """Holds the trainer, but reads no batch."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.log({"lengths": float(len(self.trainer.state.log_history))})
+
+
+def test_code_that_reads_no_batch_costs_nothing(workshop: Workshop, tmp_path: Any) -> None:
+    class Named(trl_ext.GRPOTrainer):
+        def _calculate_rewards(self, *args: Any) -> Any:
+            return super()._calculate_rewards(*args)
+
+        def log(self, logs: Any, *args: Any) -> None:
+            super().log({**logs, "seen": 1.0}, *args)
+
+        def helper(self) -> int:
+            return len(self.train_dataset)
+
+    trainers = replace(Trainers.of(trl_ext), grpo_trainer=Named)
+    trainer = build(case(**BOTH), trainers, workshop, str(tmp_path), Record())
+    trainer.add_callback(_Logs(trainer))
+    plan = trainer._make_plan()
+    assert plan["old policy"].action == "reuse"
+    assert plan.skips_zero_advantages
+    assert not plan.gives_trls_batches
