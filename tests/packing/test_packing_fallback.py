@@ -135,9 +135,11 @@ FOUND: dict[str, Callable[[], Any]] = {
 
 
 def checked(model: Any, **options: Any) -> ScoringForward:
-    """Return the scoring forward after the check of the first batch, in training mode."""
+    """Return the scoring forward, which packing checks on the first batch, in training mode."""
     model.train()
-    return attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy"), **options))
+    scoring = attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy"), **options))
+    scoring.is_compared = True  # the check of the logits runs a few more tokens
+    return scoring
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -21,6 +21,7 @@ def scored(model, checked: bool):
     """Return log-probs, gradients and the random state after one training forward and backward."""
     scoring = attach_scoring_forward(model, ScoringOptions(outputs=("log_probs", "entropy")))
     scoring.packing.checked = checked
+    scoring.is_compared = checked
     fed: list[int] = []
     handle = model.get_input_embeddings().register_forward_hook(lambda _, args, output: fed.append(args[0].numel()))
     torch.manual_seed(0)
@@ -88,7 +89,7 @@ def test_a_batch_may_be_as_wide_as_the_model_has_positions():
         t.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=labels.shape[1])
     ).train()
     scoring = attach_scoring_forward(model, ScoringOptions())
-    assert len(feeds(model, inputs, labels)) == 4
+    assert len(feeds(model, inputs, labels)) == 6
     assert scoring.packing.padded_reason is None
 
 
@@ -96,7 +97,7 @@ def test_a_model_may_have_no_limit_of_positions():
     model = build("untied").train()
     object.__setattr__(model.config, "max_position_embeddings", None)  # as in a family without a limit
     scoring = attach_scoring_forward(model, ScoringOptions())
-    assert len(feeds(model, *batch())) == 4
+    assert len(feeds(model, *batch())) == 6
     assert scoring.packing.padded_reason is None
 
 
@@ -116,7 +117,8 @@ def test_every_rank_runs_the_same_number_of_forwards(what):
         labels[0, 4] = 5
     model = build("untied").train()
     attach_scoring_forward(model, ScoringOptions())
-    assert len(feeds(model, inputs, labels)) == 4  # padded, shared, unshared, and the pass itself
+    # Twice for the check of the logits, then padded, shared, unshared, and the pass itself
+    assert len(feeds(model, inputs, labels)) == 6
 
 
 def test_attention_that_is_not_causal_is_detected():
@@ -166,7 +168,7 @@ def test_a_users_own_attention_still_runs(caplog):
     model.set_attn_implementation("of_my_own")
     attach_scoring_forward(model, ScoringOptions())
     inputs, labels = batch()
-    assert feeds(model, inputs, labels) == [tuple(labels.shape)]
+    assert feeds(model, inputs, labels)[2:] == [tuple(labels.shape)]  # after the check of the logits
     assert "`of_my_own`" in caplog.text
 
 

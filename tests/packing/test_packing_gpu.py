@@ -261,6 +261,7 @@ def test_a_completion_does_not_change_others_of_its_prompt(name, device):
     model = AutoModelForCausalLM.from_config(CONFIGS[name]()).bfloat16().to(device)
     scoring = attach_scoring_forward(model, ScoringOptions())
     scoring.packing.checked = True
+    scoring.is_compared = True
     inputs = batch(device)
     changed = {key: x.clone() for key, x in inputs.items()}
     # Not its first token, so that the order of rows and all shapes stay the same

@@ -130,6 +130,7 @@ def passes(trainer: Any) -> list[Call]:
     """Return every scoring forward while `trainer` trains and is evaluated."""
     for scoring in trainer.scoring_forwards:
         scoring.packing.checked = True
+        scoring.is_compared = True
     calls: list[Call] = []
     watch(trainer.model.get_base_model() if hasattr(trainer.model, "peft_config") else trainer.model, calls)
     if trainer.ref_model is not None:

@@ -196,6 +196,7 @@ def trained(case: Case, workshop: Workshop, folder: Path) -> tuple[list[Call], l
     trainer = build_trainer(case, trainers, workshop, str(folder), record)
     for scoring in trainer.scoring_forwards:
         scoring.packing.checked = True
+        scoring.is_compared = True
     policy = trainer.model.get_base_model() if hasattr(trainer.model, "peft_config") else trainer.model
     calls: list[Call] = []
     for model in (policy, trainer.ref_model):

@@ -39,6 +39,7 @@ def run(case: Case, workshop: Workshop, folder: Path, trainers: Trainers = OURS)
     trainer = build(case, trainers, workshop, str(folder), record)
     for scoring in getattr(trainer, "scoring_forwards", []):
         scoring.packing.checked = True  # else the first batch is fed twice more
+        scoring.is_compared = True
     trainer.train()
     return record
 
@@ -129,6 +130,7 @@ def test_an_optimizer_step_takes_as_few_forwards_as_the_budget_allows(
             train_dataset=preferences(16, seed=1),
         )
         trainer.scoring_forwards[0].packing.checked = True
+        trainer.scoring_forwards[0].is_compared = True
         start = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
         trainer.model.get_input_embeddings().register_forward_pre_hook(
             lambda module, ids, counts=counts: counts.append(ids[0].numel()) if torch.is_grad_enabled() else None
@@ -198,6 +200,7 @@ def trained(workshop: Workshop, folder: Path, limit: int | None, pairs: int, **o
         **{"model": workshop.model("tied"), **arguments},
     )
     trainer.scoring_forwards[0].packing.checked = True
+    trainer.scoring_forwards[0].is_compared = True
     start = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
     trainer.model.get_input_embeddings().register_forward_pre_hook(
         lambda module, ids: counts.append(ids[0].numel()) if torch.is_grad_enabled() else None

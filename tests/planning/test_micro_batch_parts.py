@@ -52,6 +52,7 @@ def run(case: Case, workshop: Workshop, folder: Path, trainers: Trainers = OURS)
     trainer = build(case, trainers, workshop, str(folder), record)
     for scoring in getattr(trainer, "scoring_forwards", []):
         scoring.packing.checked = True  # else the first batch is fed twice more
+        scoring.is_compared = True
     trainer.train()
     return record
 

@@ -97,6 +97,7 @@ def on_rank(
     )
     for scoring in trainer.scoring_forwards:
         scoring.packing.checked = True
+        scoring.is_compared = True
     watch = Watch()
     watch.trainer = trainer
     trainer.add_callback(watch)

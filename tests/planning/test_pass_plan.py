@@ -289,6 +289,7 @@ def test_with_dropout_the_old_policy_runs_as_in_trl(ours: dict[str, Any], worksh
     with built(workshop, ours, **DROPOUT["attention"], **schedule) as trainer:
         grad_modes: list[bool] = []
         trainer.scoring_forwards[0].packing.checked = True
+        trainer.scoring_forwards[0].is_compared = True
         trainer.model.get_input_embeddings().register_forward_hook(
             lambda *_: grad_modes.append(torch.is_grad_enabled())
         )

@@ -51,7 +51,7 @@ def test_positions_without_a_label_are_not_scored(monkeypatch):
 
     monkeypatch.setattr(forward, "run_head", counting)
     model = build("untied")
-    attach_scoring_forward(model, ScoringOptions())
+    attach_scoring_forward(model, ScoringOptions()).is_compared = True
     inputs, labels = batch()
     model(**inputs, labels=labels, fused_lm_head=True)
     assert scored == [int((labels[:, 1:] != -100).sum())]

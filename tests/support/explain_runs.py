@@ -155,6 +155,7 @@ def happened(run: Run, monkeypatch: pytest.MonkeyPatch, reward: str) -> Happened
     def watched(model: Any, *args: Any) -> Any:
         scoring = attach(model, *args)
         scoring.packing.checked = True  # the check of the first batch feeds a few rows more
+        scoring.is_compared = True
         _watch(model, seen)
         return scoring
 

@@ -194,6 +194,7 @@ def attach(model: Any, **options: Any) -> ScoringForward:
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     scoring = attach_scoring_forward(inner, ScoringOptions(**{"outputs": ("log_probs", "entropy"), **options}))
     scoring.packing.checked = True
+    scoring.is_compared = True
     return scoring
 
 

@@ -40,6 +40,7 @@ def count_feeds(trainer: Any, feeds: list[Feed], log: Callable[[], int] = lambda
     # The check of the first batch runs a few extra rows
     for scoring in getattr(trainer, "scoring_forwards", ()):
         scoring.packing.checked = True
+        scoring.is_compared = True
     if getattr(trainer, "ref_model", None) is not None:  # SFT has none
         watch("reference", trainer.ref_model)
 

@@ -244,6 +244,7 @@ def test_the_token_budget_holds_if_a_subclass_reads_generated_batches(workshop: 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.scoring_forwards[0].packing.checked = True  # the check scores a few more rows
+            self.scoring_forwards[0].is_compared = True
             self.model.get_input_embeddings().register_forward_hook(self.count)
 
         def count(self, module: Any, inputs: Any, output: Any) -> None:

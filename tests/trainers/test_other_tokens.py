@@ -40,6 +40,7 @@ def tokens(trainer: Any) -> tuple[int, int]:
     """Return the tokens with and without a gradient in a training."""
     for scoring in getattr(trainer, "scoring_forwards", ()):
         scoring.packing.checked = True  # else a few rows of the first batch run twice more
+        scoring.is_compared = True
     with counted() as found:
         trainer.train()
     return total(found.with_gradient), total(found.without)

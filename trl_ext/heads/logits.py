@@ -1,6 +1,7 @@
 """The map from the head's matrix product to logits, and the per-token results."""
 
 from dataclasses import dataclass
+from math import isclose
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,23 @@ class LogitTransform:
         elif self.logit_scale != self.temperature:
             product.mul_(self.logit_scale / self.temperature)
         return product
+
+    @property
+    def described(self) -> str:
+        """The transform in words, without the temperature."""
+        softcap = "no softcap" if self.softcap is None else f"a softcap of {self.softcap:.6g}"
+        return f"{self.logit_scale:.6g} with {softcap}"
+
+    def is_close(self, other: "LogitTransform") -> bool:
+        """Whether both give the same logits to fp32 rounding."""
+        if (self.softcap is None) != (other.softcap is None):
+            return False
+        pairs = (
+            (self.temperature, other.temperature),
+            (self.logit_scale, other.logit_scale),
+            (self.softcap or 1.0, other.softcap or 1.0),
+        )
+        return all(isclose(x, y, rel_tol=1e-5) for x, y in pairs)
 
     @property
     def slope(self) -> float:

@@ -28,7 +28,7 @@ from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
 from ..packing.packing import Packing
 from ..packing.randomness import randomness_of
-from ..packing.support import positions_by_length, rebases
+from ..packing.support import backbone_of, positions_by_length, rebases
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
@@ -273,7 +273,7 @@ def _hidden_states(step: Step, packing: Packing, inner: Any, layout: Layout) -> 
         hidden_TH = run_packed(inner, layout, {"use_cache": False}).last_hidden_state.squeeze(0)
     else:
         ids_BS = layout.input_ids.view(step.rows, step.tokens)
-        hidden_TH = inner.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
+        hidden_TH = backbone_of(inner)(input_ids=ids_BS, use_cache=False).last_hidden_state.flatten(0, 1)
     return index_select_fp32_grad(hidden_TH, layout.at_N)
 
 

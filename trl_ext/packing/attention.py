@@ -19,6 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from .layout import Layout, Segment
+from .support import backbone_of
 
 logger = logging.getLogger("trl_ext")
 
@@ -107,7 +108,7 @@ def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
     # transformers does not change a mask of four dimensions. A layer that reads it instead of the layout gets NaN, and
     # the check of the first batch detects that.
     packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": layout.no_mask, _KEYWORD: layout}
-    outputs = model.base_model(**{**inputs, **packed})
+    outputs = backbone_of(model)(**{**inputs, **packed})
     if layout.reads[0] == before:
         raise LayoutNotReadError(_NOT_PASSED)
     return outputs

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .attention import LayoutNotReadError, run_packed
 from .layout import Layout
-from .support import has_experts, longest_equal
+from .support import backbone_of, has_experts, longest_equal
 
 _ROWS, _COLUMNS = 3, 1024
 _PREPENDED = 3
@@ -43,11 +43,11 @@ def packing_differences(
     first_B = np.full_like(lengths_B, _PREPENDED)
     attention = model.config.get_text_config()._attn_implementation
     found: dict[bool, str | None] = {}
-    with _evaluating(model):
+    with evaluating(model):
         places_BS = np.arange(ids_BS.shape[1]) - first_B[:, None]
         real_BS = (places_BS >= 0) & (places_BS < lengths_B[:, None])
         ids, mask = (torch.from_numpy(x).to(device) for x in (ids_BS, real_BS.astype(ids_BS.dtype)))
-        padded_BSH = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        padded_BSH = backbone_of(model)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         # As in training, only the padded batch has a row's last token, which no earlier token may see
         packed = ids_BS, (lengths_B - 1).clip(min=1), first_B
         for share in shares:
@@ -84,7 +84,7 @@ def _rows_to_check(
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     """Run `model` in evaluation mode and without gradients in the `with` block."""
     training = [module for module in model.modules() if module.training]
     for module in training:
@@ -99,7 +99,7 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 def _difference_reason(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
     off_N = (hidden_NH - padded_NH).float().norm(dim=1) / padded_NH.float().norm(dim=1).clamp(min=1e-30)
-    coarse = _is_coarse(model, padded_NH)
+    coarse = is_coarse(model, padded_NH)
     too_far = ~(off_N <= (_OFF_COARSE if coarse else _OFF))
     may_be_off = _MAY_BE_OFF if coarse or has_experts(model) else 0.0
     # If the padded results are NaN too, packing is not the cause
@@ -108,7 +108,7 @@ def _difference_reason(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str 
     return f"on the first batch, hidden states differ from the padded ones by {off_N.max():.2g} of their norm"
 
 
-def _is_coarse(model: Any, hidden_NH: Tensor) -> bool:
+def is_coarse(model: Any, hidden_NH: Tensor) -> bool:
     """Whether matrix products are less precise than fp32, so hidden states change visibly with a batch's shape."""
     return (
         hidden_NH.dtype in (torch.bfloat16, torch.float16)

@@ -4,6 +4,11 @@ from typing import Any
 
 from torch import nn
 
+def backbone_of(model: Any) -> Any:
+    """Return the model without the head. Llama 4's text model has no such `base_model`, and returns itself."""
+    return model.model if model.base_model is model else model.base_model
+
+
 _MASKABLE = {"full_attention", "sliding_attention"}
 # Rotary embeddings that depend only on the distance between tokens
 _RELATIVE_ROTATIONS = {"default", "linear", "llama3", "yarn"}
@@ -102,4 +107,4 @@ def _rotations(config: Any) -> list[dict[str, Any]]:
 
 def _has_learned_positions(model: Any) -> bool:
     words = model.get_input_embeddings()
-    return any(isinstance(module, nn.Embedding) and module is not words for module in model.base_model.modules())
+    return any(isinstance(module, nn.Embedding) and module is not words for module in backbone_of(model).modules())

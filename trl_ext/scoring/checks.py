@@ -314,6 +314,21 @@ def _norm(x: Tensor | None) -> float:
     return 0.0 if x is None else float(x.double().norm())
 
 
+def check_decoder(model: Any, argument: str) -> None:
+    """Raise `ValueError` if `model`, the trainer's `argument`, is no decoder-only language model."""
+    # TRL crashes in the first step, or trains: then the encoder of BART sees the tokens that the decoder predicts
+    if model.config.is_encoder_decoder:
+        lacks = "has an encoder"
+    elif model.get_output_embeddings() is None:
+        lacks = "has no output embedding"
+    else:
+        return
+    raise ValueError(
+        f"`{argument}` is a {type(model).__name__}, which {lacks}. Pass a decoder-only language model, which "
+        "`AutoModelForCausalLM` or `AutoModelForImageTextToText` loads."
+    )
+
+
 def missing_rows(model: Any, tokens: int) -> int | None:
     """Return the number of rows of the token embedding if the tokenizer has more `tokens`, else None: all are valid."""
     rows: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)

@@ -5,18 +5,20 @@ also through wrappers such as PEFT and DDP. Calls without `fused_lm_head` run th
 """
 
 import functools
+import logging
 import types
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..compat.choices import FusedCausalLMOutput
 from ..distributed.gradients import scale_grad
 from ..distributed.sequence_parallel import SequenceGroup, Shard
-from ..distributed.shards import parameter_of
+from ..distributed.shards import is_zero3, parameter_of
 from ..heads.kept import KeptClasses
 from ..heads.linear_log_probs import run_head
 from ..heads.logits import LinearLogProbs, LogitTransform
@@ -24,9 +26,17 @@ from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
 from ..packing.packing import Packing
 from ..packing.randomness import Randomness, randomness_of
-from .checks import check_adapter, check_head
+from ..packing.support import backbone_of
+from .checks import check_adapter, check_decoder, check_head
 from .head import LinearHead, OpaqueHead, logit_transform, resolve_head, score_by_module
+from .model_check import ModelSample, difference_reason
+from .model_logits import ForwardNotReadError, OwnForward, logits_of, read_transform, router_loss_of
 from .weight_layout import WeightLayout, weight_layout_of
+
+logger = logging.getLogger("trl_ext")
+
+# Config fields with the number of experts that a token gets. TRL reads the first
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True)
@@ -49,11 +59,21 @@ class ScoringForward:
 
     sequence_group: SequenceGroup | None = None  # the ranks over which the tokens of a row are split
 
-    def __init__(self, model: nn.Module, options: ScoringOptions) -> None:
+    def __init__(self, model: Any, options: ScoringOptions, own_forward: OwnForward) -> None:
         self.options = options
-        self.transform: LogitTransform = logit_transform(model.config, options.temperature)
-        config: Any = model.config
-        self.vocabulary: int = config.get_text_config().vocab_size
+        self.own_forward = own_forward  # the model's, which returns logits
+        self.model_class = type(model).__name__
+        self.trl_transform: LogitTransform = logit_transform(model.config, options.temperature)
+        self.transform = self.trl_transform
+        self.runs_model_code = False  # whether the model's forward computes the logits, because no transform gives them
+        try:
+            transform = read_transform(model, own_forward, self.trl_transform)
+        except ForwardNotReadError:
+            pass  # the first batch shows whether the config's numbers are right
+        else:
+            self._set_transform(transform)
+        self.is_compared = False  # whether log-probs were compared with the model's logits
+        self.vocabulary: int = model.config.get_text_config().vocab_size
         self.used = False  # every call sets it; the caller resets and reads it
         self.token_counts = [0, 0, 0]  # tokens so far: processed with a gradient, without a gradient, and scored
         self.head_rows: str | None = None  # which rows of the head's weight the last pass used, and why
@@ -90,6 +110,11 @@ class ScoringForward:
             `RuntimeError`: ranks that split a batch got different batches, or the head fails its check.
         """
         self.used = True
+        if not self.is_compared:
+            self.is_compared = True
+            given = labels if labels is not None else shift_labels
+            if given is not None:
+                self._compare_with_model(model, given.device, has_mask=kwargs.get("attention_mask") is not None)
         kwargs["use_cache"] = False
         text_config = model.config.get_text_config()
         if getattr(text_config, "output_router_logits", False):
@@ -105,13 +130,10 @@ class ScoringForward:
                 layout = self.packing.layout(model, args, kwargs, labels, share=drawn is None)
         shard, factor = self._split(layout, kwargs.get("input_ids"), kwargs.get("attention_mask"), shift_labels)
         # Looked up on each call, because FSDP and PEFT may replace backbone and head after the forward is attached
-        backbone_outputs = _backbone(model)(*args, **kwargs) if layout is None else run_packed(model, layout, kwargs)
-        lm_head = model.get_output_embeddings()
-        head = resolve_head(lm_head)
+        backbone_outputs = backbone_of(model)(*args, **kwargs) if layout is None else run_packed(model, layout, kwargs)
+        head, device = self._head(model)
         hidden = backbone_outputs.last_hidden_state
-        # With `device_map`, the last layer can be on another device than the head
-        held = next(lm_head.parameters()) if isinstance(head, OpaqueHead) else parameter_of(head.linear, "weight")
-        shift_labels = shift_labels.to(held.device)
+        shift_labels = shift_labels.to(device)
         mask_BS = shift_labels != -100
         outputs = self.options.outputs if head_outputs is None else head_outputs
         tokens = hidden.shape[:2].numel() if layout is None else layout.tokens
@@ -126,13 +148,13 @@ class ScoringForward:
             scored = self._score(hidden_NH, head, targets_N, outputs, classes)
         else:
             # By index, because with a mask the host would wait for the number of its tokens
-            row_N, column_N, same_N = (x.to(held.device) for x in (layout.row_N, layout.column_N, layout.same_N))
+            row_N, column_N, same_N = (x.to(device) for x in (layout.row_N, layout.column_N, layout.same_N))
             at_N = layout.at_N.to(hidden.device)
             targets_N = shift_labels[row_N, column_N]
             classes = None
             if kept is not None:
                 index_BS = torch.full_like(shift_labels, -1)
-                index_BS[row_N, column_N] = torch.arange(len(targets_N), device=held.device)
+                index_BS[row_N, column_N] = torch.arange(len(targets_N), device=device)
                 classes = _kept_classes(*kept, index_BS, len(targets_N))
             scored = self._score_row(hidden.squeeze(0), at_N, shard, head, targets_N, outputs, classes)
             if layout.shared and scored.entropy is not None:
@@ -154,10 +176,10 @@ class ScoringForward:
         loss = scored.log_probs.sum() / -count
         aux_loss = None
         if kwargs.get("output_router_logits"):
-            router_logits = backbone_outputs.router_logits
-            if shard is not None:
+            router_logits = getattr(backbone_outputs, "router_logits", None)
+            if shard is not None and router_logits:
                 router_logits = tuple(shard.whole(x.flatten(0, -2)) for x in router_logits)
-            aux_loss = _router_loss(router_logits, text_config, kwargs.get("attention_mask"), layout)
+            aux_loss = _router_loss(model, self.own_forward, router_logits, kwargs.get("attention_mask"), layout)
             if factor != 1.0:
                 aux_loss = scale_grad(aux_loss, factor).clone()  # FSDP2 warns about views in outputs
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
@@ -224,6 +246,8 @@ class ScoringForward:
         targets_N: Tensor,
         outputs: tuple[str, ...],
         kept: KeptClasses | None,
+        *,
+        check: bool = True,
     ) -> LinearLogProbs:
         options = self.options
         common: dict[str, Any] = {
@@ -234,9 +258,12 @@ class ScoringForward:
             "kept": kept,
         }
         if isinstance(head, OpaqueHead):
-            self.head_rows = f"the head's own forward runs on tiles of tokens, because {head.reason}"
+            self.head_rows = f"{head.described}, because {head.reason}"
             return score_by_module(
-                *(head.module, hidden_NH, targets_N), vocabulary=self.vocabulary, head=options.head, **common
+                *(head.run, hidden_NH, targets_N),
+                vocabulary=self.vocabulary,
+                head="dense" if head.at_once else options.head,
+                **common,
             )
         autocast: AbstractContextManager[Any] = nullcontext()
         if options.cast_lm_head_to_fp32:
@@ -251,7 +278,7 @@ class ScoringForward:
         # Every rank enters once, even one without a token to check
         with autocast, rows.readable():
             # Inference mode records no gradients, so the first batch outside of it is checked
-            if options.head != "dense" and not torch.is_inference_mode_enabled():
+            if check and options.head != "dense" and not torch.is_inference_mode_enabled():
                 self._check(hidden_NH, head, rows, targets_N, outputs)
             return run_head(
                 *(options.head, hidden_NH, rows.weight, targets_N),
@@ -262,6 +289,83 @@ class ScoringForward:
                 **common,
                 **rows.adapter.operands(hidden_NH, rows.weight),
             )
+
+    def _set_transform(self, transform: LogitTransform | None) -> None:
+        """Score with `transform`; if it is None, with the model's own code."""
+        self.runs_model_code = transform is None
+        self.transform = LogitTransform(self.options.temperature) if transform is None else transform
+
+    def _head(self, model: Any) -> tuple[LinearHead | OpaqueHead, torch.device]:
+        """Return what computes logits from hidden states, and its device: with `device_map`, not that of all layers."""
+        lm_head = model.get_output_embeddings()
+        if self.runs_model_code:
+            run = functools.partial(logits_of, model, self.own_forward)
+            reason = "it does more than a product, a scale and a softcap"
+            # A call of a sharded module has collectives, so all ranks make one, not one for each of their tiles
+            at_once = any(isinstance(x, DTensor) or is_zero3(x) for x in model.parameters())
+            head = OpaqueHead(run, reason, described="the model's own forward computes the logits", at_once=at_once)
+            return head, next(lm_head.parameters()).device
+        found = resolve_head(lm_head)
+        if isinstance(found, OpaqueHead):
+            return found, next(lm_head.parameters()).device
+        return found, parameter_of(found.linear, "weight").device
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _compare_with_model(self, model: Any, device: torch.device, *, has_mask: bool) -> None:
+        """Compare log-probs of 8 tokens with those of the model's own logits. If they differ, run the model's code.
+
+        Every rank runs the same forwards on the same tokens, so all decide the same.
+
+        Raises:
+            `RuntimeError`: they differ, and the model's code does not run without its backbone.
+        """
+        sample = ModelSample.of(model, self.own_forward, self.vocabulary, device, has_mask=has_mask)
+        if sample is None:
+            return
+        reason = self._difference(model, sample)
+        if reason is None:
+            return
+        # The tiled head or an adapter may be the cause: their checks say so
+        self._difference(model, sample, check=True)
+        transform = self.transform
+        try:
+            self._set_transform(None)
+            if self._difference(model, sample) is None:
+                logger.warning(f"On the first batch, {self.difference_from_trl}.")
+                return
+        except Exception as error:  # of the model's code, on what a stand-in returns
+            logger.debug(f"{self.model_class} does not run without its backbone: {error}")
+        self._set_transform(transform)
+        again = ModelSample.of(model, self.own_forward, self.vocabulary, device, has_mask=has_mask)
+        # A forward that draws at random in evaluation mode too, for example in a user's hook, cannot be compared
+        if again is not None and again.repeats(sample):
+            raise RuntimeError(
+                f"The log-probs of {self.model_class} differ from those of its own logits {reason}. Training would be "
+                "wrong, as it is in TRL. The forward must compute logits from the `last_hidden_state` of the backbone, "
+                "and pass its inputs to the backbone unchanged. Change the model's code, or use another model."
+            )
+
+    def _difference(self, model: Any, sample: ModelSample, *, check: bool = False) -> str | None:
+        """Return by how much the log-probs of our head differ from those of the model's logits, or None."""
+        head, device = self._head(model)
+        classes_K = sample.classes_K.to(device)
+        hidden_NH = sample.hidden_NH.to(device).repeat_interleave(len(classes_K), 0)
+        targets_N = classes_K.repeat(len(sample.hidden_NH))
+        with nullcontext() if check else torch.no_grad():
+            scored = self._score(hidden_NH, head, targets_N, ("log_probs",), None, check=check)
+        assert scored.log_probs is not None
+        return difference_reason(scored.log_probs, sample, self.options.temperature)
+
+    @property
+    def difference_from_trl(self) -> str | None:
+        """How log-probs differ from TRL's, which are then not those of the model's logits."""
+        if self.runs_model_code:
+            found = "computes more than a product between its last hidden states and its logits, which TRL leaves out"
+        elif not self.transform.is_close(self.trl_transform):
+            found = f"multiplies its logits by {self.transform.described}, and TRL by {self.trl_transform.described}"
+        else:
+            return None
+        return f"log-probs differ from TRL's, which are not those of the model's logits: {self.model_class} {found}"
 
     def _check(
         self, hidden_NH: Tensor, head: LinearHead, rows: WeightLayout, targets_N: Tensor, outputs: tuple[str, ...]
@@ -287,12 +391,17 @@ def _kept_classes(ids_BK: Tensor, counts_BC: Tensor, index_BS: Tensor, tokens: i
     return KeptClasses.of_rows(ids_BK, counts_BC, index_BS[:, -counts_BC.size(1) :], tokens)
 
 
-def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForward:
+def attach_scoring_forward(model: Any, options: ScoringOptions, argument: str = "model") -> ScoringForward:
     """Make `model(..., fused_lm_head=True)` score tokens. `model` is the model inside its wrappers.
 
+    Args:
+        argument (`str`): the trainer's argument that is this model, for errors.
+
     Raises:
-        `ValueError`: `cast_lm_head_to_fp32` is set and the head has an adapter.
+        `ValueError`: the model is no decoder-only language model, or `cast_lm_head_to_fp32` is set and the head has an
+            adapter.
     """
+    check_decoder(model, argument)
     if options.cast_lm_head_to_fp32:
         head = resolve_head(model.get_output_embeddings())
         if isinstance(head, OpaqueHead) or head.module is not None:
@@ -301,37 +410,58 @@ def attach_scoring_forward(model: Any, options: ScoringOptions) -> ScoringForwar
                 "`cast_lm_head_to_fp32=True` is not supported with an adapter on the LM head. Set it to False, leave "
                 "`lm_head` out of the adapter, or train it with `modules_to_save`."
             )
-    scoring = ScoringForward(model, options)
     # None for the class's forward: then a deep copy of the model calls its own forward
-    own_forward = model.__dict__.get("forward")
+    of_instance = model.__dict__.get("forward")
+
+    def own_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return type(model).forward(model, *args, **kwargs) if of_instance is None else of_instance(*args, **kwargs)
+
+    scoring = ScoringForward(model, options, own_forward)
 
     # Keeps the model's signature, against which `generate` checks its arguments
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head:
             return scoring(self, *args, **kwargs)
-        return type(self).forward(self, *args, **kwargs) if own_forward is None else own_forward(*args, **kwargs)
+        return own_forward(self, *args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
     return scoring
 
 
-def _backbone(model: Any) -> Any:
-    """Return the model without the head. Llama 4's text model has no such `base_model`, and returns itself."""
-    return model.model if model.base_model is model else model.base_model
-
-
 def _router_loss(
-    router_logits: tuple[Tensor, ...], text_config: Any, attention_mask: Tensor | None, layout: Layout | None
+    model: Any,
+    own_forward: OwnForward,
+    router_logits: tuple[Tensor, ...] | None,
+    attention_mask: Tensor | None,
+    layout: Layout | None,
 ) -> Tensor:
-    """Return the load-balancing loss of transformers' MoE models, from one tensor of router logits per layer."""
+    """Return the load-balancing loss of a mixture of experts, from one tensor of router logits per layer."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+    config = model.config.get_text_config()
+    if not router_logits:
+        # Doge and Flint, for example, can be configured without experts. Then there is no load, and TRL crashes
+        return model.get_output_embeddings().weight.new_zeros((), dtype=torch.float32)
     if layout is not None:
         # A shared token counts once per row, as in the padded batch
         real_N = layout.real_places().to(router_logits[0].device)
         router_logits = tuple(index_select_fp32_grad(x.flatten(0, -2), real_N.to(x.device)) for x in router_logits)
         attention_mask = None
-    return load_balancing_loss_func(
-        router_logits, text_config.num_experts, text_config.num_experts_per_tok, attention_mask
-    )
+    experts = router_logits[0].shape[-1]
+    chosen = next((x for name in _CHOSEN_EXPERTS if (x := getattr(config, name, None)) is not None), None)
+    if getattr(config, "num_experts", None) != experts or chosen is None:
+        # TRL crashes here. GraniteMoE has another name for `num_experts`, and the logits of Doge are not of experts
+        try:
+            loss = router_loss_of(model, own_forward, router_logits, attention_mask)
+        except Exception as error:  # of the model's code, on what a stand-in returns
+            logger.debug(f"{type(model).__name__} computes no router loss without its backbone: {error}")
+            loss = None
+        if loss is not None:
+            return loss
+    if chosen is None:
+        raise ValueError(
+            f"The router loss of {type(model).__name__} is unknown: its config does not say how many experts a token "
+            "gets. Set `router_aux_loss_coef=0.0` to train without it."
+        )
+    return load_balancing_loss_func(router_logits, experts, chosen, attention_mask)

@@ -1,5 +1,6 @@
 """The LM head of a model: its linear layer, its adapters, and the scaling of its logits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -90,10 +91,12 @@ class LinearHead(NamedTuple):
 
 
 class OpaqueHead(NamedTuple):
-    """A head that only its own forward can compute, with the reason."""
+    """A head that only the model's code can compute, with the reason."""
 
-    module: nn.Module
+    run: Callable[[Tensor], Tensor]  # hidden states `(N, H)` to the product or the logits, `(N, V)`
     reason: str
+    described: str = "the head's own forward runs on tiles of tokens"
+    at_once: bool = False  # whether it runs once, on all tokens
 
 
 def resolve_head(lm_head: nn.Module) -> LinearHead | OpaqueHead:
@@ -224,7 +227,7 @@ _ELEMENTS = {"cuda": 2**25, "cpu": 2**20}
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def score_by_module(
-    lm_head: nn.Module,
+    lm_head: Callable[[Tensor], Tensor],
     hidden_NH: Tensor,
     targets_N: Tensor,
     *,
@@ -236,7 +239,7 @@ def score_by_module(
     chunk_size: int | None,
     kept: KeptClasses | None = None,
 ) -> LinearLogProbs:
-    """Return per-token results from the forward of `lm_head`, with its precision and dropout.
+    """Return per-token results from what `lm_head` returns, with its precision and dropout.
 
     The backward recomputes each tile's product with the same random numbers. At least one tile runs, so every parameter
     gets a gradient even without tokens.

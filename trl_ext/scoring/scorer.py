@@ -44,6 +44,7 @@ class Scorer:
                     share_prompts=self.options.share_prompts is not False,
                     **options,
                 ),
+                "model" if is_policy else "ref_model",
             )
         )
 
@@ -116,4 +117,10 @@ class Scorer:
         if self.options.head != "dense" and (device.type != "cpu" or asked == "triton"):
             reason = "`head_kernels` is 'torch'" if asked == "torch" else triton_unavailable_reason(device)
             kernels = ", with Triton kernels" if reason is None else f", without Triton kernels ({reason})"
-        return f"{_HOW[self.options.head]}{kernels}; {rows}."
+        differences = dict.fromkeys(x.difference_from_trl for x in self.forwards if x.difference_from_trl)
+        return f"{'; '.join([_HOW[self.options.head] + kernels, rows, *differences])}."
+
+    @property
+    def differs_from_trl(self) -> bool:
+        """Whether a model's log-probs are not TRL's, because TRL's are not those of the model's logits."""
+        return any(x.difference_from_trl for x in self.forwards)

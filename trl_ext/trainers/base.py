@@ -307,6 +307,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Return a description of how the head runs, and whether that is the usual way."""
         options, rows, device = self._scorer.options, self._scorer.policy.head_rows, self.accelerator.device
         usual = options.head == "tiled" and options.head_kernels is None and rows in (None, WHOLE_HERE)
+        usual = usual and not self._scorer.differs_from_trl
         usual = usual and (device.type == "cpu" or triton_unavailable_reason(device) is None)
         return self._scorer.describe(device, self.accelerator.state.num_processes == 1), usual
 
