@@ -9,7 +9,7 @@ import torch
 import trl
 
 from launch import ENGINES, launch
-from matrix_rows import CONTROLS, OTHER_ROWS, ROWS, OneProcess, Seen, save_models, train
+from matrix_rows import CONTROLS, OTHER_ROWS, OWN_CODE_ROWS, ROWS, OneProcess, Seen, save_models, train
 from matrix_rows import __file__ as SCRIPT
 from tiers import fast_first
 
@@ -96,6 +96,12 @@ def test_sft_kto_and_rloo_train_as_one_process(engine: str, tmp_path: Path):
 @pytest.mark.slow
 def test_sft_and_kto_train_under_tensor_parallelism(tmp_path: Path):
     check_matrix("tp", [row for row in OTHERS if not row.startswith("rloo")], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_a_model_whose_code_computes_its_logits_trains_as_one_process(engine: str, tmp_path: Path):
+    check_matrix(engine, ["-".join(row) for row in OWN_CODE_ROWS], tmp_path)
 
 
 @pytest.mark.slow

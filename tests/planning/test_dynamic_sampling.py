@@ -56,6 +56,8 @@ def build(library, workshop: Workshop, tmp_path, dataset, **options):
         ),
     )
     fed = []
+    for scoring in getattr(trainer, "scoring_forwards", ()):
+        scoring.is_compared = True  # the check of the logits runs 8 tokens twice
     for model in filter(None, (trainer.model, trainer.ref_model)):
         model.get_input_embeddings().register_forward_hook(
             lambda module, args, output: fed.append((torch.is_grad_enabled(), args[0].numel()))

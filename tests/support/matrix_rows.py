@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaConfig, ModernBertDecoderConfig, Qwen3Config, TrainerCallback
 
 import trl_ext
 from rewards import id_reward
@@ -39,6 +39,13 @@ MODELS = {
     "tied": Qwen3Config(**_SHAPE, vocab_size=1000, tie_word_embeddings=True),
     "odd": LlamaConfig(**_SHAPE, vocab_size=1009, tie_word_embeddings=False),
     "few": LlamaConfig(**_SHAPE, vocab_size=V_WORDS, tie_word_embeddings=False),  # 97, odd too
+    # The model's own code computes its logits
+    "layers": ModernBertDecoderConfig(
+        **{name: x for name, x in _SHAPE.items() if name not in ("num_key_value_heads", "bos_token_id")},
+        vocab_size=V_WORDS,
+        cls_token_id=1,
+        sep_token_id=1,
+    ),
 }
 TRAINERS, MODES = ("dpo", "grpo"), ("full", "lora")
 ROWS = [(trainer, mode, model) for trainer in TRAINERS for mode in MODES for model in ("untied", "tied", "odd")]
@@ -48,6 +55,7 @@ OTHER_ROWS = [
     for trainer in ("sft", "kto", "rloo")
     for mode, model in (("full", "untied"), ("lora", "tied"))
 ]
+OWN_CODE_ROWS = [("dpo", "full", "layers"), ("grpo", "lora", "layers")]
 
 
 def save_models(folder: Path) -> None:
@@ -265,6 +273,8 @@ def _case(rank: Any, row: tuple[str, str, str], synced: bool) -> Seen:
     return train(rank, *row, synced=synced)
 
 
-CASES = {"-".join(row): partial(_case, row=row, synced=True) for row in (*ROWS, *OTHER_ROWS)}
-CONTROLS = {f"{'-'.join(row)}-unsynced": partial(_case, row=row, synced=False) for row in (*ROWS, *OTHER_ROWS)}
+CASES = {"-".join(row): partial(_case, row=row, synced=True) for row in (*ROWS, *OTHER_ROWS, *OWN_CODE_ROWS)}
+CONTROLS = {
+    f"{'-'.join(row)}-unsynced": partial(_case, row=row, synced=False) for row in (*ROWS, *OTHER_ROWS, *OWN_CODE_ROWS)
+}
 CASES |= CONTROLS

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+
 def backbone_of(model: Any) -> Any:
     """Return the model without the head. Llama 4's text model has no such `base_model`, and returns itself."""
     return model.model if model.base_model is model else model.base_model

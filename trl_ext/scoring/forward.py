@@ -58,6 +58,7 @@ class ScoringForward:
     """The scoring forward of one model."""
 
     sequence_group: SequenceGroup | None = None  # the ranks over which the tokens of a row are split
+    is_compared = False  # whether log-probs were compared with the model's logits
 
     def __init__(self, model: Any, options: ScoringOptions, own_forward: OwnForward) -> None:
         self.options = options
@@ -72,7 +73,6 @@ class ScoringForward:
             pass  # the first batch shows whether the config's numbers are right
         else:
             self._set_transform(transform)
-        self.is_compared = False  # whether log-probs were compared with the model's logits
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self.used = False  # every call sets it; the caller resets and reads it
         self.token_counts = [0, 0, 0]  # tokens so far: processed with a gradient, without a gradient, and scored
