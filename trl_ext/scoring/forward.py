@@ -322,8 +322,8 @@ class ScoringForward:
         sample = ModelSample.of(model, self.own_forward, self.vocabulary, device, has_mask=has_mask)
         if sample is None:
             return
-        reason = self._difference(model, sample)
-        if reason is None:
+        difference = self._difference(model, sample)
+        if difference is None:
             return
         # The tiled head or an adapter may be the cause: their checks say so
         self._difference(model, sample, check=True)
@@ -331,7 +331,8 @@ class ScoringForward:
         try:
             self._set_transform(None)
             if self._difference(model, sample) is None:
-                logger.warning(f"On the first batch, {self.difference_from_trl}.")
+                reason = self.difference_from_trl
+                logger.warning(f"Log-probs differ from TRL's, which are not those of the model's logits: {reason}.")
                 return
         except Exception as error:  # of the model's code, on what a stand-in returns
             logger.debug(f"{self.model_class} does not run without its backbone: {error}")
@@ -340,8 +341,8 @@ class ScoringForward:
         # A forward that draws at random in evaluation mode too, for example in a user's hook, cannot be compared
         if again is not None and again.repeats(sample):
             raise RuntimeError(
-                f"The log-probs of {self.model_class} differ from those of its own logits {reason}. Training would be "
-                "wrong, as it is in TRL. The forward must compute logits from the `last_hidden_state` of the backbone, "
+                f"The log-probs of {self.model_class} differ from `log_softmax` of its logits {difference}. Training "
+                "would be wrong, as it is in TRL. The forward must compute logits from the `last_hidden_state` of the backbone, "
                 "and pass its inputs to the backbone unchanged. Change the model's code, or use another model."
             )
 
@@ -358,14 +359,14 @@ class ScoringForward:
 
     @property
     def difference_from_trl(self) -> str | None:
-        """How log-probs differ from TRL's, which are then not those of the model's logits."""
+        """Why log-probs differ from TRL's, which are then not those of the model's logits."""
         if self.runs_model_code:
             found = "computes more than a product between its last hidden states and its logits, which TRL leaves out"
         elif not self.transform.is_close(self.trl_transform):
             found = f"multiplies its logits by {self.transform.described}, and TRL by {self.trl_transform.described}"
         else:
             return None
-        return f"log-probs differ from TRL's, which are not those of the model's logits: {self.model_class} {found}"
+        return f"{self.model_class} {found}"
 
     def _check(
         self, hidden_NH: Tensor, head: LinearHead, rows: WeightLayout, targets_N: Tensor, outputs: tuple[str, ...]

@@ -95,7 +95,7 @@ def _run(model: Any, forward: OwnForward, hidden_BSH: Tensor, router_logits: Any
     with _stand_in(model, backbone_of(model), lambda *_, **__: outputs) as calls:
         results = forward(model, **accepted(model, {"input_ids": ids_BS, "use_cache": False, **inputs}))
     if len(calls) != 1:
-        raise ForwardNotReadError(f"its forward calls its backbone {len(calls)} times")
+        raise ForwardNotReadError(f"The forward calls its backbone {len(calls)} times.")
     return results
 
 
@@ -179,7 +179,7 @@ def _read_transform(
     with evaluating(model), _stand_in(model, lm_head, head):
         logits = _run(model, forward, hidden_1NH).logits
     if len(seen) != 1:
-        raise ForwardNotReadError("its forward does not call its output embedding once")
+        raise ForwardNotReadError("The forward does not call its output embedding once.")
     if seen[0].shape != hidden_1NH.shape or logits.shape != product_1NV.shape:
         return None
     ratio = (seen[0].double() / hidden_1NH.double()).flatten()

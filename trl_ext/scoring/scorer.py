@@ -117,7 +117,9 @@ class Scorer:
         if self.options.head != "dense" and (device.type != "cpu" or asked == "triton"):
             reason = "`head_kernels` is 'torch'" if asked == "torch" else triton_unavailable_reason(device)
             kernels = ", with Triton kernels" if reason is None else f", without Triton kernels ({reason})"
-        differences = dict.fromkeys(x.difference_from_trl for x in self.forwards if x.difference_from_trl)
+        because = dict.fromkeys(x.difference_from_trl for x in self.forwards if x.difference_from_trl)
+        differ = "log-probs differ from TRL's, which are not those of the model's logits"
+        differences = [f"{differ}: {reason}" for reason in because]
         return f"{'; '.join([_HOW[self.options.head] + kernels, rows, *differences])}."
 
     @property
