@@ -343,7 +343,7 @@ class ScoringForward:
             raise RuntimeError(
                 f"The log-probs of {self.model_class} differ from `log_softmax` of its logits {difference}. Training "
                 "would be wrong, as it is in TRL. The forward must compute logits from the `last_hidden_state` of the "
-                "backbone, and pass its inputs to the backbone unchanged. Change the model's code, or use another model."
+                "backbone, and pass its inputs to the backbone unchanged. Change its code, or use another model."
             )
 
     def _difference(self, model: Any, sample: ModelSample, *, check: bool = False) -> str | None:
