@@ -45,6 +45,10 @@ def _is_short(drawn: Drawn) -> bool:
     return drawn["model"] != "chat"
 
 
+def _can_stream(drawn: Drawn) -> bool:
+    return drawn["steps"] > 0 and "gradient_accumulation_steps" not in drawn and "precompute_ref_log_probs" not in drawn
+
+
 def _has(name: str) -> Callable[[Drawn], bool]:
     return lambda drawn: bool(drawn.get(name))
 
@@ -109,7 +113,6 @@ FIELDS = (
     _(ROWS, 0.5, rows=(9, 10, 11, 13)),
     _(GROUPED, 1.0, prompts=(24, 24, 11, 13)),
     _(GROUPED, 1.0, _is("steps", -1), prompts=(8, 9)),
-    _(DPO, 0.1, _is("steps", 2, 3, 4), streaming=(True,)),
     # Steps
     _(ALL, 0.3, gradient_accumulation_steps=(2, 3)),
     _(ALL, 0.2, gradient_checkpointing=(True,)),
@@ -206,7 +209,7 @@ FIELDS = (
     _(KTO, 0.2, _is_short, max_length=(8, 11)),
     # DPO and KTO
     _(STORING, 0.3, beta=(0.05, 0.5)),
-    _(STORING, 0.2, lambda d: not d.get("streaming"), precompute_ref_log_probs=(True,)),
+    _(STORING, 0.2, precompute_ref_log_probs=(True,)),
     _(STORING, 0.1, precompute_ref_batch_size=(3,)),
     _(
         STORING,
@@ -217,6 +220,8 @@ FIELDS = (
         ref_model_mixup_alpha=(0.3,),
     ),
     _(DPO + SFT, 0.5, per_device_train_batch_size=(1, 2, 6)),
+    # Of a stream that is shorter than the batches of a step, transformers would never make one
+    _(DPO, 0.15, _can_stream, streaming=(True,)),
     _(KTO, 0.5, per_device_train_batch_size=(2, 3, 6)),  # its KL term needs two rows
     # GRPO and RLOO: generation and rewards
     _(GROUPED, 1.0, num_generations=(2, 4, 4, 8)),

@@ -257,18 +257,25 @@ class Hook:
         return f"hook: {self.action}"
 
     def register(self, trainer: Any) -> None:
-        applies = HOOK_ACTIONS[self.action]
-
-        def hook(module: Any, inputs: Any, output: Tensor) -> Tensor:
-            return 1.1 * output if applies(module) else output
-
-        trainer.model.get_input_embeddings().register_forward_hook(hook)
+        trainer.model.get_input_embeddings().register_forward_hook(HOOK_ACTIONS[self.action])
 
 
-HOOK_ACTIONS: dict[str, Callable[[Any], bool]] = {
-    "scales": lambda module: True,
-    "scales in training": lambda module: module.training,
-    "scales where gradients are recorded": lambda module: torch.is_grad_enabled(),
+def _counts_calls(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    module.calls = getattr(module, "calls", 0) + 1
+    return output * (1 + 0.05 * (module.calls % 3))
+
+
+def _draws_in_training(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output + 0.05 * torch.randn_like(output) if module.training else output
+
+
+# docs/skipped-work.md says what is not seen to differ from call to call
+HOOK_ACTIONS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
+    "scales": lambda module, inputs, output: 1.1 * output,
+    "scales in training": lambda module, inputs, output: 1.1 * output if module.training else output,
+    "draws": lambda module, inputs, output: output + 0.05 * torch.randn_like(output),
+    "draws in training": _draws_in_training,
+    "counts its calls": _counts_calls,
 }
 
 OfUser = Override | Event | Hook | None
