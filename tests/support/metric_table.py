@@ -99,6 +99,16 @@ CONDITIONS: dict[str, Callable[[Case, Situation], bool]] = {
         case.trainer == "dpo" and _loss_types(case) == ["sft"]
     ),
     "in evaluation of several sets": lambda case, situation: bool(case.eval_sets) and situation.evaluation,
+    'with SFT\'s `padding_free=True` and `include_num_input_tokens_seen="all"`': lambda case, situation: (
+        case.trainer == "sft"
+        and bool(case.config.get("padding_free"))
+        and case.config.get("include_num_input_tokens_seen") == "all"
+    ),
+    "in training, with `max_tokens_per_micro_batch` and gradient accumulation": lambda case, situation: (
+        bool(case.ours.get("max_tokens_per_micro_batch"))
+        and case.config.get("gradient_accumulation_steps", 1) > 1
+        and not situation.evaluation
+    ),
     "with an RPO loss type": lambda case, situation: not READ_REWARDS.isdisjoint(_loss_types(case)),
 }
 
