@@ -4,6 +4,7 @@ import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +159,13 @@ def test_a_run_with_noise_equals_stock_trls(source: str, run: str, workshop: Wor
     stock = _stock(source, run, workshop)
     assert any(abs(loss) > 1e-4 for loss in stock.losses)
     assert not differences(ours, stock)
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "grpo"])
+def test_a_micro_batch_with_noise_is_not_split(trainer: str, workshop: Workshop, tmp_path: Path) -> None:
+    ours = {"max_tokens_per_micro_batch": 30}
+    case = Case("noise", trainer, "ref_model", config=NEFTUNE, ours=ours)
+    with pytest.raises(
+        ValueError, match="`max_tokens_per_micro_batch=30` is not supported here: `neftune_noise_alpha`"
+    ):
+        build(case, OURS, workshop, str(tmp_path), Record()).train()

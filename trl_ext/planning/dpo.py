@@ -33,6 +33,7 @@ class DPOFacts(ReferenceFacts):
     has_router_loss: bool
     own_step: str | None  # an overridden method that gets whole micro-batches
     positions_by_length: bool = False  # the model's positions depend on the longest row of a forward pass
+    noise_of_batch: str | None = None  # what draws noise that may depend on the rows of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,8 @@ def _micro_batch_reason(facts: DPOFacts) -> str | None:
         return "the router loss is computed for each micro-batch"
     if facts.positions_by_length:
         return BY_LENGTH
+    if facts.noise_of_batch is not None:
+        return f"{facts.noise_of_batch}, which may depend on the rows of a batch"
     if facts.has_images:
         return "a batch with images cannot be split by pair"
     if facts.own_loss is not None or facts.overrides_loss:

@@ -360,6 +360,8 @@ def _in_parts(facts: GRPOFacts, decision: Decision, merges: bool) -> Decision:
     reason = _micro_batch_reason(facts)
     if reason is not None and not facts.has_images:
         reason += ", so splitting a micro-batch would change the gradient"
+    if facts.draws_for_batch:
+        reason = f"{facts.randomness}, which may depend on the rows of a batch"
     if steps_in_backward(facts.optimizer):
         reason = f"the optimizer `{facts.optimizer}` would step after the backward of each part of a micro-batch"
     if reason is not None:

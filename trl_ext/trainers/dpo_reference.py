@@ -71,6 +71,8 @@ class DPOReference(reference_source.ReferenceSource):
                 f"`ref_rejected_logps` of {' and '.join(f'`{name}`' for name in with_columns)} fix its log-probs. "
                 "Remove the columns, or set `sync_ref_model=False`."
             )
+        randomness = self.host._randomness()
+        noise_of_batch = None if randomness is None or randomness.of_tokens else randomness.reason
         facts = DPOFacts(
             **self.facts(),
             loss_types=tuple(self.host.loss_types),
@@ -87,6 +89,7 @@ class DPOReference(reference_source.ReferenceSource):
             overrides_loss=overrides(self.host, "_compute_loss") is not None,
             own_step=overrides(self.host, *STEP, "get_batch_samples"),
             positions_by_length=positions_by_length(self.host.model, args.max_length, args.pad_to_multiple_of),
+            noise_of_batch=noise_of_batch,
         )
         return plan_dpo(facts)
 
