@@ -319,6 +319,21 @@ DATA_MISTAKES: dict[str, Mistake] = {
         "loss would be of every token. Add `completion_mask` or `labels`, or leave it out.",
         None,
     ),
+    "SFT, text with the labels of a classifier": Mistake(
+        lambda b: b.sft(train_dataset=rows({"text": "w1 w2", "labels": 1}, times=2)),
+        "`labels` of `train_dataset` would be the labels of its tokens, which TRL makes of the text or messages. "
+        'Remove the column: `dataset.remove_columns("labels")`.',
+        "'int' object is not subscriptable",
+    ),
+    "SFT, a function of rows with a prompt": Mistake(
+        lambda b: b.sft(
+            train_dataset=rows({"prompt": "w1", "response": "w2"}, times=2),
+            formatting_func=lambda row: row["prompt"] + " " + row["response"],
+        ),
+        "`train_dataset` has the column `prompt`, so TRL reads `prompt` and `completion`, not the text of "
+        "`formatting_func`. Rename the column, and read it there by the new name.",
+        "KeyError: 'completion'",
+    ),
     "SFT, prepared rows without a label": Mistake(
         lambda b: b.sft(train_dataset=rows({"input_ids": [3, 4, 5], "labels": [-100] * 3}, times=4)),
         UNLABELED,

@@ -121,6 +121,13 @@ def keeps_roles(**changes: Any) -> Any:
     return made
 
 
+def begins_messages_with_bos() -> Any:
+    """Return a tokenizer with the special tokens of SmolLM2."""
+    made = chat_tokenizer()
+    made.bos_token = "<|im_start|>"
+    return made
+
+
 HUMAN = {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}
 DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] = {
     "a completion that begins with its prompt in some rows": (
@@ -157,6 +164,14 @@ DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] =
         ),
         tokenizer,
         "`prompt` of `train_dataset` is also at the start of `chosen`, in row 0 and in 4 of the 4 rows",
+    ),
+    "SQL that goes on with its prompt": (
+        "dpo",
+        lambda: rows(
+            {"prompt": "SELECT w1 FROM w2", "chosen": "SELECT w1 FROM w2 WHERE", "rejected": "SELECT w1 FROM w2 LIMIT"}
+        ),
+        tokenizer,
+        "`prompt` of `train_dataset` is also at the start of `chosen`, in row 0 and in 1 of the 1 rows",
     ),
     "a chosen completion that begins with its prompt": (
         "dpo",
@@ -286,6 +301,72 @@ SILENT: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any]]] = {
             times=2,
         ),
         chat_tokenizer,
+    ),
+    "a user who says again what he said before": (
+        "sft",
+        lambda: rows({"prompt": [user("go on"), assistant("a")], "completion": [user("go on"), assistant("b")]}),
+        chat_tokenizer,
+    ),
+    "a user who says again what he said before, in pairs": (
+        "dpo",
+        lambda: rows(
+            {
+                "prompt": [user("yes"), assistant("a")],
+                "chosen": [user("yes"), assistant("b")],
+                "rejected": [user("yes"), assistant("c")],
+            }
+        ),
+        chat_tokenizer,
+    ),
+    "a translated question beside Chinese pairs with a prompt": (
+        "dpo",
+        lambda: rows(
+            {
+                "question": "Where is it?",
+                "chosen": "问\uff1a它在哪里\uff1f答\uff1a这里",
+                "rejected": "问\uff1a它在哪里\uff1f答\uff1a那里",
+            },
+            times=4,
+        ),
+        tokenizer,
+    ),
+    "a translated question beside Arabic pairs with a prompt": (
+        "dpo",
+        lambda: rows({"question": "Where is it?", "chosen": "أين هو؟ هنا", "rejected": "أين هو؟ هناك"}, times=4),
+        tokenizer,
+    ),
+    "a translated question beside Japanese pairs with a prompt": (
+        "dpo",
+        lambda: rows(
+            {
+                "question": "Where is Mt. Fuji?",
+                "chosen": "富士山がどこにあるか教えてください。静岡県です。",
+                "rejected": "富士山がどこにあるか教えてください。大阪です。",
+            },
+            times=4,
+        ),
+        tokenizer,
+    ),
+    "a user who always says the same": (
+        "dpo",
+        lambda: rows(
+            *[
+                {
+                    "context": f"of joke {x}",
+                    "chosen": [user("Tell me a joke."), assistant(f"w{x}")],
+                    "rejected": [user("Tell me a joke."), assistant(f"w1 w{x}")],
+                }
+                for x in range(6)
+            ]
+        ),
+        chat_tokenizer,
+    ),
+    "BOS that begins each message": (
+        "sft",
+        lambda: rows(
+            {"prompt": "<|im_start|>user\na<|im_end|>\n", "completion": "<|im_start|>assistant\nb<|im_end|>"}, times=2
+        ),
+        begins_messages_with_bos,
     ),
     "a prompt that an answer begins": (
         "sft",
@@ -426,6 +507,11 @@ def test_what_looks_like_a_mistake_and_is_none_is_silent(what: str, caplog: pyte
     assert caplog.text == ""
 
 
+def labels_of_ids(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+
+
 class Recorded:
     """A bench that keeps what it would train on."""
 
@@ -473,19 +559,102 @@ def test_data_that_is_changed_as_an_error_says_is_accepted(name: str) -> None:
             {},
         ),
         ({"data_collator": "own"}, {"completion_only_loss": True}),
+        (
+            {"train_dataset": rows({"input_ids": [3, 4], "assistant_masks": [0, 1]}, times=4)},
+            {"completion_only_loss": True},
+        ),
+        (
+            {"train_dataset": rows({"messages": [user("a"), assistant("b")]}, times=4), "model": "chat"},
+            {"completion_only_loss": True, "assistant_only_loss": True},
+        ),
+        (
+            {"train_dataset": rows({"input_ids": [3, 4], "labels": 1}, times=4), "data_collator": "ids"},
+            {"dataset_kwargs": {"skip_prepare_dataset": True}},
+        ),
+        (
+            {"train_dataset": rows({"input_ids": [3, 4], "labels": [-100, -100]}, times=4), "data_collator": "ids"},
+            {"dataset_kwargs": {"skip_prepare_dataset": True}},
+        ),
     ],
-    ids=["completions", "masks", "labels", "some labels", "a collator"],
+    ids=[
+        "completions",
+        "masks",
+        "labels",
+        "some labels",
+        "a collator",
+        "masks of the assistant",
+        "messages of the assistant",
+        "classes that a collator does not read",
+        "labels that a collator does not read",
+    ],
 )
 def test_labels_that_train_rightly_are_silent(
     arguments: dict[str, Any], fields: dict[str, Any], workshop: Workshop, tmp_path: Path, caplog: Any
 ) -> None:
-    if "data_collator" in arguments:
+    if arguments.get("data_collator") == "own":
         arguments = {"data_collator": DataCollatorForLanguageModeling(pad_token_id=0)}
+    elif arguments.get("data_collator") == "ids":
+        arguments = {**arguments, "data_collator": labels_of_ids}
+    if "model" in arguments:
+        arguments = {**arguments, "model": workshop.model(arguments["model"])}
     bench = Bench(workshop, tmp_path)
     bench.sft(**arguments, **fields, max_length=None)
     assert bench.trainer.state.global_step == 1
     assert "label" not in caplog.text
     assert "completion" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dataset", "fields", "words"),
+    [
+        (
+            rows({"prompt": "w1", "completion": " w2", "text": "w1 w2"}, times=4),
+            {},
+            "`train_dataset` has the column `text` beside `prompt` and `completion`. TRL trains on these two, but adds "
+            "'</s>' to `text` alone, so completions have no end. Remove the column: "
+            '`dataset.remove_columns("text")`.',
+        ),
+        (
+            rows({"prompt": "w1", "completion": " w2"}, times=4),
+            {"formatting_func": lambda row: row["prompt"], "completion_only_loss": False},
+            "`formatting_func` has no effect on `train_dataset`: TRL trains on `prompt` and `completion`. Leave it "
+            "out, or rename these columns.",
+        ),
+        (
+            rows({"messages": [user("a"), assistant("b")]}, times=4),
+            {"formatting_func": lambda row: "w1 w2"},
+            "`formatting_func` has no effect on `train_dataset`: TRL trains on `messages`.",
+        ),
+        (
+            rows({"body": "w1 w2"}, times=4),
+            {"formatting_func": lambda row: "w3 w4", "dataset_text_field": "body"},
+            "`formatting_func` has no effect on `train_dataset`: TRL trains on `body`.",
+        ),
+        (rows({"prompt": "w1", "completion": " w2</s>", "text": "w1 w2"}, times=4), {}, None),
+        (rows({"prompt": "w1", "completion": " w2", "text": "w1 w2 </s>"}, times=4), {}, None),
+        (rows({"instruction": "w1", "output": "w2"}, times=4), {"formatting_func": lambda row: row["output"]}, None),
+        (rows({"text": "w1"}, times=4), {"formatting_func": lambda row: row["text"]}, None),
+    ],
+    ids=[
+        "text beside completions",
+        "a function beside completions",
+        "a function beside messages",
+        "a function beside text",
+        "completions that end",
+        "text that ends",
+        "a function of other columns",
+        "a function of text",
+    ],
+)
+def test_a_column_that_is_read_instead_of_another_is_a_warning(
+    dataset: Dataset, fields: dict[str, Any], words: str | None, workshop: Workshop, tmp_path: Path, caplog: Any
+) -> None:
+    bench = Bench(workshop, tmp_path)
+    model = workshop.model("chat" if "messages" in dataset.column_names else "tied")
+    bench.sft(train_dataset=dataset, model=model, **fields)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (words is not None)
+    assert words is None or words in warnings[0]
 
 
 def test_rows_for_evaluation_without_a_label_are_a_warning(

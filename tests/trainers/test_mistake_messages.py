@@ -72,6 +72,10 @@ def without_folders(message: str, bench: Any) -> str:
     return message.replace(str(bench.folder), "…").replace(str(bench.workshop.root), "…")
 
 
+def test_there_are_as_many_mistakes_as_the_readme_says() -> None:
+    assert len(MISTAKES) > 150
+
+
 @pytest.mark.parametrize("name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in MISTAKES])
 def test_a_mistake_stops_before_a_forward_pass_and_names_the_argument(name: str, bench: Any) -> None:
     mistake = MISTAKES[name]

@@ -26,9 +26,14 @@ _PROMPTS = 4  # different prompts that single completions must repeat to be an e
 _DIALOGUE = re.compile(
     r"\b(human|user|assistant|question|answer|instruction|response|prompt|bot)\s*:|\[/?INST\]|<\||###", re.IGNORECASE
 )
-_CODE = re.compile(r"[{};=]|\b(def|class|import|func|fn|function) ")
+_CODE = re.compile(r"[{};=]|\b(def|class|import|func|fn|function|SELECT|INSERT|CREATE) |^\s*#(include|!/)")
 _COMPARED = 60  # characters of a prompt that are looked for; it may be cut, or go on elsewhere
 _ANSWER_WORDS = 5  # answers with the same first words have up to so many in common
+_MARKS = "\n?<[|\u061f\uff1f"  # of a prompt, also Arabic and Chinese question marks
+_COLONS = re.compile("[:\uff1a]")
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
+)  # no spaces between words
 
 
 def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> None:
@@ -143,9 +148,13 @@ def check_missing_prompts(rows: Rows, name: str) -> None:
             )
     asked = {place: start for place, start in found.items() if start.other}
     starts = {str(start.shared) for start in asked.values()}
-    # Prompts that differ do not begin with the same text, but answers may
+    # Prompts that differ do not begin with the same text, but answers may. In a chat, a user may always say the same
     all_same = len(starts) == 1 < len({start.other for start in asked.values()})
-    dropped = [place for place, start in asked.items() if (all_same or start.lacks_prompt) and not start.holds_other]
+    dropped = [
+        place
+        for place, start in asked.items()
+        if (start.lacks_prompt or (all_same and not start.is_chat)) and not start.holds_other
+    ]
     unrendered = [place for place, start in found.items() if start.is_chat and not start.shared]
     if dropped and (len(dropped) > len(asked) / 2 or unrendered):
         start = found[dropped[0]]
@@ -208,8 +217,9 @@ class _Start:
         if self.is_chat:
             return not _without_system(self.shared)
         # Such as "Human: ... Assistant:"
-        marked = any(mark in self.shared for mark in "\n?<[|") or self.shared.count(":") > 1
-        return not marked and len(self.shared.split()) <= _ANSWER_WORDS
+        marked = any(mark in self.shared for mark in _MARKS) or len(_COLONS.findall(self.shared)) > 1
+        words = len(self.shared.split()) + len(_UNSPACED.findall(self.shared)) // 2
+        return not marked and words <= _ANSWER_WORDS
 
     @property
     def shown(self) -> str:
@@ -292,13 +302,20 @@ def _same_messages(messages: list[Any], prompt: list[Any]) -> bool:
 
 
 def _repeats(completion: list[Any], prompt: list[Any]) -> bool:
-    """Return whether a completion begins with a user's message that the prompt has, or goes on to its last one."""
+    """Return whether a completion begins with a user's message that the prompt has, or goes on to its last one.
+
+    After an answer, the user may say again what he said before, such as "Go on". Then all of the prompt must be there.
+    """
     turns, asked = _without_system(completion), _without_system(prompt)
     questions = {_text(one) for one in asked if _is_asking(one)} - {""}
     if not turns or not _is_asking(turns[0]) or not questions:
         return False
+    if not _is_asking(asked[-1]):
+        last = turns[len(asked) - 1 : len(asked)]
+        goes_on = bool(last) and _text(last[0]).startswith(_text(asked[-1]))
+        return goes_on and _same_messages(turns, asked[:-1])
     later = {_text(one) for one in turns if _is_asking(one)}
-    return _text(turns[0]) in questions or (_is_asking(asked[-1]) and _text(asked[-1]) in later)
+    return _text(turns[0]) in questions or _text(asked[-1]) in later
 
 
 def _begins_with(text: Any, prompt: str) -> bool:

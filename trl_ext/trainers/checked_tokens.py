@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from datasets import Dataset, IterableDataset
+from trl import is_conversational
 
 from .sampled_rows import columns_of, sampled_rows
 
@@ -54,7 +55,10 @@ def check_special_tokens(
 
 def _begins_with_bos(text: Any, tokenizer: Any) -> bool:
     bos = tokenizer.bos_token
-    return isinstance(text, str) and bool(bos) and bos != tokenizer.eos_token and text.startswith(bos)
+    if not isinstance(text, str) or not bos or bos == tokenizer.eos_token or not text.startswith(bos):
+        return False
+    # A tokenizer that does not add BOS may have it at the start of each message, as SmolLM2's "<|im_start|>"
+    return _begins_twice(text, tokenizer)
 
 
 def _begins_twice(text: str, tokenizer: Any) -> bool:
@@ -103,15 +107,18 @@ def check_token_ends(dataset: Any, name: str, tokenizer: Any) -> None:
             )
 
 
-def check_completion_only(columns: set[str], name: str, completion_only: bool | None, *, evaluates: bool) -> None:
+def check_completion_only(
+    columns: set[str], name: str, completion_only: bool | None, *, assistant_only: bool, evaluates: bool
+) -> None:
     """Raise `ValueError` if `completion_only_loss=True` has no effect, because TRL knows no completion in the columns.
 
-    Prepared rows have token ids, and a mask or labels. For evaluation, only warn.
+    Prepared rows have token ids, and a mask or labels. For evaluation, only warn. With `assistant_only`, or masks of
+    the assistant's tokens, the loss is of these alone.
     """
     is_prepared = "input_ids" in columns
-    has_completion = columns >= {"prompt", "completion"}
+    has_completion = assistant_only or columns >= {"prompt", "completion"}
     if is_prepared:
-        has_completion = bool(columns & {"labels", "completion_mask"})
+        has_completion = bool(columns & {"labels", "completion_mask", "assistant_masks"})
     if completion_only and not has_completion:
         hint = "Give `prompt` and `completion`, or leave it out."
         if columns & {"messages", "conversations"}:
@@ -130,6 +137,60 @@ def check_completion_only(columns: set[str], name: str, completion_only: bool | 
             f"`completion_mask` of `{name}` is not read, so the loss is of prompts, too. Set "
             "`completion_only_loss=True`, or remove the column."
         )
+
+
+def check_label_column(columns: set[str], name: str) -> None:
+    """Raise `ValueError` if rows that are not prepared have a column `labels`, such as that of a classifier."""
+    if "labels" in columns and "input_ids" not in columns:
+        raise ValueError(
+            f"`labels` of `{name}` would be the labels of its tokens, which TRL makes of the text or messages. Remove "
+            'the column: `dataset.remove_columns("labels")`.'
+        )
+
+
+def check_completion_ends(dataset: Any, name: str, text_field: str, eos: str | None) -> None:
+    """Warn if TRL ends the text of rows with EOS, and not the completion that it trains on."""
+    if (
+        not isinstance(dataset, Dataset)
+        or not eos
+        or not {"prompt", "completion", text_field} <= set(columns_of(dataset) or ())
+    ):
+        return
+    rows = sampled_rows(dataset, ["completion", text_field]).values()
+    pairs = [(row["completion"], row[text_field]) for row in rows]
+    if any(isinstance(x, str) and isinstance(y, str) and not x.endswith(eos) and not y.endswith(eos) for x, y in pairs):
+        logger.warning(
+            f"`{name}` has the column `{text_field}` beside `prompt` and `completion`. TRL trains on these two, but "
+            f"adds {eos!r} to `{text_field}` alone, so completions have no end. Remove the column: "
+            f'`dataset.remove_columns("{text_field}")`.'
+        )
+
+
+def check_formatting(dataset: Any, name: str, text_field: str) -> None:
+    """Check the columns beside the text of a `formatting_func`: TRL may read these. It warns of prepared rows itself.
+
+    Raises:
+        `ValueError`: there is a `prompt` without a `completion`, which TRL would look for.
+    """
+    if not isinstance(dataset, Dataset) or "input_ids" in (columns := columns_of(dataset) or ()):
+        return
+    if "prompt" in columns:
+        if "completion" not in columns:
+            raise ValueError(
+                f"`{name}` has the column `prompt`, so TRL reads `prompt` and `completion`, not the text of "
+                "`formatting_func`. Rename the column, and read it there by the new name."
+            )
+        read = ["prompt", "completion"]
+    elif is_conversational(dataset[0]):
+        read = ["messages"]
+    elif text_field != "text" and text_field in columns:
+        read = [text_field]
+    else:
+        return
+    logger.warning(
+        f"`formatting_func` has no effect on `{name}`: TRL trains on {' and '.join(f'`{x}`' for x in read)}. Leave it "
+        f"out, or rename {'these columns' if len(read) > 1 else 'this column'}."
+    )
 
 
 def check_labels(dataset: Any, name: str, *, evaluates: bool) -> None:

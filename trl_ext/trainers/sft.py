@@ -18,7 +18,16 @@ from ..planning.plan import Decision, PackingFacts, PackingPlan, Plan
 from .base import ExactTrainer
 from .checked_arguments import check_sft_arguments
 from .checked_data import check_rows_are_left, checked_rows, formatted, named, named_datasets, sft_columns
-from .checked_tokens import check_completion_only, check_labels, check_token_ends, has_label, refuse_unlabeled
+from .checked_tokens import (
+    check_completion_ends,
+    check_completion_only,
+    check_formatting,
+    check_label_column,
+    check_labels,
+    check_token_ends,
+    has_label,
+    refuse_unlabeled,
+)
 from .sampled_rows import columns_of
 
 _ROWS_PREPARED_AGAIN = 8
@@ -61,8 +70,18 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         columns = columns_of(dataset)
         if columns is not None and not self._makes_labels:
             evaluates = dataset_name != "train"
-            check_completion_only(set(columns), named(dataset_name), args.completion_only_loss, evaluates=evaluates)
-        if formatting_func is not None:
+            check_completion_only(
+                set(columns),
+                named(dataset_name),
+                args.completion_only_loss,
+                assistant_only=args.assistant_only_loss,
+                evaluates=evaluates,
+            )
+            check_label_column(set(columns), named(dataset_name))
+        if formatting_func is None:
+            check_completion_ends(dataset, named(dataset_name), args.dataset_text_field, self._tokenizer.eos_token)
+        else:
+            check_formatting(dataset, named(dataset_name), args.dataset_text_field)
             formatting_func = partial(formatted, formatting_func)
         prepare = partial(super()._prepare_dataset, processing_class=processing_class, formatting_func=formatting_func)
         prepared = prepare(dataset, args=args, packing=packing, dataset_name=dataset_name)
@@ -77,12 +96,14 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
             if not any(has_label(row["labels"]) for row in again):
                 refuse_unlabeled("train_dataset")
             check_rows_are_left(prepared, args)
-        check_labels(prepared, named(dataset_name), evaluates=dataset_name != "train")
+        if not self._makes_labels:
+            check_labels(prepared, named(dataset_name), evaluates=dataset_name != "train")
         return prepared
 
     def _ready(self, callbacks: Any) -> None:
         super()._ready(callbacks)
-        if (self.args.dataset_kwargs or {}).get("skip_prepare_dataset"):  # TRL has not called `_prepare_dataset`
+        # TRL has not called `_prepare_dataset`. A collator may make other labels of the column
+        if (self.args.dataset_kwargs or {}).get("skip_prepare_dataset") and not self._makes_labels:
             for name, dataset in named_datasets(self.train_dataset, self.eval_dataset):
                 check_labels(dataset, name, evaluates=name != "train_dataset")
 
