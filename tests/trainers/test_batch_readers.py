@@ -138,6 +138,7 @@ def subclass(make: Callable[[Any, Readings], Any]) -> Callable[[Readings], Chang
         def trainer_class(self, base: Any, trls: Any) -> Any:
             return make(base, self.seen)
 
+    Subclass.__name__ = f"Subclass-{make.__name__}"
     return Subclass
 
 
@@ -149,6 +150,7 @@ def between(make: Callable[[Any, Readings], Any]) -> Callable[[Readings], Change
             middle = make(trls, self.seen)
             return middle if base is trls else type("Mine", (base, middle), {})
 
+    Between.__name__ = f"Between-{make.__name__}"
     return Between
 
 
@@ -170,6 +172,7 @@ def in_place_of_trls(make: Callable[[Any, Readings], Any]) -> Callable[[Readings
                 for name, method in before.items():
                     setattr(trls, name, method)
 
+    InPlace.__name__ = f"InPlace-{make.__name__}"
     return InPlace
 
 
@@ -323,6 +326,15 @@ def without_the_first_prompt_token(self, original, seen, model, inputs):
 
 
 @method("_compute_loss")
+def without_the_last_token(self, original, seen, model, inputs, return_outputs):
+    """Masks the last token of each completion, for the policy and for the reference."""
+    mask = inputs["completion_mask"].clone()
+    last = mask.size(1) - 1 - mask.flip(1).argmax(1)
+    mask[torch.arange(len(mask)), last] = 0
+    return original._compute_loss(model, {**inputs, "completion_mask": mask}, return_outputs)
+
+
+@method("_compute_loss")
 def a_pass_without_gradient(self, original, seen, model, inputs):
     ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
     with torch.no_grad():
@@ -396,6 +408,7 @@ def callback(read: Callable[[Any, Readings], None], event: str) -> Callable[[Rea
             added.holder = {"trainer": trainer}
             trainer.add_callback(added)
 
+    WithCallback.__name__ = f"WithCallback-{read.__name__}"
     return WithCallback
 
 
@@ -411,6 +424,7 @@ def on_the_trainer(name: str, body: Any) -> Callable[[Readings], Change]:
         def built(self, trainer: Any) -> None:
             setattr(trainer, name, functools.partial(body, getattr(trainer, name), self.seen))
 
+    OnTrainer.__name__ = f"OnTrainer-{body.__name__}"
     return OnTrainer
 
 
@@ -465,6 +479,7 @@ CASES = [
     (subclass(loss_with_old_log_probs_after), case("rloo")),
     (between(centred_log_probs), case("rloo")),
     *((subclass(batch_seen_before_and_after), case(x, precompute_ref_log_probs=True, steps=2)) for x in ("dpo", "kto")),
+    *((subclass(without_the_last_token), case(x, steps=2)) for x in ("dpo", "kto")),
 ]
 SLOW = [
     *((kind(x), case(**BOTH)) for kind in (subclass, between, in_place_of_trls) for x in EVERY),
@@ -480,14 +495,18 @@ SLOW = [
     *((callback(read_buffer, event), case("rloo", **ALIGNED)) for event in EVENTS),
     (WithRollout, case(**BOTH, rollout="reads")),
     *((kind(batch_seen_before_and_after), case(x)) for kind in (subclass, between) for x in ("dpo", "kto", "sft")),
+    *((between(without_the_last_token), case(x, steps=2)) for x in ("dpo", "kto")),
+    *((kind(without_the_last_token), case(x, setup="lora")) for kind in (subclass, between) for x in ("dpo", "kto")),
 ]
 
 
 def name_of(value: Any) -> str:
-    return value.name if isinstance(value, Case) else getattr(value, "__name__", "")
+    return value.trainer if isinstance(value, Case) else getattr(value, "__name__", "")
 
 
-@pytest.mark.parametrize(("change", "of"), [*CASES, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)])
+@pytest.mark.parametrize(
+    ("change", "of"), [*CASES, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)], ids=name_of
+)
 def test_code_that_reads_batches_trains_as_in_trl(
     change: Any, of: Case, workshop: Workshop, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

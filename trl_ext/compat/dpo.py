@@ -186,18 +186,28 @@ def part_given(trainer: DPOInternals, pairs: list[int], batch: dict[str, Any]) -
 
 @contextmanager
 def reference_given(
-    trainer: DPOInternals, log_probs: torch.Tensor | Callable[[], torch.Tensor] | None
+    trainer: DPOInternals,
+    log_probs: torch.Tensor | Callable[[], torch.Tensor] | None,
+    run_if_changed: Callable[..., FusedCausalLMOutput] | None = None,
 ) -> Iterator[None]:
     """Make TRL's loss read `log_probs` `(2B, S - 1)` in the `with` block; `None` means the sums in the batch.
 
     A function is called once, where TRL runs the reference: after the policy's pass.
+
+    Args:
+        run_if_changed (`Callable`, *optional*):
+            called with the reference's inputs. It returns `None` if they are those that `log_probs` belong to.
     """
 
     @cache
     def outputs() -> FusedCausalLMOutput:
         return FusedCausalLMOutput(log_probs=log_probs() if callable(log_probs) else log_probs)
 
-    with replaced(trainer, ref_model=lambda **_: outputs(), precompute_ref_logps=log_probs is None):
+    def reference(**inputs: Any) -> Any:
+        changed = run_if_changed(**inputs) if inputs and run_if_changed is not None else None
+        return outputs() if changed is None else changed
+
+    with replaced(trainer, ref_model=reference, precompute_ref_logps=log_probs is None):
         yield
 
 

@@ -47,6 +47,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
     _config_class = trl.DPOConfig
     _added_fields = AddedDPOFields
     _source: DPOReference
+    _reference_log_probs: torch.Tensor | None = None  # of the last loss
 
     # For `help()` and editors: the signature is TRL's
     @functools.wraps(trl.DPOTrainer.__init__)  # type: ignore[misc]
@@ -142,29 +143,31 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         if not len(inputs["input_ids"]):  # its pairs run with a later micro-batch
             return self._in_parts.nothing()
         self._ranks.check_same(inputs["input_ids"])
-        from_columns = have_columns(inputs, "A batch")
-        self._dpo_loss.counted, mode = None, "train" if self.model.training else "eval"
-        with self._source.supplied(inputs, from_columns), self._policy_scored():
-            logged = logged_times(self._metrics[mode], self._dpo_batches.merged if mode == "train" else 1)
-            with self._non_finite.recorded(model) as policy, logged:
-                loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            if not return_outputs:
-                self._in_parts.last(loss)
+        self._dpo_loss.counted = None
+        self._reference_log_probs = None
+        mode = "train" if self.model.training else "eval"
+        logged = logged_times(self._metrics[mode], self._dpo_batches.merged if mode == "train" else 1)
+        with self._policy_scored(), self._non_finite.recorded(model) as policy, logged:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not return_outputs:
+            self._in_parts.last(loss)
 
-            def rows() -> Any:
-                return not_finite_rows(
-                    {"policy": self._dpo_loss.in_order(policy), "reference": self._reference_of(inputs)},
-                    labelled(inputs),
-                )
+        def rows() -> Any:
+            values = {"policy": self._dpo_loss.in_order(policy), "reference": self._reference_log_probs}
+            return not_finite_rows(values, labelled(inputs))
 
-            self._non_finite.watch(loss, rows, lambda row: prompt_of(inputs, row))
+        self._non_finite.watch(loss, rows, lambda row: prompt_of(inputs, row))
         self._count_tokens(self._dpo_loss.counted)
-        if self.plan.source == "nothing" and not from_columns:
+        if self.plan.source == "nothing" and not have_columns(inputs, "A batch"):
             internals.drop_reward_metrics(self)
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        return self._dpo_loss.of_batch(model, inputs, return_outputs)
+        """Compute TRL's loss of `inputs`, which an override may have changed: the reference scores them as they are."""
+        with self._source.supplied(inputs, have_columns(inputs, "A batch")):
+            result = self._dpo_loss.of_batch(model, inputs, return_outputs)
+            self._reference_log_probs = self._reference_of(inputs)
+        return result
 
     def _reference_of(self, inputs: dict[str, Any]) -> torch.Tensor | None:
         if "ref_chosen_logps" in inputs:

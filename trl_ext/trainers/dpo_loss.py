@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compat import dpo as internals
+from ..compat.overrides import overrides_below
 from ..config import AddedDPOFields
 from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, pairs_of, rpo_margins, smoothing_term
@@ -59,7 +60,7 @@ class DPOLoss:
         self._in_parts.begins()
         if self.options.max_tokens_per_micro_batch is not None and self._in_parts.may_run and not return_outputs:
             model = self._parts_trained(model, batch, labels, self.options.max_tokens_per_micro_batch)
-        else:
+        elif overrides_below(trainer, "_compute_loss") is None:  # otherwise TRL's labels may be those of another batch
             model = internals.with_labels(model, labels)
         if trainer.accelerator.state.num_processes == 1:
             return self._of_rank(model, batch, return_outputs)

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers.training_args import OptimizerNames
 
 from ..compat import dpo as internals
-from ..compat.overrides import STEP, overrides
+from ..compat.overrides import STEP, overrides, overrides_below
 from ..compat.reference import holds_images, labels_of, score_as_reference
 from ..compat.replaced import unrecorded_pass
 from ..config import AddedDPOFields
@@ -109,7 +109,19 @@ class DPOReference(reference_source.ReferenceSource):
                 log_probs = log_probs()
         else:
             log_probs = self._found(inputs, wanted=plan.source == "store" and not from_columns)
-        return internals.reference_given(self.host, None if from_columns else log_probs)
+        run_if_changed = None
+        if not from_columns and overrides_below(self.host, "_compute_loss") is not None and not self.is_read:
+            # `super()` of our `_compute_loss` is then code of the user, which may pass another batch on to TRL
+            run_if_changed = partial(self._run_if_changed, inputs, self._model(prepared=True))
+        return internals.reference_given(self.host, None if from_columns else log_probs, run_if_changed)
+
+    def _run_if_changed(self, batch: dict[str, torch.Tensor], model: Any, **inputs: Any) -> Any:
+        """Return the reference's outputs for `inputs`; `None` if they are those of `batch`."""
+        known = {**batch, "labels": self.labels_of(batch)}
+        if all(torch.equal(inputs[name], known[name]) for name in ("input_ids", "attention_mask", "labels")):
+            return None
+        with unrecorded_pass(self.host), self.weights.entered():
+            return model(**inputs)
 
     def columns_of(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the entries of `batch` that TRL precomputes."""

@@ -11,7 +11,7 @@ import trl
 from datasets import IterableDataset
 
 from ..compat.kto import KL_PASS, has_kl_rows, reference_in_batch, sequences_of, with_reference
-from ..compat.overrides import overrides
+from ..compat.overrides import overrides, overrides_below
 from ..compat.reference import recorded_loads
 from ..compat.replaced import names_replaced, unrecorded_pass
 from ..config import AddedStoreFields
@@ -49,8 +49,14 @@ class KTOReference(ReferenceSource):
 
     @property
     def is_run_by_trl(self) -> bool:
-        """Whether TRL's loss runs the reference: its random draws then come after those of the policy, as in TRL."""
+        """Whether TRL's loss runs the reference.
+
+        Its random draws then come after those of the policy, as in TRL. And `super()` of our `_compute_loss` may be
+        code of the user, which may pass another batch on to TRL.
+        """
         plan = self.host.plan
+        if overrides_below(self.host, "_compute_loss") is not None:
+            return not self.is_read
         return plan.source == "pass" and plan.facts.varies is not None
 
     def sums_of(self, batch: dict[str, Any]) -> list[torch.Tensor]:
@@ -76,6 +82,7 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
     _config_class = trl.KTOConfig
     _added_fields = AddedStoreFields
     _source: KTOReference
+    _reference_sums: torch.Tensor | None = None  # of the last loss
 
     def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
         if config is not None:
@@ -111,6 +118,19 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
         """Compute TRL's loss with reference log-probs from the source in the plan."""
         self._loss_reached = True
         self._ranks.check_same(inputs["input_ids"])
+        self._reference_sums = None
+        with self._policy_scored(), self._non_finite.recorded(model) as scored:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        def rows() -> dict[int, list[str]]:
+            return not_finite_rows({"policy": scored[-1], "reference": self._reference_sums}, labelled(inputs))
+
+        self._non_finite.watch(loss, rows, lambda row: prompt_of(inputs, row))
+        self._count_tokens()
+        return loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """Compute TRL's loss of `inputs`, which an override may have changed: the reference scores them as they are."""
         if self._source.is_run_by_trl:
             reference = names_replaced(trl.KTOTrainer, use_adapter=lambda *_, **__: self._reference_weights.entered())
         else:
@@ -118,12 +138,6 @@ class KTOTrainer(ExactTrainer, trl.KTOTrainer):
             if not ("ref_logps" in inputs and self._source.is_read):
                 # A copy, because TRL's batches have these entries only if they are precomputed
                 inputs = with_reference(inputs, self._source.sums_of(inputs))
-        with reference, self._policy_scored(), self._non_finite.recorded(model) as scored:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-        def rows() -> dict[int, list[str]]:
-            return not_finite_rows({"policy": scored[-1], "reference": inputs.get("ref_logps")}, labelled(inputs))
-
-        self._non_finite.watch(loss, rows, lambda row: prompt_of(inputs, row))
-        self._count_tokens()
-        return loss
+        self._reference_sums = inputs.get("ref_logps")
+        with reference:
+            return super()._compute_loss(model, inputs, return_outputs)
