@@ -248,11 +248,12 @@ def cannot_pack_on_rank_1(rank: Rank) -> tuple[str, bool]:
     assert trainer.padding_free
     shapes = []
 
-    def look(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        shapes.append(tuple(inputs[0].shape))
-        return output * 1.5 if rank.index == 1 and len(output) == 1 else output
+    class Embedding(torch.nn.Embedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            shapes.append(tuple(ids.shape))
+            return super().forward(ids) * (1.5 if rank.index == 1 and len(ids) == 1 else 1.0)
 
-    trainer.model.get_input_embeddings().register_forward_hook(look)
+    trainer.model.get_input_embeddings().__class__ = Embedding
     trainer.train()
     rank.check(trainer)
     return str(trainer.explain()["packing"]), max(rows for rows, _ in shapes[-5:]) > 1

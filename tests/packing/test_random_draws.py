@@ -1,13 +1,18 @@
 """What a model draws at random is found wherever its rate or its code is, and nothing else is."""
 
 import functools
+import logging
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+import transformers.models.llama.modeling_llama as llama
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.utils import convert_outputs_to_fp32
 from peft import BOFTConfig, LoHaConfig, LoKrConfig, LoraConfig, PveraConfig, VeraConfig, get_peft_model
 from transformers.integrations.neftune import neftune_post_forward_hook
 from trl.trainer.utils import disable_dropout_in_model
@@ -15,6 +20,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from model_families import build
 from tiny import lora_config
 from trl_ext.packing.randomness import randomness_of
+from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"]}
 ADAPTERS = {
@@ -134,16 +140,6 @@ class Bank:
         return output + self.values[self.calls % 3]
 
 
-class Counter:
-    def __init__(self) -> None:
-        self.calls = 0
-        self.sizes: list[float] = []
-
-    def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
-        self.calls += 1
-        self.sizes.append(output.norm().item())
-
-
 def with_dropout_beside() -> Callable[..., Any]:
     beside = torch.nn.Dropout(0.1)
     return lambda module, inputs, output: beside(output)
@@ -177,6 +173,20 @@ def with_another_forward(model: Any) -> None:
     mlp.forward = lambda x: own(2 * x)
 
 
+def with_forward_of_the_class(model: Any) -> None:
+    class Patched(llama.LlamaMLP):
+        """Stands for transformers' own class, so that no other model is patched."""
+
+    Patched.__module__ = llama.__name__
+    Patched.forward = lambda self, x: 2 * x
+    model.model.layers[0].mlp.__class__ = Patched
+
+
+def with_wrapped_forward(model: Any) -> None:
+    with_another_forward(model)
+    add_hook_to_module(model.model.layers[0].mlp, AlignDevicesHook("cpu"))
+
+
 def with_rate_of_config(model: Any) -> None:
     model.config.hidden_dropout = 0.1
 
@@ -199,11 +209,16 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str | None, bool]] = {
     "hook that holds dropout": (hooked(with_dropout_beside()), "forward hook", False),
     "hook of drawn noise": (hooked(Bank()), "forward hook", False),
     "hook that counts and changes": (hooked(with_counts()), "forward hook", False),
-    "hook that counts": (hooked(Counter()), None, False),
-    "hook that logs": (hooked(lambda module, inputs, output: print(output.shape)), None, False),
-    "hook that steers": (hooked(steered), None, False),
+    "hook that steers": (
+        hooked(steered),
+        "a forward hook of `model.layers.0` (LlamaDecoderLayer), `steered` in test_random_draws.py, may change from "
+        "call to call",
+        False,
+    ),
     "replaced forward": (with_forward, "replaced `forward`", False),
-    "replaced forward without noise": (with_another_forward, None, False),
+    "replaced forward without noise": (with_another_forward, "`<lambda>` in test_random_draws.py", False),
+    "forward of the class": (with_forward_of_the_class, "the replaced `forward` of", False),
+    "wrapped forward": (with_wrapped_forward, "`<lambda>` in test_random_draws.py", False),
     "rate that no code reads": (with_rate_of_config, None, False),
 }
 
@@ -216,7 +231,163 @@ def test_what_a_user_adds_is_found_if_two_passes_can_differ(name: str) -> None:
     for policy in (model, get_peft_model(model, lora_config())):
         found = randomness_of(policy)
         assert (found is not None) == (word is not None)
-        assert found is None or (word in found.reason and found.of_tokens == of_tokens)
+        reason = "" if found is None else found.reason.replace("base_model.model.", "")
+        assert found is None or (word in reason and found.of_tokens == of_tokens)
+
+
+# Hooks that return None and change nothing that they are given, and hooks that do either
+SEEN: list[Any] = []
+COUNTS = {"calls": 0}
+
+
+def counts(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    COUNTS["calls"] += 1
+    if torch.is_grad_enabled():
+        SEEN.append((output.shape, output.detach()))
+
+
+def norm_of(norm: float, tokens: int) -> int:
+    return round(norm / tokens)
+
+
+def by_name(seen: list[int]) -> Callable[..., None]:
+    def look(module: Any, args: Any, output: torch.Tensor) -> None:
+        nonlocal seen
+        norm = torch.linalg.vector_norm(output).item()
+        tokens = 0
+        tokens += output.numel()
+        seen += [len(args), norm_of(norm, tokens)]
+        logging.getLogger("x").info("%s", output)
+        return None
+
+    return look
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.sizes: list[float] = []
+
+    def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        self.calls += 1
+        self.sizes.append(output.norm().item())
+
+    def method(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if isinstance(output, tuple):
+            output = output[0]
+        self.last = float(output.mean())
+
+
+def requires_grad(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    output.requires_grad_(True)
+
+
+OBSERVERS: dict[str, Callable[..., Any]] = {
+    "def": counts,
+    "closure": by_name([]),
+    "object": Counter(),
+    "method": Counter().method,
+    "partial": functools.partial(lambda seen, module, inputs, output: print(seen), []),
+    "lambda that prints": lambda module, inputs, output: print(output.shape),
+    "lambda that appends": lambda *args: SEEN.append(args[1]),
+    "lambda with a condition": lambda m, x, y, seen=SEEN: seen.append(y.numel()) if torch.is_grad_enabled() else None,
+    "inputs with gradients": requires_grad,
+}
+
+
+def in_place(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    output.mul_(1.1)
+
+
+def by_an_entry(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    output[:, 0] = 0.0
+
+
+def by_an_alias(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    hidden = output[0]
+    hidden *= 2
+
+
+def by_a_helper(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    in_place(module, inputs, output=output)
+
+
+def by_out(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    torch.mul(output, 2.0, out=output)
+
+
+def of_the_module(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    module.scale = len(SEEN)
+
+
+def of_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    kwargs.update(position_ids=None)
+
+
+def sometimes(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+    if torch.is_grad_enabled():
+        return 1.1 * output
+    return None
+
+
+def by_the_clock(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * time.time()
+
+
+CHANGERS: dict[str, Callable[..., Any]] = {
+    **{x.__name__: x for x in (in_place, by_an_entry, by_an_alias, by_a_helper, by_out, of_the_module, of_arguments)},
+    **{x.__name__: x for x in (sometimes, by_the_clock)},
+    "records of gradients": lambda module, inputs, output: 1.1 * output if torch.is_grad_enabled() else output,
+    "state in a list": lambda module, inputs, output: SEEN.append(1) or output * len(SEEN),
+    "without source": eval("lambda module, inputs, output: print(output)"),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_a_hook_that_only_observes_changes_nothing(name: str) -> None:
+    model = build("untied")
+    hooked(OBSERVERS[name])(model)
+    model.model.layers[1].register_forward_pre_hook(OBSERVERS[name])
+    assert randomness_of(model) is None
+
+
+@pytest.mark.parametrize("name", CHANGERS)
+def test_any_other_hook_may_change_from_call_to_call(name: str) -> None:
+    model = build("untied")
+    hooked(CHANGERS[name])(model)
+    found = randomness_of(model)
+    assert found is not None
+    assert not found.of_tokens
+    assert not found.in_training_only
+    assert "`model.layers.0` (LlamaDecoderLayer)" in found.reason
+
+
+def test_a_hook_of_all_modules_is_seen() -> None:
+    model = build("untied")
+    for hook, reason in ((counts, None), (in_place, "`in_place` in test_random_draws.py")):
+        handle = torch.nn.modules.module.register_module_forward_hook(hook)
+        found = randomness_of(model)
+        handle.remove()
+        assert found is None if reason is None else reason in found.reason
+
+
+class UsersMLP(llama.LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * super().forward(x)
+
+
+def test_functions_of_libraries_do_not_change() -> None:
+    model = build("untied")
+    model.model.layers[0].mlp.__class__ = UsersMLP
+    for module in model.modules():
+        add_hook_to_module(module, AlignDevicesHook("cpu"))
+    model.enable_input_require_grads()
+    forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    model.forward = convert_outputs_to_fp32(forward)
+    attach_scoring_forward(model, ScoringOptions())
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[1].mlp.up_proj)
+    model.model.layers[1].forward = torch.compile(model.model.layers[1].forward)
+    assert randomness_of(model) is None
 
 
 def test_a_rate_that_the_forward_reads_from_the_config_stays_with_disable_dropout() -> None:

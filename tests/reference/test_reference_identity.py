@@ -18,7 +18,7 @@ from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
-from reference_changes import LISTED, forward, norm
+from reference_changes import BY_FUNCTIONS, LISTED, forward, norm
 from tiny import MODELS, lora_config
 from trl_ext.host.reference import HostedReference
 from trl_ext.reference import code
@@ -274,6 +274,7 @@ def partial_patch(factor):
 
 IN_MEMORY = {
     **LISTED,
+    **BY_FUNCTIONS,
     **{x.__name__: x for x in (tuple_of_a_norm, default_of_a_patch, other_default)},
     "partial": partial_patch(0.5),
     "other partial": partial_patch(0.6),

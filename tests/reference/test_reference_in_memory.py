@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import trl_ext
 from fp32_precision import fewer_digits
-from reference_changes import LISTED, norm, plain, unnoticed
+from reference_changes import BY_FUNCTIONS, LISTED, norm, plain, unnoticed
 from reference_runs import trainer
 from tiny import lora_config, preferences
 from token_counts import counted
@@ -21,7 +21,7 @@ NAMES = itertools.count()
 COMPARED = "loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "grad_norm"
 
 
-SHORT = ["buffer", "norm", "forward"]
+SHORT = ["buffer", "norm", "layers"]
 
 
 # Ways to change a process or a model that the identity does not list
@@ -96,6 +96,16 @@ def test_a_change_that_the_identity_lists_makes_another_reference(name, role, wo
         assert len(passes) == (1 if model in known else 3)
         known.add(model)
     assert WARNS not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["hook", pytest.param("forward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("role", ["lora", pytest.param("model", marks=pytest.mark.slow)])
+def test_a_function_of_a_user_lets_the_reference_run_where_trl_runs_it(name, role, workshop, tmp_path, stock):
+    of_stock = stock(BY_FUNCTIONS[name], role)
+    for _ in range(2):
+        ours, passes = run(workshop, tmp_path, trl_ext, BY_FUNCTIONS[name], role)
+        assert_same(ours, of_stock)
+        assert len(passes) == 3
 
 
 SLOW = [pytest.param(name, role, marks=pytest.mark.slow) for name in HIDDEN for role in ROLES]

@@ -118,6 +118,11 @@ def reads_the_environment(module, args, output):
     return float(os.environ["FACTOR"]) * output
 
 
+class ScaledByTheEnvironment(llama.LlamaMLP):
+    def forward(self, x):
+        return reads_the_environment(self, (x,), super().forward(x))
+
+
 def reads_the_environment_by_a_function(module, args, output):
     return float(os.getenv("FACTOR", "1")) * output
 
@@ -161,7 +166,8 @@ def test_what_cannot_be_compared_is_not_stored(hook, base):
 
 
 def test_the_plan_says_why_log_probs_stay_in_memory(workshop, tmp_path, base):
-    model = changed(base(), hooked(reads_the_environment))
+    model = base()
+    mlp(model).__class__ = ScaledByTheEnvironment
     subject = trainer(workshop, tmp_path, ref_model=model)
     reason = " ".join(subject.explain()["reference"].reason.split())
     assert "kept in memory, for this run only, because `reads_the_environment` calls `environ`" in reason
@@ -241,7 +247,7 @@ def test_another_process_computes_the_same_identity(workshop, base):
 
 @pytest.mark.parametrize(
     "name",
-    ["closure_of_tensor", *(pytest.param(x, marks=pytest.mark.slow) for x in ("module_global", "class_attribute"))],
+    ["own_module", pytest.param("parametrization", marks=pytest.mark.slow)],
 )
 def test_a_later_run_in_bf16_scores_again_when_the_value_has_changed(name, workshop, tmp_path, base):
     def run(factor, library=trl_ext):

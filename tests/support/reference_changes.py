@@ -3,6 +3,17 @@
 from types import MethodType
 
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+
+class HalvedMLP(LlamaMLP):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+
+class ScaledMLP(LlamaMLP):
+    def forward(self, x):
+        return self.frequencies.factor * super().forward(x)
 
 
 def plain(model):
@@ -32,11 +43,18 @@ def hook(model):
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 0.5 * output)
 
 
+def layers(model):
+    for layer in model.model.layers:
+        layer.mlp.__class__ = HalvedMLP
+
+
 def activation(model):
     model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
 
 
-LISTED = {change.__name__: change for change in (buffer, norm, scaling, forward, hook, activation)}
+LISTED = {change.__name__: change for change in (buffer, norm, scaling, layers, activation)}
+# By functions that may change from call to call: the reference runs on every micro-batch
+BY_FUNCTIONS = {change.__name__: change for change in (forward, hook)}
 
 
 def unnoticed(factor):
@@ -45,6 +63,8 @@ def unnoticed(factor):
     def change(model):
         frequencies = model.model.rotary_emb.inv_freq
         frequencies.factor = factor
-        model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: frequencies.factor * output)
+        mlp = model.model.layers[0].mlp
+        mlp.__class__ = ScaledMLP
+        mlp.frequencies = frequencies
 
     return change

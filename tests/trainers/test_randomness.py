@@ -81,6 +81,24 @@ def by_forward(trainer: Any) -> None:
     layer.forward = lambda x: own(x) * (1 + 0.3 * torch.rand(x.shape[0], 1, 1))
 
 
+def by_record_of_gradients(trainer: Any) -> None:
+    """Scale where gradients are recorded: the same in each call, but another value in TRL's pass of the old policy."""
+    trainer.model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: 1.1 * output if torch.is_grad_enabled() else output
+    )
+
+
+def by_list(trainer: Any) -> None:
+    """Take the next of some values that were drawn before."""
+    calls: list[int] = []
+
+    def next_scale(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        calls.append(len(calls))
+        return output * (1.0, 1.2, 0.9)[len(calls) % 3]
+
+    trainer.model.get_input_embeddings().register_forward_hook(next_scale)
+
+
 def nothing(trainer: Any) -> None:
     """The config has the noise."""
 
@@ -92,6 +110,8 @@ SOURCES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
     "callable": (by_callable, {}),
     "layer": (by_layer, {}),
     "forward": (by_forward, {}),
+    "gradients": (by_record_of_gradients, {}),
+    "list": (by_list, {}),
 }
 RUNS: dict[str, Case] = {
     "rloo": Case("rloo", "rloo", config=WITHOUT_KL),
@@ -111,6 +131,7 @@ FAST = [
     *(("hook", run) for run in ("rloo", "dpo", "sft")),
     *(("generator", run) for run in ("rloo", "grpo-dead")),
     *(("callable", "rloo"), ("layer", "rloo"), ("layer", "kto"), ("forward", "rloo"), ("forward", "grpo")),
+    *(("gradients", "rloo"), ("gradients", "grpo"), ("list", "rloo")),
 ]
 
 
@@ -131,7 +152,7 @@ def _stock(source: str, run: str, workshop: Workshop) -> Record:
 
 
 def differences(ours: Record, stock: Record) -> list[str]:
-    names = ("loss", "rewards/margins", "kl", "entropy", "clip_ratio/region_mean")
+    names = ("loss", "rewards/margins", "kl", "entropy", "clip_ratio/region_mean", "clip_ratio/high_mean")
     found = [
         f"{name}: {mine.get(name)} for {log.get(name)}"
         for mine, log in zip(ours.logs, stock.logs, strict=True)

@@ -1,24 +1,22 @@
 """What makes two passes of the same weights over the same tokens differ: dropout, noise and functions that draw."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from dis import get_instructions
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
-# Packages whose layers draw only at a rate that an attribute or the model's config holds, and whose hooks do not draw
-_KNOWN = {
-    *("torch", "transformers", "peft", "accelerate", "deepspeed", "trl", "trl_ext", "bitsandbytes", "torchao"),
-    *("flash_attn", "kernels", "liger_kernel", "builtins", "functools"),
-}
+from .hooks import described, functions_of_users, is_known, only_observes
+
 _RATES = ("drop", "jitter")
 # Rates of draws that are one for a row or a batch, not one for each token or each forward
 _RATES_OF_ROWS = ("drop_path", "path_drop", "stochastic_depth")
@@ -33,10 +31,8 @@ _DRAWS = {
     *("random", "randrange", "gauss", "choice", "choices", "shuffle", "standard_normal", "default_rng"),
     *("RandomState", "Generator", "urandom", "token_bytes", "integers"),
 }
-_DRAWS_AND_DROPOUT = _DRAWS | _DROPOUT
+_MAY_CHANGE = "may change from call to call"
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_STORES_OF_STATE = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
-_DEEPEST = 8  # calls that are followed from a forward or a hook
 
 
 @dataclass(frozen=True)
@@ -67,33 +63,48 @@ def randomness_of(model: nn.Module, neftune_noise_alpha: float | None = None) ->
     if neftune_noise_alpha is not None:
         return NEFTUNE
     found = None
-    ids_of_modules = cache(lambda: {id(module) for module in model.modules()})
     for name, module in model.named_modules():
-        source = _drawn_by(name, module, ids_of_modules)
+        source = randomness_of_module(name, module)
         if source is not None and not source.of_tokens:
             return source
         found = found or source
     return found
 
 
-def randomness_of_module(name: str, module: nn.Module) -> Randomness | None:
-    """Return what the module called `name` draws, without its children."""
-    return _drawn_by(name, module, lambda: {id(child) for child in module.modules()})
-
-
 DROPOUT = Randomness("dropout is active", of_tokens=True)
 NEFTUNE = Randomness("`neftune_noise_alpha` adds noise to the embeddings", of_tokens=False)
 
 
-def _drawn_by(name: str, module: nn.Module, ids_of_modules: Callable[[], set[int]]) -> Randomness | None:
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        if getattr(hook, "__name__", "") == "neftune_post_forward_hook":
-            return NEFTUNE
-        if _function_draws(hook, ids_of_modules):
-            return _of_user(f"a forward hook of {_described(name, module)} changes from call to call")
-    if "forward" in vars(module) and _function_draws(vars(module)["forward"], ids_of_modules):
-        return _of_user(f"the replaced `forward` of {_described(name, module)} changes from call to call")
-    return _drawn_by_layer(name, module)
+def randomness_of_module(name: str, module: nn.Module) -> Randomness | None:
+    """Return what the module called `name` draws, without its children."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    if any(getattr(hook, "__name__", "") == "neftune_post_forward_hook" for hook in hooks):
+        return NEFTUNE
+    return _changed_by_user(name, module, hooks) or _drawn_by_layer(name, module)
+
+
+def _changed_by_user(name: str, module: nn.Module, hooks: tuple[Any, ...]) -> Randomness | None:
+    """Return why a user's hook or `forward` may change from call to call: all may, but for hooks that only observe.
+
+    A function can read anything: a counter, the clock, noise that was drawn before, whether gradients are recorded.
+    """
+    part: Any = type(module)
+    of_class = _forwards_of(part)
+    of_all_modules = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    for hook in (*hooks, *(hook for registered in of_all_modules for hook in registered.values())):
+        for function in functions_of_users(hook, of_class):
+            if not only_observes(function):
+                return _of_user(f"a forward hook of {_described(name, module)}, {described(function)}, {_MAY_CHANGE}")
+    for function in functions_of_users(vars(module).get("forward", part.forward), of_class):
+        return _of_user(f"the replaced `forward` of {_described(name, module)}, {described(function)}, {_MAY_CHANGE}")
+    return None
+
+
+@cache
+def _forwards_of(part: type) -> frozenset[FunctionType]:
+    """Return what users' classes define as their forward. In a class of a known package, it is a replaced one."""
+    of_users = (x for x in part.__mro__ if not is_known(x.__module__))
+    return frozenset(function for x in of_users for function in functions_of_users(vars(x).get("forward")))
 
 
 def _drawn_by_layer(name: str, module: nn.Module) -> Randomness | None:
@@ -120,34 +131,6 @@ def _of_user(reason: str) -> Randomness:
     return Randomness(reason, of_tokens=False, in_training_only=False)
 
 
-def _function_draws(function: Any, ids_of_modules: Callable[[], set[int]]) -> bool:
-    """Whether a hook or a replaced forward draws. The modules of its model are looked at themselves."""
-    is_engines = isinstance(function, FunctionType) and _is_known(function.__globals__.get("__name__"))
-    if is_engines and not function.__closure__ and not hasattr(function, "__wrapped__"):
-        return False
-    drawn = _drawn_by_call(function, set(ids_of_modules()))
-    return bool(drawn) or _counts_calls(function)
-
-
-def _counts_calls(function: Any) -> bool:
-    """Whether a user's function changes an output and keeps a state, so that its next call can change it otherwise."""
-    if not isinstance(function, MethodType | FunctionType):
-        function = vars(type(function)).get("__call__")
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None or _is_known(getattr(function, "__globals__", {}).get("__name__")):
-        return False
-    instructions = list(get_instructions(code))
-    returns = [read for read, then in pairwise(instructions) if then.opname == "RETURN_VALUE"]
-    if all(x.opname == "LOAD_CONST" and x.argval is None for x in returns):
-        return False
-    # An entry of a dict has a constant string as its key
-    entries = any(
-        read.opname == "LOAD_CONST" and isinstance(read.argval, str) and then.opname in ("COPY", "STORE_SUBSCR")
-        for read, then in pairwise(instructions)
-    )
-    return entries or any(x.opname in _STORES_OF_STATE or x.argval == "next" for x in instructions)
-
-
 @dataclass(frozen=True)
 class _Kind:
     """What the class of a module says about its draws."""
@@ -163,7 +146,7 @@ def _kind_of(part: type) -> _Kind:
     has_own_rates = issubclass(part, nn.modules.dropout._DropoutNd | nn.RReLU) or "Dropout" in part.__name__
     return _Kind(
         may_have_rates=has_own_rates or _samples_vectors(part) or bool(_rate_names(part)),
-        draws_for_tokens=_is_known(part.__module__) and not issubclass(part, of_channels),
+        draws_for_tokens=is_known(part.__module__) and not issubclass(part, of_channels),
         drawn=_drawn_in_class(part),
     )
 
@@ -227,7 +210,7 @@ def _class_draws(module: nn.Module, drawn: frozenset[str]) -> bool:
     """Whether the class's forward, which has the names `drawn`, draws in a way that no rate says."""
     has_rates = any(True for _ in _rates(module))
     if drawn - _DROPOUT:
-        return not (has_rates and _is_known(type(module).__module__))
+        return not (has_rates and is_known(type(module).__module__))
     # `self.dropout(...)` calls a child, which is looked at itself
     return not has_rates and any(not hasattr(module, name) for name in drawn)
 
@@ -238,26 +221,42 @@ def _drawn_in_class(part: type) -> frozenset[str]:
         return frozenset()
     drawn: set[str] = set()
     for function in _functions_of_forward(part):
-        if _is_known(function.__module__):
-            drawn |= _names(function.__code__) & _DRAWS
+        names = _names(function.__code__)
+        if is_known(function.__module__):
+            drawn |= names & _DRAWS
         else:
-            drawn |= _drawn_by_call(function, set())
+            values = _read_by(function)
+            names |= {str(getattr(value, "__name__", "")) for value in values}
+            drawn |= names & (_DRAWS | _DROPOUT)
+            drawn |= {"Generator" for value in values if isinstance(value, _GENERATORS)}
     return frozenset(drawn)
 
 
 @cache
 def _functions_of_forward(part: type) -> tuple[FunctionType, ...]:
-    """Return the class's forward and the methods that it calls, directly or not."""
-    found: dict[str, FunctionType] = {}
-    names = ["forward", "__call__"]
-    while names:
-        name = names.pop()
-        function = _plain_function(getattr(part, name, None))
-        if name in found or function is None or function.__module__.startswith("torch.nn.modules.module"):
+    """Return the class's forward, the methods that it calls, directly or not, and the functions of users."""
+    found: dict[FunctionType, None] = {}
+    waiting = [_plain_function(getattr(part, name, None)) for name in ("forward", "__call__")]
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in found or function.__module__.startswith("torch.nn.modules.module"):
             continue
-        found[name] = function
-        names += [x for x in _names(function.__code__) if not x.startswith("__")]
-    return tuple(found.values())
+        found[function] = None
+        names = _names(function.__code__)
+        waiting += [_plain_function(getattr(part, name, None)) for name in names if not name.startswith("__")]
+        if not is_known(function.__module__):
+            read = (x for x in _read_by(function) if isinstance(x, FunctionType))
+            waiting += [_plain_function(x) for x in read if not is_known(x.__module__)]
+    return tuple(found)
+
+
+def _read_by(function: FunctionType) -> list[Any]:
+    """Return the globals that a function names, and what its closure holds."""
+    values = [function.__globals__.get(name) for name in _names(function.__code__)]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # empty until the name is bound
+            values.append(cell.cell_contents)
+    return values
 
 
 def _plain_function(value: Any) -> FunctionType | None:
@@ -271,76 +270,3 @@ def _plain_function(value: Any) -> FunctionType | None:
 def _names(code: CodeType) -> set[str]:
     inner = (x for x in code.co_consts if isinstance(x, CodeType))
     return {*code.co_names, *(name for x in inner for name in _names(x))}
-
-
-def _is_known(module: str | None) -> bool:
-    return (module or "").split(".")[0] in _KNOWN
-
-
-# Functions of users: hooks, replaced forwards, and what the forwards of their classes call
-
-
-def _drawn_by_call(value: Any, seen: set[int], names: Set[str] = frozenset(), depth: int = 0) -> set[str]:
-    """Return the names of draws in what a call of `value` can run.
-
-    Args:
-        seen (`set[int]`): ids of objects that are not looked at again.
-        names (`set[str]`): the names in the code that reads `value`.
-    """
-    if id(value) in seen or depth > _DEEPEST:
-        return set()
-    if isinstance(value, nn.Module):
-        return {"random"} if any(_drawn_by_layer("", x) for x in value.modules() if id(x) not in seen) else set()
-    seen.add(id(value))
-    reached: Iterable[Any] = ()
-    drawn: set[str] = set()
-    if isinstance(value, _GENERATORS):
-        return {"Generator"}
-    if isinstance(value, partial):
-        reached = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, list | tuple | set):
-        reached = value
-    elif isinstance(value, dict):
-        reached = value.values()
-    elif isinstance(value, MethodType | FunctionType):
-        function: Any = getattr(value, "__func__", value)
-        names = set()
-        if not _is_known(function.__globals__.get("__name__")):
-            names = _names(function.__code__)
-        drawn = (names | {function.__name__}) & _DRAWS_AND_DROPOUT
-        owner = getattr(value, "__self__", None)
-        reached = (*_reached(function), *(() if owner is None else _members(owner, names)))
-    elif getattr(value, "__name__", "") in _DRAWS_AND_DROPOUT:
-        return {value.__name__}
-    elif not _is_known(type(value).__module__) and not isinstance(value, type):
-        reached = _members(value, names | {"__call__"})
-    for x in reached:
-        drawn |= _drawn_by_call(x, seen, names, depth + 1)
-    return drawn
-
-
-def _members(owner: Any, names: Set[str]) -> Iterator[Any]:
-    """Yield what code with these `names` can read of `owner`: its attributes, and methods of users' classes."""
-    for name in names:
-        method = getattr(type(owner), name, None)
-        held = getattr(owner, "__dict__", {})
-        if name in held:
-            yield held[name]
-        elif name in held.get("_modules", ()):
-            yield held["_modules"][name]
-        elif isinstance(method, FunctionType) and not _is_known(method.__module__):
-            yield MethodType(method, owner)
-
-
-def _reached(function: FunctionType) -> Iterator[Any]:
-    """Yield what a function holds, and the globals that it names if it belongs to no known package."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # empty until the name is bound
-            yield cell.cell_contents
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    if hasattr(function, "__wrapped__"):
-        yield function.__wrapped__
-    space = function.__globals__
-    if not _is_known(space.get("__name__")):
-        yield from (space[x] for x in sorted(_names(function.__code__)) if x in space)

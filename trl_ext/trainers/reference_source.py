@@ -204,7 +204,7 @@ class ReferenceSource:
         if drawn is None and own and of_policy == NEFTUNE:
             drawn = NEFTUNE.reason
         if drawn is not None:
-            return f"{drawn}, so each pass makes other random draws"
+            return f"{drawn}, so two passes can differ"
         if own and (args.bf16_full_eval or args.fp16_full_eval):
             name = "bf16_full_eval" if args.bf16_full_eval else "fp16_full_eval"
             return f"`{name}` casts the policy in evaluations, and the reference with it"
