@@ -334,6 +334,26 @@ DATA_MISTAKES: dict[str, Mistake] = {
         "`formatting_func`. Rename the column, and read it there by the new name.",
         "KeyError: 'completion'",
     ),
+    "SFT, prepared rows with too few labels": Mistake(
+        lambda b: b.sft(
+            train_dataset=rows({"input_ids": [3, 4, 5], "labels": [3, 4]}, {"input_ids": [3, 4], "labels": [3, 4]})
+        ),
+        "`labels` of `train_dataset` must be a list with a label for each token of `input_ids`, got [3, 4] for "
+        "[3, 4, 5]. Give -100 to tokens without a label, and each mask one value for each token.",
+        "The size of tensor a (2) must match the size of tensor b (4) at non-singleton dimension 0",
+    ),
+    "SFT, a mask that is too short": Mistake(
+        lambda b: b.sft(
+            train_dataset=rows(
+                {"input_ids": [3, 4, 5], "completion_mask": [0, 1]},
+                {"input_ids": [3, 4, 5], "completion_mask": [1] * 3},
+            ),
+            completion_only_loss=True,
+        ),
+        "`labels` of `train_dataset` must be a list with a label for each token of `input_ids`, got [-100, 4] for "
+        "[3, 4, 5]. Give -100 to tokens without a label, and each mask one value for each token.",
+        None,
+    ),
     "SFT, prepared rows without a label": Mistake(
         lambda b: b.sft(train_dataset=rows({"input_ids": [3, 4, 5], "labels": [-100] * 3}, times=4)),
         UNLABELED,

@@ -1,6 +1,7 @@
 """Checks of what is trained on: tokens without a label, and special tokens that would be there twice."""
 
 import logging
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -194,10 +195,23 @@ def check_formatting(dataset: Any, name: str, text_field: str) -> None:
 
 
 def check_labels(dataset: Any, name: str, *, evaluates: bool) -> None:
-    """Raise `ValueError` if no token of prepared rows has a label; for evaluation, warn of each such row."""
+    """Raise `ValueError` if no token of prepared rows has a label, or a row has more or fewer labels than tokens.
+
+    For evaluation, warn of each row without a label.
+    """
     if isinstance(dataset, IterableDataset) or "labels" not in (columns_of(dataset) or ()) or not len(dataset):
         return
-    unlabeled = [place for place, row in sampled_rows(dataset, ["labels"]).items() if not has_label(row["labels"])]
+    rows = sampled_rows(dataset, ["input_ids", "labels"])
+    for row in rows.values():
+        labels, ids = row["labels"], row.get("input_ids", row["labels"])
+        # TRL pads the two separately, so a label would be that of another token
+        if not isinstance(labels, list) or len(labels) != len(ids):
+            raise ValueError(
+                f"`labels` of `{name}` must be a list with a label for each token of `input_ids`, got "
+                f"{reprlib.repr(labels)} for {reprlib.repr(ids)}. Give -100 to tokens without a label, and each mask "
+                "one value for each token."
+            )
+    unlabeled = [place for place, row in rows.items() if not has_label(row["labels"])]
     if not unlabeled:
         return
     if not any(has_label(row["labels"]) for row in _rows_of(dataset)):
