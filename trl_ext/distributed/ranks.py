@@ -2,6 +2,7 @@
 
 import os
 import uuid
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,15 @@ class Ranks:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] if self.accelerator.num_processes == 1 else gather_object([value])
+
+    def differing(self, value: Any) -> list[Any] | None:
+        """Return the `value` of every rank, also of those of a group, if they differ; `None` if all are equal."""
+        every = self.every
+        if every.num_processes == 1:
+            return None
+        digest = torch.tensor([zlib.crc32(repr(value).encode())], device=every.device)
+        is_same = len(set(every.gather(digest).tolist())) == 1
+        return None if is_same else gather_object([value])
 
     def exchange(self, sent: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """Send `sent[i]`, bytes, to process i. Returns the `sizes[i]` bytes that process i sent.

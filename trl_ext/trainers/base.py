@@ -32,6 +32,7 @@ from ..distributed.ranks import Ranks
 from ..heads.kernels.work import triton_unavailable_reason
 from ..host.activations import ActivationsOnHost
 from ..packing.randomness import NEFTUNE, Randomness, randomness_of
+from ..planning.agreement import agreed, compared
 from ..planning.plan import (
     Decision,
     PackingFacts,
@@ -85,6 +86,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     _step_begins = False  # whether the next micro-batch is the first of an optimizer step
     _in_steps = False  # whether the first micro-batch of this training has begun, and training has not ended
     _known_randomness: Randomness | None = None  # of the plan
+    _randomness_of_ranks: Randomness | None = None  # if the ranks differ
     _scored_elsewhere: str | None = None  # why our forward does not score the policy
 
     # 1. Construction: `_begin`, TRL's `__init__` within `_built`, `_ready`
@@ -119,6 +121,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._balance = RowBalance(self, self._ranks)
         self._reference_weights = ReferenceOfPolicy(self, self._ranks, getattr(self._added, "reference_device", None))
         self._checkpoints = Checkpoints(self)
+        self._facts_of_ranks: dict[str, Any] = {}  # those that differ, with the values for all ranks
         self._seen_in_policy: dict[Callable[[Any], Any], Any] = {}
         # A checkpoint must not exist without the log-probs that were scored before it
         self._checkpoints.parts += [self._reference_weights.save, lambda _: self._flush_store()]
@@ -234,7 +237,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _randomness(self) -> Randomness | None:
         """Return why two passes of the same weights differ in training; `None` if they are equal. All plans ask it."""
-        return NEFTUNE if self.neftune_noise_alpha is not None else self._look_at_policy(randomness_of)
+        found = NEFTUNE if self.neftune_noise_alpha is not None else self._look_at_policy(randomness_of)
+        is_of_tokens = found is None or found.of_tokens
+        return self._randomness_of_ranks or found if is_of_tokens else found
 
     def _look_at_policy(self, look: Callable[[Any], Any]) -> Any:
         """Return what `look` finds in the policy. Within an optimizer step it looks only once, at all modules."""
@@ -265,6 +270,32 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         assert self._source is not None
         return self._source.plan()
 
+    def _for_all_ranks(self, facts: Any) -> Any:
+        """Return the `facts` of this rank, with the agreed ones where ranks differ."""
+        return dataclasses.replace(facts, **self._facts_of_ranks)
+
+    def _agree(self) -> None:
+        """Make the facts of the plan the same on all ranks, or raise `ValueError` on all. All ranks must call it."""
+        if self._ranks.every.num_processes == 1:
+            return
+        facts: dict[str, Any] = {}
+        refused = None
+        try:
+            plan = self._make_plan()
+            facts = compared(plan.facts) if hasattr(plan, "facts") else {}
+        except ValueError as error:  # perhaps on this rank only, while the others wait below
+            refused = str(error)
+        of_ranks = self._ranks.differing((facts, self._randomness(), refused))
+        refused = next((x[2] for x in of_ranks or () if x[2] is not None), refused)
+        if refused is not None:
+            raise ValueError(refused)
+        if of_ranks is None:
+            return
+        draws = [x for _, x, _ in of_ranks if x is not None]
+        # Draws that depend on the batch come first
+        self._randomness_of_ranks = min(draws, key=lambda x: x.of_tokens, default=None)
+        self._facts_of_ranks = {**self._facts_of_ranks, **agreed([x for x, _, _ in of_ranks])}
+
     @cached_property
     def plan(self) -> Any:
         """The plan of this training; before training, a plan that is made at the first access."""
@@ -280,7 +311,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _follow_changes(self) -> None:
         """Replace the plan if a user's code has changed what it was made from, which TRL reads at each use.
 
-        As in TRL, all ranks must make the same change. In an optimizer step, changes of the model are not seen.
+        In an optimizer step, changes of the model are not seen, and all ranks must make the same change.
         """
         before, plan = self.plan, self._make_plan()
         if changes_of(before, plan) is None and self._randomness() == self._known_randomness:
@@ -327,6 +358,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             `RankError`: another rank ended.
         """
         check_training(self, detect_engine(self.accelerator, self.model))
+        self._facts_of_ranks, self._randomness_of_ranks = {}, None
+        self._agree()
         self._before_training()
         if not any(param.requires_grad for param in self.model.parameters()):
             hint = "Set it on those to train."
@@ -374,6 +407,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self._source is not None:
             self._source.refresh_if_adapters_changed()
         self._seen_in_policy.clear()
+        self._agree()
         self._follow_changes()
         check_evaluation(self, detect_engine(self.accelerator, self.model))
         with wrapped_in_training(self):
@@ -396,6 +430,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self._step_begins:
             self._seen_in_policy.clear()
             self._step_begins, self._in_steps = False, True
+            self._agree()
             self._follow_changes()
         with self._in_step():
             return self._watched_step(super().training_step, *positional, **keywords)

@@ -91,7 +91,7 @@ class DPOReference(reference_source.ReferenceSource):
             positions_by_length=positions_by_length(self.host.model, args.max_length, args.pad_to_multiple_of),
             noise_of_batch=noise_of_batch,
         )
-        return plan_dpo(facts)
+        return plan_dpo(self.host._for_all_ranks(facts))
 
     # For each batch
 

@@ -91,30 +91,29 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             self._reference_weights.take_late(self.beta)
         args, own, options = self.args, self._reference_weights.own, AddedGroupFields.of(self.args)
         randomness = self._randomness()
-        return plan_rloo(
-            RLOOFacts(
-                beta=self.beta,
-                own_reference=None if own is None else own.describe(),
-                gradient_accumulation_steps=args.gradient_accumulation_steps,
-                steps_per_generation=args.steps_per_generation,
-                num_iterations=self.num_iterations,
-                epoch_is_known=hasattr(self.train_dataset, "__len__"),
-                shares_prompts=self._packing_plan().share_in_training,
-                randomness=None if randomness is None else randomness.reason,
-                draws_for_batch=randomness is not None and not randomness.of_tokens,
-                has_images=isinstance(self.processing_class, ProcessorMixin),
-                has_router_loss=self.aux_loss_enabled,
-                trains_expert_modules=self._look_at_policy(trains_expert_modules),
-                positions_by_length=positions_by_length(self.model),
-                generation_reader=internals.generation_reader(self),  # type: ignore[arg-type]
-                overridden_below=internals.overridden_below(self),  # type: ignore[arg-type]
-                batch_reader=batch_reader(self),
-                own_pass=internals.overridden_pass(self),  # type: ignore[arg-type]
-                own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),  # type: ignore[arg-type]
-                keep_groups_together=options.keep_groups_together,
-                zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
-            )
+        facts = RLOOFacts(
+            beta=self.beta,
+            own_reference=None if own is None else own.describe(),
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            steps_per_generation=args.steps_per_generation,
+            num_iterations=self.num_iterations,
+            epoch_is_known=hasattr(self.train_dataset, "__len__"),
+            shares_prompts=self._packing_plan().share_in_training,
+            randomness=None if randomness is None else randomness.reason,
+            draws_for_batch=randomness is not None and not randomness.of_tokens,
+            has_images=isinstance(self.processing_class, ProcessorMixin),
+            has_router_loss=self.aux_loss_enabled,
+            trains_expert_modules=self._look_at_policy(trains_expert_modules),
+            positions_by_length=positions_by_length(self.model),
+            generation_reader=internals.generation_reader(self),  # type: ignore[arg-type]
+            overridden_below=internals.overridden_below(self),  # type: ignore[arg-type]
+            batch_reader=batch_reader(self),
+            own_pass=internals.overridden_pass(self),  # type: ignore[arg-type]
+            own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),  # type: ignore[arg-type]
+            keep_groups_together=options.keep_groups_together,
+            zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
         )
+        return plan_rloo(self._for_all_ranks(facts))
 
     def _before_training(self) -> None:
         if not self._replaces("sampler"):
