@@ -196,6 +196,7 @@ REFUSED: dict[str, tuple[Case, Change, str]] = {
     "iterations": (case(), sets(num_iterations=2), "`num_iterations` is 2 on rank 0 and 1 on rank 1"),
     "kl": (case(setup="lora"), sets(beta=0.1), "`beta` is 0.1 on rank 0 and 0.0 on rank 1"),
     "rloo-kl": (case("rloo", "lora"), sets(beta=0.1), "`beta` is 0.1 on rank 0 and 0.0 on rank 1"),
+    "noise-in-parts": (case(max_tokens_per_micro_batch=64), with_noise, "`max_tokens_per_micro_batch=64` is not"),
     "dpo-losses": (case("dpo"), sets(loss_types=["hinge"]), "`loss_types` is ('hinge',) on rank 0"),
 }
 
