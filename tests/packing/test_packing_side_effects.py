@@ -45,10 +45,14 @@ def test_generation_and_padded_forwards_do_not_change(name: str, attention: str)
         model.zero_grad()
 
 
+def fail(module: Any, args: Any) -> None:
+    raise ZeroDivisionError
+
+
 def test_a_forward_that_fails_does_not_change_the_attention() -> None:
     model = build("llama")
     attach(model)
-    hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda module, args: 1 / 0)
+    hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(fail)
     with pytest.raises(ZeroDivisionError):
         see(model, grpo_example())
     assert implementations(model) == {"sdpa"}
