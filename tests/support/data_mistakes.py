@@ -300,6 +300,44 @@ DATA_MISTAKES: dict[str, Mistake] = {
         'row: {"prompt": [{**x, "role": {"User": "user"}.get(x["role"], x["role"])} for x in row["prompt"]]})`.',
         None,
     ),
+    "DPO, answers that begin with thoughts": Mistake(
+        lambda b: b.dpo(
+            train_dataset=rows(
+                *[
+                    {
+                        "problem": f"Is {x} a prime?",
+                        "chosen": f"<think>\nOkay, so I need to see if {x} is one: yes",
+                        "rejected": f"<think>\nOkay, so I need to see if {x} is one: no",
+                    }
+                    for x in range(4)
+                ]
+            )
+        ),
+        "`train_dataset` has the columns ['chosen', 'problem', 'rejected'] "
+        + NO_PROMPT
+        + "'<think>\\nOkay, so I need to "
+        'see if 0 is one: \'. Rename the column: `dataset.rename_column("problem", "prompt")`.',
+        None,
+    ),
+    "DPO, answers that begin with code": Mistake(
+        lambda b: b.dpo(
+            train_dataset=rows(
+                *[
+                    {
+                        "instruction": f"Write f{x} in Python.",
+                        "chosen": f"```python\ndef f{x}(x): return x\n```",
+                        "rejected": f"```python\ndef f{x}(x): pass\n```",
+                    }
+                    for x in range(4)
+                ]
+            )
+        ),
+        "`train_dataset` has the columns ['chosen', 'instruction', 'rejected'] "
+        + NO_PROMPT
+        + "'```python\\ndef f0(x): '. "
+        'Rename the column: `dataset.rename_column("instruction", "prompt")`.',
+        None,
+    ),
     # Labels
     "SFT, completion_only_loss on messages": Mistake(
         lambda b: chat(b, "sft", rows({"messages": [user("a"), assistant("b")]}, times=2), completion_only_loss=True),

@@ -361,6 +361,20 @@ SILENT: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any]]] = {
         ),
         chat_tokenizer,
     ),
+    "code and a question about it, beside a title": (
+        "dpo",
+        lambda: rows(
+            *[
+                {
+                    "question": f"What f{x} does",
+                    "chosen": f"```\nf{x}()\n```\nExplain it. It adds.",
+                    "rejected": f"```\nf{x}()\n```\nExplain it. It waits.",
+                }
+                for x in range(4)
+            ]
+        ),
+        tokenizer,
+    ),
     "BOS that begins each message": (
         "sft",
         lambda: rows(

@@ -36,7 +36,7 @@ def as_typed(message: str, line: Line) -> str:
     ) in message:  # TRL's trainer takes both as `reward_funcs`
         message = message.replace("`reward_funcs", "`reward_model_name_or_path")
     message = re.sub(r"`(\w+)(=[^`]*)?`", as_argument, message)
-    # Such as "Got warmup_steps = -1"; a name that is also a word of English needs the backticks
+    # Such as "Got warmup_steps = -1"; a name that is also an English word needs the backticks
     for name in typed:
         if "_" in name or re.search(r"\d", name):
             message = re.sub(rf"(?<![\w`\"'./=-]){name}(?![\w`\"'./(=-])", f"`--{name}`", message)
@@ -117,7 +117,7 @@ def _is_number(text: str) -> bool:
 
 
 def _has_word(message: str, value: str) -> bool:
-    """Return whether a message contains a value: quoted, if it may be a word of the message by chance."""
+    """Return whether a message contains a value: quoted, if it may be in the message by chance."""
     if len(value) < 3:
         return False
     quoted = rf"['\"`=]{re.escape(value)}(?:['\"`,. ]|$)"

@@ -29,6 +29,8 @@ _DIALOGUE = re.compile(
 _CODE = re.compile(r"[{};=]|\b(def|class|import|func|fn|function|SELECT|INSERT|CREATE) |^\s*#(include|!/)")
 _COMPARED = 60  # characters of a prompt that are looked for; it may be cut, or go on elsewhere
 _ANSWER_WORDS = 5  # answers with the same first words have up to so many in common
+_THINKS = re.compile(r"\s*<(think|thinking|thought|reasoning|answer)>", re.IGNORECASE)  # begins an answer
+_FENCE = "```"  # of code
 _MARKS = "\n?<[|\u061f\uff1f"  # of a prompt, also Arabic and Chinese question marks
 _COLONS = re.compile("[:\uff1a]")
 _UNSPACED = re.compile(
@@ -213,9 +215,11 @@ class _Start:
 
     @property
     def lacks_prompt(self) -> bool:
-        """Whether the common start is none, or only the first words of two answers."""
+        """Whether the common start is none, or only the start of two answers: few words, thoughts, or open code."""
         if self.is_chat:
             return not _without_system(self.shared)
+        if _THINKS.match(self.shared) or (self.shared.lstrip().startswith(_FENCE) and self.shared.count(_FENCE) == 1):
+            return True
         # Such as "Human: ... Assistant:"
         marked = any(mark in self.shared for mark in _MARKS) or len(_COLONS.findall(self.shared)) > 1
         words = len(self.shared.split()) + len(_UNSPACED.findall(self.shared)) // 2
