@@ -699,7 +699,7 @@ MISTAKES: dict[str, Mistake] = {
     "RLOO, a reversed range of rewards": Mistake(
         lambda b: b.rloo(reward_clip_range=(1.0, -1.0)),
         "`reward_clip_range` must be the lowest and the highest reward, such as (-1.0, 1.0), got (1.0, "
-        "-1.0). For the command line, write `reward_clip_range: [-1.0, 1.0]` in a YAML file.",
+        "-1.0). Change it, or leave it out.",
         None,
     ),
     "RLOO, one bound of rewards": Mistake(

@@ -12,6 +12,8 @@ from typing import Any
 from .line import Line
 
 _OF_RANKS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+# Values of many variables, which messages name for other reasons
+_COMMON_VALUES = ("true", "false", "yes", "no", "none", "on", "off")
 # What Python calls an argument of the command line
 _OF_PYTHON = {"target_modules": "lora_target_modules"}
 
@@ -56,7 +58,8 @@ def of_environment(message: str) -> str:
     for name, value in os.environ.items():
         if re.match("(ACCELERATE|FSDP|HF|TRANSFORMERS|TRL)_", name) or name in _OF_RANKS:
             whole = rf"(?<![\w/.-]){re.escape(value)}(?![\w/-])"
-            if len(value) > 1 and not _is_number(value) and re.search(whole, message, re.IGNORECASE):
+            says_something = len(value) > 1 and not _is_number(value) and value.lower() not in _COMMON_VALUES
+            if says_something and re.search(whole, message, re.IGNORECASE):
                 return f" (environment: `{name}={value}`)"
     return ""
 

@@ -175,7 +175,7 @@ def _set_in(file: str) -> dict[str, Any]:
         given = f"`{file}`, which is not a file" if file else "nothing"
         raise CommandError(f"`--config` must be followed by a YAML file, got {given}.")
     try:
-        found = yaml.load(Path(file).read_text(), _UniqueKeys)  # a safe loader
+        found = _UniqueKeys(Path(file).read_text()).get_single_data()
     except _RepeatedKeyError as error:
         key, number = error.args
         raise CommandError(

@@ -7,6 +7,7 @@ Written by `python tests/support/compat_names.py`.
 _NAMES = {
     "transformers.generation.utils:GenerationMixin": "_get_logits_processor",
     "transformers.integrations.integration_utils": "INTEGRATION_TO_CALLBACK",
+    "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_layers": "GradientCheckpointingLayer",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "transformers.quantizers": "AutoHfQuantizer",
@@ -237,6 +238,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "use_adapter": ("(model, adapter_name)",),
     },
     "trl.trainer.kto_trainer:KTOTrainer": {
+        "_compute_loss": ("(self, model, inputs, return_outputs)",),
         "_determine_best_metric": ("(self, metrics, trial)",),
         "_get_output_dir": ("(self, trial)",),
         "_load_best_model": ("(self)",),
@@ -245,6 +247,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "_precompute_ref_logps": ("(self, dataset, name, batch_size)",),
         "_prepare_context_parallel_inputs": ("(self, model, inputs)",),
         "_prepare_dataset": ("(self, dataset, processing_class, args, dataset_name)",),
+        "_prepare_inputs": ("(self, inputs)",),
         "_push_from_checkpoint": ("(self, checkpoint_folder)",),
         "_report_to_hp_search": ("(self, trial, step, metrics)",),
         "_save_checkpoint": ("(self, model, trial)",),

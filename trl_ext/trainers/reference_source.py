@@ -349,6 +349,9 @@ class ReferenceSource:
             return
         if not self._holds_all_data():
             return
+        # A callback may have added a hook since: the model could not be compared when it is loaded again
+        if self.ranks.of_main(lambda: self._weights().uncacheable_reason()) is not None:
+            return
         if self._identity is None:
             self._identity = self._identify()
         held = accelerator.unwrap_model(host.ref_model)
