@@ -384,6 +384,26 @@ def other_log_probs_with_entropy(self, original, seen, *args, **kwargs):
     return log_probs * (1.0 if entropies is None else 0.9), entropies, aux_loss
 
 
+def entropies_of(trainer: Any, model: Any, inputs: Any) -> Any:
+    ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+    return getattr(trainer, PASS)(model, ids, mask, inputs["completion_ids"].size(1), compute_entropy=True)[1]
+
+
+@method("compute_loss")
+def entropy_bonus(self, original, seen, model, inputs, *args, **kwargs):
+    return original.compute_loss(model, inputs, *args, **kwargs) - 0.1 * entropies_of(self, model, inputs).mean()
+
+
+@method(PASS)
+def entropy_in_log_probs(self, original, seen, *args, **kwargs):
+    log_probs, entropies, aux_loss = getattr(original, PASS)(*args, **kwargs)
+    return log_probs if entropies is None else log_probs + 0.05 * entropies, entropies, aux_loss
+
+
+def bonus_on_the_trainer(original: Any, seen: Readings, model: Any, inputs: Any) -> Any:
+    return original(model, inputs) - 0.1 * entropies_of(original.__self__, model, inputs).mean()
+
+
 @method("get_off_policy_mask")
 def every_sequence(self, original, seen, **given):
     seen.append(summary_of(given))
@@ -457,6 +477,7 @@ ROWS = (shifted_advantages, without_old_log_probs, old_log_probs_removed_in_plac
 MIXED = (rows_of_the_last_batch, buffer_read_after_the_step, buffer_read_in_the_log)
 GENERATED = (advantages_after_generation, log_probs_after_generation, no_old_log_probs_after_generation)
 PASSES = (centred_log_probs, other_log_probs_with_entropy)
+ENTROPIES = (entropy_bonus, entropy_in_log_probs)
 EVERY = (*READ, *LOSSES, without_the_first_prompt_token, *ROWS, *MIXED, *GENERATED, *PASSES)
 OF_RLOO = (*READ, a_pass_without_gradient, shifted_advantages, in_halves, repeated_rows, rows_of_the_last_batch)
 OF_RLOO = (*OF_RLOO, loss_of_other_rows_too, advantages_after_generation, log_probs_after_generation, *PASSES)
@@ -478,6 +499,8 @@ CASES = [
     (in_place_of_trls(centred_log_probs), case(**ITERATIONS)),
     (subclass(loss_with_old_log_probs_after), case("rloo")),
     (between(centred_log_probs), case("rloo")),
+    (subclass(entropy_bonus), case(**ALIGNED, steps=2)),
+    (on_the_trainer("_compute_loss", bonus_on_the_trainer), case(**ALIGNED, steps=2)),
     *((subclass(batch_seen_before_and_after), case(x, precompute_ref_log_probs=True, steps=2)) for x in ("dpo", "kto")),
     *((subclass(without_the_last_token), case(x, steps=2)) for x in ("dpo", "kto")),
 ]
@@ -491,6 +514,7 @@ SLOW = [
     *((kind(x), case("rloo", **ALIGNED)) for kind in (subclass, between) for x in OF_RLOO),
     # Centred log-probs of other batches give ratios that TRL clips in every row
     *((subclass(x), case("rloo", **BOTH, beta=0.05)) for x in OF_RLOO if x is not centred_log_probs),
+    *((subclass(x), case(trainer, **ALIGNED)) for x in ENTROPIES for trainer in ("grpo", "rloo")),
     *((callback(helper, event), case(**BOTH)) for event in EVENTS),
     *((callback(read_buffer, event), case("rloo", **ALIGNED)) for event in EVENTS),
     (WithRollout, case(**BOTH, rollout="reads")),

@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList
 from transformers.trainer_utils import has_length
 from trl.trainer.utils import is_async_callable
 
-from .overrides import LOSS, overrides, overrides_below
+from .overrides import LOSS, PASS, overrides, overrides_below
 from .replaced import module_of, names_replaced, next_of, replaced
 
 logger = logging.getLogger("trl_ext")
@@ -89,7 +89,6 @@ def checked_rollout(rollout_func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _MERGED = "merged_micro_batches"  # the entry of a slice that says how many of TRL's it holds
-PASS = "_get_per_token_logps_and_entropies"
 _VISION_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),

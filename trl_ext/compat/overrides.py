@@ -14,6 +14,9 @@ LIBRARIES = frozenset({"trl", "trl_ext", "transformers", "accelerate", "torch", 
 # Methods that get, make or return a batch
 STEP = ("training_step", "_prepare_inputs", "compute_loss", "prediction_step")
 
+# GRPO's and RLOO's log-prob pass
+PASS = "_get_per_token_logps_and_entropies"
+
 # Methods that read what TRL's loss has computed for each row and token of a batch
 LOSS = ("_compute_loss", "get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask")
 

@@ -80,7 +80,7 @@ class ScoringForward:
         self.packing = Packing(model, padding_free=options.padding_free, share_prompts=options.share_prompts)
         self._randomness: Randomness | None = None
         self._randomness_is_known = False
-        self._checked: set[tuple[bool, bool, str]] = set()
+        self._checked: set[tuple[bool, bool, bool, str]] = set()
 
     def __call__(
         self,
@@ -373,12 +373,13 @@ class ScoringForward:
     ) -> None:
         """Compare the tiled head with its definition, once for each path through the head."""
         # A sharded weight is a separate path, so that either all ranks check it or none
-        way = rows.sharded is not None, "mean_log_probs" in outputs, head.description
+        entropy_grad = self.options.entropy_requires_grad
+        way = rows.sharded is not None, "mean_log_probs" in outputs, entropy_grad, head.description
         if way not in self._checked and check_head(
             *(hidden_NH, rows, targets_N),
             transform=self.transform,
             outputs=tuple(dict.fromkeys((*self.options.outputs, *outputs))),
-            entropy_requires_grad=self.options.entropy_requires_grad,
+            entropy_requires_grad=entropy_grad,
             kernels=self.options.kernels,
         ):
             self._checked.add(way)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ..distributed.sequence_parallel import unsplit_reason
@@ -47,6 +48,11 @@ class Scorer:
                 "model" if is_policy else "ref_model",
             )
         )
+
+    def set_entropy_gradient(self, requires_grad: bool) -> None:
+        """Set whether the entropy has a gradient in the policy's next forward. Code of the user may come to need it."""
+        if requires_grad != self.policy.options.entropy_requires_grad:
+            self.policy.options = replace(self.policy.options, entropy_requires_grad=requires_grad)
 
     def check(self, device: Any, padded_reason: str | None) -> None:
         """Check the kernels on the trainer's device. If there is a `padded_reason`, keep all batches padded."""

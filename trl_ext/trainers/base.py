@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..callbacks.progress import ThroughputProgress, add_to_model_card, show
 from ..compat.choices import REPLACEABLE
-from ..compat.overrides import overrides
+from ..compat.overrides import LOSS, PASS, STEP, overrides
 from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
 from ..config import AddedFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
@@ -201,7 +201,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return True
 
     def _entropy_has_gradient(self) -> bool:
-        return False
+        """Whether a loss may send a gradient through the entropy. TRL's entropy always has one, which costs a pass."""
+        # If code of the user is on some ranks only, all have the same passes over a sharded head
+        return overrides(self, *STEP, *LOSS, PASS) is not None or bool(self._facts_of_ranks)
 
     def _ready(self, callbacks: Any) -> None:
         """After TRL's `__init__`, run the remaining checks and add the callbacks."""
@@ -305,6 +307,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Replace the plan after a change."""
         for forward in self._scorer.forwards:
             forward.forget_randomness()
+        self._scorer.set_entropy_gradient(self._entropy_has_gradient())
         self._known_randomness = self._randomness()
         self.plan = self._make_plan()
 
@@ -314,6 +317,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         In an optimizer step, changes of the model are not seen, and all ranks must make the same change.
         """
         before, plan = self.plan, self._make_plan()
+        self._scorer.set_entropy_gradient(self._entropy_has_gradient())
         if changes_of(before, plan) is None and self._randomness() == self._known_randomness:
             return
         self._plan_again()

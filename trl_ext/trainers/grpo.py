@@ -101,7 +101,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def _entropy_has_gradient(self) -> bool:
         # `top_entropy_quantile` compares entropies, which has no gradient
-        return bool(self._entropy_bonus_enabled) or internals.overridden_loss(self) is not None
+        return bool(self._entropy_bonus_enabled) or super()._entropy_has_gradient()
 
     @property
     def _offloads(self) -> bool:
@@ -146,7 +146,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             of_sequences=self.importance_sampling_level == "sequence",
             kl_times_ratio=args.use_bias_correction_kl,
             has_images=bool(self._is_vlm),
-            has_entropy_bonus=self._entropy_has_gradient(),
+            has_entropy_bonus=bool(self._entropy_bonus_enabled),
             has_router_loss=self.aux_loss_enabled,
             trains_expert_modules=self._look_at_policy(trains_expert_modules),
             top_entropy_quantile=self.top_entropy_quantile,

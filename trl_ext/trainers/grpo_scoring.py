@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat import grpo as internals
+from ..compat.overrides import PASS
 from ..compat.replaced import logged_times, unrecorded_pass
 from ..distributed.ranks import Ranks
 from ..packing.packing import LastResult
@@ -90,7 +91,7 @@ class GRPOScoring:
         if plan.facts.has_own_loss:
             return self._overridden_loss(model, inputs)
         scored = self.policy_tokens(inputs)
-        own_pass = f"`{type(trainer).__name__}.{internals.PASS}`" if plan.facts.has_own_pass else None
+        own_pass = f"`{type(trainer).__name__}.{PASS}`" if plan.facts.has_own_pass else None
         with trainer._policy_scored(own_pass):
             policy_RC, entropies_RC, aux_loss = self._policy_pass(model, inputs, scored, num_items)
         if self._scores_before_step and not has_old_policy(inputs):

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from ..compat import grpo as internals
-from ..compat.overrides import overrides_below
+from ..compat.overrides import PASS, overrides_below
 from ..compat.readers import batch_reader
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
@@ -75,9 +75,6 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     def _has_reference(self) -> bool:
         return bool(self.args.beta != 0)
-
-    def _entropy_has_gradient(self) -> bool:
-        return internals.overridden_loss(self) is not None  # type: ignore[arg-type]
 
     def _on_accelerator(self) -> None:
         if self._ranks.group is not None or self._ranks.sequence is not None:
@@ -141,7 +138,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Sample and reward as TRL does. Equal rewards have advantages of exactly 0, if the plan says so."""
-        skipped: dict[str, Any] = {internals.PASS: _no_pass} if self.plan.reuses_old_policy else {}
+        skipped: dict[str, Any] = {PASS: _no_pass} if self.plan.reuses_old_policy else {}
         batch = self._generation.draw(inputs, **skipped)
         rewards, accelerator = self._generation.rewards, self.accelerator
         # An override in place of TRL's generation may compute advantages without rewards
@@ -195,7 +192,7 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
     ) -> tuple[Any, Any, Any]:
         """Run TRL's pass, without the statistics that it does not read."""
         called = model
-        if overrides_below(self, internals.PASS) is None:  # it may read the model's attributes, or its logits
+        if overrides_below(self, PASS) is None:  # it may read the model's attributes, or its logits
             called = functools.partial(model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy])
         run = super()._get_per_token_logps_and_entropies
         return run(called, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
