@@ -155,8 +155,8 @@ def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]
 
 
 def _recording(trainers: Trainers, kind: str, record: Record) -> type:
-    trainer = getattr(trainers, f"{kind}_trainer")
     """Return a subclass that overrides no method that gets a batch, because ours then scores every row as TRL does."""
+    trainer = getattr(trainers, f"{kind}_trainer")
     if not trainers.records_batches:
         return trainer
 

@@ -48,7 +48,8 @@ class _Search:
         self._seen: dict[int, Any] = {}  # with the object, so that its id is not given to another
 
     def finds(self, value: Any) -> bool:
-        if value is None or id(value) in self._seen or isinstance(value, types.ModuleType):
+        # Plain data first: a reward function may hold much of it, and each micro-batch asks
+        if value is None or isinstance(value, str | bytes | int | float | types.ModuleType) or id(value) in self._seen:
             return False
         self._seen[id(value)] = value
         if isinstance(value, list | tuple | set | frozenset | dict):
