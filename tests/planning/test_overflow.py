@@ -409,7 +409,7 @@ def test_other_loss_types_beside_read_the_reference_as_it_is(workshop: Workshop)
         first = (mask.cumsum(1) == 1) & mask.bool()
         ours.model.zero_grad()
         with internals.reference_given(ours, first * reference[:, None]):
-            loss = ours._compute_loss(ours.model, batch, False)
+            loss = ours._dpo_loss.of_batch(ours.model, batch, False)
         loss.backward()
         gradients = {name: x.grad for name, x in ours.model.named_parameters()}
         assert is_finite(ours, loss.item(), gradients)

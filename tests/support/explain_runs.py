@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import rewards
-from packing_batches import Batch
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli import training
 from trl_ext.cli.__main__ import main
@@ -174,17 +173,18 @@ def happened(run: Run, monkeypatch: pytest.MonkeyPatch, reward: str) -> Happened
 def _watch(model: Any, seen: Happened) -> None:
     inside: list[Forward] = []
 
+    # Only observes, so that nothing runs as in TRL because of it
     def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         inside.clear()
         if kwargs.get("fused_lm_head"):
-            batch = Batch(kwargs["input_ids"], kwargs["attention_mask"], kwargs["labels"])
-            given = [
-                tuple(ids[mask.bool()].tolist())
-                for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)
-            ]
-            rows = [row for row, labels in zip(given, batch.labels, strict=True) if (labels != -100).any()]
+            ids = kwargs["input_ids"].tolist()
+            masks = kwargs["attention_mask"].tolist()
+            labels = kwargs["labels"].tolist()
+            given = [tuple(x for x, there in zip(*row, strict=True) if there) for row in zip(ids, masks, strict=True)]
+            rows = [row for row, marks in zip(given, labels, strict=True) if any(mark != -100 for mark in marks)]
             step = 0 if seen.trainer is None else seen.trainer.state.global_step
-            inside.append(Forward(_kind(module, seen), module.training, given, rows, step))
+            kind = _kind(id(module), bool(module.training), seen)
+            inside.append(Forward(kind, bool(module.training), given, rows, step))
             seen.forwards.append(inside[0])
 
     def embed(module: Any, args: tuple[torch.Tensor, ...]) -> None:
@@ -195,17 +195,18 @@ def _watch(model: Any, seen: Happened) -> None:
     model.get_input_embeddings().register_forward_pre_hook(embed)
 
 
-def _kind(model: Any, seen: Happened) -> str:
+def _kind(model_id: int, is_training: bool, seen: Happened) -> str:
     if seen.trainer is None:
         return "reference"  # precomputed: there is no policy yet
     policy = seen.trainer.accelerator.unwrap_model(seen.trainer.model)
     if hasattr(policy, "peft_config"):
         policy = policy.get_base_model()
-    if model is not policy or any(getattr(module, "disable_adapters", None) is True for module in model.modules()):
+    is_off = any(getattr(module, "disable_adapters", None) is True for module in policy.modules())
+    if model_id != id(policy) or is_off:
         return "reference"
     if torch.is_grad_enabled():
         return "policy"
-    return "old policy" if model.training else "evaluation"
+    return "old policy" if is_training else "evaluation"
 
 
 @contextmanager

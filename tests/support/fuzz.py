@@ -75,7 +75,9 @@ def draw(seed: int) -> Draw:
 # Errors that ours may raise although TRL trains: a part of the message, and whether the draw explains it
 REFUSED: dict[str, Callable[[Draw], Any]] = {
     "`max_tokens_per_micro_batch=": lambda drawn: drawn.case.ours.get("max_tokens_per_micro_batch"),
-    "`padding_free=True` is not supported here": lambda drawn: drawn.case.ours.get("padding_free"),
+    "`padding_free=True` is not supported here": lambda drawn: (
+        drawn.case.ours.get("padding_free") or drawn.case.config.get("padding_free")
+    ),
     "`precompute_ref_log_probs=True` fills the store, so `reference_store`": lambda drawn: drawn.case.ours.get(
         "reference_store"
     ),

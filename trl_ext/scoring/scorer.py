@@ -54,6 +54,16 @@ class Scorer:
         if requires_grad != self.policy.options.entropy_requires_grad:
             self.policy.options = replace(self.policy.options, entropy_requires_grad=requires_grad)
 
+    @contextmanager
+    def without_entropy_gradient(self) -> Iterator[None]:
+        """Leave the entropy without a gradient in the `with` block, which saves a product with the vocabulary."""
+        before = self.policy.options.entropy_requires_grad
+        self.set_entropy_gradient(False)
+        try:
+            yield
+        finally:
+            self.set_entropy_gradient(before)
+
     def check(self, device: Any, padded_reason: str | None) -> None:
         """Check the kernels on the trainer's device. If there is a `padded_reason`, keep all batches padded."""
         check_kernels(self.options.head_kernels, device, "head_kernels")

@@ -205,6 +205,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         # If code of the user is on some ranks only, all have the same passes over a sharded head
         return overrides(self, *STEP, *LOSS, PASS) is not None or bool(self._facts_of_ranks)
 
+    def _loss_reads_entropy(self) -> bool:
+        """Whether more than TRL's loss reads the entropy of the pass that our `compute_loss` runs."""
+        return overrides(self, *LOSS, PASS) is not None or bool(self._facts_of_ranks)
+
     def _ready(self, callbacks: Any) -> None:
         """After TRL's `__init__`, run the remaining checks and add the callbacks."""
         if self._source is not None:
@@ -488,9 +492,11 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             )
 
     @contextmanager
-    def _policy_scored(self, by: str | None = None) -> Iterator[None]:
+    def _policy_scored(self, by: str | None = None, return_outputs: bool = False) -> Iterator[None]:
         """Require our forward to score the policy in the block. If a subclass's method `by` does it instead, warn."""
-        with self._scorer.policy_scored(by is None):
+        reads_entropy = return_outputs or self._loss_reads_entropy()
+        entropy = nullcontext() if reads_entropy else self._scorer.without_entropy_gradient()
+        with self._scorer.policy_scored(by is None), entropy:
             yield
         if by is not None and not self._scorer.policy.used and self._scored_elsewhere is None:
             self._scored_elsewhere = f"{by} scores the policy without `fused_lm_head=True`."

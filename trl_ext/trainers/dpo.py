@@ -147,7 +147,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         self._reference_log_probs = None
         mode = "train" if self.model.training else "eval"
         logged = logged_times(self._metrics[mode], self._dpo_batches.merged if mode == "train" else 1)
-        with self._policy_scored(), self._non_finite.recorded(model) as policy, logged:
+        with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as policy, logged:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not return_outputs:
             self._in_parts.last(loss)

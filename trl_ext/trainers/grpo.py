@@ -103,6 +103,9 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         # `top_entropy_quantile` compares entropies, which has no gradient
         return bool(self._entropy_bonus_enabled) or super()._entropy_has_gradient()
 
+    def _loss_reads_entropy(self) -> bool:
+        return bool(self._entropy_bonus_enabled) or super()._loss_reads_entropy()
+
     @property
     def _offloads(self) -> bool:
         return bool(getattr(self.args, "activation_offloading", False))

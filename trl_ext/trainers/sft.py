@@ -147,7 +147,7 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         """Compute TRL's loss from the log-probs of our head."""
         self._loss_reached = True
         self._ranks.check_same(inputs["input_ids"])
-        with self._policy_scored(), self._non_finite.recorded(model) as scored:
+        with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as scored:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
         def rows() -> dict[int, list[str]]:
