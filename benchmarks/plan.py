@@ -94,6 +94,7 @@ def options_of(method: str, lengths: Lengths, checkpointing_only: bool) -> list[
         changes_batch=method == "sft",
         changes_budget=method != "sft",
         together=1 if method == "sft" else 2,
+        most_rows=1024,
     )
     found: list[Option] = []
     for ladder in space.ladders(lengths):
