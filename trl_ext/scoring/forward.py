@@ -208,6 +208,7 @@ class ScoringForward:
         """Look again, in the next pass, at what the model draws at random."""
         self._randomness_is_known = False
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _drawn_by(self, model: Any) -> Randomness | None:
         """Return what makes equal tokens have different hidden states in this pass."""
         if not self._randomness_is_known:
