@@ -29,7 +29,7 @@ from .checked_data import check_rows_are_left, checked_rows, pair_columns
 from .dpo_batches import DPOBatches
 from .dpo_loss import DPOLoss
 from .dpo_reference import DPOReference
-from .in_parts import InParts
+from .part_training import PartTraining
 
 _ROWS_CHECKED = 1000  # training rows whose token ids are checked if the tokenizer has more tokens than the model
 
@@ -55,9 +55,9 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         given = self._begin(positional, keywords)
         config = given.get("args")
         self._source = DPOReference(self, self._ranks, self._scorer, self._reference_weights)
-        self._in_parts = InParts(self, self._ranks)
-        self._dpo_batches = DPOBatches(self, self._ranks, self._balance, self._in_parts)
-        self._dpo_loss = DPOLoss(self, self._ranks, self._scorer, self._source.labels_of, self._in_parts)
+        self._part_training = PartTraining(self, self._ranks)
+        self._dpo_batches = DPOBatches(self, self._ranks, self._balance, self._part_training)
+        self._dpo_loss = DPOLoss(self, self._ranks, self._scorer, self._source.labels_of, self._part_training)
         if config is not None:
             check_dpo_arguments(config, own_loss=self._replaces("loss"))
             check_loss_types(config)
@@ -133,7 +133,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         return inputs
 
     def _in_step(self) -> AbstractContextManager[None]:
-        return self._in_parts.training_step()
+        return self._part_training.training_step()
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -141,7 +141,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         """Compute TRL's loss with reference log-probs from the source in the plan."""
         self._loss_reached = True
         if not len(inputs["input_ids"]):  # its pairs run with a later micro-batch
-            return self._in_parts.nothing()
+            return self._part_training.loss_without_backward()
         self._ranks.check_same(inputs["input_ids"])
         self._dpo_loss.counted = None
         self._reference_log_probs = None
@@ -150,7 +150,7 @@ class DPOTrainer(ExactTrainer, trl.DPOTrainer):
         with self._policy_scored(return_outputs=return_outputs), self._non_finite.recorded(model) as policy, logged:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not return_outputs:
-            self._in_parts.last(loss)
+            self._part_training.check_last_part(loss)
 
         def rows() -> Any:
             values = {"policy": self._dpo_loss.in_order(policy), "reference": self._reference_log_probs}

@@ -12,7 +12,7 @@ from ..distributed.ranks import Ranks
 from ..planning.dpo import DPOPlan
 from ..planning.micro_batches import UNSHARED, RowTokens, content_hash
 from ..planning.plan import PackingPlan
-from .in_parts import InParts
+from .part_training import PartTraining
 from .row_balance import RowBalance
 
 _SIDES = ("chosen", "rejected")
@@ -28,8 +28,8 @@ class Trainer(internals.DPOInternals, Protocol):
 
 
 class DPOBatches:
-    def __init__(self, trainer: Trainer, ranks: Ranks, balance: RowBalance, in_parts: InParts) -> None:
-        self.trainer, self.ranks, self.balance, self.in_parts = trainer, ranks, balance, in_parts
+    def __init__(self, trainer: Trainer, ranks: Ranks, balance: RowBalance, part_training: PartTraining) -> None:
+        self.trainer, self.ranks, self.balance, self.part_training = trainer, ranks, balance, part_training
         self.merged = 1  # how many micro-batches of TRL's the last one of the optimizer step stands for
 
     def rearranged(self, samples: list[Any]) -> list[Any]:
@@ -37,7 +37,7 @@ class DPOBatches:
 
         If they are merged, the last one holds all pairs, and those before it have none.
         """
-        plan, self.in_parts.divides_loss, self.merged = self.trainer.plan, True, 1
+        plan, self.part_training.divides_loss, self.merged = self.trainer.plan, True, 1
         if not samples or not (plan.balances or plan.merges):
             return samples
         count, columns = len(samples), self._columns()
@@ -54,7 +54,7 @@ class DPOBatches:
             # Before the first step, the policy may still be in evaluation mode
             internals.log_metrics(self.trainer, self.balance.metrics(), mode="train")
         if plan.merges:
-            self.in_parts.divides_loss, self.merged, whole = False, count, _batch(pairs, columns)
+            self.part_training.divides_loss, self.merged, whole = False, count, _batch(pairs, columns)
             return [{name: x[:0] for name, x in whole.items()}] * (count - 1) + [whole]
         starts = range(0, size * count, size)
         return [_batch({name: x[i : i + size] for name, x in pairs.items()}, columns) for i in starts]

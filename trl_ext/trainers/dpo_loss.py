@@ -19,7 +19,7 @@ from ..planning.parts import few_parts
 from ..planning.plan import PackingPlan
 from ..scoring.scorer import Scorer
 from .dpo_batches import pair_tokens
-from .in_parts import InParts
+from .part_training import PartTraining
 
 
 class Trainer(internals.DPOInternals, Protocol):
@@ -40,10 +40,10 @@ class DPOLoss:
         ranks: Ranks,
         scorer: Scorer,
         labels_of: Callable[[dict[str, Any]], Tensor],
-        in_parts: InParts,
+        part_training: PartTraining,
     ) -> None:
         self.trainer, self.ranks, self.scorer, self._labels_of = trainer, ranks, scorer, labels_of
-        self._in_parts = in_parts
+        self._part_training = part_training
         self._order: Tensor | None = None  # of the rows of all forward passes, to those of the batch
         self.classes = 0
         self.columns: tuple[str, ...] = ()
@@ -57,8 +57,12 @@ class DPOLoss:
     def of_batch(self, model: Any, batch: dict[str, Any], return_outputs: bool) -> Any:
         """Compute the loss in place of TRL's `_compute_loss`. One gather combines the metrics of all ranks."""
         trainer, labels, self._order = self.trainer, self._labels_of(batch), None
-        self._in_parts.begins()
-        if self.options.max_tokens_per_micro_batch is not None and self._in_parts.may_run and not return_outputs:
+        self._part_training.start_micro_batch()
+        if (
+            self.options.max_tokens_per_micro_batch is not None
+            and self._part_training.is_possible
+            and not return_outputs
+        ):
             model = self._parts_trained(model, batch, labels, self.options.max_tokens_per_micro_batch)
         elif overrides_below(trainer, "_compute_loss") is None:  # otherwise TRL's labels may be those of another batch
             model = internals.with_labels(model, labels)
@@ -103,7 +107,7 @@ class DPOLoss:
 
         for pairs, of_part in zip(first, rows[:-1], strict=True):
             aside = internals.metrics_of_this_rank(trainer)
-            self._in_parts.train(model, batch, None, partial(trained, pairs, of_part), aside)
+            self._part_training.train_part(model, batch, None, partial(trained, pairs, of_part), aside)
         order = self._order = torch.cat(rows).argsort()
 
         def run(**inputs: Any) -> Any:

@@ -215,7 +215,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _in_step(self) -> Iterator[None]:
         # TRL's GRPO has no such argument
         on_host = self._activations_on_host() if self._offloads else nullcontext()
-        with self._grpo_scoring.in_parts.training_step(), on_host:
+        with self._grpo_scoring.part_training.training_step(), on_host:
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         self._loss_reached = True
         self._follow_changes()
         if not len(inputs["completion_ids"]):  # its rows run with a later micro-batch
-            return self._grpo_scoring.in_parts.nothing()
+            return self._grpo_scoring.part_training.loss_without_backward()
         self._ranks.check_same(inputs["completion_ids"])
         trl_loss = super().compute_loss
         loss, not_finite = self._grpo_scoring.of_micro_batch(

@@ -34,8 +34,8 @@ from ..planning.rows import KEPT_CLASSES, ScoredTokens, every_token, loss_mask, 
 from ..planning.sampler_ratio import TRL_SAMPLER_METRICS, SamplerRatio, largest_difference, sampler_metrics
 from ..sampler.check import SamplerCheck
 from ..scoring.scorer import Scorer
-from .in_parts import InParts
 from .non_finite import NonFiniteLoss, Rows
+from .part_training import PartTraining
 
 _DIFFERENCE = "sampling/sampling_logp_difference/mean"
 
@@ -69,7 +69,8 @@ class GRPOScoring:
 
     def __init__(self, trainer: Trainer, ranks: Ranks, scorer: Scorer, buffer: internals.Buffer) -> None:
         self.trainer, self.ranks, self.scorer, self.buffer = trainer, ranks, scorer, buffer
-        self._check, self.in_parts = SamplerCheck(trainer), InParts(trainer, ranks)
+        self._check = SamplerCheck(trainer)
+        self.part_training = PartTraining(trainer, ranks)
         self.sampled_at_step = 0
         self.plan_at_generation: GRPOPlan | None = None  # of the buffer; None after a checkpoint, until it is filled
         self._skipped_tokens = 0  # on this rank, since the last loss
@@ -87,7 +88,7 @@ class GRPOScoring:
         """Return the loss, and a function that finds the rows with values that are not finite."""
         trainer, plan = self.trainer, self.trainer.plan
         self._trl_loss = trl_loss
-        self.in_parts.begins()
+        self.part_training.start_micro_batch()
         if plan.facts.has_own_loss:
             return self._overridden_loss(model, inputs)
         scored = self.policy_tokens(inputs)
@@ -102,7 +103,7 @@ class GRPOScoring:
             if trainer.model.training and self._scores_before_step:
                 self.buffer.keep(inputs, loss_inputs.kept)
             self._measure(loss_inputs)
-        self.in_parts.last(loss)
+        self.part_training.check_last_part(loss)
         return loss, partial(loss_inputs.not_finite, inputs)
 
     def _overridden_loss(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Rows]:
@@ -210,7 +211,7 @@ class GRPOScoring:
 
     def _policy_pass(self, model: Any, inputs: Any, scored: ScoredTokens, num_items: Any) -> tuple[Any, Any, Any]:
         budget = self.trainer.plan.facts.max_tokens_per_micro_batch
-        if budget is None or not self.in_parts.may_run:
+        if budget is None or not self.part_training.is_possible:
             options = {"compute_entropy": True, "compute_aux_loss": self.trainer.aux_loss_enabled}
             return self._pass(model, inputs, scored, **options)
         parts = self._parts(inputs, scored, budget)
@@ -233,7 +234,7 @@ class GRPOScoring:
             loss_inputs = LossInputs.of(inputs, part, log_probs_RC, entropies_RC, self.trainer.plan)
             return self._loss_of(model, inputs, loss_inputs, aux_loss)
 
-        self.in_parts.train(model, inputs, num_items, loss_of_part, internals.metrics_set_aside(self.trainer))
+        self.part_training.train_part(model, inputs, num_items, loss_of_part, internals.metrics_set_aside(self.trainer))
         return scores[0]
 
     def before_micro_batch(self, *, is_new: bool) -> None:
