@@ -6,7 +6,7 @@ TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
 PYTEST := $(PYTHON) -m pytest -n 2
 
-.PHONY: demo demo-check demo-short smoke t test test-all fuzz test-part test-torch-newest test-nightly test-sampler lint types bench bench-training bench-passes bench-packing bench-scaling bench-balance bench-curves bench-plan bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
+.PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler lint types bench bench-training bench-passes bench-packing bench-scaling bench-balance bench-curves bench-plan bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
 .venv/installed: pyproject.toml constraints.txt
@@ -61,6 +61,17 @@ N ?= 400
 FIRST ?= 0
 fuzz: $(VENV)
 	$(PYTHON) tests/support/fuzz.py --draws $(N) --first $(FIRST)
+
+# Short trainings with the code of this tree and with that of another commit: weights, metrics and texts, bit for bit.
+# OPTIONS='--trainers dpo --draws 100': as the head of the script says
+OLD ?= 304e36c
+OPTIONS ?=
+same-bits: $(VENV)
+	rm -rf build/old
+	git worktree prune
+	git worktree add --quiet --detach build/old $(OLD)
+	$(PYTHON) tests/support/same_bits.py --old build/old $(OPTIONS); status=$$?; \
+	    git worktree remove --force build/old; exit $$status
 
 # PART=2/8: the third eighth of what `make test` leaves out
 test-part: $(VENV)

@@ -28,6 +28,7 @@ class Case:
     streaming: bool = False
     prompts: int = 12  # rows of a GRPO or RLOO dataset
     rows: int = 12  # of an SFT, DPO or KTO dataset
+    reward_columns: bool = False  # whether a DPO dataset has rewards of both completions
     eval_sets: tuple[str, ...] = ()  # names; by default there is one set, without a name, if the trainer evaluates
     calls: tuple[str, ...] = ("train",)  # methods of the trainer, called in this order
     vllm: bool = False  # `use_vllm` is set after the trainer is built, and a rollout replaces vLLM

@@ -5,91 +5,27 @@ Run as a script, it trains the named cases with `trl_ext` and writes JSON, so th
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY, patch
+from unittest.mock import patch
 
 import datasets
 import torch
-from datasets import Dataset
-from peft import PeftModel, PrefixTuningConfig, PromptTuningConfig
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 import other_drop_in_cases
+from case_trainers import WALL_CLOCK, Trainers, build_trainer
 from drop_in_cases import CASES, Case
-from rewards import REWARDS
-from tiny import REFERENCE_SEED, ROLLOUTS, Workshop, add, lora_config, preferences, prompts
+from tiny import Workshop
 from token_counts import Feed, count_feeds
 
 ALL_CASES = CASES | other_drop_in_cases.CASES
-PROMPT_LEARNING = {"prompt_tuning": PromptTuningConfig, "prefix_tuning": PrefixTuningConfig}
-
-# Wall-clock times differ between runs of the same code, and are the only keys that are not compared.
-WALL_CLOCK = (
-    "step_time",
-    "runtime",
-    "samples_per_second",
-    "steps_per_second",
-    "tokens_per_second",
-    "model_preparation_time",
-)
-
-
-@dataclass(frozen=True)
-class Trainers:
-    """The classes of one library: TRL's or ours."""
-
-    dpo_trainer: type
-    dpo_config: type
-    grpo_trainer: type
-    grpo_config: type
-    sft_trainer: type | None = None
-    sft_config: type | None = None
-    kto_trainer: type | None = None
-    kto_config: type | None = None
-    rloo_trainer: type | None = None
-    rloo_config: type | None = None
-    # Whether a subclass records losses and batches
-    records_batches: bool = True
-
-    @classmethod
-    def of(cls, library: Any) -> "Trainers":
-        names = [f"{name}{kind}" for name in ("DPO", "GRPO", "SFT", "KTO", "RLOO") for kind in ("Trainer", "Config")]
-        return cls(*(getattr(library, name) for name in names))
-
-    def only_ours(self, case: Case) -> dict[str, Any]:
-        """Return the arguments of `case` that only our config has, if this is ours."""
-        config = getattr(self, f"{case.trainer}_config")
-        config = getattr(config, "func", config)  # a test may have bound arguments
-        known = {field.name for field in dataclasses.fields(config)}
-        return {name: value for name, value in case.ours.items() if name in known}
-
-    def padded(self) -> "Trainers":
-        """Return our trainers without packing, so that rows and padding of each forward can be counted."""
-        names = ("dpo_config", "grpo_config", "rloo_config")
-        configs = {name: partial(getattr(self, name), padding_free=False) for name in names}
-        return replace(self, **configs)
-
-    def with_loss_times(self, factor: float) -> "Trainers":
-        """Return the same trainers with their loss multiplied by `factor`, which the comparison must notice."""
-
-        def wrong(trainer: type) -> type:
-            def compute_loss(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-                return factor * super(subclass, self).compute_loss(*args, **kwargs)
-
-            subclass = type(trainer.__name__, (trainer,), {"compute_loss": compute_loss})
-            return subclass
-
-        trainers = {name: x for name, x in vars(self).items() if name.endswith("_trainer")}
-        return replace(self, **{name: wrong(x) for name, x in trainers.items()})
 
 
 @dataclass(frozen=True)
@@ -235,147 +171,11 @@ def train(
 
 def build(case: Case, trainers: Trainers, workshop: Workshop, output_dir: str, record: Record) -> Any:
     """Build the trainer of `case`, which records in `record` what a user can see."""
-    config = {
-        "output_dir": output_dir,
-        "seed": 7,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "optim": "sgd",  # Adam's first step is a sign: it would turn rounding into a full update
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,  # TRL clips to 1.0, which hides a factor on the loss
-        "gradient_checkpointing": False,  # TRL's default is True
-        "max_steps": case.steps,
-        "learning_rate": case.learning_rate,
-        **case.config,
-    }
-    built = {"dpo": _dpo, "grpo": _grpo, "sft": _sft, "kto": _kto, "rloo": _rloo}[case.trainer]
-    trainer = built(case, config, trainers, workshop, record)
+    trainer = build_trainer(case, trainers, workshop, output_dir, _recording(trainers, case.trainer, record))
     trainer.add_callback(_Recorder(record))
     record.packed = hasattr(trainer, "explain") and trainer.explain()["packing"].action == "run"
     count_feeds(trainer, record.feeds, log=lambda: len(record.logs))
     return trainer
-
-
-def _policy(case: Case, workshop: Workshop) -> dict[str, Any]:
-    path = workshop.model(case.model)
-    if case.setup == "ref_adapter":
-        base = AutoModelForCausalLM.from_pretrained(path)
-        return {"model": PeftModel.from_pretrained(base, workshop.adapter(case.model), is_trainable=True)}
-    if case.setup in PROMPT_LEARNING:
-        peft_config = PROMPT_LEARNING[case.setup](task_type="CAUSAL_LM", num_virtual_tokens=3)
-        return {"model": path, "peft_config": peft_config}
-    if case.setup.startswith("lora"):
-        return {"model": path, "peft_config": lora_config(**case.lora)}
-    return {"model": path}
-
-
-def _dpo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
-    conversational = case.model == "chat"
-    train_dataset = preferences(case.rows, seed=1, conversational=conversational)
-    if case.streaming:
-        train_dataset = train_dataset.to_iterable_dataset()
-    ref_model = None
-    if case.setup.endswith("ref_model"):
-        ref_model = AutoModelForCausalLM.from_pretrained(workshop.model(case.model, seed=REFERENCE_SEED))
-    return _recording(trainers, "dpo", record)(
-        ref_model=ref_model,
-        args=trainers.dpo_config(**{"per_device_train_batch_size": 4, **config, **trainers.only_ours(case)}),
-        train_dataset=train_dataset,
-        eval_dataset=_eval_sets(case, config, lambda seed: preferences(5, seed, conversational=conversational)),
-        **_policy(case, workshop),
-    )
-
-
-def _grpo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
-    conversational = case.model == "chat"
-    train_dataset = prompts(case.prompts, seed=1, conversational=conversational)
-    if case.streaming:
-        train_dataset = train_dataset.to_iterable_dataset()
-    if case.setup == "ref_model":
-        # TRL's GRPO takes no reference model: if beta > 0, it loads one from the policy's checkpoint.
-        config = {"beta": 0.1, **config}
-    base = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "temperature": 0.9}
-    trainer = _recording(trainers, "grpo", record)(
-        reward_funcs=[REWARDS[name] for name in case.rewards],
-        args=trainers.grpo_config(**{**base, **config, **trainers.only_ours(case)}),
-        train_dataset=train_dataset,
-        eval_dataset=_eval_sets(case, config, lambda seed: prompts(3, seed, conversational=conversational)),
-        rollout_func=None if case.rollout == "generate" else ROLLOUTS[case.rollout],
-        tools=[add] if case.rollout == "tool_call" else None,
-        **_policy(case, workshop),
-    )
-    trainer.use_vllm = case.vllm
-    # TRL syncs the weights to vLLM if this is not the global step; without vLLM nothing must be synced
-    trainer._last_loaded_step = ANY
-    return trainer
-
-
-def _sft(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
-    config = dict(config)
-    form = config.pop("form", "completion")
-
-    def rows(count: int, seed: int) -> Dataset:
-        pairs = preferences(count, seed, conversational=case.model == "chat")
-        if form == "text":
-            return Dataset.from_list([{"text": x["prompt"] + x["chosen"]} for x in pairs])
-        return pairs.rename_column("chosen", "completion").remove_columns("rejected")
-
-    train_dataset = rows(case.rows, seed=1)
-    return _recording(trainers, "sft", record)(
-        args=trainers.sft_config(**{"per_device_train_batch_size": 4, **config, **trainers.only_ours(case)}),
-        train_dataset=train_dataset.to_iterable_dataset() if case.streaming else train_dataset,
-        eval_dataset=_eval_sets(case, config, lambda seed: rows(5, seed)),
-        **_policy(case, workshop),
-    )
-
-
-def _kto(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
-    def rows(count: int, seed: int) -> Dataset:
-        pairs = preferences(count, seed, conversational=case.model == "chat")
-        sides = [("rejected", "chosen")[min(row % 3, 1)] for row in range(count)]
-        return Dataset.from_list(
-            [
-                {"prompt": x["prompt"], "completion": x[side], "label": side == "chosen"}
-                for x, side in zip(pairs, sides, strict=True)
-            ]
-        )
-
-    ref_model = None
-    if case.setup.endswith("ref_model"):
-        ref_model = AutoModelForCausalLM.from_pretrained(workshop.model(case.model, seed=REFERENCE_SEED))
-    # TRL warns about weights that do not balance these rows, and advises these
-    base = {"per_device_train_batch_size": 4, "desirable_weight": 0.6}
-    return _recording(trainers, "kto", record)(
-        ref_model=ref_model,
-        args=trainers.kto_config(**{**base, **config, **trainers.only_ours(case)}),
-        train_dataset=rows(case.rows, seed=1),
-        eval_dataset=_eval_sets(case, config, lambda seed: rows(5, seed)),
-        **_policy(case, workshop),
-    )
-
-
-def _rloo(case: Case, config: dict[str, Any], trainers: Trainers, workshop: Workshop, record: Record) -> Any:
-    base = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "temperature": 0.9}
-    return _recording(trainers, "rloo", record)(
-        reward_funcs=[REWARDS[name] for name in case.rewards],
-        args=trainers.rloo_config(**{**base, **config, **trainers.only_ours(case)}),
-        train_dataset=prompts(case.prompts, seed=1, conversational=case.model == "chat"),
-        eval_dataset=_eval_sets(case, config, lambda seed: prompts(4, seed, conversational=case.model == "chat")),
-        **_policy(case, workshop),
-    )
-
-
-def _eval_sets(case: Case, config: dict[str, Any], make: Callable[[int], Dataset]) -> Any:
-    """Return one data set, one for each name, or `None`; `make` makes one from a seed."""
-    if case.eval_sets:
-        return {name: make(seed) for seed, name in enumerate(case.eval_sets, 2)}
-    evaluates = config.get("eval_strategy", "no") != "no" or "evaluate" in case.calls
-    return make(2) if evaluates else None
 
 
 def _digest(tensors: dict[str, torch.Tensor | None]) -> dict[str, list[float] | None]:
