@@ -129,8 +129,8 @@ def test_every_metric_is_that_of_one_process(
         for of_rank in found[f"ours-{name}"]:
             assert not differences(of_rank["logs"], one["logs"])
         at_one_rank = found[f"ours-{name}"][0]
-        # One for the store, one for the metrics, and in the first micro-batch of a step one for the plan. `run` overrides
-        # `compute_loss`, which may read precomputed log-probs: they are looked up once more for it
+        # One for the store, one for the metrics, and in the first micro-batch of a step one for the plan. `run`
+        # overrides `compute_loss`, which may read precomputed log-probs: they are looked up once more for it
         most = 4 if name == "precomputed" else 3
         assert {2, 3, most} >= set(at_one_rank["gathers"]), at_one_rank["gathers"]
     if not with_stock:
