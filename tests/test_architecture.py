@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "scoring": {"heads", "packing", "distributed", "compat"},
     "host": set(),
     "memory": {"heads", "packing", "scoring", "host"},
-    "planning": set(),
+    "planning": {"losses"},
     "checkpoints": set(),
     "reference": {"version", "packing"},
     "losses": set(),

@@ -24,14 +24,11 @@ from .compat.arguments import check_dictionaries, check_numbers, refuse_unknown
 from .compat.grpo import sequence_parallelism_hidden
 from .heads.kernels.work import KERNELS
 from .heads.linear_log_probs import HEADS
+from .losses.loss_types import dpo_loss_type
 from .losses.preference import CONVENTIONS, PREFERENCE_LOSSES, READ_REWARDS
 from .planning.non_finite import ON_NON_FINITE_LOSS
 
 logger = logging.getLogger("trl_ext")
-
-# The loss types, TRL's and ours, that read `label_smoothing`, and those for which it makes no sense
-_READ_SMOOTHING = frozenset({"exo_pair", "robust", "aot", "aot_unpaired", "cdpo"})
-_REFUSE_SMOOTHING = frozenset({"hinge", "ipo", "ipo_sum"})
 
 
 def with_help(cls: Any) -> Any:
@@ -445,13 +442,13 @@ def check_loss_types(config: Any) -> None:
         raise ValueError(
             f"`label_smoothing` is the share of flipped labels: for 'cdpo' it must be in [0, 0.5), got {smoothing!r}."
         )
-    refusing = next((name for name in loss_types if name in _REFUSE_SMOOTHING), None)
+    refusing = next((name for name in loss_types if dpo_loss_type(name).label_smoothing == "refused"), None)
     if smoothing and refusing:
         raise ValueError(
             f"`label_smoothing={smoothing!r}` does not apply to {refusing!r}: its loss is not the log-likelihood of a "
             f"label. Remove {refusing!r} from `loss_type={loss_types}`, or set `label_smoothing=0.0`."
         )
-    if smoothing and _READ_SMOOTHING.isdisjoint(loss_types):
+    if smoothing and not any(dpo_loss_type(name).label_smoothing == "read" for name in loss_types):
         raise ValueError(
             f"{own[0]!r} does not read `label_smoothing={smoothing!r}`: its soft labels come from the rewards. Set "
             "`label_smoothing=0.0`."
@@ -460,7 +457,7 @@ def check_loss_types(config: Any) -> None:
 
 def warn_of_ignored_smoothing(config: Any) -> None:
     """Warn if `label_smoothing` is set but a loss type of TRL's ignores it."""
-    ignoring = [x for x in config.loss_type if x not in _READ_SMOOTHING and x not in READ_REWARDS and x != "sft"]
+    ignoring = [name for name in config.loss_type if dpo_loss_type(name).label_smoothing in ("ignored", "refused")]
     if config.label_smoothing and ignoring:
         logger.warning(
             f"`label_smoothing={config.label_smoothing}` is ignored by the loss type "

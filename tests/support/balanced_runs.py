@@ -19,7 +19,7 @@ from drop_in_cases import GRPO_LOSSES
 from matrix_rows import Engine, _policy, trained
 from rewards import half_dead_reward, id_reward
 from tiny import prompts
-from trl_ext.compat.choices import DPO_LOSS_TYPES
+from trl_ext.losses.loss_types import DPO_LOSS_TYPES
 
 GENERATIONS = 4
 MICRO_BATCH = 12  # rows or pairs of all ranks
@@ -42,9 +42,8 @@ GRPO_CASES: dict[str, dict[str, Any]] = {
     "dynamic": {"dynamic_sampling": True, "reward": half_dead_reward, "beta": 0.0},
 }
 
-_OF_WHOLE_BATCH = ("aot", "aot_unpaired", "sft")
 DPO_CASES: dict[str, dict[str, Any]] = {
-    **{name: {"loss_type": [name]} for name in DPO_LOSS_TYPES if name not in _OF_WHOLE_BATCH},
+    **{name: {"loss_type": [name]} for name, row in DPO_LOSS_TYPES.items() if row.of_whole_batch is None},
     "exo_pair": {"loss_type": ["exo_pair"], "label_smoothing": 0.1},
     "mixed": {"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0, 0.3]},
     "rpo": {"loss_type": ["rpo_squared"], "columns": True},

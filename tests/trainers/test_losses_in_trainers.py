@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import trl_ext
 from preference_runs import Run, rewarded, run, two_tokens
 from tiny import REFERENCE_SEED, Workshop
-from trl_ext.compat.choices import DPO_LOSS_TYPES
+from trl_ext.losses.loss_types import DPO_LOSS_TYPES
 from trl_ext.losses.preference import PREFERENCE_LOSSES
 
 SLOW = pytest.param(True, marks=pytest.mark.slow)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import shtab
@@ -31,20 +32,18 @@ def _parser_of_all(texts: dict[str, str]) -> argparse.ArgumentParser:
     from ..compat.choices import (
         ADVANTAGE_CHOICES,
         DPO_CHOICES,
-        DPO_LOSS_TYPES,
         GRPO_CHOICES,
-        KTO_LOSS_TYPES,
-        SFT_LOSS_TYPES,
     )
+    from ..losses.loss_types import DPO_LOSS_TYPES, GRPO_LOSS_TYPES, KTO_LOSS_TYPES, SFT_LOSS_TYPES
     from ..losses.preference import PREFERENCE_LOSSES
     from .arguments import REWARDS, OneLineParser, dataclasses_of
     from .estimate import EstimateArguments
     from .plan import PlanArguments
 
     # Values that TRL checks only in the first step, so that its parser does not know them
-    choices: dict[str, dict[str, tuple[str, ...]]] = {
+    choices: dict[str, dict[str, Collection[str]]] = {
         "dpo": {**DPO_CHOICES, "loss_type": (*DPO_LOSS_TYPES, *PREFERENCE_LOSSES)},
-        "grpo": {**GRPO_CHOICES, **ADVANTAGE_CHOICES, "reward_funcs": REWARDS},
+        "grpo": {**GRPO_CHOICES, "loss_type": GRPO_LOSS_TYPES, **ADVANTAGE_CHOICES, "reward_funcs": REWARDS},
         "sft": {"loss_type": SFT_LOSS_TYPES},
         "kto": {"loss_type": KTO_LOSS_TYPES},
         "rloo": {"reward_funcs": REWARDS},

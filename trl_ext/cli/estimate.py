@@ -15,6 +15,7 @@ from transformers.quantizers import AutoHfQuantizer
 from trl import get_peft_config, get_quantization_config
 
 from ..config import with_help
+from ..losses.loss_types import kto_loss_type
 from ..memory.step import Engine, Step, StepMemory, memory_of_step
 from ..trainers.checked_arguments import check_arguments_of
 from . import CommandError, wrapped
@@ -230,7 +231,8 @@ def step_of(method: str, parsed: Parsed, asked: EstimateArguments) -> Step:
         shares=training.share_prompts is not False,
         offloads=offloads,
         hosts_reference=hosts,
-        reference_batches=has_reference * (2 if method == "kto" and training.loss_type == "kto" else 1),
+        reference_batches=has_reference
+        * (2 if method == "kto" and kto_loss_type(training.loss_type).has_kl_term else 1),
     )
 
 

@@ -9,9 +9,9 @@ from itertools import product
 
 import numpy as np
 
+from ..losses.loss_types import dpo_loss_type, grpo_loss_type
 from ..memory.step import Step, StepMemory, facts_of, memory_of_step
 from ..planning.cost import CostModel
-from ..planning.dpo import OF_WHOLE_BATCH
 from ..planning.non_finite import steps_in_backward
 from ..planning.speed import Device, Model, seconds
 from . import CommandError
@@ -133,12 +133,13 @@ class Subject:
         if self.method == "sft" and self.devices > 1 and not training.average_tokens_across_devices:
             return "with `average_tokens_across_devices=False`, the loss depends on the tokens of each device"
         if self.method == "dpo":
-            of_batch = next((x for x in training.loss_type if x in OF_WHOLE_BATCH), None)
-            if of_batch is not None:
-                return f"the loss type `{of_batch}` {OF_WHOLE_BATCH[of_batch]}"
+            for name in training.loss_type:
+                if dpo_loss_type(name).of_whole_batch is not None:
+                    return f"the loss type `{name}` {dpo_loss_type(name).of_whole_batch}"
         if self.method == "grpo":
-            if training.loss_type == "bnpo":
-                return "the loss `bnpo` is normalised by the tokens of each micro-batch"
+            of_whole_batch = grpo_loss_type(training.loss_type).of_whole_batch
+            if of_whole_batch is not None:
+                return f"the loss `{training.loss_type}` {of_whole_batch}"
             if training.entropy_coef != 0.0 or training.use_adaptive_entropy:
                 return "the entropy bonus is a mean over the tokens of each micro-batch"
             if training.top_entropy_quantile < 1.0:

@@ -1,6 +1,10 @@
 """Values that TRL's arguments accept, methods that users may override, and the output of TRL's fused head."""
 
+import inspect
+import re
+import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 
 import torch
@@ -17,6 +21,20 @@ __all__ = [
     "maybe_gather_lm_head_ctx",
     "resolve_accelerate_config_argument",
 ]
+
+
+@cache
+def compared_values(trainer_class: type, name: str) -> frozenset[str]:
+    """Return the texts with which the source of TRL's trainer compares an attribute or argument called `name`.
+
+    None if there is no source.
+    """
+    try:
+        source = inspect.getsource(sys.modules[trainer_class.__module__])
+    except OSError:
+        return frozenset()
+    compared = re.findall(rf'\b{name} (?:==|!=|in|not in) (\[[^\]]*\]|\([^)]*\)|\{{[^}}]*\}}|"\w+")', source)
+    return frozenset(re.findall(r'"(\w+)"', " ".join(compared)))
 
 
 def accelerate_configs() -> list[str]:
@@ -36,18 +54,12 @@ class FusedCausalLMOutput(TRLFusedCausalLMOutput):
     mean_log_probs: torch.Tensor | None = None
 
 
-# TRL raises an error for an unknown value only in the first step, and does not name the argument
-DPO_LOSS_TYPES = (
-    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
-    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
-)
+# TRL raises an error for an unknown value only in the first step, and does not name the argument. The loss types are in
+# `losses/loss_types.py`
 DPO_CHOICES = {"f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")}
-SFT_LOSS_TYPES = ("nll", "dft")
 SFT_CHOICES = {"packing_strategy": ("bfd", "bfd_split", "wrapped")}
-KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
 TRUNCATION_MODES = ("keep_start", "keep_end")
-GRPO_LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-GRPO_CHOICES = {"importance_sampling_level": ("token", "sequence"), "loss_type": GRPO_LOSS_TYPES}
+GRPO_CHOICES = {"importance_sampling_level": ("token", "sequence")}
 ADVANTAGE_CHOICES = {
     "scale_rewards": ("group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),

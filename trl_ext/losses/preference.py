@@ -115,6 +115,10 @@ PREFERENCE_LOSSES: dict[str, Callable[[Pairs, LossOptions], Tensor]] = {
 READ_REWARDS = frozenset({"rpo_forward_kl", "rpo_backward_kl", "rpo_squared"})
 """The loss types that need rewards in the dataset."""
 
+READ_LABEL_SMOOTHING = frozenset({"cdpo"})
+REFUSE_LABEL_SMOOTHING = frozenset({"ipo_sum"})
+"""The loss types that are not the log-likelihood of a label."""
+
 CONVENTIONS = ("pytorch", "megatron")
 
 

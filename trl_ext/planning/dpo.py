@@ -2,16 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from ..losses.loss_types import dpo_loss_type
 from .non_finite import steps_in_backward
 from .plan import BY_LENGTH, Decision
 from .reference import ReferenceFacts, ReferencePlan, Source, left_to_own_loss, plan_reference
-
-# Loss types that are not a mean over pairs
-OF_WHOLE_BATCH = {
-    "aot": "sorts the pairs of a micro-batch",
-    "aot_unpaired": "sorts the pairs of a micro-batch",
-    "sft": "is a mean over the tokens of a micro-batch",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +108,9 @@ def _balance(facts: DPOFacts) -> Decision:
 
 def _micro_batch_reason(facts: DPOFacts) -> str | None:
     """Return why the gradient depends on which pairs share a micro-batch, or why pairs cannot change micro-batches."""
-    whole = next((name for name in facts.loss_types if name in OF_WHOLE_BATCH), None)
-    if whole is not None:
-        return f"the loss type '{whole}' {OF_WHOLE_BATCH[whole]}"
+    for name in facts.loss_types:
+        if dpo_loss_type(name).of_whole_batch is not None:
+            return f"the loss type '{name}' {dpo_loss_type(name).of_whole_batch}"
     if facts.has_router_loss:
         return "the router loss is computed for each micro-batch"
     if facts.positions_by_length:
@@ -133,7 +127,7 @@ def _micro_batch_reason(facts: DPOFacts) -> str | None:
 def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:
     """Return source and decision for batches without user columns, and whether the store outlives the run."""
     needed = ""
-    if set(facts.loss_types) == {"sft"}:
+    if not any(dpo_loss_type(name).needs_reference for name in facts.loss_types):
         if "rewards/" not in (facts.best_metric or ""):
             reason = (
                 "The loss type 'sft' needs no reference. The logs have no `rewards/*`, unless `metric_for_best_model` "

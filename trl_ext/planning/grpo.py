@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from ..losses.loss_types import grpo_loss_type
 from .non_finite import steps_in_backward
 from .plan import BY_LENGTH, Decision, Plan
 from .sampler_ratio import RatioRule
@@ -121,9 +122,8 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         skips_masked=not _reads_every_row(facts),
         skips_zero_advantages=skips_zero_advantages,
         zeroes_equal_rewards=_zeroes_equal_rewards(facts),
-        # vespo reads the ratios of tokens, even with `importance_sampling_level="sequence"`
-        of_sequences=facts.of_sequences and facts.loss_type != "vespo",
-        bounds_ratio=facts.loss_type in ("cispo", "vespo") and not facts.has_own_loss,
+        of_sequences=facts.of_sequences and not grpo_loss_type(facts.loss_type).reads_token_ratios,
+        bounds_ratio=grpo_loss_type(facts.loss_type).bounds_ratio and not facts.has_own_loss,
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
         scores_at_generation=facts.generation_reader is not None or _draws(facts),
         gives_trls_batches=_reader(facts) is not None or _draws(facts),
@@ -409,8 +409,9 @@ def _micro_batch_reason(facts: GRPOFacts) -> str | None:
         return "a batch with images cannot be split by completion"
     if facts.has_own_loss:
         return "this trainer overrides the loss, which may depend on the whole micro-batch"
-    if facts.loss_type == "bnpo":
-        return "the loss `bnpo` is normalised by the tokens of each micro-batch"
+    of_whole_batch = grpo_loss_type(facts.loss_type).of_whole_batch
+    if of_whole_batch is not None:
+        return f"the loss `{facts.loss_type}` {of_whole_batch}"
     if facts.has_entropy_bonus:
         return "the entropy bonus is a mean over the tokens of each micro-batch"
     if facts.has_router_loss:

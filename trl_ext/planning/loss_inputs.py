@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..losses.loss_types import METRICS_OF_ROWS
 from .grpo import GRPOPlan
 from .non_finite import bounded_old_and_reference, not_finite_rows
 from .rows import ScoredTokens, loss_mask, zero_advantages
@@ -213,11 +214,11 @@ class MicroBatchTotals(NamedTuple):
         if not skipped:
             return
         replace_last(metrics, "entropy", self.entropy / self.scored_tokens if self.scored_tokens else None)
-        phi = metrics.get("vespo/phi_seq_mean")
-        if phi:
-            # A row that was not scored has a ratio of 1, and phi(1) is 1
-            mean = (phi[-1] * self.rows - skipped) / self.scored_rows if self.scored_rows else None
-            replace_last(metrics, "vespo/phi_seq_mean", mean)
+        for name in METRICS_OF_ROWS:
+            if metrics.get(name):
+                # A row that was not scored has a ratio of 1, and counts as 1
+                mean = (metrics[name][-1] * self.rows - skipped) / self.scored_rows if self.scored_rows else None
+                replace_last(metrics, name, mean)
 
 
 def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int]) -> Tensor:

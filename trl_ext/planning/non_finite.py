@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from ..losses.loss_types import dpo_loss_type
+
 ON_NON_FINITE_LOSS = ("stop", "skip")
 
 
@@ -136,8 +138,6 @@ def bounded_old_and_reference(
     return torch.where(too_large & tokens_BC & (excess > 0), moved_BC, old_BC), reference_BC
 
 
-# TRL's loss types that read the scores of an f-divergence, and the power to which they raise them
-_DEGREES = {"sigmoid": 1, "sigmoid_norm": 1, "hinge": 1, "exo_pair": 1, "robust": 1, "discopop": 1, "ipo": 2}
 _LARGEST_OF_ALPHA = 80.0  # the limit to which TRL clamps exponents of `alpha_divergence`
 
 
@@ -160,13 +160,13 @@ class PairExponential:
         power = {"forward_kl": -1.0, "alpha_divergence": alpha - 1.0}.get(divergence)
         if power is not None and abs(power) < 1e-6:  # TRL's limit case
             divergence, power = "reverse_kl", None
-        degree = _DEGREES.get(loss_type, 0)
-        of_margin = loss_type == "discopop"
-        if not (of_margin or (divergence == "forward_kl" and degree) or (power is not None and degree > 1)):
+        loss = dpo_loss_type(loss_type)
+        overflows = (divergence == "forward_kl" and loss.degree) or (power is not None and loss.degree > 1)
+        if not (loss.exponentiates_margin or overflows):
             return None
-        if loss_type == "robust":
+        if loss.divides_by_true_labels:
             weight = weight / (1 - 2 * label_smoothing)
-        return cls(divergence, power, degree, of_margin, beta, weight)
+        return cls(divergence, power, loss.degree, loss.exponentiates_margin, beta, weight)
 
     def bounded(self, ratio_2B: Tensor) -> Tensor:
         """Return the log-ratios, brought nearer to 0 in the pairs that make the sum over the micro-batch overflow.

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..compat.choices import METRICS
+from ..losses.loss_types import dpo_loss_type
 from .checked_overrides import code_of, methods_of_user
 
 logger = logging.getLogger("trl_ext")
@@ -82,7 +83,8 @@ def _choices(asked: str, known: list[str]) -> str:
 
 def _metrics_of_trl(trainer: Any) -> list[str]:
     names = list(METRICS[trainer._trl_trainer.__name__])
-    if getattr(trainer, "loss_types", None) == ["sft"]:  # ours logs no rewards without a reference
+    loss_types = getattr(trainer, "loss_types", ())  # of DPO, which logs no rewards without a reference
+    if loss_types and not any(dpo_loss_type(name).needs_reference for name in loss_types):
         names = [name for name in names if not name.startswith("rewards/")]
     of_rewards = getattr(trainer, "reward_func_names", ())
     return names + [f"rewards/{name}/{value}" for name in of_rewards for value in ("mean", "std")]

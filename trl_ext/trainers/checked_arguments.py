@@ -24,15 +24,20 @@ from ..compat.arguments import check_numbers, refuse_unknown
 from ..compat.choices import (
     ADVANTAGE_CHOICES,
     DPO_CHOICES,
-    DPO_LOSS_TYPES,
     GRPO_CHOICES,
-    KTO_LOSS_TYPES,
     SFT_CHOICES,
-    SFT_LOSS_TYPES,
     TRUNCATION_MODES,
 )
 from ..config import AddedGRPOFields
 from ..distributed.ranks import Ranks
+from ..losses.loss_types import (
+    DPO_LOSS_TYPES,
+    GRPO_LOSS_TYPES,
+    KTO_LOSS_TYPES,
+    SFT_LOSS_TYPES,
+    dpo_loss_type,
+    kto_loss_type,
+)
 from ..losses.preference import PREFERENCE_LOSSES
 from ..planning.grpo import check_options
 from ..reference.weights import uncompiled
@@ -60,14 +65,16 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
     if config.ld_alpha is not None:
         _check_number(config, "ld_alpha", 0, 1)
     _check_number(config, "label_smoothing", 0, 1, hint="It is the share of labels that are wrong.")
-    if "robust" in config.loss_type and config.label_smoothing >= 0.5:
-        raise ValueError(
-            f"`label_smoothing` must be below 0.5 for the loss type 'robust', which divides by 1 - 2 * "
-            f"`label_smoothing`, got {config.label_smoothing!r}."
-        )
-    if "discopop" in config.loss_type:
-        _check_number(config, "discopop_tau", 0, above=True, hint="The loss divides by it.")
-    if config.beta == 0 and "sft" not in config.loss_type:
+    rows = {name: dpo_loss_type(name) for name in config.loss_type}
+    for name, row in rows.items():
+        if row.divides_by_true_labels and config.label_smoothing >= 0.5:
+            raise ValueError(
+                f"`label_smoothing` must be below 0.5 for the loss type {name!r}, which divides by 1 - 2 * "
+                f"`label_smoothing`, got {config.label_smoothing!r}."
+            )
+        if row.divides_by is not None:
+            _check_number(config, row.divides_by, 0, above=True, hint="The loss divides by it.")
+    if config.beta == 0 and all(row.needs_beta for row in rows.values()):
         raise ValueError(
             f"`beta=0` leaves nothing to train with `loss_type={config.loss_type}`. Set it above 0; TRL's default is "
             "0.1."
@@ -97,7 +104,7 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, o
         _check_sampling(config)
     if own_loss:
         return
-    _check_choices(config, GRPO_CHOICES)
+    _check_choices(config, {**GRPO_CHOICES, "loss_type": GRPO_LOSS_TYPES})
     _check_number(config, "beta", 0, hint="A negative one would drive the policy away from its reference.")
     _check_number(config, "epsilon", 0)
     if config.epsilon_high is not None:
@@ -126,7 +133,7 @@ def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
         _check_number(config, "max_length", 2, hint="A prompt and a completion have at least one token each.")
     if config.activation_offloading:
         check_offloading_device(config.device)
-    if config.loss_type != "apo_zero_unpaired" and config.per_device_train_batch_size == 1:
+    if kto_loss_type(config.loss_type).has_kl_term and config.per_device_train_batch_size == 1:
         raise ValueError(
             "`per_device_train_batch_size` must be 2 or more, got 1: the KL term pairs each prompt with the completion "
             'of another row of the batch. Raise it, or use `loss_type="apo_zero_unpaired"`, which has no KL term.'

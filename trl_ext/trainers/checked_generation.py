@@ -8,6 +8,8 @@ from typing import Any
 from datasets import Dataset
 from transformers import GenerationConfig, ProcessorMixin
 
+from ..losses.loss_types import grpo_loss_type
+
 logger = logging.getLogger("trl_ext")
 
 
@@ -92,9 +94,9 @@ def check_has_length(config: Any, *, has_tools: bool, own_loss: bool) -> None:
     """Raise `ValueError` if `max_completion_length` is None where TRL computes with it."""
     if config.max_completion_length is not None:
         return
-    divides = getattr(config, "loss_type", None) == "dr_grpo" and not own_loss
+    divides = grpo_loss_type(config.loss_type).divides_by_completion_length and not own_loss
     if divides or has_tools:
-        what = '`loss_type="dr_grpo"` divides by it' if divides else "completions with tools are cut at it"
+        what = f'`loss_type="{config.loss_type}"` divides by it' if divides else "completions with tools are cut at it"
         raise ValueError(f"`max_completion_length` is None, but {what}. Set it to a number of tokens.")
 
 

@@ -13,6 +13,7 @@ from datasets import Dataset
 
 from ..config import AddedFields
 from ..config import SFTConfig as SFTConfig  # `training_args.bin` files refer to it here
+from ..losses.loss_types import sft_loss_type
 from ..planning.non_finite import not_finite_rows
 from ..planning.plan import Decision, PackingFacts, PackingPlan, Plan
 from .base import ExactTrainer
@@ -120,7 +121,7 @@ class SFTTrainer(ExactTrainer, trl.SFTTrainer):
         """Return the argument for which TRL's loss reads the logits, rounded as in TRL; `None` if there is none."""
         if self.compute_loss_func is not None:
             return "`compute_loss_func`"
-        if self.label_smoother is not None and self.args.loss_type == "nll":
+        if self.label_smoother is not None and sft_loss_type(self.args.loss_type).smooths_labels:
             return f"`label_smoothing_factor={self.args.label_smoothing_factor}`"
         return None
 
