@@ -3,20 +3,18 @@
 import importlib
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import distribution, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trl
 
 import trl_ext
 from compat_names import used
+from later_trl import Change, environment_of, make_later_trl, run_python
 from trl_ext.compat import TESTED
 from trl_ext.compat.moved import check_untested, moved
 from trl_ext.compat.names import NAMES
@@ -115,17 +113,17 @@ def test_a_later_transformers_is_checked_too_and_only_the_first_rank_warns(tmp_p
     check_untested(LATER, TESTED)
 
 
-# Changes of TRL's files: (file, old, new). The release still works without trl_ext
+# The release still works without trl_ext
 MOVES = [
-    ("trainer/dpo_trainer.py", r"\bcreate_model_from_path,", "create_model_from_path as create_policy,"),
-    ("trainer/dpo_trainer.py", r"\bcreate_model_from_path\(", "create_policy("),
-    ("trainer/grpo_trainer.py", r"\b_buffered_inputs\b", "_buffer"),
-    (
+    Change("trainer/dpo_trainer.py", r"\bcreate_model_from_path,", "create_model_from_path as create_policy,"),
+    Change("trainer/dpo_trainer.py", r"\bcreate_model_from_path\(", "create_policy("),
+    Change("trainer/grpo_trainer.py", r"\b_buffered_inputs\b", "_buffer"),
+    Change(
         "trainer/grpo_trainer.py",
         r"def _compute_loss\(self, model, inputs\)",
         "def _compute_loss(self, model, inputs, scale=1)",
     ),
-    (
+    Change(
         "trainer/grpo_trainer.py",
         r"(?s)(def _calculate_rewards\(self, inputs.*?, )completion_ids_list\b",
         r"\1completion_ids",
@@ -133,32 +131,9 @@ MOVES = [
 ]
 
 
-def later_trl(folder: Path, moves: list[tuple[str, str, str]]) -> dict[str, str]:
-    """Make an environment in which the installed TRL, with these changes, is TRL 1.17."""
-    of_package, metadata = Path(trl.__file__).parent, Path(str(distribution("trl")._path))  # type: ignore[attr-defined]
-    shutil.copytree(of_package, folder / "trl")
-    shutil.copytree(metadata, folder / "trl-1.17.0.dist-info")
-    text = (metadata / "METADATA").read_text()
-    (folder / "trl-1.17.0.dist-info" / "METADATA").write_text(
-        text.replace(f"Version: {version('trl')}", "Version: 1.17.0")
-    )
-    for file, old, new in moves:
-        path = folder / "trl" / file
-        source, count = re.subn(old, new, path.read_text())
-        assert count, f"{file} has no {old}"
-        path.write_text(source)
-    # Show warnings instead of raising them, because libraries warn too
-    paths = [str(folder), str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).parent)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(folder / "cache")}
-
-
-def python(code: str, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-W", "default", "-c", code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-
-
 def test_a_later_trl_with_changed_names_is_one_error_that_lists_them(tmp_path: Path):
-    done = python("import trl_ext.compat", later_trl(tmp_path, MOVES))
+    make_later_trl(tmp_path, MOVES)
+    done = run_python("import trl_ext.compat", environment_of(tmp_path))
     assert done.returncode == 1
     said = done.stderr[done.stderr.index("ImportError: trl_ext ") :].splitlines()
     assert re.search(r"does not work with trl 1\.17\.0, .*Install trl<1\.17,>=1\.15 and transformers", said[0])
@@ -175,8 +150,9 @@ def test_a_later_trl_with_changed_names_is_one_error_that_lists_them(tmp_path: P
 
 @pytest.mark.slow
 def test_a_later_trl_with_the_same_names_trains_with_one_warning(tmp_path: Path):
-    environment = later_trl(tmp_path, [])
-    done = python("import test_compat_names; test_compat_names._train()", environment)
+    make_later_trl(tmp_path, [])
+    environment = environment_of(tmp_path, Path(__file__).parent)
+    done = run_python("import test_compat_names; test_compat_names._train()", environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stderr.count("is not tested with trl 1.17.0") == 1
     assert len(list((tmp_path / "cache" / "trl_ext").iterdir())) == 1
@@ -191,7 +167,7 @@ def test_a_version_outside_the_range_is_refused(package: str, beyond: str, suppo
     (tmp_path / f"{package}-9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: {beyond}\n")
     code = "import sys, types; sys.modules['trl_ext'] = x = types.ModuleType('trl_ext'); x.__path__ = [sys.argv[1]];"
     code = code.replace("sys.argv[1]", repr(str(ROOT / "trl_ext"))) + "import trl_ext.compat"
-    done = python(code, os.environ | {"PYTHONPATH": str(tmp_path)})
+    done = run_python(code, os.environ | {"PYTHONPATH": str(tmp_path)})
     assert f"ImportError: trl_ext works with {package}{supported}, found {package} {beyond}." in done.stderr
 
 
