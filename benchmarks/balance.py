@@ -37,7 +37,7 @@ from transformers import PrinterCallback, Qwen3Config, TrainerCallback
 
 import trl_ext
 from trl_ext.planning.cost import CostModel
-from trl_ext.planning.micro_batches import DEAD, RowTokens, _Rows, max_over_mean, row_order
+from trl_ext.planning.micro_batches import DEAD, RowTokens, StepRows, _Rows, max_over_mean, row_order
 
 GROUP, REPEATS = 8, 5
 # Rows of a micro-batch, and micro-batches of an optimizer step
@@ -72,20 +72,20 @@ def predicted(costs: RowTokens, order: list[int], ranks: int, rows: int) -> dict
 
 
 def simulated(ranks: int, rows: int, together: int, dead_share: float) -> dict[str, Any]:
-    unit = {"rows_of_a_slice": rows, "micro_batches_per_step": together, "ranks": ranks}
+    step = StepRows(rows, together)
     model, found, times = CostModel.of(QWEN3_8B), [], []
     for seed in range(REPEATS):
         fed = drawn(ranks * rows * together, ranks, dead_share, seed)
         costs, theirs = model.costs(fed), list(range(ranks * rows * together))
         began = time.process_time()
-        order = row_order(costs, **unit)
+        order = row_order(costs, step, ranks=ranks)
         times.append(1000 * (time.process_time() - began))
         every = _Rows.of(fed)
         tokens = [int(every.of_slices(np.array(x).reshape(-1, rows)).sum()) for x in (theirs, order)]
         steps = [predicted(costs, x, ranks, rows) for x in (theirs, order)]
         found.append(
             (
-                *(max_over_mean(fed, x, **unit) for x in (theirs, order)),
+                *(max_over_mean(fed, x, step, ranks=ranks) for x in (theirs, order)),
                 tokens[1] / tokens[0],
                 *(steps[1][name] / steps[0][name] for name in ("waits", "accumulates")),
             )

@@ -21,7 +21,7 @@ import datasets
 import trl
 
 from .compat.arguments import check_dictionaries, check_numbers, refuse_unknown
-from .compat.grpo import sequence_parallelism_hidden
+from .compat.sampled import sequence_parallelism_hidden
 from .heads.kernels.work import KERNELS
 from .heads.linear_log_probs import HEADS
 from .losses.loss_types import dpo_loss_type

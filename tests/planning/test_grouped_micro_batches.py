@@ -325,7 +325,7 @@ def test_trls_order_stays_where_rows_cannot_move(name: str, workshop: Workshop, 
     assert decision.action == "skip"
     assert words in decision.reason
     batch: dict[str, Any] = {}
-    assert trainer._grpo_generation.rearranged(batch) is batch
+    assert trainer._grpo_generation.reorder(batch) is batch
 
 
 def plain(trainer: Any) -> Any:
@@ -461,7 +461,7 @@ WHEN = "in training, where groups are kept together"
 def test_a_batch_with_images_stays_as_it_is(workshop: Workshop, tmp_path: Path) -> None:
     trainer = build(case_of(2, 2), OURS, workshop, str(tmp_path), Record())
     batch = {"pixel_values": torch.zeros(8)}
-    assert trainer._grpo_generation.rearranged(batch) is batch
+    assert trainer._grpo_generation.reorder(batch) is batch
 
 
 def test_trls_shuffle_is_put_back(workshop: Workshop, tmp_path: Path) -> None:

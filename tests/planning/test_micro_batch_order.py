@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_ext.planning.micro_batches import RowTokens, micro_batches_per_step, row_order
+from trl_ext.planning.micro_batches import RowTokens, StepRows, micro_batches_per_step, row_order
 from trl_ext.planning.rows import ScoredTokens
 from trl_ext.trainers.row_balance import in_order
 
@@ -45,7 +45,7 @@ def cut(order: list[int], size: int) -> list[list[int]]:
 @given(generation_batches())
 def test_any_batch_is_rearranged_within_units_and_never_feeds_more(batch: tuple[RowTokens, int, int]) -> None:
     fed, capacity, unit = batch
-    order = row_order(fed, rows_of_a_slice=capacity, micro_batches_per_step=unit)
+    order = row_order(fed, StepRows(capacity, unit))
     before = list(range(len(fed.prompt_B)))
     assert sorted(order) == before
     for got, want in zip(cut(order, capacity * unit), cut(before, capacity * unit), strict=True):
@@ -57,7 +57,7 @@ def test_any_batch_is_rearranged_within_units_and_never_feeds_more(batch: tuple[
             groups = Counter(fed.prompt_B[row] for row in got if fed.prompt_B[row] >= 0)
             met = sum(len({fed.prompt_B[row] for row in rows} - {-1}) for rows in cut(got, capacity))
             assert met < sum(math.ceil(rows / capacity) for rows in groups.values()) + unit
-    assert order == row_order(fed, rows_of_a_slice=capacity, micro_batches_per_step=unit)
+    assert order == row_order(fed, StepRows(capacity, unit))
     whole = len(before) - len(before) % (capacity * unit)
     assert order[whole:] == before[whole:]
 
@@ -81,7 +81,7 @@ def test_groups_that_fit_are_whole(size: int, groups: int, factor: int, longest:
         random.shuffle(prompt_B)
         own_B = [random.randint(0, longest) if prompt >= 0 else 0 for prompt in prompt_B]
         fed = RowTokens(prompt_B, [50] * len(prompt_B), own_B)
-        order = row_order(fed, rows_of_a_slice=capacity, micro_batches_per_step=slices)
+        order = row_order(fed, StepRows(capacity, slices))
         met = [{prompt_B[row] for row in rows} - {-1} for rows in cut(order, capacity)]
         assert sum(map(len, met)) == groups or (longest > 0 and order == list(range(len(prompt_B))))
 
@@ -89,16 +89,16 @@ def test_groups_that_fit_are_whole(size: int, groups: int, factor: int, longest:
 def test_slices_are_balanced() -> None:
     """Four groups of two with 40, 30, 20 and 10 tokens, in slices of four rows: 50 and 50."""
     fed = RowTokens([0, 0, 1, 1, 2, 2, 3, 3], [10] * 8, [15, 15, 10, 10, 5, 5, 0, 0])
-    order = row_order(fed, rows_of_a_slice=4, micro_batches_per_step=2)
+    order = row_order(fed, StepRows(4, 2))
     assert [fed.of_rows(rows) for rows in cut(order, 4)] == [50, 50]
     # A group of four in two slices: its longest rows lie apart
     fed = RowTokens([0] * 4, [10] * 4, [9, 8, 2, 1])
-    order = row_order(fed, rows_of_a_slice=2, micro_batches_per_step=2)
+    order = row_order(fed, StepRows(2, 2))
     assert [fed.of_rows(rows) for rows in cut(order, 2)] == [20, 20]
     # So they do where a group is cut because no slice has room for it
     prompt_B = [0, 0, 1, 2, 2, 0, 1, 1, 2, 2]
     fed = RowTokens(prompt_B, [(50, 50, 10)[x] for x in prompt_B], [0, 0, 0, 9, 9, 0, 0, 0, 1, 1])
-    order = row_order(fed, rows_of_a_slice=5, micro_batches_per_step=2)
+    order = row_order(fed, StepRows(5, 2))
     assert [fed.of_rows(rows) for rows in cut(order, 5)] == [70, 70]
 
 
@@ -129,7 +129,7 @@ def test_a_unit_divides_every_distance_between_steps(epoch: int | None, began: i
 
 def test_entries_of_every_kind_follow_their_rows() -> None:
     fed = RowTokens([0, 1, 0, 1], [5] * 4, [1] * 4)
-    order = row_order(fed, rows_of_a_slice=2, micro_batches_per_step=2)
+    order = row_order(fed, StepRows(2, 2))
     assert order in ([0, 2, 1, 3], [1, 3, 0, 2])
     batch = {
         "rows": torch.arange(4),
@@ -147,10 +147,10 @@ def test_entries_of_every_kind_follow_their_rows() -> None:
 def test_an_order_that_feeds_no_more_stays() -> None:
     # Groups would be whole in another order, and a slice without a live row, which feeds one token
     fed = RowTokens([1, 1, 0, -1, -1, 1], [100, 100, 1, 0, 0, 100], [6, 1, 3, 0, 0, 2])
-    assert row_order(fed, rows_of_a_slice=2, micro_batches_per_step=3) == list(range(6))
+    assert row_order(fed, StepRows(2, 3)) == list(range(6))
     # A group of long completions would lie in one slice: fewer tokens, and a forward of twice as many
     fed = RowTokens([0, 1, 0, 1], [10] * 4, [100, 1, 100, 1])
-    assert row_order(fed, rows_of_a_slice=2, micro_batches_per_step=2) == list(range(4))
+    assert row_order(fed, StepRows(2, 2)) == list(range(4))
     # Nothing to gain
     fed = RowTokens([0, 0, 1, 1], [10] * 4, [1] * 4)
-    assert row_order(fed, rows_of_a_slice=2, micro_batches_per_step=2) == list(range(4))
+    assert row_order(fed, StepRows(2, 2)) == list(range(4))

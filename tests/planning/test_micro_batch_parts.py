@@ -331,7 +331,7 @@ def test_any_micro_batch_is_cut_within_its_budget(
     assert len(filled) == len(parts) + more
     whole_BC = torch.randn(scored.tokens_BC.shape)
     joined = filled.joined([whole_BC[part.rows_R] for part in filled])
-    assert torch.equal(scored.spread(joined), scored.spread(whole_BC[scored.rows_R]))
+    assert torch.equal(scored.scatter(joined), scored.scatter(whole_BC[scored.rows_R]))
 
 
 @pytest.mark.parametrize(

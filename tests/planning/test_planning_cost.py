@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, Gemma4TextConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trl_ext.planning.cost import CostModel
-from trl_ext.planning.micro_batches import RowTokens, row_order
+from trl_ext.planning.micro_batches import RowTokens, StepRows, row_order
 from trl_ext.planning.parts import Parts
 from trl_ext.planning.rows import ScoredTokens
 
@@ -70,7 +70,7 @@ SHAPES: dict[str, Callable[[int], tuple[RowTokens, int]]] = {
 def test_four_times_the_rows_are_ordered_in_about_four_times_the_steps(name: str) -> None:
     def call_with(rows: int) -> Callable[[], Any]:
         fed, capacity = SHAPES[name](rows)
-        return lambda: row_order(fed, rows_of_a_slice=capacity, micro_batches_per_step=rows // capacity)
+        return lambda: row_order(fed, StepRows(capacity, rows // capacity))
 
     assert_grows_as_n_log_n(call_with, 192)
 

@@ -17,6 +17,7 @@ from trl_ext.planning.micro_batches import (
     DEAD,
     UNSHARED,
     RowTokens,
+    StepRows,
     _after_exchange,
     _Rows,
     max_over_mean,
@@ -48,8 +49,7 @@ def batches_of_ranks(draw: st.DrawFn) -> tuple[RowTokens, int, int, int]:
 @given(batches_of_ranks())
 def test_any_rows_on_any_ranks(batch: tuple[RowTokens, int, int, int]) -> None:
     fed, ranks, capacity, together = batch
-    unit = {"rows_of_a_slice": capacity, "micro_batches_per_step": together}
-    order = row_order(fed, ranks=ranks, **unit)
+    order = row_order(fed, StepRows(capacity, together), ranks=ranks)
     assert sorted(order) == list(range(len(fed.prompt_B)))  # every row exactly once
     rows = len(order) // ranks
     size = capacity * together
@@ -93,10 +93,9 @@ def test_the_cost_after_an_exchange_of_rows_is_known_before(batch: Any, random: 
 
 def test_the_ratio_is_that_of_the_definition() -> None:
     fed = RowTokens([1, 1, 2, 2, 3, 3, 4, 4], [10] * 8, [5, 15, 1, 1, 9, 9, 20, 30])
-    unit = {"rows_of_a_slice": 2, "micro_batches_per_step": 1, "ranks": 2}
     # Two steps of one slice on each rank: 30 and 28 tokens, then 12 and 60
-    assert max_over_mean(fed, list(range(8)), **unit) == pytest.approx((30 / 29 + 60 / 36) / 2)
-    assert max_over_mean(fed, list(range(8)), **{**unit, "micro_batches_per_step": 2}) == pytest.approx(88 / 65)
+    assert max_over_mean(fed, list(range(8)), StepRows(2, 1), ranks=2) == pytest.approx((30 / 29 + 60 / 36) / 2)
+    assert max_over_mean(fed, list(range(8)), StepRows(2, 2), ranks=2) == pytest.approx(88 / 65)
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 64])
@@ -108,9 +107,9 @@ def test_ranks_have_similar_numbers_of_tokens(ranks: int) -> None:
         own = [min(2048, int(draw.lognormvariate(6.0, 0.8))) for _ in range(rows)]
         prompts = [draw.randint(20, 300) for _ in range(rows)]
         fed = RowTokens([row // 8 for row in range(rows)], [prompts[row // 8] for row in range(rows)], own, own)
-        unit = {"rows_of_a_slice": capacity, "micro_batches_per_step": together, "ranks": ranks}
-        order = row_order(fed, **unit)
-        assert max_over_mean(fed, order, **unit) <= 1.05
+        step = StepRows(capacity, together)
+        order = row_order(fed, step, ranks=ranks)
+        assert max_over_mean(fed, order, step, ranks=ranks) <= 1.05
         of_rank = np.array(own).reshape(ranks, -1).sum(axis=1)
         assert ranks == 2 or of_rank.max() / of_rank.mean() > 1.1
 

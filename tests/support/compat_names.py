@@ -26,10 +26,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 import trl_ext
 from trl_ext.compat.choices import REPLACEABLE
-from trl_ext.compat.grpo import PASS
 from trl_ext.compat.moved import parameters_of
 from trl_ext.compat.names import NAMES
 from trl_ext.compat.replaced import REPLACED
+from trl_ext.compat.sampled import PASS
 
 PACKAGE = Path(trl_ext.__file__).parent
 THEIRS = ("trl", "transformers")

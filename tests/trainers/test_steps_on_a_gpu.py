@@ -35,7 +35,7 @@ WAITS = {
         "trl_ext/planning/micro_batches.py": 2,
         "trl_ext/planning/rows.py": 6,
         "trl_ext/trainers/grpo_generation.py": 2,
-        "trl_ext/trainers/grpo_scoring.py": 4,
+        "trl_ext/trainers/sampled_metrics.py": 4,
         "trl_ext/trainers/row_balance.py": 2,
     },
     "dpo-lora": {

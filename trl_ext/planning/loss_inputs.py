@@ -1,242 +1,232 @@
-"""What GRPO's loss reads for a micro-batch, and a micro-batch's metrics."""
+"""What the losses of GRPO and RLOO read for a micro-batch, in place of passes over all rows.
+
+A row or token that was not scored gets values that give it a loss and a gradient of exactly 0. Dimensions: B rows, R
+rows that ran, C completion tokens, S tokens of a row.
+"""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..losses.loss_types import METRICS_OF_ROWS
+from .batch_keys import (
+    OLD_POLICY,
+    OLD_POLICY_SAMPLER_RATIO,
+    OLD_POLICY_SCORED,
+    OLD_POLICY_SUMS,
+    TOKEN_KEYS,
+    old_policy_entries,
+    sampler_log_probs,
+)
 from .grpo import GRPOPlan
 from .non_finite import bounded_old_and_reference, not_finite_rows
-from .rows import ScoredTokens, loss_mask, zero_advantages
+from .rows import PolicyScores, ScoredTokens, loss_mask, zero_advantages
 from .sampler_ratio import SamplerRatio
 
-_NOT_REMEMBERED = (
+_OLD_POLICY_MISSING = (
     "The loss has a token without an old-policy log-prob: its completion was skipped in the first iteration, because "
     "its advantage was zero. Something has changed the advantages since then. Change them in a reward function or "
     "right after generation, not between iterations."
 )
 
+PassOutputs = tuple[Tensor, Tensor, Tensor | None]  # of TRL's scoring pass: log-probs, entropies, router loss
+
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What TRL's loss gets for B rows of C completion tokens."""
+    """The inputs of GRPO's loss."""
 
-    policy_BC: Tensor  # log-probs with the graph of the training forward
-    entropies_BC: Tensor  # 0 where nothing was scored
-    old_BC: Tensor  # log-probs of the old policy, bounded where the ratio would overflow (see `non_finite.py`)
-    reference_BC: Tensor | None  # log-probs of the reference, bounded likewise
-    ratio: Tensor | None  # the ratio of old policy to sampler, if the loss corrects for it
-    formed: SamplerRatio | None  # details of `ratio`, if it was computed here
     scored: ScoredTokens  # the rows that ran and the tokens that were scored
-    kept: dict[str, Tensor]  # what later iterations over the micro-batch need
+    policy_BC: Tensor  # log-probs, with the graph of the training forward
+    entropies_BC: Tensor  # 0 where nothing was scored
+    router_loss: Tensor | None  # scalar, of a mixture of experts
+    old_BC: Tensor  # log-probs of the old policy, bounded where the ratio would overflow (see `non_finite.py`)
+    reference_BC: Tensor | None  # log-probs of the reference, bounded likewise; None without a KL term
+    importance_ratio: Tensor | None  # old policy to sampler, (B, C) or (B, 1), if the loss corrects for the sampler
+    sampler_ratio: SamplerRatio | None  # the same with its statistics, if it was computed for this micro-batch
+    entries_for_reuse: dict[str, Tensor]  # of the batch, for later iterations over this micro-batch
 
     @classmethod
-    def of(
-        cls, inputs: dict[str, Any], scored: ScoredTokens, policy_RC: Tensor, entropies_RC: Tensor, plan: GRPOPlan
-    ) -> "LossInputs":
-        """Return the inputs, from TRL's micro-batch and the results of the policy's pass over R of its rows.
+    def of(cls, batch: dict[str, Any], scores: PolicyScores, plan: GRPOPlan) -> "LossInputs":
+        """Return the inputs of the loss for `batch`, from the policy's scores of R of its B rows.
 
         Raises:
             `ValueError`: the sampler's log-probs are needed but missing.
+            `RuntimeError`: a scored token has no log-prob of the old policy.
         """
         facts = plan.facts
-        remembered_BC = inputs.get(OLD_POLICY, inputs.get("old_per_token_logps"))
+        scored = scores.scored
+        loss_tokens_BC = scored.tokens_BC
+        if "tool_mask" in batch:  # else equal, and a kernel launch less
+            # For a subclass's pass, a tool's tokens are scored too; ratio and bounds leave them out
+            loss_tokens_BC = loss_tokens_BC & loss_mask(batch)
+        policy_BC = scored.scatter(scores.log_probs_RC)
+        stored_old_BC: Tensor | None = batch.get(OLD_POLICY, batch.get("old_per_token_logps"))
         if facts.force_on_policy_ratio:
-            remembered_BC = None
-        in_loss_BC = scored.tokens_BC
-        if "tool_mask" in inputs:  # for a subclass's loss, a tool's tokens are scored too
-            in_loss_BC = in_loss_BC & loss_mask(inputs)
-        if remembered_BC is None:
-            policy_BC = scored.spread(policy_RC)
+            stored_old_BC = None
+        if stored_old_BC is None:
+            # The weights are still those that sampled the completions
             old_BC = policy_BC.detach()
             if facts.trust_sampling_log_probs:
-                old_BC = trusted_log_probs(inputs, old_BC, in_loss_BC)
+                old_BC = trusted_log_probs(batch, old_BC, loss_tokens_BC)
         else:
-            old_BC = remembered_BC
-            policy_BC = torch.where(scored.tokens_BC, scored.spread(policy_RC), old_BC)
-            unknown_BC = scored.tokens_BC & ~inputs.get(SCORED, scored.tokens_BC)
+            old_BC = stored_old_BC
+            # Elsewhere a ratio of exactly 1, without a gradient
+            policy_BC = torch.where(scored.tokens_BC, policy_BC, old_BC)
+            unknown_BC = scored.tokens_BC & ~batch.get(OLD_POLICY_SCORED, scored.tokens_BC)
             if unknown_BC.any():
                 # The plan has changed since these rows were skipped, and their ratio is multiplied by 0
-                if facts.beta or not zero_advantages(inputs["advantages"])[unknown_BC.any(dim=1)].all():
-                    raise RuntimeError(_NOT_REMEMBERED)
+                if facts.beta or not zero_advantages(batch["advantages"])[unknown_BC.any(dim=1)].all():
+                    raise RuntimeError(_OLD_POLICY_MISSING)
                 old_BC = torch.where(unknown_BC, policy_BC.detach(), old_BC)
-        reference_BC = inputs.get("ref_per_token_logps")
+        reference_BC = batch.get("ref_per_token_logps")
         if reference_BC is not None:
+            # Elsewhere a KL term of exactly 0
             reference_BC = torch.where(scored.tokens_BC, reference_BC, policy_BC.detach())
-        ratio, formed = inputs.get(SAMPLER_RATIO, inputs.get("importance_sampling_ratio")), None
-        if facts.sampler_ratio is not None and ratio is None:
-            formed = SamplerRatio.of(old_BC, sampler_log_probs(inputs), in_loss_BC, facts.sampler_ratio)
-            ratio = formed.ratio
-        scale = None
-        if remembered_BC is not None or facts.trust_sampling_log_probs:  # otherwise the old policy is the policy
-            scale = inputs["advantages"].abs().max() * (1.0 if ratio is None else ratio.max())
-        bounded_old_BC, reference_BC = bounded_old_and_reference(
-            *(policy_BC, old_BC, reference_BC, in_loss_BC, scale),
+        importance_ratio = batch.get(OLD_POLICY_SAMPLER_RATIO, batch.get("importance_sampling_ratio"))
+        sampler_ratio = None
+        if importance_ratio is None and facts.sampler_ratio is not None:
+            sampler_ratio = SamplerRatio.of(old_BC, sampler_log_probs(batch), loss_tokens_BC, facts.sampler_ratio)
+            importance_ratio = sampler_ratio.ratio
+        ratio_scale = None  # where policy and old policy are one, their ratio is 1 and cannot overflow
+        if stored_old_BC is not None or facts.trust_sampling_log_probs:
+            ratio_scale = batch["advantages"].abs().max()
+            if importance_ratio is not None:
+                ratio_scale = ratio_scale * importance_ratio.max()
+        bounded_old_BC, bounded_reference_BC = bounded_old_and_reference(
+            policy_BC,
+            old_BC,
+            reference_BC,
+            loss_tokens_BC,
+            ratio_scale,
             of_sequences=plan.of_sequences,
             bounds_ratio=plan.bounds_ratio,
             kl_times_ratio=facts.kl_times_ratio,
         )
-        kept = {} if ratio is None else {SAMPLER_RATIO: ratio}
-        if remembered_BC is None:
-            kept |= kept_log_probs(old_BC, scored.tokens_BC)
-        entropies_BC = scored.spread(entropies_RC)
-        return cls(policy_BC, entropies_BC, bounded_old_BC, reference_BC, ratio, formed, scored, kept)
+        entries_for_reuse = {} if importance_ratio is None else {OLD_POLICY_SAMPLER_RATIO: importance_ratio}
+        if stored_old_BC is None:
+            entries_for_reuse |= old_policy_entries(old_BC, scored.tokens_BC)
+        return cls(
+            scored=scored,
+            policy_BC=policy_BC,
+            entropies_BC=scored.scatter(scores.entropies_RC),
+            router_loss=scores.router_loss,
+            old_BC=bounded_old_BC,
+            reference_BC=bounded_reference_BC,
+            importance_ratio=importance_ratio,
+            sampler_ratio=sampler_ratio,
+            entries_for_reuse=entries_for_reuse,
+        )
 
-    def given_to_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return `inputs` with these log-probs and this ratio."""
-        given = {**inputs, "old_per_token_logps": self.old_BC}
+    def for_trl(self, batch: dict[str, Any]) -> tuple[dict[str, Any], PassOutputs]:
+        """Return the batch that TRL's loss reads, and what its scoring pass returns for that batch."""
+        trl_batch = {**batch, "old_per_token_logps": self.old_BC}
         if self.reference_BC is not None:
-            given["ref_per_token_logps"] = self.reference_BC
-        if self.ratio is not None:
-            given["importance_sampling_ratio"] = self.ratio
-        return given
+            trl_batch["ref_per_token_logps"] = self.reference_BC
+        if self.importance_ratio is not None:
+            trl_batch["importance_sampling_ratio"] = self.importance_ratio
+        policy_BC = self.policy_BC
+        entropies_BC = self.entropies_BC
+        if policy_BC.size(1) == 1:
+            # TRL reads a tensor of shape (B, 1) as one value per sequence, and would count masked rows in its metrics
+            for key in TOKEN_KEYS:
+                if trl_batch.get(key) is not None:
+                    trl_batch[key] = pad(trl_batch[key], (0, 1))
+            policy_BC = pad(policy_BC, (0, 1))
+            entropies_BC = pad(entropies_BC, (0, 1))
+        return trl_batch, (policy_BC, entropies_BC, self.router_loss)
 
-    def not_finite(self, inputs: dict[str, Any]) -> dict[int, list[str]]:
+    def not_finite(self, batch: dict[str, Any]) -> dict[int, list[str]]:
         """Return each row with a value that is not finite, and what gave the value: passes, ratio or reward."""
         values = {
             "policy": self.policy_BC,
             "old policy": self.old_BC,
             "reference": self.reference_BC,
-            "ratio to the sampler": self.ratio,
-            "reward": inputs["advantages"],
+            "ratio to the sampler": self.importance_ratio,
+            "reward": batch["advantages"],
         }
         return not_finite_rows(values, self.scored.tokens_BC)
 
 
-# Entries of ours: the old policy's log-probs `(B, C)`, 0 where nothing was scored; a mask of the scored tokens; and the
-# ratio to the sampler, 1 where nothing was scored. TRL's names would promise a value for every token
-OLD_POLICY = "old_policy_log_probs"
-SCORED = "old_policy_scored"
-SAMPLER_RATIO = "old_policy_sampler_ratio"
+@dataclass(frozen=True)
+class RLOOLossInputs:
+    """The inputs of RLOO's loss."""
 
-# Entries of TRL's micro-batch with a column for each token of the completion
-BY_TOKEN = (
-    *("completion_ids", "completion_mask", "tool_mask"),
-    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"),
-)
+    scored: ScoredTokens
+    policy_BC: Tensor  # log-probs with the graph of the training forward, 0 where nothing was scored
+    entropies_BC: Tensor  # likewise
+    router_loss: Tensor | None  # scalar, of a mixture of experts
+    completion_mask_BC: Tensor  # without the rows that did not run
+    old_sums_B: Tensor  # log-probs of the old policy, summed over each completion; 0 for rows that did not run
+    is_old_policy: bool  # whether the policy's own log-probs are the old policy's
+    entries_for_reuse: dict[str, Tensor]  # of the batch, for later passes over this micro-batch
 
-
-def with_padding(inputs: dict[str, Any], *scored_BC: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
-    """Return a micro-batch whose completions have one token, and its scored tensors, with a column of padding added.
-
-    TRL reads a tensor of shape (B, 1) as one value per sequence, and would count masked rows in its metrics.
-    """
-    padded = {name: pad(inputs[name], (0, 1)) for name in BY_TOKEN if inputs.get(name) is not None}
-    return {**inputs, **padded}, [pad(x, (0, 1)) for x in scored_BC]
-
-
-def kept_log_probs(log_probs_BC: Tensor, tokens_BC: Tensor) -> dict[str, Tensor]:
-    """Return the entries of a micro-batch that keep the old policy's log-probs, 0 where nothing was scored."""
-    return {OLD_POLICY: log_probs_BC, SCORED: tokens_BC}
-
-
-def has_old_policy(inputs: dict[str, Any]) -> bool:
-    """Return whether a micro-batch has the old policy's log-probs, of all tokens or of the scored ones."""
-    return OLD_POLICY in inputs or "old_per_token_logps" in inputs
-
-
-def with_scored(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's micro-batch with the names of `kept_log_probs`.
-
-    Earlier checkpoints have TRL's name, with `SCORED`, or with NaN for "not scored" and inf for NaN.
-    """
-    old_BC = inputs.get("old_per_token_logps")
-    scored_BC = inputs.get(SCORED)
-    # Without either, every token was scored, because code of the user may read it
-    if old_BC is None or (scored_BC is None and not old_BC.isnan().any()):
-        return inputs
-    kept = {name: x for name, x in inputs.items() if name != "old_per_token_logps"}
-    if scored_BC is not None:
-        return kept | kept_log_probs(old_BC, scored_BC)
-    return kept | kept_log_probs(old_BC.nan_to_num(0.0, torch.nan, -torch.inf), ~old_BC.isnan())
-
-
-def prompt_of(inputs: dict[str, Any], row: int) -> list[int]:
-    """Return the token ids of a row's prompt."""
-    ids: list[int] = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
-    return ids
-
-
-def sampler_log_probs(inputs: dict[str, Any]) -> Tensor:
-    """Return the sampler's log-probs of the completions: `(B, C)`, NaN where it gave none."""
-    if "sampling_per_token_logps" not in inputs:
-        raise ValueError(
-            "`vllm_importance_sampling_correction` or `trust_sampling_log_probs` needs the sampler's log-probs, but "
-            "the `rollout_func` returned None as `logprobs`. Return the log-probs, or switch the option off."
+    @classmethod
+    def of(cls, batch: dict[str, Any], scores: PolicyScores) -> "RLOOLossInputs":
+        scored = scores.scored
+        policy_BC = scored.scatter(scores.log_probs_RC)
+        completion_mask_BC = batch["completion_mask"]
+        old_sums_B = batch.get("old_logps")
+        # Asked of the batch, because a user may have changed the schedule since it was generated
+        is_old_policy = old_sums_B is None
+        entries_for_reuse = {}
+        if old_sums_B is None:
+            old_sums_B = batch.get(OLD_POLICY_SUMS)
+        if old_sums_B is None:
+            old_sums_B = (policy_BC.detach() * completion_mask_BC).sum(dim=1)
+            entries_for_reuse = {OLD_POLICY_SUMS: old_sums_B}
+        if not scored.all_rows_run:
+            # The ratio of a row that does not run is 1, and its entropy does not count
+            live_B = torch.zeros(len(scored.tokens_BC), dtype=torch.bool, device=scored.rows_R.device)
+            live_B[scored.rows_R] = True
+            completion_mask_BC = completion_mask_BC * live_B.unsqueeze(1)
+            old_sums_B = old_sums_B.masked_fill(~live_B, 0.0)
+        return cls(
+            scored=scored,
+            policy_BC=policy_BC,
+            entropies_BC=scored.scatter(scores.entropies_RC),
+            router_loss=scores.router_loss,
+            completion_mask_BC=completion_mask_BC,
+            old_sums_B=old_sums_B,
+            is_old_policy=is_old_policy,
+            entries_for_reuse=entries_for_reuse,
         )
-    log_probs: Tensor = inputs["sampling_per_token_logps"]
-    return log_probs
+
+    def for_trl(self, batch: dict[str, Any]) -> tuple[dict[str, Any], PassOutputs]:
+        """Return the batch that TRL's loss reads, and what its scoring pass returns for that batch."""
+        trl_batch = {**batch, "completion_mask": self.completion_mask_BC, "old_logps": self.old_sums_B}
+        return trl_batch, (self.policy_BC, self.entropies_BC, self.router_loss)
+
+    def not_finite(self, batch: dict[str, Any]) -> dict[int, list[str]]:
+        """Return each row with a value that is not finite, and what gave the value: passes or reward."""
+        values = {"policy": self.policy_BC.detach(), "old policy": self.old_sums_B, "reward": batch["advantages"]}
+        return not_finite_rows(values, self.scored.tokens_BC)
 
 
-def trusted_log_probs(inputs: dict[str, Any], policy_BC: Tensor, in_loss_BC: Tensor) -> Tensor:
+def trusted_log_probs(batch: dict[str, Any], policy_BC: Tensor, loss_tokens_BC: Tensor) -> Tensor:
     """Return the sampler's log-probs as the old policy's, and the policy's where the sampler gave none: `(B, C)`."""
-    sampler_BC = sampler_log_probs(inputs)
-    return torch.where(in_loss_BC & ~sampler_BC.isnan(), sampler_BC, policy_BC)
+    sampler_BC = sampler_log_probs(batch)
+    return torch.where(loss_tokens_BC & ~sampler_BC.isnan(), sampler_BC, policy_BC)
 
 
-def not_finite_in(inputs: dict[str, Any], passes: list[Tensor], scored: ScoredTokens) -> dict[int, list[str]]:
+def not_finite_in(batch: dict[str, Any], pass_log_probs: list[Tensor], scored: ScoredTokens) -> dict[int, list[str]]:
     """Return what `LossInputs.not_finite` returns, for a loss that is not TRL's: its first pass may be of the batch.
 
     Args:
-        passes (list of `Tensor`): the log-probs of each pass `(B, S - 1)`.
+        pass_log_probs (list of `Tensor`): the log-probs of each pass `(B, S - 1)`.
     """
     rows, columns = scored.tokens_BC.shape
-    of_batch = [x[:, -columns:] for x in passes[:1] if len(x) == rows and x.size(1) >= columns]
+    policy_BC = None
+    for log_probs_BS in pass_log_probs[:1]:
+        if len(log_probs_BS) == rows and log_probs_BS.size(1) >= columns:
+            policy_BC = log_probs_BS[:, -columns:]
     values = {
-        "policy": of_batch[0] if of_batch else None,
-        "old policy": inputs.get("old_per_token_logps", inputs.get("old_logps")),
-        "reference": inputs.get("ref_per_token_logps"),
-        "ratio to the sampler": inputs.get("importance_sampling_ratio"),
-        "reward": inputs["advantages"],
+        "policy": policy_BC,
+        "old policy": batch.get("old_per_token_logps", batch.get("old_logps")),
+        "reference": batch.get("ref_per_token_logps"),
+        "ratio to the sampler": batch.get("importance_sampling_ratio"),
+        "reward": batch["advantages"],
     }
     return not_finite_rows(values, scored.tokens_BC)
-
-
-class MicroBatchTotals(NamedTuple):
-    """Sums over the rows of a micro-batch on all ranks."""
-
-    entropy: float  # over scored tokens
-    scored_tokens: float
-    scored_rows: float  # rows with a scored token
-    rows: float
-    skipped_rows: float
-    skipped_tokens: float
-    with_gradient: float  # tokens in passes with a gradient
-    without_gradient: float
-    head: float  # tokens that the head scored
-
-    def correct(self, metrics: dict[str, list[float]]) -> None:
-        """Turn TRL's latest `metrics` into means over scored rows; remove them if no rank has scored a row."""
-        skipped = self.rows - self.scored_rows
-        if not skipped:
-            return
-        replace_last(metrics, "entropy", self.entropy / self.scored_tokens if self.scored_tokens else None)
-        for name in METRICS_OF_ROWS:
-            if metrics.get(name):
-                # A row that was not scored has a ratio of 1, and counts as 1
-                mean = (metrics[name][-1] * self.rows - skipped) / self.scored_rows if self.scored_rows else None
-                replace_last(metrics, name, mean)
-
-
-def totals_of_rank(loss_inputs: LossInputs, skipped_tokens: int, ran: list[int]) -> Tensor:
-    """Return this rank's `MicroBatchTotals`: `(9,)`, fp32. `ran` has the values of the last three fields."""
-    tokens_BC, entropies_BC = loss_inputs.scored.tokens_BC, loss_inputs.entropies_BC.detach()
-    rows = len(tokens_BC)
-    counts = [rows, rows - len(loss_inputs.scored.rows_R), skipped_tokens, *ran]
-    sums = [x.sum(dtype=torch.float32).view(1) for x in (entropies_BC, tokens_BC, tokens_BC.any(dim=1))]
-    on_host = torch.empty(len(counts), pin_memory=entropies_BC.is_cuda).copy_(torch.tensor(counts))
-    return torch.cat([*sums, on_host.to(entropies_BC.device, non_blocking=True)])
-
-
-def replace_last(metrics: dict[str, list[float]], name: str, value: float | None) -> None:
-    """Replace the latest value of a metric. `None` removes it: a log without any other value has no such metric."""
-    if name not in metrics:  # a subclass's loss
-        return
-    metrics[name].pop()
-    if value is not None:
-        metrics[name].append(value)
-    elif not metrics[name]:
-        del metrics[name]

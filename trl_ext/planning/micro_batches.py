@@ -46,7 +46,7 @@ class RowTokens:
             shared (`bool`): whether rows of a forward share equal prompts.
         """
         (rows, C), P = scored.tokens_BC.shape, batch["prompt_ids"].size(1)
-        runs = {*(range(rows) if scored.every_row else scored.rows_R.tolist())}
+        runs = {*(range(rows) if scored.all_rows_run else scored.rows_R.tolist())}
         # One copy, so the host waits for the device once
         on_host = torch.cat([batch["prompt_ids"], batch["prompt_mask"], scored.tokens_BC], dim=1).cpu().numpy()
         ids_BP, mask_BP, tokens_BC = np.split(on_host, [P, 2 * P], axis=1)
@@ -93,7 +93,20 @@ def micro_batches_per_step(
     return math.gcd(steps_per_generation, accumulation_steps, micro_batches_of_an_epoch, window_began)
 
 
-def row_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_step: int, ranks: int = 1) -> list[int]:
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of one optimizer step on a rank, which may change places."""
+
+    rows: int  # of a micro-batch
+    micro_batches: int
+
+    @property
+    def merged(self) -> "StepRows":
+        """The same rows in one micro-batch."""
+        return StepRows(self.rows * self.micro_batches, 1)
+
+
+def row_order(tokens: RowTokens, step: StepRows, *, ranks: int = 1) -> list[int]:
     """Return the rows of all ranks, one rank after another, reordered within each unit: the slices of one optimizer
     step on every rank.
 
@@ -103,10 +116,10 @@ def row_order(tokens: RowTokens, *, rows_of_a_slice: int, micro_batches_per_step
     of the largest slice, which determines the memory, or that of the largest rank.
     """
     order_RB = np.arange(len(tokens.prompt_B)).reshape(ranks, -1)
-    size = rows_of_a_slice * micro_batches_per_step
+    size = step.merged.rows
     rows = _Rows.of(tokens)
     for start in range(0, order_RB.shape[1] - size + 1, size):
-        theirs_RMS = order_RB[:, start : start + size].reshape(ranks, micro_batches_per_step, rows_of_a_slice)
+        theirs_RMS = order_RB[:, start : start + size].reshape(ranks, step.micro_batches, step.rows)
         highest = best = _costs(rows, theirs_RMS)
         chosen_RMS = theirs_RMS
         for slices_KS in _candidates(tokens, rows, theirs_RMS):
@@ -151,15 +164,13 @@ def _costs(rows: _Rows, slices_RMS: Array) -> tuple[int, int, int]:
     return int(cost_RM.max(axis=0).sum()), int(cost_RM.sum(axis=1).max()), int(cost_RM.max())
 
 
-def max_over_mean(
-    tokens: RowTokens, order: list[int], *, rows_of_a_slice: int, micro_batches_per_step: int, ranks: int
-) -> float:
+def max_over_mean(tokens: RowTokens, order: list[int], step: StepRows, *, ranks: int) -> float:
     """Return the tokens of the rank with the most, over the mean of all ranks: the mean over optimizer steps."""
     order_RB = np.array(order).reshape(ranks, -1)
-    whole = order_RB.shape[1] // rows_of_a_slice * rows_of_a_slice
-    slices_KS = order_RB[:, :whole].reshape(-1, rows_of_a_slice)
+    whole = order_RB.shape[1] // step.rows * step.rows
+    slices_KS = order_RB[:, :whole].reshape(-1, step.rows)
     tokens_RM = _Rows.of(tokens).of_slices(slices_KS).reshape(ranks, -1)
-    steps = np.add.reduceat(tokens_RM, range(0, tokens_RM.shape[1], micro_batches_per_step), axis=1)
+    steps = np.add.reduceat(tokens_RM, range(0, tokens_RM.shape[1], step.micro_batches), axis=1)
     return float((steps.max(axis=0) / steps.mean(axis=0)).mean())
 
 

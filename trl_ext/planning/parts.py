@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .micro_batches import RowTokens
-from .rows import ScoredTokens, tokens_of
+from .rows import ScoredTokens, padded_tokens
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Parts:
         """Return at least `count` parts. If some must be added, they come first and have no rows."""
         return Parts(self.whole, [[]] * (count - len(self)) + self.rows)
 
-    def tokens_left_out(self, batch: dict[str, Any]) -> int:
+    def skipped_tokens(self, batch: dict[str, Any]) -> int:
         """Return how many tokens of `batch`, with padding, no part runs, minus those that parts without rows run."""
         rows = len(self.whole.tokens_BC)
-        return tokens_of(batch) // rows * (rows - sum(len(part) or 1 for part in self.rows))
+        return padded_tokens(batch) // rows * (rows - sum(len(part) or 1 for part in self.rows))
 
     def joined(self, values: list[Tensor]) -> Tensor:
         """Return the `(R, C)` tensor of the whole micro-batch, with its graph, from the tensors of the parts."""

@@ -182,14 +182,18 @@ class SkipCounts:
 class TokenCounts:
     """The tokens processed since the last log, separately for `"train"` and `"eval"`."""
 
-    NAMES = ("tokens_processed/with_gradient", "tokens_processed/without_gradient", "head/tokens")
-
     def __init__(self) -> None:
         self._totals: dict[str, Counter[str]] = defaultdict(Counter)
 
-    def add(self, mode: str, counts: list[int]) -> None:
-        """Add the counts of one micro-batch, in the order of `NAMES`."""
-        self._totals[mode].update(dict(zip(self.NAMES, counts, strict=True)))
+    def add(self, mode: str, *, with_gradient: int, without_gradient: int, head: int) -> None:
+        """Add the tokens of one micro-batch: in passes with a gradient, without one, and those that the head scored."""
+        self._totals[mode].update(
+            {
+                "tokens_processed/with_gradient": with_gradient,
+                "tokens_processed/without_gradient": without_gradient,
+                "head/tokens": head,
+            }
+        )
 
     def take(self, mode: str) -> dict[str, float]:
         """Return the totals by their names in the logs, without those that are zero."""

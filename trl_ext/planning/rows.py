@@ -4,74 +4,96 @@ Dimensions: B rows, R rows that run, C completion tokens, P prompt tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-
-# Entries of a batch: the tokens that the sampler could choose at each step of a completion, one step after another,
-# (B, K); and how many at each step, (B, C), 0 for the whole vocabulary
-KEPT_CLASSES = ("kept_ids", "kept_counts")
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """The rows of a batch that run, and the tokens whose log-probs are computed."""
+    """The rows of a batch that a pass runs, and the tokens whose log-probs it computes."""
 
-    rows_R: Tensor  # the rows that run, ascending; at least one, because every rank runs a pass
-    tokens_BC: Tensor  # bool: the tokens that are scored, all of them in these rows
+    rows_R: Tensor  # int64, ascending; at least one row, because every rank runs a pass
+    tokens_BC: Tensor  # bool, all of them in these rows
 
     @property
-    def every_row(self) -> bool:
+    def all_rows_run(self) -> bool:
         return len(self.rows_R) == len(self.tokens_BC)
+
+    @property
+    def skipped_rows(self) -> int:
+        return len(self.tokens_BC) - len(self.rows_R)
 
     @cached_property
     def unscored_BC(self) -> Tensor:
         return ~self.tokens_BC
 
-    def spread(self, values_RC: Tensor) -> Tensor:
+    def scatter(self, values_RC: Tensor) -> Tensor:
         """Return `values_RC` as `(B, C)`, with 0 where nothing was scored.
 
         The result depends on `values_RC` in the autograd graph, even if no token is scored.
         """
         values_BC = values_RC
-        if not self.every_row:
+        if not self.all_rows_run:
             values_BC = values_RC.new_zeros(self.tokens_BC.shape).index_copy(0, self.rows_R, values_RC)
         return values_BC.masked_fill(self.unscored_BC, 0.0)
 
-    def tokens_left_out(self, batch: dict[str, Any]) -> int:
-        """Return the number of skipped tokens of `batch`, padding included."""
-        return tokens_of(batch) // len(self.tokens_BC) * (len(self.tokens_BC) - len(self.rows_R))
+    def skipped_tokens(self, batch: dict[str, Any]) -> int:
+        """Return the number of tokens of `batch` in rows that do not run, padding included."""
+        return padded_tokens(batch) // len(self.tokens_BC) * self.skipped_rows
 
-    def labelled(
-        self, model: Callable[..., Any], outputs: tuple[str, ...], kept: tuple[Tensor, ...] = ()
+    def select_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries of `batch` that a pass reads, for the R rows. With images, all rows of a batch run."""
+        if self.all_rows_run:
+            return batch
+        keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        return {key: batch[key][self.rows_R] for key in keys}
+
+    def limit_scoring(
+        self, model: Callable[..., Any], outputs: tuple[str, ...], sampling_mask: tuple[Tensor, ...] = ()
     ) -> Callable[..., Any]:
         """Return a function that calls `model(..., labels=labels)` to compute `outputs` for these tokens only.
 
-        Call it with the R rows, all at once or in successive chunks. `kept` are the entries `KEPT_CLASSES` of the
-        batch, if it has them.
+        Call it with the R rows, all at once or in successive chunks of r rows, as TRL's pass does with `batch_size`.
+        `sampling_mask` are the entries `SAMPLING_MASK_KEYS` of the batch, if it has them.
         """
-        unscored_RC, *kept_R = (x if self.every_row else x[self.rows_R] for x in (self.unscored_BC, *kept))
+        unscored_RC = self.unscored_BC
+        if not self.all_rows_run:
+            unscored_RC = unscored_RC[self.rows_R]
+            sampling_mask = tuple(values_BX[self.rows_R] for values_BX in sampling_mask)
         start = 0
 
-        def call(*args: Any, labels: Tensor, **inputs: Any) -> Any:
+        def score_chunk(*positional: Any, labels: Tensor, **model_inputs: Any) -> Any:
             nonlocal start
             chunk = slice(start, start + len(labels))
-            chunk_rC, start = unscored_RC[chunk], chunk.stop
-            if kept_R:
-                inputs["kept"] = tuple(x[chunk] for x in kept_R)
-            unscored_rS = torch.nn.functional.pad(chunk_rC, (labels.size(1) - chunk_rC.size(1), 0), value=True)
-            inputs |= {"labels": labels.masked_fill(unscored_rS, -100), "head_outputs": outputs}
-            return model(*args, **inputs)
+            start = chunk.stop
+            if sampling_mask:
+                model_inputs["kept"] = tuple(values_RX[chunk] for values_RX in sampling_mask)
+            # Labels cover the positions of prompt and completion; no token of a prompt is scored
+            unscored_rC = unscored_RC[chunk]
+            unscored_rS = pad(unscored_rC, (labels.size(1) - unscored_rC.size(1), 0), value=True)
+            # In place of the caller's `head_outputs`, which RLOO's pass sets too
+            model_inputs.update(labels=labels.masked_fill(unscored_rS, -100), head_outputs=outputs)
+            return model(*positional, **model_inputs)
 
-        return call
+        return score_chunk
 
-    def fed(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of `batch` that a pass reads, for the R rows. With images, all rows of a batch run."""
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        return batch if self.every_row else {name: batch[name][self.rows_R] for name in names}
+
+@dataclass(frozen=True)
+class PolicyScores:
+    """What the policy's pass over a micro-batch computed."""
+
+    scored: ScoredTokens
+    log_probs_RC: Tensor  # with the graph of the training forward
+    entropies_RC: Tensor
+    router_loss: Tensor | None = None  # scalar, of a mixture of experts
+
+    def detach(self) -> "PolicyScores":
+        return replace(self, log_probs_RC=self.log_probs_RC.detach(), entropies_RC=self.entropies_RC.detach())
 
 
 def is_rowwise(value: Any) -> bool:
@@ -79,19 +101,19 @@ def is_rowwise(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def tokens_of(batch: dict[str, Any]) -> int:
+def padded_tokens(batch: dict[str, Any]) -> int:
     """Return how many tokens TRL processes for `batch`, padding included."""
     return batch["prompt_ids"].numel() + batch["completion_ids"].numel()
 
 
-def every_token(batch: dict[str, Any], *, of_tools: bool = False) -> ScoredTokens:
-    """Return every row, and every token of the loss; with `of_tools` also the tokens that a tool wrote."""
+def all_tokens(batch: dict[str, Any], *, of_tools: bool = False) -> ScoredTokens:
+    """Return all rows, and all tokens of the loss; with `of_tools` also the tokens that a tool wrote."""
     tokens_BC = batch["completion_mask"].bool() if of_tools else loss_mask(batch)
     return ScoredTokens(torch.arange(len(tokens_BC), device=tokens_BC.device), tokens_BC)
 
 
-def scored_tokens(batch: dict[str, Any], *, skip_masked: bool, skip_zero_advantages: bool) -> ScoredTokens:
-    """Return the tokens of the loss, without those of dead rows.
+def live_tokens(batch: dict[str, Any], *, skip_masked: bool, skip_zero_advantages: bool) -> ScoredTokens:
+    """Return the tokens of the loss in live rows, which are the rows that are not dead.
 
     With `skip_masked`, rows without a token in the loss are dead, and with `skip_zero_advantages` rows whose advantage
     is exactly 0. The loss multiplies tokens of padding, masked completions and tools by 0, so they are never scored.
@@ -102,6 +124,7 @@ def scored_tokens(batch: dict[str, Any], *, skip_masked: bool, skip_zero_advanta
         live_B = live_B & ~zero_advantages(batch["advantages"])
     rows_R = live_B.nonzero().squeeze(1)
     if not len(rows_R):
+        # Ranks run the same collectives, so a rank without live rows runs its shortest row and scores none of it
         lengths_B = batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)
         rows_R = lengths_B.argmin().unsqueeze(0)
     return ScoredTokens(rows_R, tokens_BC & live_B.unsqueeze(1))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..distributed.sequence_parallel import unsplit_reason
 from ..heads.kernels.work import check_kernels, triton_unavailable_reason
@@ -12,6 +12,15 @@ from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
 from .weight_layout import WHOLE_HERE
 
 _HOW = {"tiled": "log-probs in tiles, without storing all logits", "dense": "log-probs from all logits at once"}
+
+
+class ForwardTokens(NamedTuple):
+    """Token counts of forwards: of this rank, or sums over all."""
+
+    packed_away: int  # padding and repeated prompts that packing removed
+    with_gradient: int  # tokens in forwards with a gradient
+    without_gradient: int
+    head: int  # tokens that the head scored
 
 
 class Scorer:
@@ -119,12 +128,12 @@ class Scorer:
             for packing, reason in held:
                 packing.padded_reason = reason
 
-    def take_counts(self) -> list[int]:
-        """Return token counts since the last call: removed, run with and without a gradient, scored by the head."""
+    def take_counts(self) -> ForwardTokens:
+        """Return this rank's token counts since the last call."""
         counts = [[x.packing.left_out, *x.token_counts] for x in self.forwards]
         for x in self.forwards:
             x.packing.left_out, x.token_counts = 0, [0, 0, 0]
-        return [sum(count) for count in zip(*counts, strict=True)]
+        return ForwardTokens(*(sum(count) for count in zip(*counts, strict=True)))
 
     def describe(self, device: Any, alone: bool) -> str:
         """Return the text of the plan's row `head`."""

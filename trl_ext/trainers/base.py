@@ -48,7 +48,7 @@ from ..planning.plan import (
 from ..reference.adapters import AdapterChoice
 from ..reference.weights import base_of
 from ..scoring.checks import watch_token_ids
-from ..scoring.scorer import Scorer
+from ..scoring.scorer import ForwardTokens, Scorer
 from ..scoring.weight_layout import WHOLE_HERE
 from .best_metric import check_best_metric, check_given_metrics, has_no_value
 from .callbacks import Lifecycle, MovesReference
@@ -114,7 +114,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         check_given(name, given, config, self._config_class)
         check_overrides(self, given.values())
         self._added = self._added_fields.of(config)
-        self.skipped, self.fed = SkipCounts(), TokenCounts()
+        self.skip_counts = SkipCounts()
+        self.token_counts = TokenCounts()
         self._ranks = Ranks()
         self._scorer = Scorer(self._added)
         self._non_finite = NonFiniteLoss(self, self._ranks)
@@ -505,10 +506,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _count_tokens(self, counts: list[int] | None = None) -> None:
         """Add what the micro-batch processed to the logs: `counts` of all ranks, by default the scorer's."""
-        skipped, *scored = counts or self._ranks.sum_counts(self._scorer.take_counts())
+        tokens = ForwardTokens(*(counts or self._ranks.sum_counts(list(self._scorer.take_counts()))))
         mode = "train" if self.model.training else "eval"
-        self.skipped.add(mode, tokens=skipped)
-        self.fed.add(mode, scored)
+        self.skip_counts.add(mode, tokens=tokens.packed_away)
+        self.token_counts.add(
+            mode, with_gradient=tokens.with_gradient, without_gradient=tokens.without_gradient, head=tokens.head
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, and add `skipped/*`, `tokens_processed/*` and `head/*`: totals of all ranks.
@@ -516,7 +519,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         If there are several evaluation sets, the metrics of each are also logged with its name.
         """
         mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")
-        totals = self.skipped.take(mode) | self.fed.take(mode)
+        totals = self.skip_counts.take(mode) | self.token_counts.take(mode)
         logs.update({f"{prefix}{name}": value for name, value in totals.items()})
         if self._evaluated.startswith("eval_"):
             # TRL names its metrics alike for each of several sets, so that those of the last one replace the others

@@ -10,7 +10,7 @@ from ..compat.reference import PAIR_COLUMNS
 from ..distributed.exchange import Column, equally_wide
 from ..distributed.ranks import Ranks
 from ..planning.dpo import DPOPlan
-from ..planning.micro_batches import UNSHARED, RowTokens, content_hash
+from ..planning.micro_batches import UNSHARED, RowTokens, StepRows, content_hash
 from ..planning.plan import PackingPlan
 from .part_training import PartTraining
 from .row_balance import RowBalance
@@ -46,11 +46,9 @@ class DPOBatches:
             return samples
         size = len(pairs["chosen_input_ids"]) // count
         if plan.balances:
-            unit = {"rows_of_a_slice": size, "micro_batches_per_step": count}
-            if plan.merges:
-                unit = {"rows_of_a_slice": size * count, "micro_batches_per_step": 1}
+            step = StepRows(size, count).merged if plan.merges else StepRows(size, count)
             tokens = pair_tokens(_batch(pairs, columns), self.trainer._packing_plan())
-            pairs = self.balance.arranged(pairs, tokens, columns, unit, completions=2)
+            pairs = self.balance.reorder(pairs, tokens, columns, step, completions=2)
             # Before the first step, the policy may still be in evaluation mode
             internals.log_metrics(self.trainer, self.balance.metrics(), mode="train")
         if plan.merges:

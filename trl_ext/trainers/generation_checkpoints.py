@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..checkpoints.generation import SavedGeneration, position_in_data, read_generation, write_generation
-from ..compat.grpo import Buffer
+from ..compat.sampled import Buffer
 from ..distributed.ranks import Ranks
 
 logger = logging.getLogger("trl_ext")

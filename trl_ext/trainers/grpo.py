@@ -3,7 +3,6 @@
 The methods of TRL's trainer that only GRPO overrides are here; the others are in `base.py`.
 """
 
-import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,13 +16,16 @@ from torch import Tensor
 from transformers.training_args import OptimizerNames
 
 from ..compat import CORRECTS_TRUNCATED_SAMPLING
-from ..compat import grpo as internals
+from ..compat import sampled as internals
 from ..compat.readers import batch_reader
+from ..compat.replaced import logged_times
 from ..config import AddedGRPOFields
 from ..config import GRPOConfig as GRPOConfig  # earlier `training_args.bin` files refer to it here
 from ..packing.support import positions_by_length, trains_expert_modules
+from ..planning.batch_keys import has_old_policy, prompt_of
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
-from ..planning.loss_inputs import has_old_policy, prompt_of
+from ..planning.loss_inputs import LossInputs, not_finite_in
+from ..planning.rows import all_tokens
 from ..planning.sampler_ratio import RatioRule
 from ..sampler.engine import EngineGeneration
 from .base import ExactTrainer
@@ -31,7 +33,9 @@ from .checked_arguments import check_completion_length, check_groups, check_grpo
 from .checked_data import check_enough_prompts, check_prompts, check_rewards
 from .checked_generation import check_ends, check_generation, check_has_length, check_images
 from .grpo_generation import GRPOGeneration, truncated_sampling
-from .grpo_scoring import GRPOScoring
+from .grpo_passes import GRPOPasses
+from .part_training import PartTraining
+from .sampled_metrics import SampledMetrics
 
 logger = logging.getLogger("trl_ext")
 
@@ -47,11 +51,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     _config_class = trl.GRPOConfig
     _added_fields = AddedGRPOFields
 
-    # For `help()` and editors: the signature is TRL's
-    @functools.wraps(trl.GRPOTrainer.__init__)  # type: ignore[misc]
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
-        given = self._begin(positional, keywords)
-        config = given.get("args")
+    def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
         if not self._replaces("rewards"):
             check_rewards(
                 given,
@@ -71,16 +71,18 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
                 check_generation(config)
             has_tools = bool(given.get("tools") or given.get("environment_factory")) and not own_generation
             check_has_length(config, has_tools=has_tools, own_loss=self._replaces("loss"))
-        self._grpo_buffer = internals.Buffer(self)
-        self._grpo_scoring = GRPOScoring(self, self._ranks, self._scorer, self._grpo_buffer)
-        parts = self._grpo_scoring, self._grpo_buffer, self._balance
-        self._grpo_generation = GRPOGeneration(self, self._ranks, *parts)
+        self._buffer = internals.Buffer(self)
+        self._part_training = PartTraining(self, self._ranks)
+        self._sampled_metrics = SampledMetrics(self, self._ranks, self._scorer, self._buffer)
+        self._grpo_passes = GRPOPasses(self, self._buffer, self._sampled_metrics, self._part_training)
+        self._grpo_generation = GRPOGeneration(self, self._ranks, self._grpo_passes, self._buffer, self._balance)
         self._checkpoints.parts.append(self._grpo_generation.save)
-        with self._built(given, VLLMGeneration=partial(EngineGeneration, engine_args=self._added.vllm_engine_args)):
-            super().__init__(**given)
+        return {"VLLMGeneration": partial(EngineGeneration, engine_args=self._added.vllm_engine_args)}
+
+    def _ready(self, callbacks: Any) -> None:
         if self._offloads:
             check_offloading_device(self.accelerator.device)
-        self._ready(given.get("callbacks"))
+        super()._ready(callbacks)
         self._make_plan()  # a wrong argument is an error here, not at the first step
         if self._ranks.tensor_parallel is not None:
             set_seed(self.args.seed + self._ranks.tensor_parallel.copy)  # TRL seeds each rank differently
@@ -183,10 +185,10 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
         if not self._replaces("sampler"):
             check_enough_prompts(self.train_dataset, self.args.generation_batch_size, self.args.num_generations)
         # An earlier `train` may have ended before it scored its completions; the weights that sampled them are gone
-        unscored = not all(has_old_policy(x) for x in self._grpo_buffer.to_come())
+        unscored = not all(has_old_policy(x) for x in self._buffer.remaining())
         plan = self._make_plan()
         if unscored and not plan.facts.trust_sampling_log_probs and not plan.gives_trls_batches:
-            self._grpo_buffer.drop()
+            self._buffer.drop()
 
     def _resumed(self, state: Any) -> None:
         folder = self._checkpoints.resumes_from
@@ -195,18 +197,18 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, *positional: Any, **keywords: Any) -> Tensor:
         """Return TRL's mask plus tokens that only rounding puts below its threshold: equal contexts must tie."""
-        chosen: Tensor = super().get_high_entropy_mask(entropies, mask, *positional, **keywords)
-        lowest = torch.where(chosen, entropies, torch.inf).amin()
+        high_entropy: Tensor = super().get_high_entropy_mask(entropies, mask, *positional, **keywords)
+        lowest = torch.where(high_entropy, entropies, torch.inf).amin()
         rounding = 8 * torch.finfo(entropies.dtype).eps * lowest.clamp(min=1.0)
-        return chosen | ((entropies >= lowest - rounding) & mask.bool())
+        return high_entropy | ((entropies >= lowest - rounding) & mask.bool())
 
     def _get_train_sampler(self, *positional: Any, **keywords: Any) -> Any:
-        self._grpo_buffer.sampler = super()._get_train_sampler(*positional, **keywords)
-        return self._grpo_buffer.sampler
+        self._buffer.sampler = super()._get_train_sampler(*positional, **keywords)
+        return self._buffer.sampler
 
     def get_batch_samples(self, *positional: Any, **keywords: Any) -> Any:
         """Get the batches as transformers does, and note where the accumulation window begins."""
-        self._grpo_buffer.window_begins()
+        self._buffer.window_begins()
         return super().get_batch_samples(*positional, **keywords)
 
     # Training: a micro-batch
@@ -215,37 +217,79 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _in_step(self) -> Iterator[None]:
         # TRL's GRPO has no such argument
         on_host = self._activations_on_host() if self._offloads else nullcontext()
-        with self._grpo_scoring.part_training.training_step(), on_host:
+        with self._part_training.training_step(), on_host:
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        due = self._grpo_buffer.mid_cycle_slices() is None
-        with self._grpo_generation.fills_buffer() if due else nullcontext():
-            inputs = super()._prepare_inputs(generation_batch)
-        if due and self.plan.merges:
-            inputs = self._grpo_buffer.merged(self._grpo_generation.micro_batches_per_step())
-        self._grpo_scoring.before_micro_batch(is_new=due)
-        return inputs
+        generates = self._buffer.mid_cycle_slices() is None
+        with self._grpo_generation.fills_buffer() if generates else nullcontext():
+            batch = super()._prepare_inputs(generation_batch)
+        if generates and self.plan.merges:
+            batch = self._buffer.merge(self._grpo_generation.micro_batches_per_step())
+        self._grpo_passes.score_buffer(is_new=generates)
+        return batch
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self._grpo_generation.of_batch(inputs)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        """Compute TRL's loss from the log-probs of the planned passes."""
+    ) -> Tensor:
+        """Return TRL's loss of a micro-batch, a scalar, from the log-probs of the planned passes.
+
+        `_prepare_inputs` has run the passes of reference and old policy. `inputs` holds B rows of C completion tokens;
+        `planning/batch_keys.py` lists its keys.
+        """
+        batch = inputs
         self._loss_reached = True
         self._follow_changes()
-        if not len(inputs["completion_ids"]):  # its rows run with a later micro-batch
-            return self._grpo_scoring.part_training.loss_without_backward()
-        self._ranks.check_same(inputs["completion_ids"])
-        trl_loss = super().compute_loss
-        loss, not_finite = self._grpo_scoring.of_micro_batch(
-            model, inputs, num_items_in_batch, lambda given: trl_loss(model, given, return_outputs, num_items_in_batch)
-        )
-        self._non_finite.watch(loss, not_finite, lambda row: prompt_of(inputs, row))
+        if not len(batch["completion_ids"]):
+            # Its rows run with a later micro-batch, in parts as large as `max_tokens_per_micro_batch` allows
+            return self._part_training.loss_without_backward()
+        self._ranks.check_same(batch["completion_ids"])
+        self._part_training.start_micro_batch()
+        if self.plan.facts.has_own_loss:
+            return self._subclass_loss(model, batch, return_outputs, num_items_in_batch)
+        micro_batches = internals.merged_micro_batches(batch)
+
+        def trl_loss(loss_inputs: LossInputs) -> Tensor:
+            trl_batch, pass_outputs = loss_inputs.for_trl(batch)
+            with internals.loss_of_scores(self, model, pass_outputs, micro_batches):
+                loss: Tensor = super(GRPOTrainer, self).compute_loss(
+                    model, trl_batch, return_outputs, num_items_in_batch
+                )
+            return loss
+
+        # Parts of the micro-batch train inside the pass, which therefore takes the loss
+        scores = self._grpo_passes.score_policy(model, batch, num_items_in_batch, trl_loss)
+        loss_inputs = LossInputs.of(batch, scores, self.plan)
+        with logged_times(internals.mode_metrics(self), micro_batches):
+            loss = trl_loss(loss_inputs)
+            self._sampled_metrics.record_grpo(loss_inputs)
+        if self.model.training and self._grpo_passes.scores_before_step:
+            self._buffer.store(batch, loss_inputs.entries_for_reuse)
+        self._part_training.check_last_part(loss)
+        self._non_finite.watch(loss, partial(loss_inputs.not_finite, batch), partial(prompt_of, batch))
+        return loss
+
+    def _subclass_loss(self, model: Any, batch: dict[str, Any], return_outputs: bool, num_items: Any) -> Tensor:
+        """Return the loss of an overridden method, which gets TRL's batch and runs its own passes."""
+        scored = all_tokens(batch, of_tools=True)
+        trl_batch = self._grpo_passes.batch_for_subclass(model, batch, scored)
+        micro_batches = internals.merged_micro_batches(batch)
+        with (
+            self._policy_scored(self._loss_scores()),
+            self._non_finite.recorded(model) as pass_log_probs,
+            self._grpo_passes.sampling_mask_applied(model, batch, scored),
+            logged_times(internals.mode_metrics(self), micro_batches),
+            internals.as_one_micro_batch(self, micro_batches),
+        ):
+            loss: Tensor = super().compute_loss(model, trl_batch, return_outputs, num_items)
+        self._sampled_metrics.record_subclass_loss()
+        rows = partial(not_finite_in, trl_batch, pass_log_probs, scored)
+        self._non_finite.watch(loss, rows, partial(prompt_of, batch))
         return loss
 
     def _loss_scores(self) -> str:

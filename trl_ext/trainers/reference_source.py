@@ -41,7 +41,7 @@ class Host(internals.ReferenceInternals, Protocol):
     eval_dataset: Any
     data_collator: Any
     _in_steps: bool
-    skipped: SkipCounts
+    skip_counts: SkipCounts
 
     @property
     def plan(self) -> ReferencePlan: ...
@@ -271,7 +271,7 @@ class ReferenceSource:
         if not self.host.args.precompute_ref_log_probs:
             mode = "train" if self.host.model.training else "eval"
             tokens = found.tokens_of_batch - found.tokens
-            self.host.skipped.add(mode, passes=passes - found.passes, tokens=tokens)
+            self.host.skip_counts.add(mode, passes=passes - found.passes, tokens=tokens)
         return found.log_probs
 
     def _pass(self, batch: dict[str, Any], prepared: bool = True) -> torch.Tensor:

@@ -3,8 +3,7 @@
 The methods of TRL's trainer that only RLOO overrides are here; the others are in `base.py`.
 """
 
-import functools
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,25 +11,24 @@ import trl
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from ..compat import grpo as internals
+from ..compat import sampled as internals
 from ..compat.overrides import PASS, overrides_below
 from ..compat.readers import batch_reader
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
 from ..packing.support import positions_by_length, trains_expert_modules
-from ..planning.loss_inputs import not_finite_in, prompt_of, replace_last
-from ..planning.micro_batches import RowTokens, micro_batches_per_step
-from ..planning.non_finite import check_first_rewards, not_finite_rows
+from ..planning.batch_keys import prompt_of
+from ..planning.loss_inputs import RLOOLossInputs, not_finite_in
+from ..planning.micro_batches import RowTokens, StepRows
 from ..planning.rloo import RLOOFacts, RLOOPlan, plan_rloo
-from ..planning.rows import ScoredTokens, every_token, rows_of_equal_rewards, scored_tokens, tokens_of
+from ..planning.rows import PolicyScores, ScoredTokens, all_tokens, live_tokens
 from .base import ExactTrainer
 from .checked_arguments import check_completion_length, check_rloo_arguments
 from .checked_data import check_enough_prompts, check_prompts, check_rewards
 from .checked_generation import check_ends, check_generation, check_images
 from .generation_checkpoints import GenerationCheckpoints
-
-# Entry of ours in a micro-batch: the old policy's log-probs, summed over each completion that ran, `(B,)`
-_OLD_SUMS = "old_policy_sums"
+from .sampled_batches import check_rewards_of_first_step, equal_rewards, micro_batches_of_a_step
+from .sampled_metrics import SampledMetrics
 
 
 class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
@@ -55,7 +53,8 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             )
             if not self._replaces("generation"):
                 check_generation(config)
-        self._buffer = internals.Buffer(self)  # type: ignore[arg-type]
+        self._buffer = internals.Buffer(self)
+        self._sampled_metrics = SampledMetrics(self, self._ranks, self._scorer, self._buffer)
         self._generation = internals.Generation(
             self, trl.RLOOTrainer, lambda *_, **__: self._reference_weights.entered()
         )
@@ -102,11 +101,11 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             has_router_loss=self.aux_loss_enabled,
             trains_expert_modules=self._look_at_policy(trains_expert_modules),
             positions_by_length=positions_by_length(self.model),
-            generation_reader=internals.generation_reader(self),  # type: ignore[arg-type]
-            overridden_below=internals.overridden_below(self),  # type: ignore[arg-type]
+            generation_reader=internals.generation_reader(self),
+            overridden_below=internals.overridden_below(self),
             batch_reader=batch_reader(self),
-            own_pass=internals.overridden_pass(self),  # type: ignore[arg-type]
-            own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),  # type: ignore[arg-type]
+            own_pass=internals.overridden_pass(self),
+            own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),
             keep_groups_together=options.keep_groups_together,
             zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
         )
@@ -133,52 +132,40 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         return super().get_batch_samples(*positional, **keywords)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        with internals.shuffled_then(self._rearranged, trl.RLOOTrainer):
+        with internals.shuffled_then(self._reorder, trl.RLOOTrainer):
             return super()._prepare_inputs(generation_batch)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Sample and reward as TRL does. Equal rewards have advantages of exactly 0, if the plan says so."""
-        skipped: dict[str, Any] = {PASS: _no_pass} if self.plan.reuses_old_policy else {}
-        batch = self._generation.draw(inputs, **skipped)
-        rewards, accelerator = self._generation.rewards, self.accelerator
-        # An override in place of TRL's generation may compute advantages without rewards
-        has_rewards = rewards is not None and self.model.training
-        # Infinite rewards of any batch are the business of `on_non_finite_loss`, if it is set
-        if has_rewards and self.state.global_step == 0 and self._non_finite.action is None:
-            check_first_rewards(
-                rewards, self.reward_weights, self.reward_func_names, bounds=self.args.reward_clip_range
-            )
-        if self.plan.reuses_old_policy:
+        plan = self.plan
+        members: dict[str, Any] = {PASS: _no_pass} if plan.reuses_old_policy else {}
+        batch = self._generation.draw(inputs, **members)
+        rewards_BF = self._generation.rewards
+        if plan.reuses_old_policy:
             del batch["old_logps"]  # the loss gets them from the policy's pass
-        if has_rewards and self.plan.zeroes_equal_rewards:
-            size = self.num_generations
-            equal = rows_of_equal_rewards(rewards, self.reward_weights.to(rewards.device), size, normalized_apart=False)
-            equal_B = equal.view(accelerator.num_processes, -1)[accelerator.process_index]
-            batch["advantages"] = batch["advantages"].masked_fill(equal_B, 0.0)
+        # An override in place of TRL's generation may compute advantages without rewards
+        if self.model.training and rewards_BF is not None:
+            check_rewards_of_first_step(self, rewards_BF, bounds=self.args.reward_clip_range)
+            if plan.zeroes_equal_rewards:
+                equal_B = equal_rewards(self, rewards_BF, normalized_apart=False)
+                batch["advantages"] = batch["advantages"].masked_fill(equal_B, 0.0)
         return batch
 
-    def _rearranged(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _reorder(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Reorder the rows of a batch that TRL has shuffled, so that rows of a group share micro-batches."""
-        plan, args = self.plan, self.args
-        if not plan.keeps_groups_together or internals.has_images(batch):
+        if not self.plan.keeps_groups_together or internals.has_images(batch):
             return batch
         packing = self._packing_plan()
-        together = micro_batches_per_step(
-            steps_per_generation=args.steps_per_generation,
-            accumulation_steps=args.gradient_accumulation_steps,
-            micro_batches_of_an_epoch=self._buffer.micro_batches_of_an_epoch,
-            window_began=self._buffer.window_began,
-        )
-        unit = {"rows_of_a_slice": args.per_device_train_batch_size, "micro_batches_per_step": together}
-        shares = {"packed": packing.padding_free, "shared": packing.share_in_training}
-        tokens = RowTokens.of(batch, self._scored_tokens(batch), **shares)
-        return self._balance.arranged(batch, tokens, {}, unit, over_ranks=False)
+        scored = self._tokens_to_score(batch)
+        tokens = RowTokens.of(batch, scored, packed=packing.padding_free, shared=packing.share_in_training)
+        step = StepRows(self.args.per_device_train_batch_size, micro_batches_of_a_step(self.args, self._buffer))
+        return self._balance.reorder(batch, tokens, {}, step, over_ranks=False)
 
-    def _scored_tokens(self, batch: dict[str, Any]) -> ScoredTokens:
+    def _tokens_to_score(self, batch: dict[str, Any]) -> ScoredTokens:
         plan = self.plan
         if not self.model.training or not plan.skips_masked:
-            return every_token(batch)
-        return scored_tokens(batch, skip_masked=True, skip_zero_advantages=plan.skips_zero_advantages)
+            return all_tokens(batch)
+        return live_tokens(batch, skip_masked=True, skip_zero_advantages=plan.skips_zero_advantages)
 
     def _get_per_token_logps_and_entropies(  # type: ignore[override]
         self,
@@ -191,71 +178,64 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
         **options: Any,
     ) -> tuple[Any, Any, Any]:
         """Run TRL's pass, without the statistics that it does not read."""
-        called = model
         if overrides_below(self, PASS) is None:  # it may read the model's attributes, or its logits
-            called = functools.partial(model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy])
-        run = super()._get_per_token_logps_and_entropies
-        return run(called, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
+            model = partial(model, head_outputs=("log_probs", "entropy")[: 1 + compute_entropy])
+        run_pass = super()._get_per_token_logps_and_entropies
+        return run_pass(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **options)
 
     # Training
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Compute TRL's loss from the log-probs of the planned passes."""
+        """Return TRL's loss of a micro-batch, a scalar, from the log-probs of the planned passes.
+
+        `inputs` holds B rows of C completion tokens; `planning/batch_keys.py` lists its keys.
+        """
+        batch = inputs
+        self._loss_reached = True
         self._follow_changes()
-        self._loss_reached, plan = True, self.plan
-        if plan.facts.own_loss is not None:
-            return self._overridden_loss(super().compute_loss, model, inputs, return_outputs, num_items_in_batch)
-        scored = self._scored_tokens(inputs)
-        policy_BC, entropies_BC, aux_loss = self._policy_pass(model, inputs, scored)
-        given = dict(inputs)
-        # Asked of the batch, because a user may have changed the schedule since it was generated
-        reuses_old_policy = "old_logps" not in inputs
-        if reuses_old_policy:
-            sums_B = (policy_BC.detach() * inputs["completion_mask"]).sum(dim=1)
-            given["old_logps"] = inputs.setdefault(_OLD_SUMS, sums_B)
-        if not scored.every_row:
-            # The ratio of a row that does not run is 1, and its entropy does not count
-            live_B = torch.zeros(len(scored.tokens_BC), dtype=torch.bool, device=scored.rows_R.device)
-            live_B[scored.rows_R] = True
-            given["completion_mask"] = inputs["completion_mask"] * live_B.unsqueeze(1)
-            given["old_logps"] = given["old_logps"].masked_fill(~live_B, 0.0)
-        with internals.answered_by(self, model, (policy_BC, entropies_BC, aux_loss)):  # type: ignore[arg-type]
-            loss: Tensor = super().compute_loss(model, given, return_outputs, num_items_in_batch)
-        values = {"policy": policy_BC.detach(), "old policy": given["old_logps"], "reward": given["advantages"]}
-        self._non_finite.watch(
-            loss, lambda: not_finite_rows(values, scored.tokens_BC), lambda row: prompt_of(inputs, row)
-        )
-        skipped = scored.tokens_left_out(inputs) + (tokens_of(inputs) if reuses_old_policy else 0)
-        packed_away, *ran = self._scorer.take_counts()
-        rows, tokens = len(scored.tokens_BC) - len(scored.rows_R), int(scored.tokens_BC.sum())
-        *counts, rows, tokens = self._ranks.sum_counts([packed_away + skipped, *ran, rows, tokens])
-        self._count_tokens(counts)
-        mode = "train" if self.model.training else "eval"
-        self.skipped.add(mode, passes=int(reuses_old_policy), rows=rows)
-        if mode == "train" and not tokens:  # on any rank
-            replace_last(self._metrics[mode], "entropy", None)
+        if self.plan.facts.own_loss is not None:
+            return self._subclass_loss(model, batch, return_outputs, num_items_in_batch)
+        scores = self._score_policy(model, batch)
+        loss_inputs = RLOOLossInputs.of(batch, scores)
+        trl_batch, pass_outputs = loss_inputs.for_trl(batch)
+        with internals.loss_of_scores(self, model, pass_outputs):
+            loss: Tensor = super().compute_loss(model, trl_batch, return_outputs, num_items_in_batch)
+        batch.update(loss_inputs.entries_for_reuse)
+        if loss_inputs.is_old_policy:
+            self._sampled_metrics.count_skipped_pass(batch)
+        self._sampled_metrics.record_rloo(loss_inputs)
+        self._non_finite.watch(loss, partial(loss_inputs.not_finite, batch), partial(prompt_of, batch))
         return loss
 
-    def _overridden_loss(self, trl_loss: Callable[..., Tensor], model: Any, batch: Any, *options: Any) -> Tensor:
-        """Compute the loss of an overridden method, which gets TRL's batch and runs its own passes."""
-        name = self.plan.facts.own_pass or self.plan.facts.own_loss
-        with self._policy_scored(f"`{type(self).__name__}.{name}`"), self._non_finite.recorded(model) as passes:
-            loss = trl_loss(model, batch, *options)
-        not_finite = functools.partial(not_finite_in, batch, passes, every_token(batch))
-        self._non_finite.watch(loss, not_finite, lambda row: prompt_of(batch, row))
+    def _subclass_loss(self, model: Any, batch: dict[str, Any], return_outputs: bool, num_items: Any) -> Tensor:
+        """Return the loss of an overridden method, which gets TRL's batch and runs its own passes."""
+        method = self.plan.facts.own_pass or self.plan.facts.own_loss
+        with (
+            self._policy_scored(f"`{type(self).__name__}.{method}`"),
+            self._non_finite.recorded(model) as pass_log_probs,
+        ):
+            loss: Tensor = super().compute_loss(model, batch, return_outputs, num_items)
         self._count_tokens()
+        rows = partial(not_finite_in, batch, pass_log_probs, all_tokens(batch))
+        self._non_finite.watch(loss, rows, partial(prompt_of, batch))
         return loss
 
-    def _policy_pass(self, model: Any, inputs: Any, scored: ScoredTokens) -> tuple[Tensor, Tensor, Any]:
-        """Return log-probs and entropies `(B, C)` of the tokens to score, and the router loss if there is one."""
-        own_pass = self.plan.facts.own_pass
-        called = model if own_pass is not None else scored.labelled(model, ("log_probs", "entropy"))
-        options = {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
-        with self._policy_scored(None if own_pass is None else f"`{type(self).__name__}.{own_pass}`"):
-            found = internals.completion_log_probs(self, called, scored.fed(inputs), **options)  # type: ignore[arg-type]
-        return scored.spread(found[0]), scored.spread(found[1]), found[2]
+    def _score_policy(self, model: Any, batch: dict[str, Any]) -> PolicyScores:
+        """Run the policy's pass over `batch`, with a graph."""
+        scored = self._tokens_to_score(batch)
+        self._sampled_metrics.skipped_tokens += scored.skipped_tokens(batch)
+        subclass_pass = self.plan.facts.own_pass
+        if subclass_pass is None:
+            model = scored.limit_scoring(model, ("log_probs", "entropy"))
+        else:
+            subclass_pass = f"`{type(self).__name__}.{subclass_pass}`"
+        with self._policy_scored(subclass_pass):
+            log_probs_RC, entropies_RC, router_loss = internals.completion_log_probs(
+                self, model, scored.select_rows(batch), compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
+            )
+        return PolicyScores(scored, log_probs_RC, entropies_RC, router_loss)
 
 
 def _no_pass(model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The private parts of TRL's `GRPOTrainer`, as functions of a trainer."""
+"""The private parts of TRL's `GRPOTrainer` and `RLOOTrainer`, which sample completions, as functions of a trainer."""
 
 import functools
 import logging
@@ -88,10 +88,18 @@ def checked_rollout(rollout_func: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-_MERGED = "merged_micro_batches"  # the entry of a slice that says how many of TRL's it holds
-_VISION_INPUTS = (
-    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
-    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+_MERGED = "merged_micro_batches"  # the key of a batch that says how many of TRL's micro-batches it holds
+_IMAGE_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
 )
 
 
@@ -103,11 +111,11 @@ def sequence_parallelism_hidden(config: Any) -> AbstractContextManager[None]:
 
 
 def has_images(batch: dict[str, Any]) -> bool:
-    return any(name in batch for name in _VISION_INPUTS)
+    return any(key in batch for key in _IMAGE_KEYS)
 
 
-class GRPOInternals(Protocol):
-    """The members of TRL's trainer that this file reads or replaces."""
+class SampledInternals(Protocol):
+    """The members of both trainers that this file reads or replaces."""
 
     _trl_trainer: Any  # ours
     accelerator: Any
@@ -129,8 +137,6 @@ class GRPOInternals(Protocol):
     vllm_mode: str
     vllm_generation: Any
     use_transformers_continuous_batching: bool
-    rollout_func: Any
-    tools: Any
     _compute_loss: Callable[..., Any]
     _generate: Callable[..., Any]
     _generate_single_turn: Callable[..., Any]
@@ -138,41 +144,70 @@ class GRPOInternals(Protocol):
     _remove_unused_columns: Callable[..., Any]
 
 
-def mode_metrics(trainer: GRPOInternals) -> dict[str, list[float]]:
+def mode_metrics(trainer: SampledInternals) -> dict[str, list[float]]:
     return trainer._metrics["train" if trainer.model.training else "eval"]
 
 
-def metrics_set_aside(trainer: GRPOInternals) -> AbstractContextManager[None]:
+def replace_latest(metrics: dict[str, list[float]], name: str, value: float | None) -> None:
+    """Replace the latest value of a metric. `None` removes it: a log without any other value has no such metric."""
+    if name not in metrics:  # a subclass's loss
+        return
+    metrics[name].pop()
+    if value is not None:
+        metrics[name].append(value)
+    elif not metrics[name]:
+        del metrics[name]
+
+
+def metrics_set_aside(trainer: SampledInternals) -> AbstractContextManager[None]:
+    """Log nothing in the `with` block."""
     return replaced(trainer, _metrics={name: defaultdict(list) for name in trainer._metrics})
 
 
-def answered_by(trainer: GRPOInternals, model: Any, answer: tuple[Any, Any, Any]) -> AbstractContextManager[None]:
-    """Make TRL's loss, which runs one pass, get `answer` from it: log-probs, entropies, router loss."""
-    unanswered, to_come = getattr(trainer, PASS), [answer]
+@contextmanager
+def loss_of_scores(
+    trainer: SampledInternals, model: Any, pass_outputs: tuple[Any, Any, Any], micro_batches: int = 1
+) -> Iterator[None]:
+    """Make TRL's loss read finished scores in the `with` block.
 
-    def answered(called: Any, *positional: Any, **options: Any) -> Any:
-        return to_come.pop() if called is model and to_come else unanswered(called, *positional, **options)
+    Args:
+        pass_outputs (`tuple`): what TRL's loss gets from its pass of `model`, which does not run: log-probs, entropies,
+            router loss.
+        micro_batches (`int`): how many of TRL's micro-batches the rows are, for divisions by their number.
+    """
+    run_pass = getattr(trainer, PASS)
+    is_used = False
 
-    return replaced(trainer, **{PASS: answered})
+    def outputs_or_pass(called_model: Any, *positional: Any, **options: Any) -> Any:
+        nonlocal is_used
+        # TRL's loss runs one pass of the policy; any other is a real one
+        if called_model is model and not is_used:
+            is_used = True
+            return pass_outputs
+        return run_pass(called_model, *positional, **options)
+
+    with replaced(trainer, **{PASS: outputs_or_pass}), as_one_micro_batch(trainer, micro_batches):
+        yield
 
 
 def model_replaced(
-    trainer: GRPOInternals, model: Any, batch: dict[str, Any], replacement: Callable[[], Any]
+    trainer: SampledInternals, model: Any, batch: dict[str, Any], replacement: Callable[[], Any]
 ) -> AbstractContextManager[None]:
     """Make TRL's passes of `model` over the rows of `batch`, and no others, run a `replacement` in the `with` block."""
-    ids, mask = (torch.cat([batch[f"{part}_{x}"] for part in ("prompt", "completion")], dim=1) for x in ("ids", "mask"))
-    run = getattr(trainer, PASS)
+    batch_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    batch_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    run_pass = getattr(trainer, PASS)
 
     def run_replacement(called: Any, input_ids: Any, attention_mask: Any, *positional: Any, **keywords: Any) -> Any:
-        is_of_batch = called is model and torch.equal(input_ids, ids) and torch.equal(attention_mask, mask)
-        called = replacement() if is_of_batch else called
-        return run(called, input_ids, attention_mask, *positional, **keywords)
+        if called is model and torch.equal(input_ids, batch_ids) and torch.equal(attention_mask, batch_mask):
+            called = replacement()
+        return run_pass(called, input_ids, attention_mask, *positional, **keywords)
 
     return replaced(trainer, **{PASS: run_replacement})
 
 
 def completion_log_probs(
-    trainer: GRPOInternals, model: Any, batch: dict[str, Any], **options: Any
+    trainer: SampledInternals, model: Any, batch: dict[str, Any], **options: Any
 ) -> tuple[Any, Any, Any]:
     """Run TRL's log-prob pass, or a subclass's, over the rows of `batch`."""
     return getattr(trainer, PASS)(
@@ -181,27 +216,27 @@ def completion_log_probs(
         torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
         batch["completion_ids"].size(1),
         **options,
-        **{name: batch[name] for name in _VISION_INPUTS if name in batch},
+        **{key: batch[key] for key in _IMAGE_KEYS if key in batch},
     )
 
 
-def overridden_loss(trainer: GRPOInternals) -> str | None:
+def overridden_loss(trainer: SampledInternals) -> str | None:
     """Return the overridden method that computes the loss, or a part of it, in place of TRL's; `None` without one."""
     # Our `compute_loss` calls one that stands below it, with what TRL's loss gets
     return overrides(trainer, *LOSS) or overrides_below(trainer, "compute_loss")
 
 
-def overridden_pass(trainer: GRPOInternals) -> str | None:
+def overridden_pass(trainer: SampledInternals) -> str | None:
     """Return the name of TRL's log-prob pass if it is overridden."""
     return overrides(trainer, PASS)
 
 
-def generation_reader(trainer: GRPOInternals) -> str | None:
+def generation_reader(trainer: SampledInternals) -> str | None:
     """Return an overridden method that makes or reads generation batches, or the pass that scores them."""
     return overrides(trainer, "_generate_and_score_completions", PASS) or overridden_below(trainer)
 
 
-def overridden_below(trainer: GRPOInternals) -> str | None:
+def overridden_below(trainer: SampledInternals) -> str | None:
     """Return a method below ours that makes or reads generation batches, and so sees what TRL's generation returns."""
     return overrides_below(trainer, "_generate_and_score_completions", "_prepare_inputs")
 
@@ -217,7 +252,10 @@ class Generation:
     """
 
     def __init__(self, trainer: Any, trainer_class: Any, use_adapter: Callable[..., Any], **members: Any) -> None:
-        self.trainer, self.trls, self.use_adapter, self.members = trainer, trainer_class, use_adapter, members
+        self.trainer = trainer
+        self.trainer_class = trainer_class
+        self.use_adapter = use_adapter
+        self.members = members
         self.rewards: Any = None
         self._gave_nan: set[str] = set()
 
@@ -228,30 +266,39 @@ class Generation:
             runs_passes (`bool`): run TRL's own passes: leave in place the members that were to be replaced.
             members (`Any`): members to replace for this call only.
         """
-        trainer, self.rewards = self.trainer, None
-        generate, calculate, one_turn = trainer._generate, trainer._calculate_rewards, trainer._generate_single_turn
-        real_pass, agreed = getattr(trainer, PASS), trainer._ranks.agreed
+        trainer = self.trainer
+        self.rewards = None
+        trl_generate = trainer._generate
+        trl_calculate_rewards = trainer._calculate_rewards
+        trl_single_turn = trainer._generate_single_turn
+        run_pass = getattr(trainer, PASS)
+        agreed = trainer._ranks.agreed  # ranks that split one model must get the same completions
 
-        def recorded(*positional: Any, **keywords: Any) -> torch.Tensor:
-            with replaced(trainer, **{PASS: real_pass}), self._checked_rewards():
-                self.rewards = calculate(*positional, **keywords)
+        def calculate_rewards(*positional: Any, **keywords: Any) -> torch.Tensor:
+            with replaced(trainer, **{PASS: run_pass}), self._checked_rewards():
+                self.rewards = trl_calculate_rewards(*positional, **keywords)
             return self.rewards
 
-        def generated(*positional: Any, **keywords: Any) -> Any:
+        def generate(*positional: Any, **keywords: Any) -> Any:
+            members_in_turn: dict[str, Any] = {PASS: run_pass, "_generate_single_turn": single_turn}
             rollout_func = getattr(trainer, "rollout_func", None)  # RLOO has none
-            checked = {} if rollout_func is None else {"rollout_func": checked_rollout(rollout_func)}
-            with replaced(trainer, **{PASS: real_pass}, _generate_single_turn=turn, **checked):
-                return agreed(generate(*positional, **keywords))
+            if rollout_func is not None:
+                members_in_turn["rollout_func"] = checked_rollout(rollout_func)
+            with replaced(trainer, **members_in_turn):
+                return agreed(trl_generate(*positional, **keywords))
 
-        def turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
-            return agreed(one_turn(agreed(prompt_ids), *positional, **keywords))
+        def single_turn(prompt_ids: Any, *positional: Any, **keywords: Any) -> Any:
+            return agreed(trl_single_turn(agreed(prompt_ids), *positional, **keywords))
 
-        def as_reference(*_: Any, **__: Any) -> Any:
+        def enter_reference(*_: Any, **__: Any) -> Any:
             return trainer.reference_pass()
 
-        members |= {**({} if runs_passes else self.members), "_generate": generated, "_calculate_rewards": recorded}
-        use_adapter = as_reference if runs_passes else self.use_adapter
-        with names_replaced(self.trls, use_adapter=use_adapter), replaced(trainer, **members):
+        use_adapter = enter_reference
+        if not runs_passes:
+            use_adapter = self.use_adapter
+            members |= self.members
+        members |= {"_generate": generate, "_calculate_rewards": calculate_rewards}
+        with names_replaced(self.trainer_class, use_adapter=use_adapter), replaced(trainer, **members):
             return next_of(trainer)._generate_and_score_completions(inputs)
 
     def _checked_rewards(self) -> AbstractContextManager[None]:
@@ -262,7 +309,7 @@ class Generation:
 
 
 @contextmanager
-def sampling_recorded(trainer: GRPOInternals, mask: Any, log_probs: int | None) -> Iterator[None]:
+def sampling_recorded(trainer: SampledInternals, mask: Any, log_probs: int | None) -> Iterator[None]:
     """Record the tokens that the sampler can choose in `mask`, a `SamplingMask`, in the `with` block.
 
     Args:
@@ -293,7 +340,25 @@ def _then(processors: LogitsProcessorList, last: Callable[..., Any]) -> LogitsPr
     return LogitsProcessorList([*processors, last])
 
 
-def most_log_probs(trainer: GRPOInternals) -> int:
+def shared_scores(model: Any, share: Callable[[torch.Tensor], torch.Tensor]) -> AbstractContextManager[None]:
+    """Make `generate` use the first rank's scores in the `with` block, because devices may round differently.
+
+    Args:
+        share (`Callable`): returns the first rank's values, which it writes into the tensor.
+    """
+    generate = model.generate
+
+    def of_first_rank(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return share(scores.clone(memory_format=torch.contiguous_format))
+
+    def generate_alike(*positional: Any, logits_processor: Any = None, **keywords: Any) -> Any:
+        processors = LogitsProcessorList([*(logits_processor or []), of_first_rank])
+        return generate(*positional, logits_processor=processors, **keywords)
+
+    return replaced(model, generate=generate_alike)
+
+
+def most_log_probs(trainer: SampledInternals) -> int:
     """Return how many log-probs vLLM returns at most, at most the vocabulary. In server mode, every rank calls it."""
     generation, vocabulary = trainer.vllm_generation, trainer.model.config.get_text_config().vocab_size
     if trainer.vllm_mode == "colocate":
@@ -306,11 +371,12 @@ def most_log_probs(trainer: GRPOInternals) -> int:
 
 
 class Buffer:
-    """TRL's generation buffer: its slices, and training's position in it."""
+    """TRL's generation buffer: its micro-batches, and training's position in it."""
 
-    def __init__(self, trainer: GRPOInternals) -> None:
+    def __init__(self, trainer: SampledInternals) -> None:
         self.trainer = trainer
         self.window_began = 0
+        self.sampled_at_step = 0  # the optimizer step whose weights sampled the completions
         self.sampler: Any = None
 
     def window_begins(self) -> None:
@@ -321,41 +387,38 @@ class Buffer:
         loader = self.trainer.callback_handler.train_dataloader
         return len(loader) if has_length(loader) else None
 
-    def merged(self, micro_batches: int) -> dict[str, Any]:
-        """Put the rows of each `micro_batches` slices into the last of them. Returns the current slice."""
+    def merge(self, micro_batches: int) -> dict[str, Any]:
+        """Put the rows of each `micro_batches` micro-batches into the last of them. Returns the current one."""
         buffer = self.trainer._buffered_inputs
         for first in range(0, len(buffer), micro_batches):
-            parts = buffer[first : first + micro_batches]
-            rowwise = {name for name, x in parts[0].items() if isinstance(x, torch.Tensor) and x.ndim > 0}
-            joined = {name: torch.cat([x[name] for x in parts]) for name in rowwise}
-            none = {name: x.new_empty((0, *x.shape[1:])) for name, x in joined.items()}
-            whole = {**parts[0], **joined, _MERGED: micro_batches}
-            buffer[first : first + micro_batches] = [*({**parts[0], **none} for _ in parts[1:]), whole]
+            merging = buffer[first : first + micro_batches]
+            keys = [key for key, x in merging[0].items() if isinstance(x, torch.Tensor) and x.ndim > 0]
+            all_rows = {key: torch.cat([batch[key] for batch in merging]) for key in keys}
+            no_rows = {key: x.new_empty((0, *x.shape[1:])) for key, x in all_rows.items()}
+            merged = {**merging[0], **all_rows, _MERGED: micro_batches}
+            buffer[first : first + micro_batches] = [*({**merging[0], **no_rows} for _ in merging[1:]), merged]
         current: dict[str, Any] = buffer[self.trainer._step % len(buffer)]
         return current
 
-    def merged_in(self, inputs: dict[str, Any]) -> int:
-        """Return how many of TRL's micro-batches a slice holds, also one of a checkpoint with another plan."""
-        return int(inputs.get(_MERGED, 1))
+    def remaining(self) -> list[dict[str, Any]]:
+        """Return the micro-batches left before the next generation, the next one first, and again last if it recurs.
 
-    def to_come(self) -> list[dict[str, Any]]:
-        """Return the slices left before the next generation, the next one first, and again last if it recurs.
-
-        Slices whose rows run with a later one are left out.
+        Those whose rows run with a later one are left out.
         """
-        step, buffer = self.trainer._step, self.trainer._buffered_inputs
+        step = self.trainer._step
+        buffer = self.trainer._buffered_inputs
         if buffer is None:
             return []
-        every = len(buffer) * self.trainer.num_iterations
-        places = range(step, step + min(every - step % every, len(buffer) + 1))
-        slices = (buffer[place % len(buffer)] for place in places)
-        return [x for x in slices if len(x["completion_ids"])]
+        cycle = len(buffer) * self.trainer.num_iterations
+        places = range(step, step + min(cycle - step % cycle, len(buffer) + 1))
+        batches = (buffer[place % len(buffer)] for place in places)
+        return [batch for batch in batches if len(batch["completion_ids"])]
 
-    def keep(self, inputs: dict[str, Any], entries: dict[str, Any]) -> None:
-        """Add `entries` to the slice `inputs`, if it is trained on again."""
-        to_come = self.to_come()
-        if to_come and to_come[0] is inputs and any(x is inputs for x in to_come[1:]):
-            inputs.update(entries)
+    def store(self, batch: dict[str, Any], entries: dict[str, Any]) -> None:
+        """Add `entries` to the micro-batch `batch`, if it is trained on again."""
+        remaining = self.remaining()
+        if remaining and remaining[0] is batch and any(later is batch for later in remaining[1:]):
+            batch.update(entries)
 
     def drop(self) -> None:
         self.trainer._buffered_inputs = None
@@ -372,7 +435,8 @@ class Buffer:
         return self.trainer._buffered_inputs if self.in_mid_cycle else None
 
     def continue_at(self, micro_batch: int, slices: list[dict[str, Any]] | None) -> None:
-        self.trainer._step, self.trainer._buffered_inputs = micro_batch, slices
+        self.trainer._step = micro_batch
+        self.trainer._buffered_inputs = slices
         self.trainer._last_loaded_step = -1
 
     def draw_orders_of(self, epochs: int) -> None:
@@ -390,23 +454,38 @@ class Buffer:
         return {"prompt_ids": pad, "completion_ids": pad, "tool_mask": 1, "kept_ids": -1}
 
 
+def merged_micro_batches(batch: dict[str, Any]) -> int:
+    """Return how many of TRL's micro-batches a batch holds, also one of a checkpoint with another plan."""
+    return int(batch.get(_MERGED, 1))
+
+
 @contextmanager
-def as_one_micro_batch(trainer: GRPOInternals, micro_batches: int) -> Iterator[None]:
+def as_one_micro_batch(trainer: SampledInternals, micro_batches: int) -> Iterator[None]:
     """Make TRL's loss divide as if the rows of `micro_batches` were a single one, in the `with` block."""
     if micro_batches == 1:
         yield
         return
-    accumulated = trainer.current_gradient_accumulation_steps / micro_batches
-    slices = trainer.args.steps_per_generation / micro_batches
-    accumulates = replaced(trainer, current_gradient_accumulation_steps=accumulated)
-    with accumulates, replaced(trainer.args, steps_per_generation=slices):
+    accumulation_steps = trainer.current_gradient_accumulation_steps / micro_batches
+    steps_per_generation = trainer.args.steps_per_generation / micro_batches
+    with (
+        replaced(trainer, current_gradient_accumulation_steps=accumulation_steps),
+        replaced(trainer.args, steps_per_generation=steps_per_generation),
+    ):
         yield
 
 
-def without_passes(trainer: GRPOInternals) -> Generation:
+def without_passes(trainer: SampledInternals) -> Generation:
     """Return TRL's generation without its log-prob passes, which run later."""
-    members = {PASS: lambda *_, **__: (None, None, None), "vllm_importance_sampling_correction": False}
-    return Generation(trainer, trl.GRPOTrainer, lambda *_, **__: nullcontext(), **members)
+
+    def no_pass(*_: Any, **__: Any) -> tuple[None, None, None]:
+        return None, None, None
+
+    def no_adapter(*_: Any, **__: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    # TRL's correction reads the log-probs of the pass, so ours follows the passes
+    members = {PASS: no_pass, "vllm_importance_sampling_correction": False}
+    return Generation(trainer, trl.GRPOTrainer, no_adapter, **members)
 
 
 def shuffled_then(
