@@ -4,67 +4,55 @@ A row is dead if its gradient is zero: its advantage is 0 and nothing else sends
 token in the loss.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from ..losses.loss_types import grpo_loss_type
 from .non_finite import steps_in_backward
 from .plan import BY_LENGTH, Decision, Plan
+from .sampled import (
+    SampledFacts,
+    micro_batches_of_a_step,
+    model_row_reason,
+    order_reason,
+    plan_order,
+    plan_reference_pass,
+    reader_of,
+)
 from .sampler_ratio import RatioRule
 
 _ANY_ORDER = "if it does not depend on the whole micro-batch, set `keep_groups_together=True`"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOFacts:
+class GRPOFacts(SampledFacts):
     """What is known about a run before it starts. Fields without a comment are trainer arguments of the same name."""
 
-    per_device_batch_size: int
-    processes: int
-    gradient_accumulation_steps: int
-    steps_per_generation: int
-    num_iterations: int
     num_generations: int
     loss_type: str
-    beta: float
     top_entropy_quantile: float
+    balance: bool
+    max_tokens_per_micro_batch: int | None
+    force_on_policy_ratio: bool
+    trust_sampling_log_probs: bool
+    keep_sampling_mask: bool
+    per_device_batch_size: int  # in training
+    processes: int
     optimizer: str  # `args.optim`
-    epoch_is_known: bool  # the training data has a length
-    has_images: bool  # batches can hold images, which are not split by row
-    randomness: str | None  # why two passes over the same tokens differ
-    draws_for_batch: bool  # the draws can depend on the rows of a forward
-    shares_prompts: bool  # rows of one forward share their prompt in training
+    max_draws: int  # the most generation batches drawn to fill one; 1 without dynamic sampling
     of_sequences: bool  # one importance ratio per completion, instead of one per token
     kl_times_ratio: bool  # the KL term is multiplied by the ratio
     normalized_over_batch: bool  # an advantage depends on other groups of the generation batch
-    own_reference: str | None  # which weights of a PEFT policy are the reference
-    # Terms of the loss that read every row
-    has_entropy_bonus: bool
-    has_router_loss: bool
-    trains_expert_modules: bool  # an expert that no token reaches gets no gradient, instead of 0
+    has_entropy_bonus: bool  # a term of the loss that reads every row
     # The sampler
     sampler_ratio: RatioRule | None  # None: the loss does not correct for the sampler
     sampler_gives_log_probs: bool
     truncated_sampling: tuple[str, ...]  # arguments that truncate the sampling distribution, unless TRL corrects for it
     unknown_mask: str | None  # why it is not known which tokens the sampler could choose
-    # What code of the user overrides or reads
+    # What code of the user overrides
     has_own_pass: bool  # TRL's scoring pass
-    generation_reader: str | None  # a method that makes or reads generation batches, or the pass that scores them
-    overridden_below: str | None  # such a method below ours: in a class between ours and TRL's, or in place of TRL's
-    batch_reader: str | None  # what may read or change a micro-batch, such as "overrides `compute_loss`, which ..."
     bypasses_loss: bool  # its `compute_loss` does not call ours
     has_own_loss: bool  # TRL's loss, so any row or token may count
-    positions_by_length: bool = False  # the model's positions depend on the longest row of a forward pass
-    # Fields of our config
-    balance: bool
-    max_draws: int  # the most generation batches drawn to fill one; 1 without dynamic sampling
-    keep_groups_together: bool | None
-    max_tokens_per_micro_batch: int | None
-    force_on_policy_ratio: bool
-    trust_sampling_log_probs: bool
-    keep_sampling_mask: bool
-    zero_advantages_of_equal_rewards: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +101,13 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         decisions=(
             _policy(facts, keeps_mask),
             _old_policy(facts, misaligned),
-            _reference(facts),
+            plan_reference_pass(facts),
             _in_parts(facts, micro_batches, merges),
             balance,
         ),
         warnings=tuple(warnings),
         facts=facts,
-        skips_masked=not _reads_every_row(facts),
+        skips_masked=_all_rows_reason(facts) is None,
         skips_zero_advantages=skips_zero_advantages,
         zeroes_equal_rewards=_zeroes_equal_rewards(facts),
         of_sequences=facts.of_sequences and not grpo_loss_type(facts.loss_type).reads_token_ratios,
@@ -177,27 +165,27 @@ def check_options(facts: Any) -> None:
 
 
 def _reader(facts: GRPOFacts) -> str | None:
-    """Return what may read or change a batch, as the end of a sentence on this trainer; `None` if nothing does."""
-    if facts.generation_reader is not None:
-        return f"overrides `{facts.generation_reader}`, which may read or change the log-probs"
-    return facts.batch_reader
+    return reader_of(facts, facts.generation_reader)
 
 
 def _zeroes_equal_rewards(facts: GRPOFacts) -> bool:
-    # An override below ours may have changed the advantages, on purpose
-    is_on = facts.zero_advantages_of_equal_rewards and facts.overridden_below is None
-    return is_on and _zero_advantage_reason(facts) is None
+    return not facts.keeps_advantages_of_equal_rewards and _zero_advantage_reason(facts) is None
 
 
-def _reads_every_row(facts: GRPOFacts) -> bool:
-    reads_every_row = facts.has_router_loss or facts.has_own_loss or facts.has_own_pass
-    return reads_every_row or facts.trains_expert_modules or facts.draws_for_batch
+def _all_rows_reason(facts: GRPOFacts) -> str | None:
+    """Return why even fully masked rows can change the gradient; `None` if they cannot."""
+    if facts.has_own_loss:
+        return "this trainer overrides the loss, which may send a gradient through any of them"
+    if facts.has_own_pass:
+        return "this trainer overrides TRL's log-prob pass, which may depend on the whole batch"
+    return model_row_reason(facts)
 
 
 def _zero_advantage_reason(facts: GRPOFacts) -> str | None:
     """Return why a zero-advantage row can still have a gradient, or change that of other rows; `None` if it cannot."""
-    if _reads_every_row(facts):
-        return _every_row_reason(facts)
+    reason = _all_rows_reason(facts)
+    if reason is not None:
+        return reason
     if facts.beta != 0.0:
         return f"the KL term (`beta={facts.beta}`) sends a gradient through them"
     if facts.has_entropy_bonus:
@@ -207,19 +195,6 @@ def _zero_advantage_reason(facts: GRPOFacts) -> str | None:
     return None
 
 
-def _every_row_reason(facts: GRPOFacts) -> str:
-    """Return why even fully masked rows can change the gradient."""
-    if facts.has_own_loss:
-        return "this trainer overrides the loss, which may send a gradient through any of them"
-    if facts.has_own_pass:
-        return "this trainer overrides TRL's log-prob pass, which may depend on the whole batch"
-    if facts.has_router_loss:
-        return "the router loss counts their tokens"
-    if facts.draws_for_batch:
-        return f"{facts.randomness}, which may depend on them"
-    return "in TRL, an expert that only such completions reach has a gradient of 0, instead of none"
-
-
 def _draws(facts: GRPOFacts) -> bool:
     """Return whether a pass at another time, or over other rows, would make other random draws than TRL's."""
     return facts.randomness is not None and not facts.force_on_policy_ratio
@@ -227,7 +202,7 @@ def _draws(facts: GRPOFacts) -> bool:
 
 def _policy(facts: GRPOFacts, keeps_mask: bool) -> Decision:
     reason = _zero_advantage_reason(facts)
-    if _reads_every_row(facts):
+    if _all_rows_reason(facts) is not None:
         rows = f"Every completion is processed, zero-advantage and fully masked ones too: {reason}."
     elif reason is not None:
         rows = f"Zero-advantage completions are processed, because {reason}. Fully masked ones are skipped."
@@ -287,31 +262,14 @@ def _old_policy(facts: GRPOFacts, misaligned: bool) -> Decision:
     return Decision("old policy", "reuse", reused)
 
 
-def _reference(facts: GRPOFacts) -> Decision:
-    if facts.beta == 0.0:
-        return Decision("reference", "skip", "Not needed: `beta` is 0, so there is no KL term.", routine=True)
-    what = "The reference" if facts.own_reference is None else f"The reference ({facts.own_reference})"
-    reason = f"{what} scores each generation batch once, for the KL term (`beta={facts.beta}`)."
-    return Decision("reference", "run", reason, routine=facts.own_reference is None)
-
-
 def _micro_batches(facts: GRPOFacts) -> Decision:
     """Return the decision on keeping a group's rows together (`"run"`) or not (`"skip"`)."""
-    reason = _order_reason(facts)
-    if reason is None:
-        kept = (
-            "The completions of a group are kept together in a micro-batch where there is room, so fewer prompts are "
-            "computed. The gradient of the optimizer step is the same; averages over micro-batches in the logs can "
-            "differ."
-        )
-        return Decision("micro-batches", "run", kept)
-    if facts.keep_groups_together and facts.steps_per_generation > 1:
-        raise ValueError(
-            f"`keep_groups_together=True` is not supported here: {reason}. Leave `keep_groups_together` at None, "
-            "which then keeps TRL's order."
-        )
-    nothing_to_save = facts.steps_per_generation == 1 or not facts.shares_prompts
-    return Decision("micro-batches", "skip", f"Completions stay in TRL's order: {reason}.", routine=nothing_to_save)
+    regrouped = (
+        "The completions of a group are kept together in a micro-batch where there is room, so fewer prompts are "
+        "computed. The gradient of the optimizer step is the same; averages over micro-batches in the logs can "
+        "differ."
+    )
+    return plan_order(facts, _order_reason(facts), regrouped)
 
 
 def _balance(facts: GRPOFacts) -> Decision:
@@ -348,7 +306,7 @@ def _merge_reason(facts: GRPOFacts) -> str | None:
         return "this trainer overrides methods that make or read generation batches"
     if not facts.epoch_is_known:
         return "an epoch of a streaming data set can end after any micro-batch"
-    if _micro_batches_of_a_step(facts) == 1:
+    if micro_batches_of_a_step(facts) == 1:
         return "no two micro-batches of a generation batch are certain to share an optimizer step"
     return None
 
@@ -374,33 +332,22 @@ def _in_parts(facts: GRPOFacts, decision: Decision, merges: bool) -> Decision:
     return Decision(decision.name, "run", parts if decision.routine or merges else f"{decision.reason} {parts}")
 
 
-def _micro_batches_of_a_step(facts: GRPOFacts) -> int:
-    """Return how many micro-batches of a generation batch are certain to share an optimizer step."""
-    return math.gcd(facts.steps_per_generation, facts.gradient_accumulation_steps)
-
-
 def _order_reason(facts: GRPOFacts) -> str | None:
     """Return why rows stay in the micro-batches that TRL's order gives them; `None` if they are regrouped."""
-    if facts.keep_groups_together is False:
-        return "`keep_groups_together=False`"
-    if facts.steps_per_generation == 1:
-        return "a generation batch is one micro-batch"
     rule = _micro_batch_reason(facts)
-    if rule is not None:
-        return rule if facts.has_images else f"{rule}, so another order would change the gradient"
-    if not facts.shares_prompts:
-        return "prompts are not shared in training, so another order saves nothing"
-    if _micro_batches_of_a_step(facts) == 1:
-        return (
-            "no two micro-batches of a generation batch are certain to share an optimizer step "
-            f"(`gradient_accumulation_steps={facts.gradient_accumulation_steps}`, "
-            f"`steps_per_generation={facts.steps_per_generation}`)"
-        )
-    if not facts.epoch_is_known:
-        return "an epoch of a streaming data set, and the optimizer step with it, can end after any micro-batch"
-    if (reader := _reader(facts)) is not None and not facts.keep_groups_together:
-        return f"this trainer {reader} ({_ANY_ORDER})"
-    return None
+    if rule is not None and not facts.has_images:
+        rule += ", so another order would change the gradient"
+    schedule = (
+        f" (`gradient_accumulation_steps={facts.gradient_accumulation_steps}`, "
+        f"`steps_per_generation={facts.steps_per_generation}`)"
+    )
+    reader = _reader(facts)
+    return order_reason(
+        facts,
+        rule=rule,
+        schedule=schedule,
+        reader=None if reader is None else f"this trainer {reader} ({_ANY_ORDER})",
+    )
 
 
 def _micro_batch_reason(facts: GRPOFacts) -> str | None:

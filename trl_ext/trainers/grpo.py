@@ -17,11 +17,9 @@ from transformers.training_args import OptimizerNames
 
 from ..compat import CORRECTS_TRUNCATED_SAMPLING
 from ..compat import sampled as internals
-from ..compat.readers import batch_reader
 from ..compat.replaced import logged_times
 from ..config import AddedGRPOFields
 from ..config import GRPOConfig as GRPOConfig  # earlier `training_args.bin` files refer to it here
-from ..packing.support import positions_by_length, trains_expert_modules
 from ..planning.batch_keys import has_old_policy, prompt_of
 from ..planning.grpo import GRPOFacts, GRPOPlan, plan_grpo
 from ..planning.loss_inputs import LossInputs, not_finite_in
@@ -35,6 +33,7 @@ from .checked_generation import check_ends, check_generation, check_has_length, 
 from .grpo_generation import GRPOGeneration, truncated_sampling
 from .grpo_passes import GRPOPasses
 from .part_training import PartTraining
+from .sampled_facts import circumstances_of
 from .sampled_metrics import SampledMetrics
 
 logger = logging.getLogger("trl_ext")
@@ -119,65 +118,45 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
     def _make_plan(self) -> GRPOPlan:
         args = self.args
         options = AddedGRPOFields.of(args)
-        if self.beta != 0.0 and self.ref_model is None and self._reference_weights.own is None:
-            self._reference_weights.take_late(self.beta)
-        own = self._reference_weights.own
         truncated = truncated_sampling(args)
-        randomness = self._randomness()
         rule = None
         if self.use_vllm and self.vllm_importance_sampling_correction:
-            bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-            rule = RatioRule(self.vllm_importance_sampling_mode, *bounds)
-        facts = GRPOFacts(
-            per_device_batch_size=args.per_device_train_batch_size,
-            processes=self.accelerator.num_processes,
-            gradient_accumulation_steps=args.gradient_accumulation_steps,
-            steps_per_generation=args.steps_per_generation,
-            num_iterations=self.num_iterations,
-            beta=self.beta,
-            own_reference=None if own is None else own.describe(),
-            epoch_is_known=hasattr(self.train_dataset, "__len__"),
+            rule = RatioRule(
+                self.vllm_importance_sampling_mode,
+                self.vllm_importance_sampling_clip_min,
+                self.vllm_importance_sampling_clip_max,
+            )
+        facts = GRPOFacts.of(
+            args,
+            options,
+            **circumstances_of(self),
             num_generations=self.num_generations,
             loss_type=self.loss_type,
-            normalized_over_batch=self.scale_rewards == "batch"
-            or self.multi_objective_aggregation == "normalize_then_sum",
-            has_own_pass=self._replaces("pass"),
-            generation_reader=internals.generation_reader(self),
-            overridden_below=internals.overridden_below(self),
-            batch_reader=batch_reader(self),
-            bypasses_loss=self._bypasses_loss,
-            has_own_loss=internals.overridden_loss(self) is not None or self._bypasses_loss,
-            positions_by_length=positions_by_length(self.model),
+            top_entropy_quantile=self.top_entropy_quantile,
+            per_device_batch_size=args.per_device_train_batch_size,
+            processes=self.accelerator.num_processes,
+            optimizer=OptimizerNames(args.optim).value,
+            max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
             of_sequences=self.importance_sampling_level == "sequence",
             kl_times_ratio=args.use_bias_correction_kl,
+            normalized_over_batch=self.scale_rewards == "batch"
+            or self.multi_objective_aggregation == "normalize_then_sum",
             has_images=bool(self._is_vlm),
             has_entropy_bonus=bool(self._entropy_bonus_enabled),
-            has_router_loss=self.aux_loss_enabled,
-            trains_expert_modules=self._look_at_policy(trains_expert_modules),
-            top_entropy_quantile=self.top_entropy_quantile,
-            randomness=None if randomness is None else randomness.reason,
-            draws_for_batch=randomness is not None and not randomness.of_tokens,
             sampler_ratio=rule,
             sampler_gives_log_probs=self.use_vllm or self.rollout_func is not None,
             truncated_sampling=truncated if options.keep_sampling_mask or not CORRECTS_TRUNCATED_SAMPLING else (),
             unknown_mask=self._unknown_mask_reason(options.keep_sampling_mask) if truncated else None,
-            balance=options.balance,
-            max_draws=options.dynamic_sampling_max_draws if options.dynamic_sampling else 1,
-            shares_prompts=self._packing_plan().share_in_training,
-            optimizer=OptimizerNames(args.optim).value,
-            keep_groups_together=options.keep_groups_together,
-            max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
-            force_on_policy_ratio=options.force_on_policy_ratio,
-            trust_sampling_log_probs=options.trust_sampling_log_probs,
-            keep_sampling_mask=options.keep_sampling_mask,
-            zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
+            has_own_pass=self._replaces("pass"),
+            bypasses_loss=self._bypasses_loss,
+            has_own_loss=internals.overridden_loss(self) is not None or self._bypasses_loss,
         )
         return plan_grpo(self._for_all_ranks(facts))
 
     def _unknown_mask_reason(self, is_asked: bool) -> str | None:
-        overridden = self._replaces("generation") or self._replaces("batches")
-        overridden = overridden or internals.overridden_below(self) is not None
-        return self._grpo_generation.unknown_mask_reason(overridden=overridden, is_asked=is_asked)
+        is_overridden = self._replaces("generation") or self._replaces("batches")
+        is_overridden = is_overridden or internals.overridden_below(self) is not None
+        return self._grpo_generation.unknown_mask_reason(overridden=is_overridden, is_asked=is_asked)
 
     # Training: the run
 

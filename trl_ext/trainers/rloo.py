@@ -13,10 +13,8 @@ from transformers import ProcessorMixin
 
 from ..compat import sampled as internals
 from ..compat.overrides import PASS, overrides_below
-from ..compat.readers import batch_reader
 from ..config import AddedGroupFields
 from ..config import RLOOConfig as RLOOConfig  # `training_args.bin` files refer to it here
-from ..packing.support import positions_by_length, trains_expert_modules
 from ..planning.batch_keys import prompt_of
 from ..planning.loss_inputs import RLOOLossInputs, not_finite_in
 from ..planning.micro_batches import RowTokens, StepRows
@@ -28,6 +26,7 @@ from .checked_data import check_enough_prompts, check_prompts, check_rewards
 from .checked_generation import check_ends, check_generation, check_images
 from .generation_checkpoints import GenerationCheckpoints
 from .sampled_batches import check_rewards_of_first_step, equal_rewards, micro_batches_of_a_step
+from .sampled_facts import circumstances_of
 from .sampled_metrics import SampledMetrics
 
 
@@ -83,31 +82,13 @@ class RLOOTrainer(ExactTrainer, trl.RLOOTrainer):
             )
 
     def _make_plan(self) -> RLOOPlan:
-        if self.beta != 0.0 and self.ref_model is None and self._reference_weights.own is None:
-            self._reference_weights.take_late(self.beta)
-        args, own, options = self.args, self._reference_weights.own, AddedGroupFields.of(self.args)
-        randomness = self._randomness()
-        facts = RLOOFacts(
-            beta=self.beta,
-            own_reference=None if own is None else own.describe(),
-            gradient_accumulation_steps=args.gradient_accumulation_steps,
-            steps_per_generation=args.steps_per_generation,
-            num_iterations=self.num_iterations,
-            epoch_is_known=hasattr(self.train_dataset, "__len__"),
-            shares_prompts=self._packing_plan().share_in_training,
-            randomness=None if randomness is None else randomness.reason,
-            draws_for_batch=randomness is not None and not randomness.of_tokens,
+        facts = RLOOFacts.of(
+            self.args,
+            AddedGroupFields.of(self.args),
+            **circumstances_of(self),
             has_images=isinstance(self.processing_class, ProcessorMixin),
-            has_router_loss=self.aux_loss_enabled,
-            trains_expert_modules=self._look_at_policy(trains_expert_modules),
-            positions_by_length=positions_by_length(self.model),
-            generation_reader=internals.generation_reader(self),
-            overridden_below=internals.overridden_below(self),
-            batch_reader=batch_reader(self),
             own_pass=internals.overridden_pass(self),
             own_loss=internals.overridden_loss(self) or ("compute_loss" if self._bypasses_loss else None),
-            keep_groups_together=options.keep_groups_together,
-            zero_advantages_of_equal_rewards=options.zero_advantages_of_equal_rewards,
         )
         return plan_rloo(self._for_all_ranks(facts))
 

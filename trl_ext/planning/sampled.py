@@ -1,0 +1,139 @@
+"""What the plans of GRPO and RLOO share: facts on a run that samples completions, and reasons that follow from them."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from .plan import Decision
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledFacts:
+    """What is known about a run before it starts. Fields without a comment are trainer arguments of the same name."""
+
+    gradient_accumulation_steps: int
+    steps_per_generation: int
+    num_iterations: int
+    beta: float
+    keep_groups_together: bool | None
+    zero_advantages_of_equal_rewards: bool
+    epoch_is_known: bool  # the training data has a length
+    own_reference: str | None  # which weights of a PEFT policy are the reference; None: a separate model
+    # The model
+    has_images: bool  # batches can hold images, which are not split by row
+    has_router_loss: bool
+    trains_expert_modules: bool  # an expert that no token reaches gets no gradient, instead of 0
+    positions_by_length: bool = False  # the model's positions depend on the longest row of a forward pass
+    shares_prompts: bool  # rows of one forward share their prompt in training
+    randomness: str | None  # why two passes over the same tokens differ
+    draws_for_batch: bool  # the draws can depend on the rows of a forward
+    # What code of the user overrides or reads
+    generation_reader: str | None  # a method that makes or reads generation batches, or the pass that scores them
+    overridden_below: str | None  # such a method below ours: in a class between ours and TRL's, or in place of TRL's
+    batch_reader: str | None  # what may read or change a micro-batch, such as "overrides `compute_loss`, which ..."
+
+    @classmethod
+    def of(cls, args: Any, options: Any, **circumstances: Any) -> Self:
+        """Return the facts of a run.
+
+        Args:
+            args (`TrainingArguments`): TRL's config.
+            options (`AddedFields`): our fields of the config.
+            circumstances (`Any`): the fields that no argument has, and those that TRL reads from the trainer.
+        """
+        arguments = {}
+        for field in fields(cls):
+            if field.name not in circumstances:
+                source = options if hasattr(options, field.name) else args
+                arguments[field.name] = getattr(source, field.name)
+        return cls(**arguments, **circumstances)
+
+    @property
+    def keeps_advantages_of_equal_rewards(self) -> bool:
+        # An override below ours may have changed the advantages, on purpose
+        return not self.zero_advantages_of_equal_rewards or self.overridden_below is not None
+
+
+def reader_of(facts: SampledFacts, method: str | None) -> str | None:
+    """Return what may read or change a batch, as the end of a sentence on this trainer; `None` if nothing does.
+
+    Args:
+        method (`str`, *optional*): an overridden method that gets the log-probs of a batch.
+    """
+    if method is not None:
+        return f"overrides `{method}`, which may read or change the log-probs"
+    return facts.batch_reader
+
+
+def model_row_reason(facts: SampledFacts) -> str | None:
+    """Return why even fully masked rows can change the gradient, whatever the loss; `None` if they cannot."""
+    if facts.has_router_loss:
+        return "the router loss counts their tokens"
+    if facts.draws_for_batch:
+        return f"{facts.randomness}, which may depend on them"
+    if facts.trains_expert_modules:
+        return "in TRL, an expert that only such completions reach has a gradient of 0, instead of none"
+    return None
+
+
+def plan_reference_pass(facts: SampledFacts) -> Decision:
+    """Return the decision on the reference."""
+    if facts.beta == 0.0:
+        return Decision("reference", "skip", "Not needed: `beta` is 0, so there is no KL term.", routine=True)
+    reference = "The reference" if facts.own_reference is None else f"The reference ({facts.own_reference})"
+    reason = f"{reference} scores each generation batch once, for the KL term (`beta={facts.beta}`)."
+    return Decision("reference", "run", reason, routine=facts.own_reference is None)
+
+
+def plan_order(facts: SampledFacts, stays_because: str | None, regrouped: str) -> Decision:
+    """Return the decision on keeping a group's rows together (`"run"`) or not (`"skip"`).
+
+    Args:
+        stays_because (`str`, *optional*): why rows stay in the micro-batches of TRL's order.
+        regrouped (`str`): what is done, and what it changes.
+
+    Raises:
+        `ValueError`: rows stay, although `keep_groups_together=True`.
+    """
+    if stays_because is None:
+        return Decision("micro-batches", "run", regrouped)
+    if facts.keep_groups_together and facts.steps_per_generation > 1:
+        raise ValueError(
+            f"`keep_groups_together=True` is not supported here: {stays_because}. Leave `keep_groups_together` at "
+            "None, which then keeps TRL's order."
+        )
+    saves_nothing = facts.steps_per_generation == 1 or not facts.shares_prompts
+    return Decision(
+        "micro-batches", "skip", f"Completions stay in TRL's order: {stays_because}.", routine=saves_nothing
+    )
+
+
+def order_reason(facts: SampledFacts, *, rule: str | None, schedule: str, reader: str | None) -> str | None:
+    """Return why rows stay in the micro-batches that TRL's order gives them; `None` if they are regrouped.
+
+    Args:
+        rule (`str`, *optional*): why another order would change the gradient, or is impossible.
+        schedule (`str`): the arguments that keep micro-batches in different optimizer steps, to append to that reason.
+        reader (`str`, *optional*): what code of the user may do with a micro-batch.
+    """
+    if facts.keep_groups_together is False:
+        return "`keep_groups_together=False`"
+    if facts.steps_per_generation == 1:
+        return "a generation batch is one micro-batch"
+    if rule is not None:
+        return rule
+    if not facts.shares_prompts:
+        return "prompts are not shared in training, so another order saves nothing"
+    if micro_batches_of_a_step(facts) == 1:
+        return f"no two micro-batches of a generation batch are certain to share an optimizer step{schedule}"
+    if not facts.epoch_is_known:
+        return "an epoch of a streaming data set, and the optimizer step with it, can end after any micro-batch"
+    return None if facts.keep_groups_together else reader
+
+
+def micro_batches_of_a_step(args: Any) -> int:
+    """Return how many micro-batches of a generation batch are certain to share an optimizer step.
+
+    `args` is TRL's config, or `SampledFacts`.
+    """
+    return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)

@@ -1,0 +1,35 @@
+"""What a plan of GRPO or RLOO must know that no argument tells."""
+
+from typing import Any
+
+from ..compat import sampled as internals
+from ..compat.readers import batch_reader
+from ..packing.support import positions_by_length, trains_expert_modules
+
+
+def circumstances_of(trainer: Any) -> dict[str, Any]:
+    """Return fields of `SampledFacts`: those of the model and of the user's code, and what TRL reads from the trainer.
+
+    Args:
+        trainer (`GRPOTrainer` or `RLOOTrainer`): whose plan is made.
+    """
+    reference = trainer._reference_weights
+    if trainer.beta != 0.0 and trainer.ref_model is None and reference.own is None:
+        reference.take_late(trainer.beta)  # a user has added the KL term after construction
+    randomness = trainer._randomness()
+    return {
+        # TRL's loss reads these from the trainer, where a user may change them
+        "beta": trainer.beta,
+        "num_iterations": trainer.num_iterations,
+        "epoch_is_known": hasattr(trainer.train_dataset, "__len__"),
+        "own_reference": None if reference.own is None else reference.own.describe(),
+        "has_router_loss": trainer.aux_loss_enabled,
+        "trains_expert_modules": trainer._look_at_policy(trains_expert_modules),
+        "positions_by_length": positions_by_length(trainer.model),
+        "shares_prompts": trainer._packing_plan().share_in_training,
+        "randomness": None if randomness is None else randomness.reason,
+        "draws_for_batch": randomness is not None and not randomness.of_tokens,
+        "generation_reader": internals.generation_reader(trainer),
+        "overridden_below": internals.overridden_below(trainer),
+        "batch_reader": batch_reader(trainer),
+    }
