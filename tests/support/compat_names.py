@@ -40,7 +40,7 @@ BATCH_ENTRIES: dict[type, tuple[str, ...]] = {
     trl.DPOTrainer: ("input_ids", "completion_mask", "ref_chosen_logps", "ref_rejected_logps"),
 }
 
-# What `compat/grpo.py` reads and replaces of the objects that sample; it passes their parameters on
+# What `compat/sampled.py` reads and replaces of the objects that sample; it passes their parameters on
 SAMPLERS: dict[type, tuple[str, ...]] = {
     transformers.GenerationMixin: ("_get_logits_processor",),
     VLLMGeneration: ("generate", "llm", "logprobs", "vllm_client"),

@@ -34,9 +34,9 @@ WAITS = {
         "trl_ext/packing/packing.py": 8,
         "trl_ext/planning/micro_batches.py": 2,
         "trl_ext/planning/rows.py": 6,
-        "trl_ext/trainers/grpo_generation.py": 2,
-        "trl_ext/trainers/sampled_metrics.py": 4,
         "trl_ext/trainers/row_balance.py": 2,
+        "trl_ext/trainers/sampled_batches.py": 2,
+        "trl_ext/trainers/sampled_metrics.py": 4,
     },
     "dpo-lora": {
         "trl_ext/packing/packing.py": 4,  # one for each micro-batch: reference and policy share the layout

@@ -53,7 +53,7 @@ class MicroBatchTotals:
         on_host = torch.empty(len(host_counts), pin_memory=entropies_BC.is_cuda)
         on_host.copy_(torch.tensor(list(host_counts.values())))
         on_device = on_host.to(entropies_BC.device, non_blocking=True)
-        sums = ranks.reduce(torch.cat([torch.stack(list(device_sums.values())), on_device]))
+        sums = ranks.reduce(torch.cat([*(x.view(1) for x in device_sums.values()), on_device]))
         return cls(**dict(zip([*device_sums, *host_counts], sums.tolist(), strict=True)))
 
     def correct(self, metrics: dict[str, list[float]]) -> None:
