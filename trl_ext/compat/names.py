@@ -41,7 +41,7 @@ _NAMES = {
     "trl.trainer.grpo_trainer": "BaseTunerLayer VLLMGeneration gather gather_object get_peft_model is_peft_model",
     "trl.trainer.grpo_trainer:GRPOTrainer": (
         '"completion_ids" "completion_mask" "pixel_values" "prompt_ids" "prompt_mask" "tool_mask" '
-        "__init__ __init_subclass__ _buffered_inputs _entropy_bonus_enabled _get_train_sampler "
+        "__init_subclass__ _buffered_inputs _entropy_bonus_enabled _get_train_sampler "
         "_init_training_state _is_vlm _last_loaded_step _metrics _step _tag_names _tokenize_prompts "
         "_tokenizer _total_train_tokens accelerator add_callback args aux_loss_enabled beta "
         "callback_handler compute_metrics create_model_card current_gradient_accumulation_steps "
@@ -65,10 +65,10 @@ _NAMES = {
     "trl.trainer.rloo_trainer": "BaseTunerLayer get_peft_model is_peft_model",
     "trl.trainer.rloo_trainer:RLOOTrainer": (
         "__init_subclass__ _get_train_sampler _init_training_state _metrics _tag_names _tokenizer "
-        "accelerator add_callback args aux_loss_enabled beta callback_handler create_model_card "
+        "accelerator add_callback args aux_loss_enabled callback_handler create_model_card "
         "evaluation_loop gather_function get_batch_samples is_world_process_zero model "
-        "neftune_noise_alpha num_generations num_iterations processing_class ref_model reward_func_names"
-        " reward_weights save_model state train train_dataset training_step"
+        "neftune_noise_alpha processing_class ref_model save_model state train train_dataset "
+        "training_step"
     ),
     "trl.trainer.sft_config:SFTConfig": "padding_free",
     "trl.trainer.sft_trainer": "BaseTunerLayer get_peft_model is_peft_model",
