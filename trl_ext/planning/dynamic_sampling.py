@@ -61,17 +61,20 @@ def with_live_groups(
 
     `padding` has the fill values for entries of different width: prompts are padded on the left, others on the right.
     """
-    empty = dead_G.nonzero().squeeze(1)
-    found = (~dead_in_draw_G).nonzero().squeeze(1)
-    taken = min(len(empty), len(found))
-    rows_to, rows_from = (_rows(groups[:taken], group_size) for groups in (empty, found))
+    dead_groups_here = dead_G.nonzero().squeeze(1)
+    live_groups_of_draw = (~dead_in_draw_G).nonzero().squeeze(1)
+    replaced_groups = dead_groups_here[: len(live_groups_of_draw)]
+    rows_to = _rows(replaced_groups, group_size)
+    rows_from = _rows(live_groups_of_draw[: len(replaced_groups)], group_size)
     merged = dict(batch)
-    for name, value in batch.items():
+    for key, value in batch.items():
         if is_rowwise(value):
-            mine, theirs = _equally_wide(value, draw[name], left=name.startswith("prompt_"), fill=padding.get(name, 0))
-            merged[name] = mine.index_copy(0, rows_to, theirs[rows_from])
+            values, drawn_values = _equally_wide(
+                value, draw[key], left=key.startswith("prompt_"), fill=padding.get(key, 0)
+            )
+            merged[key] = values.index_copy(0, rows_to, drawn_values[rows_from])
     still_dead_G = dead_G.clone()
-    still_dead_G[empty[:taken]] = False
+    still_dead_G[replaced_groups] = False
     return merged, still_dead_G
 
 

@@ -25,6 +25,10 @@ TRL_SAMPLER_METRICS = frozenset(
 )
 
 
+# What has metrics: the rows of `SamplerRatio.statistics`
+_VALUES = ("ratio", "unbounded ratio", "is clipped", "mismatch", "difference")
+
+
 @dataclass(frozen=True)
 class RatioRule:
     """How the ratio is bounded."""
@@ -56,25 +60,35 @@ class SamplerRatio:
         """Return the ratio, from the log-probs of the scored tokens."""
         known_BC = tokens_BC & ~sampler_BC.isnan()
         log_ratio_BC = torch.where(known_BC, old_BC - sampler_BC, 0.0)
-        log_ratio, counted = log_ratio_BC, tokens_BC
+        log_ratio = log_ratio_BC
+        counted = tokens_BC
         if rule.mode.startswith("sequence"):
-            log_ratio, counted = log_ratio_BC.sum(dim=1, keepdim=True), tokens_BC.any(dim=1, keepdim=True)
+            log_ratio = log_ratio_BC.sum(dim=1, keepdim=True)
+            counted = tokens_BC.any(dim=1, keepdim=True)
         unbounded = bounded_log_ratios(log_ratio).exp()
         return cls(rule.bounded(unbounded), unbounded, counted, log_ratio_BC[known_BC])
 
     def statistics(self) -> Tensor:
-        """Return what `sampler_metrics` reads of this rank: sum, minimum, maximum, count of five values, `(5, 4)`."""
-        ratio, unbounded = self.ratio[self.counted], self.unbounded[self.counted]
-        log_ratio = self.log_ratio_T
-        mismatch = torch.expm1(log_ratio) - log_ratio
-        values = (ratio, unbounded, (ratio != unbounded).to(ratio.dtype), mismatch, log_ratio.abs())
+        """Return what `sampler_metrics` reads of this rank: sum, minimum, maximum and count of `_VALUES`, `(5, 4)`."""
+        ratio = self.ratio[self.counted]
+        unbounded = self.unbounded[self.counted]
+        log_ratio_T = self.log_ratio_T
+        values = {
+            "ratio": ratio,
+            "unbounded ratio": unbounded,
+            "is clipped": (ratio != unbounded).to(ratio.dtype),
+            "mismatch": torch.expm1(log_ratio_T) - log_ratio_T,
+            "difference": log_ratio_T.abs(),
+        }
         # Without values the minimum is inf and the maximum -inf
         highest, lowest = ratio.new_tensor([[math.inf], [-math.inf]])
-        rows = [
-            (x.sum(), torch.cat([x, highest]).amin(), torch.cat([x, lowest]).amax(), x.new_tensor(x.numel()))
-            for x in values
-        ]
-        return torch.stack([torch.stack(row) for row in rows])
+        rows = []
+        for name in _VALUES:
+            x = values[name]
+            minimum = torch.cat([x, highest]).amin()
+            maximum = torch.cat([x, lowest]).amax()
+            rows.append(torch.stack([x.sum(), minimum, maximum, x.new_tensor(x.numel())]))
+        return torch.stack(rows)
 
 
 def sampler_metrics(statistics: Tensor) -> dict[str, float]:
@@ -89,24 +103,27 @@ def sampler_metrics(statistics: Tensor) -> dict[str, float]:
         `sampling/mismatch_kl`, the estimate E[r - log r - 1] of KL(sampler || old policy) (the "k3" of
         http://joschu.net/blog/kl-approx.html).
     """
-    sums, lowest, highest, counts = statistics.unbind(dim=2)
-    means = (sums.sum(dim=0).cpu().double() / counts.sum(dim=0).cpu().double()).tolist()
-    least, most = lowest.amin(dim=0).tolist(), highest.amax(dim=0).tolist()
+    sums, minima, maxima, counts = statistics.unbind(dim=2)
+    count = dict(zip(_VALUES, counts.sum(dim=0).tolist(), strict=True))
+    means = sums.sum(dim=0).cpu().double() / counts.sum(dim=0).cpu().double()
+    mean = dict(zip(_VALUES, means.tolist(), strict=True))
+    minimum = dict(zip(_VALUES, minima.amin(dim=0).tolist(), strict=True))
+    maximum = dict(zip(_VALUES, maxima.amax(dim=0).tolist(), strict=True))
     metrics: dict[str, float] = {}
-    if counts[:, 0].any():
-        for i, name in enumerate(("", "_unclipped")):
-            metrics[f"sampling/importance_sampling_ratio{name}/min"] = least[i]
-            metrics[f"sampling/importance_sampling_ratio{name}/mean"] = means[i]
-            metrics[f"sampling/importance_sampling_ratio{name}/max"] = most[i]
-        metrics["sampling/importance_sampling_ratio_clipped_share"] = means[2]
-    if counts[:, 4].any():
-        metrics["sampling/mismatch_kl"] = means[3]
-        metrics["sampling/sampling_logp_difference/mean"] = means[4]
-        metrics["sampling/sampling_logp_difference/max"] = most[4]
+    if count["ratio"]:
+        for name, value in (("ratio", "ratio"), ("ratio_unclipped", "unbounded ratio")):
+            metrics[f"sampling/importance_sampling_{name}/min"] = minimum[value]
+            metrics[f"sampling/importance_sampling_{name}/mean"] = mean[value]
+            metrics[f"sampling/importance_sampling_{name}/max"] = maximum[value]
+        metrics["sampling/importance_sampling_ratio_clipped_share"] = mean["is clipped"]
+    if count["difference"]:
+        metrics["sampling/mismatch_kl"] = mean["mismatch"]
+        metrics["sampling/sampling_logp_difference/mean"] = mean["difference"]
+        metrics["sampling/sampling_logp_difference/max"] = maximum["difference"]
     return metrics
 
 
 def largest_difference(statistics: Tensor) -> float:
     """Return the largest mean difference of the log-probs on a rank, from what `sampler_metrics` takes."""
-    sums, counts = statistics[:, 4, 0], statistics[:, 4, 3]
+    sums, _, _, counts = statistics[:, _VALUES.index("difference")].unbind(dim=1)
     return float((sums / counts)[counts > 0].amax())

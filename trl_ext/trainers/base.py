@@ -38,8 +38,6 @@ from ..planning.plan import (
     PackingFacts,
     PackingPlan,
     Plan,
-    SkipCounts,
-    TokenCounts,
     actions_of,
     changes_of,
     check_packing_options,
@@ -55,6 +53,7 @@ from .callbacks import Lifecycle, MovesReference
 from .checked_arguments import adapter_padding_reason, bound_arguments, check_given, padding_reason
 from .checked_overrides import check_overrides
 from .checkpointing import Checkpoints
+from .counts import SkipCounts, TokenCounts
 from .non_finite import NonFiniteLoss
 from .reference_source import ReferenceSource
 from .reference_weights import ReferenceOfPolicy

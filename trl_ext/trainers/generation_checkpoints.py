@@ -71,7 +71,8 @@ class GenerationCheckpoints:
 
         Either way, the buffer continues at the same prompt of the data set.
         """
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
+        args = trainer.args
         saved = read_generation(folder, args.process_index, trainer.accelerator.device)
         epochs, micro_batch = position_in_data(
             trainer.state.global_step,
@@ -80,17 +81,19 @@ class GenerationCheckpoints:
             epoch_begins_again=args.ignore_data_skip,
         )
         self.buffer.draw_orders_of(epochs)
-        problem = self._lost_reason(saved, options)
-        problems = self.ranks.every.reduce(torch.tensor(int(problem is not None), device=self.ranks.device), "sum")
-        if saved is not None and not int(problems):
+        lost_reason = self._lost_reason(saved, options)
+        # Generation runs collectives, so all ranks continue with their completions, or all sample new ones
+        is_lost = torch.tensor(int(lost_reason is not None), device=self.ranks.device)
+        losing_ranks = int(self.ranks.every.reduce(is_lost, "sum"))
+        if saved is not None and not losing_ranks:
             self.buffer.continue_at(saved.micro_batch, saved.slices)
             return saved
         self.buffer.continue_at(micro_batch, None)
-        left_over = saved is not None and not (saved.slices is None and saved.lost is None)
-        if (left_over and not args.ignore_data_skip) or self.buffer.in_mid_cycle:
+        had_completions = saved is not None and not (saved.slices is None and saved.lost is None)
+        if (had_completions and not args.ignore_data_skip) or self.buffer.in_mid_cycle:
             logger.warning(
                 "Training resumes between two generations, but the completions that were not yet trained on are "
-                f"lost: {problem or 'they are on another rank'}. New ones are sampled for the same prompts with "
+                f"lost: {lost_reason or 'they are on another rank'}. New ones are sampled for the same prompts with "
                 "the checkpoint's weights."
             )
         return None

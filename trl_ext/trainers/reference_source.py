@@ -19,13 +19,13 @@ from ..compat.replaced import unrecorded_pass
 from ..config import AddedStoreFields
 from ..distributed.ranks import Ranks
 from ..packing.randomness import NEFTUNE, Randomness
-from ..planning.plan import SkipCounts
 from ..planning.reference import REFERENCES, ReferencePlan
 from ..reference.canary import Canary, tolerance_of
 from ..reference.store import DiskStore, MemoryStore
 from ..reference.stored import StoredReference, Variants, random_state_kept
 from ..reference.weights import ReferenceWeights, identity_facts, identity_of, write_about
 from ..scoring.scorer import Scorer
+from .counts import SkipCounts
 from .reference_weights import ReferenceOfPolicy
 
 _ROWS_CHECKED_TOGETHER = 64

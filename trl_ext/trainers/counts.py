@@ -1,0 +1,47 @@
+"""The counts that all trainers log: what was skipped, and what was processed."""
+
+from collections import Counter, defaultdict
+
+
+class SkipCounts:
+    """What was skipped since the last log, separately for `"train"` and `"eval"`."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, set[str]] = defaultdict(set)
+        self._totals: dict[str, Counter[str]] = {}
+
+    def add(self, mode: str, **counts: int) -> None:
+        """Add the `passes`, `rows` and `tokens` that one micro-batch skipped."""
+        self._known[mode].update(counts)
+        self._totals.setdefault(mode, Counter()).update(counts)
+
+    def take(self, mode: str) -> dict[str, float]:
+        """Return the totals by their names in the logs; absent, not zero, where nothing was counted.
+
+        A pass that checks stored values is extra work. Where more ran than in TRL, nothing was skipped.
+        """
+        totals = self._totals.pop(mode, None)
+        if totals is None:
+            return {}
+        return {f"skipped/{name}": float(max(0, totals[name])) for name in sorted(self._known[mode])}
+
+
+class TokenCounts:
+    """The tokens processed since the last log, separately for `"train"` and `"eval"`."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def add(self, mode: str, *, with_gradient: int, without_gradient: int, head: int) -> None:
+        """Add the tokens of one micro-batch: in passes with a gradient, without one, and those that the head scored."""
+        self._totals[mode].update(
+            {
+                "tokens_processed/with_gradient": with_gradient,
+                "tokens_processed/without_gradient": without_gradient,
+                "head/tokens": head,
+            }
+        )
+
+    def take(self, mode: str) -> dict[str, float]:
+        """Return the totals by their names in the logs, without those that are zero."""
+        return {name: float(count) for name, count in self._totals.pop(mode, {}).items() if count}
