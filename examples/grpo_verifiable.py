@@ -18,7 +18,7 @@ from datasets import load_dataset
 from peft import LoraConfig
 from trl import TrlParser
 
-from trl_ext import CurvesCallback, GRPOConfig, GRPOTrainer
+from trl_ext import GRPOConfig, GRPOTrainer
 
 
 @dataclass
@@ -52,7 +52,6 @@ def main(problem: Problem, config: GRPOConfig) -> None:
         args=config,
         train_dataset=load_dataset(problem.data, split="train"),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
-        callbacks=[CurvesCallback()],
     )
     print(trainer.explain())
     trainer.train()

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .callbacks.curves import CurvesCallback
     from .config import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
     from .heads.linear_log_probs import linear_log_probs
     from .heads.logits import LinearLogProbs
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from .trainers.sft import SFTTrainer
 
 __all__ = [
-    "CurvesCallback",
     "DPOConfig",
     "DPOTrainer",
     "GRPOConfig",
@@ -35,7 +33,6 @@ __all__ = [
 
 # Imported on first use, as in TRL, because importing torch and transformers takes seconds
 _DEFINED_IN = {
-    "CurvesCallback": ".callbacks.curves",
     "DPOConfig": ".config",
     "DPOTrainer": ".trainers.dpo",
     "GRPOConfig": ".config",

@@ -1,9 +1,8 @@
-"""What a user sees of a run: counted tokens in the logs, the progress bar, the model card, plots."""
+"""What a user sees of a run: counted tokens in the logs, the progress bar, the model card."""
 
 import io
 import os
 import re
-import sys
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +17,7 @@ from transformers import AutoModelForCausalLM, ProgressCallback, TrainerCallback
 import trl_ext
 from tiny import REFERENCE_SEED, Workshop, preferences, prompts, scripted_rollout
 from token_counts import Feed, count_feeds
-from trl_ext.callbacks.curves import draw
 from trl_ext.callbacks.progress import ThroughputProgress, add_to_model_card, throughput
-
-PNG = b"\x89PNG"
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -219,32 +215,3 @@ def test_the_card_links_the_project_where_the_package_names_it(monkeypatch: pyte
         assert card.read_text().endswith("```\n")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dpo", marks=pytest.mark.slow), "grpo"])
-def test_curves_are_drawn_for_what_was_logged(kind: str, workshop: Workshop, tmp_path: Path) -> None:
-    built(kind, workshop, tmp_path, callbacks=[trl_ext.CurvesCallback(str(tmp_path / "plots"))]).train()
-    drawn = {x.name for x in (tmp_path / "plots").iterdir() if x.read_bytes().startswith(PNG)}
-    of_completions = {"completion_lengths.png", "importance_ratios.png"} if kind == "grpo" else set()
-    assert drawn == {"learning_curves.png"} | of_completions
-
-
-def test_several_reward_functions_have_a_plot_of_their_own(tmp_path: Path) -> None:
-    def height(*functions: str) -> int:
-        logs = [{"step": step, "reward": 1.0, **{f"rewards/{x}/mean": 0.5 for x in functions}} for step in (1, 2)]
-        return int.from_bytes(draw(logs, tmp_path)[0].read_bytes()[20:24], "big")
-
-    assert height("right", "says_so") > height("right") == height()
-
-
-def test_a_plot_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [path] = draw([{"step": 1, "loss": 1.0}], tmp_path)
-    before = path.read_bytes()
-    monkeypatch.setattr("os.replace", lambda *_: 1 / 0)  # killed just before
-    with pytest.raises(ZeroDivisionError):
-        draw([{"step": step, "loss": 1.0} for step in (1, 2)], tmp_path)
-    assert path.read_bytes() == before
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"`CurvesCallback` draws with matplotlib.*`pip install matplotlib`"):
-        trl_ext.CurvesCallback()

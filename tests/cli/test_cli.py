@@ -324,52 +324,6 @@ def test_doctor_says_what_is_there_and_what_is_wrong(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["trl-ext", "e"], {"explain", "estimate"}),
-        (["trl-ext", "dpo", "--head_c"], {"--head_chunk_size"}),
-        (["trl-ext", "dpo", "--lr_scheduler_type", "cosine_with_r"], {"cosine_with_restarts"}),
-        (["trl-ext", "dpo", "--loss_type", "rpo_s"], {"rpo_squared"}),
-        (["trl-ext", "explain", "grpo", "--reward_f"], {"--reward_funcs"}),
-        (["trl-ext", "estimate", "dpo", "--device_m"], {"--device_memory"}),
-        (["trl-ext", "plan", "dpo", "--plan_o"], {"--plan_output"}),
-    ],
-)
-def test_bash_completes(words: list[str], expected: set[str], completion_script: Path):
-    script = f"""
-        source {completion_script}
-        COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
-        _shtab_trl_ext trl-ext {words[-1]} {words[-2]}
-        printf '%s\\n' "${{COMPREPLY[@]}}"
-    """
-    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert set(found) == expected
-
-
-@pytest.fixture(scope="module")
-def completion_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a process prints in which transformers prints a line of its own when it is imported."""
-    run = subprocess.run(
-        [sys.executable, "-m", "trl_ext.cli", "completion", "bash"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "offline mode" in run.stderr
-    path = tmp_path_factory.mktemp("completion") / "trl-ext.bash"
-    path.write_text(run.stdout)
-    return path
-
-
-def test_a_completion_script_has_each_argument_once_and_nothing_else(completion_script: Path):
-    script = completion_script.read_text()
-    assert script.startswith("# AUTOMATICALLY GENERATED")
-    assert "--reference_store" in script
-    assert "--reference-store" not in script
-
-
-@pytest.mark.parametrize(
     "command",
     [["--help"], *([x, "--help"] for x in COMMANDS), ["estimate", "dpo", "--help"], ["plan", "dpo", "--help"]],
 )

@@ -75,8 +75,6 @@ def test_an_example_trains_an_adapter(name: str, workshop: Workshop, tmp_path: P
         assert {x.name for x in out.iterdir()} >= {"sums", "both"}
     if name == "grpo_rollout":
         assert re.search(r"old policy +skip|old policy +reuse", said)
-    if name == "grpo_verifiable":
-        assert (out / "learning_curves.png").exists()
 
 
 @pytest.mark.slow
@@ -115,7 +113,6 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert re.search(r"after GRPO: \d+% right", done.stdout)
-    assert "learning_curves.png" in done.stdout
     assert re.search(r"of TRL's\n", done.stdout)
 
 

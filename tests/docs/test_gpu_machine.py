@@ -89,7 +89,7 @@ def gpu_sh(clone: Path, part: str, variables: dict[str, str]) -> "subprocess.Com
 IMPORTS = """
 import importlib.util, sys
 sys.path[:0] = ["benchmarks"]
-assert importlib.util.find_spec("shtab") is None  # the environment is a bare one
+assert importlib.util.find_spec("mypy") is None  # the environment is a bare one
 import head, training, packing, pytest
 sys.exit(pytest.main(["--collect-only", "-q", "-W", "default", *sys.argv[1:]]))
 """

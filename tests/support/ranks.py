@@ -174,19 +174,17 @@ def ends_of_ranks(
     folder: Path,
     processes: int = 2,
     timeout: float = 300.0,
-    launchers_store: bool = True,
     stopped: int | None = None,
 ) -> list[End]:
     """Run a case that is meant to fail, as [`run_on_ranks`] does; return how each rank ended.
 
     Args:
-        launchers_store (`bool`): whether the launcher hosts the rendezvous store, as torchrun does; else rank 0 does.
         stopped (`int`, *optional*): a rank that stops itself. The call neither waits for it nor returns it.
     """
     ends: dict[int, End] = {}
     first = None
     deadline = time.monotonic() + timeout
-    with _launched(script, [case], engine, folder, processes, timeout, launchers_store) as ranks:
+    with _launched(script, [case], engine, folder, processes, timeout) as ranks:
         while len(ends) < processes - (stopped is not None):
             if time.monotonic() > deadline:
                 stacks = _stacks(ranks, folder, [rank for rank in range(processes) if rank not in (*ends, stopped)])
@@ -209,20 +207,16 @@ def _launched(
     folder: Path,
     processes: int,
     timeout: float,
-    launchers_store: bool = True,
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the ranks, and end all of them after the `with` block."""
     from torch.distributed import TCPStore
 
     # This process hosts the store, on a port that the system chose, so no other process can take the port
     store = TCPStore("127.0.0.1", 0, processes, True, timedelta(seconds=timeout), wait_for_workers=False)
-    port = store.port
-    if not launchers_store:
-        del store
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": str(launchers_store),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),

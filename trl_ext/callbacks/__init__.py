@@ -1,1 +1,1 @@
-"""What a run shows: its progress bar, its model card, and plots of its logs."""
+"""What a run shows: its progress bar and its model card."""

@@ -24,7 +24,6 @@ COMMANDS = {
     "estimate": "estimate the memory of a training step, and the longest sequence that fits",
     "plan": "find the batch, checkpointing and engine that fit, the fastest first",
     "doctor": "check versions, devices and the engine, and test the LM head on each device",
-    "completion": "print a script that makes a shell complete commands and arguments",
 }
 # What follows a command that is not a method
 _METHOD = f" {{{','.join(METHODS)}}} [ARGUMENTS]"
@@ -33,7 +32,6 @@ _FOLLOWED_BY = {
     "estimate": _METHOD,
     "plan": _METHOD,
     "doctor": "",
-    "completion": " {bash,zsh,tcsh}",
 }
 _HELP = ("-h", "--help")
 _OVERVIEW = """usage: trl-ext [--version] COMMAND [ARGUMENTS]
@@ -42,7 +40,6 @@ TRL's trainers with exact log-probs and less work.
 
 commands:"""
 _OF_LAUNCHED = {"LOCAL_RANK", "WORLD_SIZE"}, {"ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_MIXED_PRECISION"}
-_SHELLS = ("bash", "zsh", "tcsh")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,13 +98,6 @@ def _run(arguments: list[str], may_launch: bool, shows_traceback: bool) -> int:
         from . import doctor
 
         return doctor.run()
-    elif command == "completion":
-        if len(rest) != 1 or rest[0] not in _SHELLS:
-            given = " ".join(rest) or "nothing"
-            raise CommandError(f"`completion` must be followed by one of {', '.join(_SHELLS)}, got {given}.")
-        from . import completion
-
-        completion.run(rest[0], COMMANDS)
     else:
         line = read(command, rest)
         try:

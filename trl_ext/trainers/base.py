@@ -26,7 +26,6 @@ from ..compat.replaced import built_with, next_of, replaced, unrecorded_pass
 from ..config import AddedFields, AddedReferenceFields
 from ..distributed.detect import detect_engine, engine_mismatch, requested_engine
 from ..distributed.evaluation import check_evaluation, check_training, wrapped_in_training
-from ..distributed.failures import rank_failures_reported
 from ..distributed.lora import keep_differentiable, make_adapter
 from ..distributed.ranks import Ranks
 from ..heads.kernels.work import triton_unavailable_reason
@@ -363,7 +362,6 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
         Raises:
             `ValueError`: no parameter is trained, or there is no checkpoint that this engine can resume from.
-            `RankError`: another rank ended.
         """
         check_training(self, detect_engine(self.accelerator, self.model))
         self._facts_of_ranks, self._randomness_of_ranks = {}, None
@@ -385,8 +383,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             for warning in plan.warnings:
                 logger.warning(warning)
         try:
-            with rank_failures_reported():
-                return super().train(self._checkpoints.find(resume_from_checkpoint), *positional, **keywords)
+            return super().train(self._checkpoints.find(resume_from_checkpoint), *positional, **keywords)
         finally:
             self._in_steps = False
 
