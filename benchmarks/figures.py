@@ -13,7 +13,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from report_plots import STYLE, WIDTH, save
-from scaling_formulas import HeadCase, head_received
 
 from trl_ext.losses.preference import PREFERENCE_LOSSES, LossOptions, Pairs
 from trl_ext.packing.layout import Layout
@@ -72,11 +71,12 @@ def draw_packing(axes: Any) -> None:
 def draw_bytes(axes: Any) -> None:
     """Draw the bytes that a rank receives for the head against the number of ranks, for each way to exchange them."""
     ranks = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    hidden, vocabulary = 4096, 131072
     for tokens, colour in zip((512, 4096), COLOURS, strict=False):
-        cases = [HeadCase(ranks=R, tokens=tokens, hidden=4096, vocabulary=131072) for R in ranks]
-        received = [head_received(case, "local") / MIB for case in cases]
+        # docs/sharding.md explains both formulas
+        received = [(R - 1) * tokens * (6 * hidden + 32) / MIB for R in ranks]
         axes.plot(ranks, received, color=colour, label=f"hidden states travel, {tokens} tokens per rank")
-    received = [head_received(case, "in turn") / MIB for case in cases]
+    received = [(R - 1) / R * 2 * hidden * vocabulary / MIB for R in ranks]
     axes.plot(ranks, received, "--", color="black", label="the weight travels")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

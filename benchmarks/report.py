@@ -3,7 +3,7 @@
     python benchmarks/report.py   # writes the page's generated part, and the images on it and in the README
 
 The report shows the newest run of each benchmark, shape and device. Every ratio compares two subjects of one run. Lines
-without a subject, such as those of the collectives (docs/scaling.md), are left out.
+without a subject are left out.
 """
 
 from collections.abc import Iterable

@@ -213,5 +213,3 @@ def test_the_card_links_the_project_where_the_package_names_it(monkeypatch: pyte
         add_to_model_card(card, args, {}, "a plan")
         assert f"Trained with {name} 1.2.3 and:" in card.read_text()
         assert card.read_text().endswith("```\n")
-
-

@@ -3,7 +3,9 @@ those of the lines."""
 
 import json
 import sys
+from pathlib import Path
 
+import balance
 import head
 import head_inputs
 import head_subjects
@@ -256,3 +258,9 @@ def test_the_benchmark_of_the_store_counts_what_it_wrote(tmp_path):
     assert lines["store_write"]["files"] == 1
     assert (lines["store_merge"]["files_before"], lines["store_merge"]["files"]) == (2, 2)
     assert store.measure_flushes(20, 7, tmp_path / "two")["files"] == 20 - 2 * 7
+
+
+def test_the_documentation_has_the_newest_simulation_of_balance() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text()
+    for table in balance.tables(balance.newest()).split("\n\n"):
+        assert table in page

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from scaling_counts import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from head_traffic import on_ranks
 from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LogitTransform
 from trl_ext.scoring.head import LinearHead

@@ -1,32 +1,80 @@
-"""Runs the head, and whole steps of a tiny model, on gloo processes, and counts the bytes each receives and holds."""
+"""Runs the head on gloo processes, and counts the bytes that each receives and holds."""
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from scaling_formulas import INT64, Engine, HeadCase, Model, Way
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
-from traffic import Traffic
 
+from traffic import Traffic
 from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LogitTransform
 from trl_ext.scoring import weight_layout as head_rows
-from trl_ext.scoring.forward import ScoringForward, ScoringOptions, attach_scoring_forward
 from trl_ext.scoring.head import LinearHead
 
+Way = Literal["local", "in turn", "whole", "tensor parallel"]
+INT64 = 8  # bytes
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    """One pass of the head in fp32.
+
+    Args:
+        ranks (`int`): number of ranks that share the weight's rows.
+        tokens (`int`): scored tokens of each rank; under tensor parallelism, all ranks have the same tokens.
+        hidden (`int`): hidden size.
+        vocabulary (`int`): number of classes.
+        trained (`bool`): whether the weight gets a gradient.
+        gradient (`bool`): whether the hidden states get a gradient.
+        more_outputs (`int`): number of outputs besides log_probs.
+        entropy_grad (`bool`): whether the entropy has a gradient.
+    """
+
+    ranks: int
+    tokens: int
+    hidden: int
+    vocabulary: int
+    trained: bool = False
+    gradient: bool = True
+    more_outputs: int = 0
+    entropy_grad: bool = False
+
+    @property
+    def weight(self) -> int:
+        """Bytes of the whole weight."""
+        return self.vocabulary * self.hidden * 4
+
+
+GRADIENTS: tuple[dict[str, Any], ...] = (
+    {"gradient": False},
+    {"gradient": True},
+    {"entropy_grad": True, "more_outputs": 4},
+    {"trained": True},
+    {"trained": True, "entropy_grad": True, "more_outputs": 1},
+)
+WAYS: tuple[Way, ...] = ("local", "in turn", "whole", "tensor parallel")
+
+
+def head_cases(ranks: int) -> list[tuple[HeadCase, Way]]:
+    """Return every combination of a way and gradients that it supports."""
+    case = HeadCase(ranks, tokens=24, hidden=32, vocabulary=128 * ranks)
+    return [
+        (replace(case, **gradient), way)
+        for gradient in GRADIENTS
+        for way in WAYS
+        if not (way == "in turn" and gradient.get("trained"))
+    ]
 
 
 @dataclass(frozen=True)
@@ -91,16 +139,14 @@ class HeadOfRank:
 
     def __init__(self, case: HeadCase, way: Way, tokens: int | None = None) -> None:
         self.case, self.way = case, way
-        dtype = {2: torch.bfloat16, 4: torch.float32}[case.item]
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(case.vocabulary, case.hidden, generator=generator) / case.hidden**0.5
         mesh = init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("tp",) if way == "tensor parallel" else None)
         self.head = nn.Linear(1, 1, bias=False)
-        rows = weight.to(dtype) if way == "here" else distribute_tensor(weight.to(dtype), mesh, [Shard(0)])
-        self.head.weight = nn.Parameter(rows, requires_grad=case.trained)
+        self.head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]), requires_grad=case.trained)
         generator.manual_seed(0 if way == "tensor parallel" else 1 + dist.get_rank())
         N = case.tokens if tokens is None else tokens
-        self.hidden = torch.randn(N, case.hidden, generator=generator).to(dtype).requires_grad_(case.gradient)
+        self.hidden = torch.randn(N, case.hidden, generator=generator).requires_grad_(case.gradient)
         self.targets = torch.randint(case.vocabulary, (N,), generator=generator)
         self.outputs = OUTPUTS[: 1 + case.more_outputs]
 
@@ -164,101 +210,3 @@ def counted(traffic: Traffic) -> Counted:
 def count_heads(cases: list[tuple[HeadCase, Way]]) -> list[Counted]:
     """Return `count_head` of each case, on this rank."""
     return [count_head(case, way) for case, way in cases]
-
-
-# The tiny model whose steps are counted. 8 divides its sizes
-TINY = Model(layers=2, hidden=64, intermediate=128, vocabulary=512, attention=64, key_value=64)
-LORA_RANK, ROWS, LENGTH = 8, 2, 12
-
-
-def llama(lora: bool) -> nn.Module:
-    """Return the tiny model in fp32, the same on every rank."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    model: nn.Module = LlamaForCausalLM(LlamaConfig(**_SIZES))
-    if lora:
-        model = get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear"))
-    return model
-
-
-_SIZES = {
-    "num_hidden_layers": TINY.layers,
-    "hidden_size": TINY.hidden,
-    "intermediate_size": TINY.intermediate,
-    "vocab_size": TINY.vocabulary,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
-
-
-def count_step(engine: Engine, lora: bool) -> tuple[Counted, str | None]:
-    """Count forward and backward of one micro-batch under an engine, and return how the head's rows were read."""
-    model, scoring = _prepared(engine, lora)
-    seed = 0 if engine == "TP" else dist.get_rank()
-    ids = torch.randint(TINY.vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
-    # The first batch checks the head, and DDP rebuilds its buckets after it
-    for watched in (False, False, True):
-        model.zero_grad()
-        with Traffic() if watched else nullcontext() as traffic:
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True).loss.backward()
-    assert traffic is not None
-    return counted(traffic), scoring.head_rows
-
-
-def _prepared(engine: Engine, lora: bool) -> tuple[nn.Module, ScoringForward]:
-    model = _split_over_ranks() if engine == "TP" else llama(lora)
-    inner = model.base_model.model if lora else model
-    scoring = attach_scoring_forward(inner, ScoringOptions())
-    if engine == "DDP":
-        # DDP would broadcast buffers, a few hundred bytes of rotary frequencies, in every forward
-        buffers = [name for name, _ in model.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
-        return DistributedDataParallel(model), scoring
-    if engine == "FSDP2":
-        # The same groups of parameters as accelerate's, which misses the last norm of a model with adapters
-        for layer in inner.model.layers:
-            fully_shard(layer)
-        fully_shard(inner.model.embed_tokens)
-        fully_shard([inner.lm_head] if lora else [inner.model.norm, inner.lm_head], reshard_after_forward=False)
-        fully_shard(model)
-    return model, scoring
-
-
-def _split_over_ranks() -> nn.Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    with tempfile.TemporaryDirectory() as own:
-        shared = [own]
-        dist.broadcast_object_list(shared)
-        llama(lora=False).save_pretrained(shared[0])  # only rank 0 writes
-        dist.barrier()
-        sizes = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(shared[0], dtype="float32", distributed_config=sizes)
-        dist.barrier()
-    return model
-
-
-def count_steps(cases: list[tuple[Engine, bool]]) -> list[tuple[Counted, str | None]]:
-    """Return `count_step` of each case, on this rank."""
-    return [count_step(engine, lora) for engine, lora in cases]
-
-
-def time_heads(cases: list[HeadCase], ways: tuple[Way, ...], calls: int) -> list[dict[Way, list[float]]]:
-    """Return the milliseconds of each call of the head in each way, on this rank. The ways take turns."""
-    seconds: list[dict[Way, list[float]]] = []
-    for case in cases:
-        heads = {way: HeadOfRank(case, way) for way in ways}
-        for head in heads.values():
-            head.run()
-        taken: dict[Way, list[float]] = {way: [] for way in ways}
-        for _ in range(calls):
-            for way, head in heads.items():
-                dist.barrier()
-                start = time.perf_counter()
-                head.run()
-                taken[way].append(1e3 * (time.perf_counter() - start))
-        seconds.append(taken)
-    return seconds
