@@ -27,7 +27,7 @@ PROGRESS = ("Generating ", "Failed to load JSON", "Loading weights:", "Dropping 
 class Mistake(NamedTuple):
     line: str
     ours: str
-    trls: str | None  # TRL's command has no `explain`, `estimate`, `doctor` and `completion`
+    trls: str | None  # TRL's command has no `explain`, `estimate`, `plan` and `doctor`
     section: str
 
 

@@ -15,7 +15,7 @@ QUOTED = re.compile(r"^\| (`{2,3}) ?(.+?) ?\1 \|", re.MULTILINE)
 WARNS = ("logger.warning", "warnings.warn", "self._warn_once")
 # Functions that return, or collect, messages that another function gives
 MADE_BY = {
-    *("why_not_loaded", "plan_grpo", "warnings", "_collect"),
+    *("why_not_loaded", "plan_grpo", "warnings"),
     *("_separate_processes", "_missing_engine", "_wrong_engine"),
 }
 # Files that give such a message, with no words of their own; `cli/__main__.py` gives the exit status

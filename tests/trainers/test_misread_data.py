@@ -16,7 +16,7 @@ from tokenizers import processors
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import trl_ext
-from data_mistakes import DATA_MISTAKES, KEEPS_ROLES, assistant, rows, user
+from mistakes import KEEPS_ROLES, assistant, read_table, rows, user
 from public_data import SHAPES, TOOL_CALL, Shape
 from short_training import LABELLED, PAIRS, ROW, TEXTS, Bench, tokenizer
 from tiny import Workshop, chat_tokenizer
@@ -544,7 +544,8 @@ class Recorded:
         return record
 
 
-REMEDIES = {name: re.findall(r"`(dataset\.[^`]+)`", mistake.ours) for name, mistake in DATA_MISTAKES.items()}
+DATA_MISTAKES = {name: mistake for name, mistake in read_table().items() if mistake.section.startswith("Data: ")}
+REMEDIES = {name: re.findall(r"`(dataset\.[^`]+)`", mistake.message) for name, mistake in DATA_MISTAKES.items()}
 
 
 @pytest.mark.parametrize("name", [name for name, code in REMEDIES.items() if code])
