@@ -1,6 +1,8 @@
-# `make demo` and `make test` work on a bare clone: they make .venv and install into it.
+# `make demo` and `make test` work on a bare clone: they make .venv-dev and install into it. `.venv` is the user's, as the
+# README makes it; one that an earlier `make` made is used further.
 
-PYTHON ?= .venv/bin/python
+VENV_FOLDER := $(if $(wildcard .venv/installed),.venv,.venv-dev)
+PYTHON ?= $(VENV_FOLDER)/bin/python
 TORCH := $(shell grep '^torch==' constraints.txt)
 TRL_1_15 := .venv-trl-1.15/bin/python
 TORCH_NEWEST := .venv-torch-newest/bin/python
@@ -9,15 +11,15 @@ PYTEST := $(PYTHON) -m pytest -n 2
 .PHONY: demo demo-check demo-short smoke t test test-all fuzz same-bits test-part test-torch-newest test-nightly test-sampler lint types bench bench-training bench-passes bench-packing bench-balance bench-curves bench-plan bench-gpu bench-gpu-head bench-gpu-training bench-report docs dist dist-check wheels clean
 
 # torch goes first, by its pin: any other order may fetch another build of it
-.venv/installed: pyproject.toml constraints.txt
-	@echo "Making .venv and installing into it; this takes some minutes"
-	python3 -m venv .venv
-	.venv/bin/python -m pip install --quiet $(TORCH)
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+$(VENV_FOLDER)/installed: pyproject.toml constraints.txt
+	@echo "Making $(VENV_FOLDER) and installing into it; this takes some minutes"
+	python3 -m venv $(VENV_FOLDER)
+	$(VENV_FOLDER)/bin/python -m pip install --quiet $(TORCH)
+	$(VENV_FOLDER)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 # Another PYTHON is somebody else's environment: it is used as it is
-VENV := $(if $(filter .venv/%,$(PYTHON)),.venv/installed)
+VENV := $(if $(filter $(VENV_FOLDER)/%,$(PYTHON)),$(VENV_FOLDER)/installed)
 
 # The oldest supported TRL, with the oldest supported transformers
 .venv-trl-1.15/installed: pyproject.toml constraints.txt
@@ -207,4 +209,4 @@ bench-report: $(VENV)
 	$(PYTHON) benchmarks/figures.py
 
 clean:
-	rm -rf .venv .venv-dist .venv-docs .venv-torch-newest .venv-trl-1.15 .whl build dist runs site
+	rm -rf .venv-dev .venv-dist .venv-docs .venv-torch-newest .venv-trl-1.15 .whl build dist runs site

@@ -23,6 +23,7 @@ from memory_estimates_on_ranks import ON_RANKS
 from tiny import Workshop, preferences, prompts
 from trl_ext.cli import TrainingStoppedError
 from trl_ext.cli.__main__ import COMMANDS, main
+from trl_ext.cli.doctor import is_shadowed_in
 from trl_ext.cli.estimate import ENGINES, EstimateArguments, longest_that_fits, step_of
 from trl_ext.cli.training import build
 from trl_ext.config import AddedDPOFields, AddedGRPOFields, DPOConfig, GRPOConfig
@@ -321,6 +322,18 @@ def test_doctor_says_what_is_there_and_what_is_wrong(capsys: pytest.CaptureFixtu
     monkeypatch.setattr(head_check, "_VALUES", 0.0)
     assert main(["doctor"]) == 1
     assert re.search(r"^  head +WRONG +The tiled LM head differs", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_doctor_sees_a_folder_that_is_imported_in_place_of_the_package(tmp_path: Path, monkeypatch, capsys):
+    """As after an editable install, whose finder comes after Python's path."""
+    (tmp_path / "trl_ext" / "trl_ext").mkdir(parents=True)
+    assert not is_shadowed_in(tmp_path)  # the package is on the path
+    monkeypatch.setattr(sys, "path", [x for x in sys.path if not Path(x, "trl_ext", "__init__.py").exists()])
+    assert is_shadowed_in(tmp_path)
+    assert not is_shadowed_in(tmp_path / "trl_ext" / "trl_ext")
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor"]) == 1
+    assert re.search(r"^this folder +WRONG +Scripts here import the folder", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

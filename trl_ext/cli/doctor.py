@@ -1,7 +1,9 @@
 """The command `doctor`: versions, devices, the engine, and a self-test of the LM head on each device."""
 
 import platform
+import sys
 import tomllib
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
@@ -22,6 +24,8 @@ _OPTIONAL = ("triton", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "vl
 def run() -> int:
     """Print a row for each check; return 1 if one fails."""
     rows = [("trl_ext", f"{__version__}, Python {platform.python_version()}, {platform.platform()}", True)]
+    if is_shadowed_in(Path.cwd()):
+        rows.append(("this folder", _SHADOWED, False))
     optional = {name: _version(name) for name in _OPTIONAL}
     rows += [*_required(), *((name, f"{found} (optional)", True) for name, found in optional.items() if found)]
     accelerator = Accelerator()
@@ -31,6 +35,22 @@ def run() -> int:
     for name, words, fine in rows:
         print(wrapped(words, f"{name:<15}{'ok' if fine else 'WRONG':<7}"))
     return 0 if all(fine for _, _, fine in rows) else 1
+
+
+_SHADOWED = (
+    "Scripts here import the folder `trl_ext`, which is no package, and fail with `cannot import name ... (unknown "
+    "location)`. Rename the folder, such as to `trl-ext`. If it is the clone that you installed, install it again."
+)
+
+
+def is_shadowed_in(folder: Path) -> bool:
+    """Return whether a script in `folder` imports a folder there in place of the package.
+
+    Python looks through all of its path before it asks the finder of an editable install. A folder without an
+    `__init__.py`, such as a clone that is called `trl_ext`, is then taken for a package in several parts.
+    """
+    spec = PathFinder.find_spec("trl_ext", [str(folder), *sys.path])
+    return spec is not None and spec.origin is None and (folder / "trl_ext").is_dir()
 
 
 def _required() -> list[tuple[str, str, bool]]:
