@@ -13,7 +13,7 @@ _NAMES = {
     "transformers.quantizers": "AutoHfQuantizer",
     "transformers.trainer": "OPTIMIZER_NAME SCHEDULER_NAME TRAINING_ARGS_NAME",
     "transformers.trainer_callback:ProgressCallback": "training_bar",
-    "transformers.trainer_callback:TrainerCallback": "on_evaluate on_pre_optimizer_step on_predict on_step_begin",
+    "transformers.trainer_callback:TrainerCallback": "on_evaluate on_pre_optimizer_step on_predict on_step_begin on_train_end",
     "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
     "transformers.training_args": "OptimizerNames",
     "trl.generation.vllm_client": "VLLMClient",
@@ -103,9 +103,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "on_epoch_end": ("(self, args, state, control, **kwargs)",),
         "on_log": ("(self, args, state, control, **kwargs)",),
         "on_optimizer_step": ("(self, args, state, control, **kwargs)",),
-        "on_save": ("(self, args, state, control, **kwargs)",),
         "on_train_begin": ("(self, args, state, control, **kwargs)",),
-        "on_train_end": ("(self, args, state, control, **kwargs)",),
     },
     "transformers.trainer_utils": {
         "has_length": ("(dataset)",),
