@@ -198,7 +198,7 @@ def _written(found: Names) -> str:
     for owner, names in found.items():
         of_owner = " ".join(name for name, parameters in names.items() if not parameters)
         if of_owner:
-            plain.append(f"{owner!r}: {_wrapped(of_owner)},")
+            plain.append(f"{owner!r}: {_wrapped(of_owner, beside=owner)},")
         accepted = {
             name: dict.fromkeys((*NAMES.get(owner, {}).get(name, ()), parameters))
             for name, parameters in names.items()
@@ -227,8 +227,9 @@ def _written(found: Names) -> str:
     )
 
 
-def _wrapped(parameters: str) -> str:
-    lines = textwrap.wrap(parameters, 95, drop_whitespace=False)
+def _wrapped(parameters: str, beside: str = "") -> str:
+    fits = len(f"    {beside!r}: {parameters!r},") <= 120
+    lines = textwrap.wrap(parameters, 95 if fits else min(95, len(parameters) - 1), drop_whitespace=False)
     return repr(parameters) if len(lines) == 1 else f"({' '.join(map(repr, lines))})"
 
 

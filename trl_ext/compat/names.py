@@ -13,7 +13,9 @@ _NAMES = {
     "transformers.quantizers": "AutoHfQuantizer",
     "transformers.trainer": "OPTIMIZER_NAME SCHEDULER_NAME TRAINING_ARGS_NAME",
     "transformers.trainer_callback:ProgressCallback": "training_bar",
-    "transformers.trainer_callback:TrainerCallback": "on_evaluate on_pre_optimizer_step on_predict on_step_begin on_train_end",
+    "transformers.trainer_callback:TrainerCallback": (
+        "on_evaluate on_pre_optimizer_step on_predict on_step_begin on_train_end"
+    ),
     "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
     "transformers.training_args": "OptimizerNames",
     "trl.generation.vllm_client": "VLLMClient",
