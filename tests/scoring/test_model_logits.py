@@ -134,7 +134,7 @@ def test_a_difference_that_shows_later_is_found_on_the_first_batch(caplog: pytes
         outputs.logits = outputs.logits * 0.5
         return outputs
 
-    scoring.own_forward = changed
+    scoring.model_forward = changed
     log_probs = model(**inputs, labels=labels, fused_lm_head=True).log_probs
     expected = copy.deepcopy(model)
     expected.lm_head.weight.data = head.weight.data * 0.5

@@ -16,10 +16,10 @@ from trl_ext import linear_log_probs
 from trl_ext.heads import parallel as exchange
 from trl_ext.heads import tiled
 from trl_ext.heads.adapters import Operands as HeadOperands
-from trl_ext.heads.kept import KeptClasses
 from trl_ext.heads.linear_log_probs import operand_dtype, run_head
 from trl_ext.heads.logits import LogitTransform
 from trl_ext.heads.parallel import Block, BroadcastShards, Exchange, LocalShards, VocabularyShard
+from trl_ext.heads.sampling_mask import SamplingMask
 from trl_ext.heads.tiled import Head, tiled_log_probs
 
 
@@ -261,7 +261,7 @@ def over_kept_on(
     mask = torch.rand(9, vocabulary, generator=generator) < 0.2
     mask[0], mask[1], mask[2] = True, False, torch.arange(vocabulary) < 3
     tokens, classes = mask.nonzero().unbind(1)
-    kept = KeptClasses(tokens, classes, torch.ones(9, dtype=torch.bool))
+    kept = SamplingMask(tokens, classes, torch.ones(9, dtype=torch.bool))
     mask = mask.scatter(1, targets[:, None], True)
     edges = [(i * vocabulary // ranks, (i + 1) * vocabulary // ranks) for i in range(ranks)]
     first, last = edges[rank]
@@ -279,7 +279,7 @@ def over_kept_on(
         outputs=("log_probs", "entropy"),
         entropy_requires_grad=True,
         shard=shard,
-        kept=kept,
+        sampling_mask=kept,
     )
     (scored.log_probs.sum() + scored.entropy.square().sum()).backward()
     exact_hidden, exact_weight = hidden.detach().requires_grad_(), weight.requires_grad_()

@@ -310,7 +310,7 @@ class Generation:
 
 @contextmanager
 def sampling_recorded(trainer: SampledInternals, mask: Any, log_probs: int | None) -> Iterator[None]:
-    """Record the tokens that the sampler can choose in `mask`, a `SamplingMask`, in the `with` block.
+    """Record the tokens that the sampler can choose in `mask`, a `SamplingMaskRecorder`, in the `with` block.
 
     Args:
         log_probs (`int`, *optional*): with vLLM, how many log-probs to ask for.
@@ -319,14 +319,17 @@ def sampling_recorded(trainer: SampledInternals, mask: Any, log_probs: int | Non
 
     def turn(*positional: Any, **keywords: Any) -> Any:
         completion_ids, sampled = one_turn(*positional, **keywords)
-        mask.finished(completion_ids)
+        mask.record_completions(completion_ids)
         return completion_ids, sampled
 
     owner: Any
     if trainer.use_vllm:
         owner = trainer.vllm_generation
         generate = owner.generate
-        changed = {"generate": lambda *args, **options: mask.of_vllm(generate(*args, **options)), "logprobs": log_probs}
+        changed = {
+            "generate": lambda *args, **options: mask.record_vllm(generate(*args, **options)),
+            "logprobs": log_probs,
+        }
     else:
         owner = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
         processors = owner._get_logits_processor

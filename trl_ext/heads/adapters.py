@@ -38,16 +38,16 @@ class ReplacedRows(NamedTuple):
 
     def put(self, weight_vH: Tensor, classes: slice, rows_KH: Tensor) -> Tensor:
         """Return the rows `weight_vH` of a range of classes, with replaced rows taken from `rows_KH`."""
-        some = self.within(classes)
-        if some.start == some.stop:
+        inside = self.within(classes)
+        if inside.start == inside.stop:
             return weight_vH
-        return weight_vH.index_copy(0, self.ids[some] - classes.start, rows_KH[some].to(weight_vH.dtype))
+        return weight_vH.index_copy(0, self.ids[inside] - classes.start, rows_KH[inside].to(weight_vH.dtype))
 
     def of_targets(self, weight_nH: Tensor, targets: Tensor, rows_KH: Tensor) -> Tensor:
         """Return the rows `weight_nH` of the targets, with replaced rows taken from `rows_KH`."""
         place = torch.searchsorted(self.ids, targets).clamp(max=len(self.classes) - 1)
-        found = self.ids[place] == targets
-        return torch.where(found[:, None], rows_KH[place].to(weight_nH.dtype), weight_nH)
+        is_replaced = self.ids[place] == targets
+        return torch.where(is_replaced[:, None], rows_KH[place].to(weight_nH.dtype), weight_nH)
 
 
 class Operands(NamedTuple):
@@ -90,11 +90,13 @@ def low_rank_term(hidden: Tensor, factors: tuple[Factors, ...], dtype: torch.dty
 
     Hidden states and factors are rounded to `dtype`; the result of the first product is not.
     """
-    downs, ups, bias = [], [], None
-    for first, second, own, scaling in factors:
+    downs: list[Tensor] = []
+    ups: list[Tensor] = []
+    bias: Tensor | None = None
+    for first, second, adapter_bias, scaling in factors:
         downs.append(ExactLinear.apply(hidden, first, None, (dtype, dtype), accumulate, nullcontext) * scaling)
         ups.append(second)
-        bias = _sum(bias, None if own is None else own.to(accumulate) * scaling)
+        bias = _sum(bias, None if adapter_bias is None else adapter_bias.to(accumulate) * scaling)
     if len(ups) == 1:
         return LowRank(downs[0], ups[0], dtype, bias)
     return LowRank(torch.cat(downs, 1), torch.cat(ups, 1), dtype, bias)

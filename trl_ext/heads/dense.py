@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .adapters import Operands, ReplacedRows
 from .gradients import Coefficients
-from .kept import KeptClasses
 from .logits import LinearLogProbs, LogitTransform, without_gradient
 from .products import ExactLinear, exact_arithmetic, refuse_second_derivative
+from .sampling_mask import SamplingMask
 from .statistics import ABSENT, RunningStatistics
 
 
@@ -36,11 +36,12 @@ def dense_logits(
         return transform(product)
 
 
-def over_kept(logits_NV: Tensor, kept: KeptClasses | None) -> Tensor:
-    """Return the logits, with `ABSENT` for classes that a token does not keep. `kept` includes the targets."""
-    if kept is None:
+def masked_logits(logits_NV: Tensor, sampling_mask: SamplingMask | None) -> Tensor:
+    """Return the logits, with `ABSENT` for classes outside of a token's sampling mask, which includes its target."""
+    if sampling_mask is None:
         return logits_NV
-    return logits_NV.masked_fill(kept.absent(*(slice(0, size) for size in logits_NV.shape)), ABSENT)
+    N, V = logits_NV.shape
+    return logits_NV.masked_fill(sampling_mask.absent(slice(0, N), slice(0, V)), ABSENT)
 
 
 def log_probs_of(
@@ -100,17 +101,24 @@ class _LogProbsFromLogits(torch.autograd.Function):
         absent: Tensor | None,
     ) -> LinearLogProbs:
         ctx.set_materialize_grads(False)
-        every = slice(0, len(product))
+        all_rows = slice(0, len(product))
         with exact_arithmetic(product.device):
             logits = transform.apply_(product.clone())
             if absent is not None:
                 logits.masked_fill_(absent, ABSENT)
             scratch = torch.empty_like(logits)
             statistics = RunningStatistics(targets, product.shape[1], outputs, product.dtype)
-            statistics.fold_(every, 0, logits, scratch)
+            statistics.fold_(all_rows, 0, logits, scratch)
             results = statistics.finish_(outputs).results
-        numbers = statistics.shift, statistics.sum_exp, statistics.target_logit
-        ctx.save_for_backward(product, targets, *numbers, results.entropy if entropy_grad else None, absent)
+        ctx.save_for_backward(
+            product,
+            targets,
+            statistics.shift,
+            statistics.sum_exp,
+            statistics.target_logit,
+            results.entropy if entropy_grad else None,
+            absent,
+        )
         ctx.transform = transform
         ctx.mark_non_differentiable(*without_gradient(results, entropy_grad=entropy_grad))
         return results
@@ -121,13 +129,14 @@ class _LogProbsFromLogits(torch.autograd.Function):
         product, targets, maximum, sum_exp, target_logit, entropy, absent = ctx.saved_tensors
         if all(x is None for x in gradients):
             return None, None, None, None, None, None
-        every = slice(0, len(product))
+        all_rows = slice(0, len(product))
         with exact_arithmetic(product.device):
-            numbers = maximum, sum_exp, target_logit, entropy, LinearLogProbs(*gradients)
-            coefficients = Coefficients(*numbers, ctx.transform, product.shape[1])
+            coefficients = Coefficients(
+                maximum, sum_exp, target_logit, entropy, LinearLogProbs(*gradients), ctx.transform, product.shape[1]
+            )
             logits = ctx.transform.apply_(product.clone())
-            nontarget_grad = coefficients.nontarget_grad_(every, targets, logits, torch.empty_like(logits))
+            nontarget_grad = coefficients.nontarget_grad_(all_rows, targets, logits, torch.empty_like(logits))
             if absent is not None:
                 nontarget_grad.masked_fill_(absent, 0.0)
-            gradient = coefficients.add_target_grad_(every, targets, nontarget_grad).mul_(coefficients.size[:, None])
+            gradient = coefficients.add_target_grad_(all_rows, targets, nontarget_grad).mul_(coefficients.size[:, None])
         return gradient, None, None, None, None, None

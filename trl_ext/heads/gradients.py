@@ -33,11 +33,12 @@ class Coefficients:
         transform: LogitTransform,
         vocabulary: int,  # V, the rows of all ranks together
     ) -> None:
-        self.maximum, self.transform = maximum, transform
+        self.maximum = maximum
+        self.transform = transform
         zeros = torch.zeros_like(maximum)
-        given = upstream.log_probs, upstream.entropy, upstream.mean_log_probs
-        self.size = _power_of_two(torch.stack([zeros, *(x.abs() for x in given if x is not None)]).amax(0))
-        g, e, k = (None if x is None else x / self.size for x in given)
+        upstreams = (upstream.log_probs, upstream.entropy, upstream.mean_log_probs)
+        self.size = _power_of_two(torch.stack([zeros, *(x.abs() for x in upstreams if x is not None)]).amax(0))
+        g, e, k = (None if x is None else x / self.size for x in upstreams)
         odds = log_odds(target_logit, maximum, sum_exp)
         log_p, log_q = F.logsigmoid(odds), F.logsigmoid(-odds)
         share = log_q.exp() / sum_exp
@@ -51,19 +52,24 @@ class Coefficients:
         else:
             at_maximum = factor_of_p - e * (log_q - sum_exp.log() + entropy)
             larger = torch.where(at_maximum.abs() >= e.abs(), at_maximum, -e)
-            self.offset, self.entropy_slope = at_maximum / _nonzero(larger), -e / _nonzero(larger)
+            self.offset = at_maximum / _nonzero(larger)
+            self.entropy_slope = -e / _nonzero(larger)
             row_factor = larger * share
             target = target - e * log_p.exp() * (log_p + entropy)
         self.scale: Tensor | None = None
         self.uniform_grad: Tensor | None = None
         if k is not None:
-            of_each = k / vocabulary
-            target = target + of_each - k * log_p.exp()
-            larger = torch.where(row_factor.abs() >= of_each.abs(), row_factor, of_each)
-            self.scale, self.uniform_grad = row_factor / _nonzero(larger), of_each / _nonzero(larger)
+            class_share = k / vocabulary
+            target = target + class_share - k * log_p.exp()
+            larger = torch.where(row_factor.abs() >= class_share.abs(), row_factor, class_share)
+            self.scale = row_factor / _nonzero(larger)
+            self.uniform_grad = class_share / _nonzero(larger)
             row_factor = larger
-        self.row_factor = self.scaled_row_factor = row_factor * transform.slope
-        self.target = self.scaled_target = target * transform.derivative(target_logit)
+        self.row_factor = row_factor * transform.slope
+        self.target = target * transform.derivative(target_logit)
+        # In units of `size` too, until `use_unit`
+        self.scaled_row_factor = self.row_factor
+        self.scaled_target = self.target
 
     def nontarget_grad_(self, rows: slice, local: Tensor, logits: Tensor, scratch: Tensor) -> Tensor:
         """Return `nontarget_grad` of this tile, 0 in the target's column. Overwrites `logits` and `scratch`."""
@@ -92,7 +98,8 @@ class Coefficients:
     def use_unit(self, unit: Tensor) -> None:
         """Scale `grad_logits` to `unit`, which is the same for all rows and at least `self.unit()`."""
         scale = self.size / unit
-        self.scaled_row_factor, self.scaled_target = self.row_factor * scale, self.target * scale
+        self.scaled_row_factor = self.row_factor * scale
+        self.scaled_target = self.target * scale
 
 
 def _power_of_two(x: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .adapters import LowRank, Operands, ReplacedRows
-from .dense import dense_logits, log_probs_of, over_kept
-from .kept import KeptClasses
+from .dense import dense_logits, log_probs_of, masked_logits
 from .kernels.work import check_kernels
 from .logits import OUTPUTS, LinearLogProbs, LogitTransform
 from .parallel import VocabularyShard, check_range, range_of, shard_of_group
 from .products import statistics_dtype
+from .sampling_mask import SamplingMask
 from .tiled import Head, tiled_log_probs
 
 HEADS = ("tiled", "dense")
@@ -127,7 +127,10 @@ def linear_log_probs(
     else:
         check_range(*range_of(targets), weight.shape[0])
     return run_head(
-        *("tiled", hidden, weight, targets),
+        "tiled",
+        hidden,
+        weight,
+        targets,
         bias=bias,
         transform=LogitTransform(float(temperature), float(logit_scale), softcap),
         outputs=outputs,
@@ -159,7 +162,7 @@ def run_head(
     low_rank: LowRank | None = None,
     replaced: ReplacedRows | None = None,
     rows: Tensor | None = None,
-    kept: KeptClasses | None = None,
+    sampling_mask: SamplingMask | None = None,
 ) -> LinearLogProbs:
     """Call the head `name` of `HEADS` on checked input. Shapes, dtypes and results are those of [`linear_log_probs`].
 
@@ -174,7 +177,7 @@ def run_head(
             The term that an adapter adds to the product. Not with `shard`.
         replaced (`ReplacedRows`, *optional*), rows (`torch.Tensor` of shape `(K, H)`, *optional*):
             The classes whose rows of the weight are replaced by `rows`. Not with `shard`.
-        kept (`KeptClasses`, *optional*):
+        sampling_mask (`SamplingMask`, *optional*):
             The classes over which each token's probabilities are normalised; its target is always one. Results are
             those of a vocabulary without the other classes, which get no gradient. Not with means over the vocabulary,
             and not with a `shard` whose ranks have their own tokens.
@@ -183,25 +186,27 @@ def run_head(
     up_dtype = dtype if low_rank is None else low_rank.dtype
     x = Operands.of(hidden.reshape(-1, hidden.shape[-1]), weight, bias, low_rank, rows)
     targets_N = targets.reshape(-1).long()
-    if kept is not None:
+    if sampling_mask is not None:
         assert {"mean_logits", "mean_log_probs"}.isdisjoint(outputs), outputs
         assert shard is None or shard.exchange.counts is None, shard
-        kept = kept.with_targets(targets_N)
+        sampling_mask = sampling_mask.with_targets(targets_N)
     if name == "dense":
         accumulate = statistics_dtype(dtype)
         logits_NV = dense_logits(x, transform, dtype, accumulate, readable, up_dtype=up_dtype, replaced=replaced)
-        results = log_probs_of(
-            over_kept(logits_NV, kept), targets_N, outputs, entropy_requires_grad=entropy_requires_grad
-        )
+        logits_NV = masked_logits(logits_NV, sampling_mask)
+        results = log_probs_of(logits_NV, targets_N, outputs, entropy_requires_grad=entropy_requires_grad)
     else:
         head = Head(
-            *(dtype, transform, outputs, shard or VocabularyShard()),
+            dtype,
+            transform,
+            outputs,
+            shard or VocabularyShard(),
             chunk_size=chunk_size,
             columns=tile_columns,
             kernels=kernels,
             up_dtype=up_dtype,
             replaced=replaced,
-            kept=kept,
+            sampling_mask=sampling_mask,
             readable=readable,
         )
         results = tiled_log_probs(head, x, targets_N, entropy_requires_grad=entropy_requires_grad)
@@ -220,8 +225,8 @@ def operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     floating = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    named = floating | {"targets": targets}
-    for name, tensor in named.items():
+    tensors = floating | {"targets": targets}
+    for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}.")
     for name, tensor in floating.items():
@@ -244,7 +249,7 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor
         )
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(f"`bias` must have shape ({vocabulary},), got {tuple(bias.shape)}.")
-    for name, tensor in named.items():
+    for name, tensor in tensors.items():
         if tensor.device != hidden.device:
             raise ValueError(f"`{name}` must be on the same device as `hidden`, {hidden.device}, got {tensor.device}.")
 

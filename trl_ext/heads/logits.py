@@ -31,7 +31,7 @@ class LogitTransform:
         return product
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """The transform in words, without the temperature."""
         softcap = "no softcap" if self.softcap is None else f"a softcap of {self.softcap:.6g}"
         return f"{self.logit_scale:.6g} with {softcap}"

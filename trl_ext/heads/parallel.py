@@ -31,7 +31,9 @@ class LocalShards:
     """This rank's rows of a weight with `vocabulary` rows. A forward or backward reads each block once, in order."""
 
     def __init__(self, blocks: tuple[Block, ...], targets: Tensor, vocabulary: int) -> None:
-        self._blocks, self._targets, self.vocabulary = blocks, targets, vocabulary
+        self._blocks = blocks
+        self._targets = targets
+        self.vocabulary = vocabulary
 
     def blocks(self) -> Iterator[Block]:
         """Yield every block, in ascending order of classes. Each is valid until the next one is requested."""
@@ -44,10 +46,10 @@ class LocalShards:
         if len(weight) == self.vocabulary:
             # Clamped for devices where targets are not checked; the coefficient of a target out of range is NaN
             return weight[targets.clamp(0, weight.shape[0] - 1)]
-        found = weight.new_zeros(len(targets), weight.shape[1])
+        target_rows = weight.new_zeros(len(targets), weight.shape[1])
         for block in self._blocks:
-            _take_targets_(found, targets, block)
-        return found
+            _take_targets_(target_rows, targets, block)
+        return target_rows
 
 
 class BroadcastShards:
@@ -59,33 +61,38 @@ class BroadcastShards:
 
     def __init__(
         self,
-        here: tuple[Block, ...],  # this rank's rows; without a bias
+        rank_blocks: tuple[Block, ...],  # this rank's rows; without a bias
         ranges: list[list[tuple[int, int]]],  # (first class, rows) of each block of each rank of the group
         group: dist.ProcessGroup,  # all its ranks must read the blocks equally often
         like: Tensor,  # a tensor with the weight's device and dtype, and H columns
         targets: Tensor,  # (N,), of this rank
     ) -> None:
-        self._here, self._ranges, self._group, self._like, self._targets = here, ranges, group, like, targets
+        self._rank_blocks = rank_blocks
+        self._ranges = ranges
+        self._group = group
+        self._like = like
+        self._targets = targets
         self.vocabulary = sum(count for blocks in ranges for _, count in blocks)
 
     def blocks(self) -> Iterator[Block]:
         width = self._like.shape[1]
-        self._found = self._like.new_zeros(len(self._targets), width)
+        self._target_rows = self._like.new_zeros(len(self._targets), width)
         most = max(count for blocks in self._ranges for _, count in blocks)
         size = _SLICE["cpu" if self._like.device.type == "cpu" else "cuda"]
         step = min(max(1, size // (width * self._like.element_size())), most)
         self._buffers = self._like.new_empty(2, step, width)
-        coming: tuple[dist.Work, Block] | None = None
+        in_transit: tuple[dist.Work, Block] | None = None
         for number, (owner, block, start, stop) in enumerate(self._slices(step)):
-            came, coming = coming, self._send(number, owner, block, start, stop)
-            if came is not None:
-                yield self._arrived(*came)
-        if coming is not None:
-            yield self._arrived(*coming)
+            # Sent before the earlier slice is waited for, so that it is received while that one is processed
+            earlier, in_transit = in_transit, self._send(number, owner, block, start, stop)
+            if earlier is not None:
+                yield self._receive(*earlier)
+        if in_transit is not None:
+            yield self._receive(*in_transit)
         del self._buffers
 
     def of_targets(self, rows: slice) -> Tensor:
-        return self._found[rows]
+        return self._target_rows[rows]
 
     def _slices(self, step: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (rank, number of its block, first row, last row + 1) of each slice, the same on all ranks."""
@@ -96,47 +103,48 @@ class BroadcastShards:
 
     def _send(self, number: int, owner: int, block: int, start: int, stop: int) -> tuple[dist.Work, Block]:
         if owner == self._group.rank():
-            rows = self._here[block].weight.detach()[start:stop]
+            rows = self._rank_blocks[block].weight.detach()[start:stop]
         else:
             # This buffer is free: the slice that it held, two slices ago, has been processed
             rows = self._buffers[number % 2, : stop - start]
         work = dist.broadcast(rows, group=self._group, group_src=owner, async_op=True)
         return work, Block(self._ranges[owner][block][0] + start, rows, None)
 
-    def _arrived(self, work: dist.Work, block: Block) -> Block:
+    def _receive(self, work: dist.Work, block: Block) -> Block:
         work.wait()
-        _take_targets_(self._found, self._targets, block)
+        _take_targets_(self._target_rows, self._targets, block)
         return block
 
 
 Rows = LocalShards | BroadcastShards
 
 
-def _take_targets_(found: Tensor, targets: Tensor, block: Block) -> None:
-    """Copy the block's weight rows that are targets to `found` (n, H), each to the index of its target."""
+def _take_targets_(target_rows: Tensor, targets: Tensor, block: Block) -> None:
+    """Copy the block's weight rows that are targets to `target_rows` (n, H), each to the index of its target."""
     if not len(block.weight):
         return
     local = targets - block.first
     inside = (local >= 0) & (local < len(block.weight))
     rows = block.weight[local.clamp(0, len(block.weight) - 1)]
-    torch.where(inside[:, None], rows, found, out=found)
+    torch.where(inside[:, None], rows, target_rows, out=target_rows)
 
 
 class Part:
     """Some of this rank's N tokens, M in number. All ranks of `group`, if any, have the same tokens."""
 
     def __init__(self, rows: slice, group: dist.ProcessGroup | None = None) -> None:
-        self.rows, self.group = rows, group
+        self.rows = rows
+        self.group = group
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Return the rows of `x` (N, ...) that are scored together: (M, ...)."""
         return x[self.rows]
 
-    def own(self, *results: Tensor | None) -> list[Any]:
+    def select_local(self, *results: Tensor | None) -> list[Any]:
         """Return the rows of this rank's tokens from each tensor (M, ...)."""
         return list(results)
 
-    def summed(self, x: Tensor) -> Tensor:
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of `x` (M, ...) over the group, for this rank's tokens."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
@@ -150,23 +158,24 @@ class _Gathered(Part):
 
     def __init__(self, rows: slice, group: dist.ProcessGroup, width: int) -> None:
         super().__init__(rows, group)
-        self.width, self.count = width, rows.stop - rows.start
+        self.width = width
+        self.count = rows.stop - rows.start
 
-    def gathered(self, x: Tensor) -> Tensor:
-        own = x.new_zeros(self.width, *x.shape[1:])
-        own[: self.count] = x[self.rows]
-        every = x.new_empty(self.group.size() * self.width, *x.shape[1:])
-        all_gather(every, own, group=self.group)
-        return every
+    def gather(self, x: Tensor) -> Tensor:
+        local_rows = x.new_zeros(self.width, *x.shape[1:])
+        local_rows[: self.count] = x[self.rows]
+        all_rows = x.new_empty(self.group.size() * self.width, *x.shape[1:])
+        all_gather(all_rows, local_rows, group=self.group)
+        return all_rows
 
-    def own(self, *results: Tensor | None) -> list[Any]:
+    def select_local(self, *results: Tensor | None) -> list[Any]:
         first = self.group.rank() * self.width
         return [None if x is None else x[first : first + self.count] for x in results]
 
-    def summed(self, x: Tensor) -> Tensor:
-        own = x.new_empty(self.width, *x.shape[1:])
-        reduce_scatter(own, x, group=self.group)
-        return own[: self.count]
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        local_sums = x.new_empty(self.width, *x.shape[1:])
+        reduce_scatter(local_sums, x, group=self.group)
+        return local_sums[: self.count]
 
 
 @dataclass(frozen=True)
@@ -209,12 +218,12 @@ class VocabularyShard:
     rows_for: Callable[[Tensor], Rows] | None = None  # the rows for given targets; None: the rows are one tensor
 
     @property
-    def spread(self) -> bool:
+    def communicates(self) -> bool:
         """Whether a pass communicates with other ranks."""
-        return self.partial or self.rows_for is not None
+        return self.is_partial or self.rows_for is not None
 
     @property
-    def partial(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether this rank processes only some rows of the weight, and other ranks the others."""
         return self.exchange.group is not None
 
@@ -231,9 +240,9 @@ def shard_of_group(
             but have different numbers of them, or a target on the CPU is out of range. Every rank raises it.
     """
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    every = torch.empty(group.size() * 5, dtype=torch.int64, device=device)
-    all_gather(every, torch.tensor([first, rows, targets.numel(), *range_of(targets)], device=device), group=group)
-    numbers: list[list[int]] = every.view(-1, 5).tolist()
+    gathered = torch.empty(group.size() * 5, dtype=torch.int64, device=device)
+    all_gather(gathered, torch.tensor([first, rows, targets.numel(), *range_of(targets)], device=device), group=group)
+    numbers: list[list[int]] = gathered.view(-1, 5).tolist()
     shards = [(start, count) for start, count, *_ in numbers]
     tokens = [count for _, _, count, *_ in numbers]
     total = sum(count for _, count in shards)

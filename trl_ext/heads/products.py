@@ -29,9 +29,10 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
     The switches are global to the process. They are restored on exit, even after an exception.
     """
     backends: Any = torch.backends
-    generic, cuda = backends.fp32_precision, backends.cuda.matmul
-    found = [(matmul, matmul.fp32_precision) for matmul in (cuda, backends.mkldnn.matmul)]
-    rounding = [(matmul, precision) for matmul, precision in found if precision not in ("none", "ieee")]
+    generic_precision = backends.fp32_precision
+    cuda = backends.cuda.matmul
+    precisions = [(matmul, matmul.fp32_precision) for matmul in (cuda, backends.mkldnn.matmul)]
+    rounding = [(matmul, precision) for matmul, precision in precisions if precision not in ("none", "ieee")]
     fp16_accumulation = cuda.allow_fp16_accumulation
     try:
         for matmul, _ in rounding:
@@ -43,7 +44,7 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
     finally:
         for matmul, precision in rounding:
             # Reading a switch returns the resolved value. "none" makes it follow the generic switch again
-            matmul.fp32_precision = "none" if precision == generic else precision
+            matmul.fp32_precision = "none" if precision == generic_precision else precision
         if fp16_accumulation:
             cuda.allow_fp16_accumulation = True
 
@@ -143,13 +144,14 @@ class ExactLinear(torch.autograd.Function):
         readable: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.dtypes, ctx.readable = dtypes, readable
-        of_hidden, of_weight = dtypes
+        ctx.dtypes = dtypes
+        ctx.readable = readable
+        hidden_dtype, weight_dtype = dtypes
         with readable(), exact_arithmetic(hidden.device):
-            operand_NH = hidden.to(of_hidden)
+            operand_NH = hidden.to(hidden_dtype)
             logits_NV = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=accumulate)
             for columns in _slices(weight.shape[0]):
-                project_into(logits_NV[:, columns], operand_NH, weight[columns].to(of_weight))
+                project_into(logits_NV[:, columns], operand_NH, weight[columns].to(weight_dtype))
             if bias is not None:
                 logits_NV += bias
         return logits_NV
@@ -159,17 +161,17 @@ class ExactLinear(torch.autograd.Function):
         refuse_second_derivative()
         hidden, weight, bias = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        of_hidden, of_weight = ctx.dtypes
-        if hidden.is_cuda and grad_NV.dtype == torch.float32 and of_hidden in _HALF:
+        hidden_dtype, weight_dtype = ctx.dtypes
+        if hidden.is_cuda and grad_NV.dtype == torch.float32 and hidden_dtype in _HALF:
             _warn_of_fp32("The backward of `head='dense'`", "Train with `head='tiled'` if the model allows it.")
         with ctx.readable(), exact_arithmetic(hidden.device):
-            operand_NH = hidden.to(of_hidden).to(grad_NV.dtype)
+            operand_NH = hidden.to(hidden_dtype).to(grad_NV.dtype)
             grad_hidden = torch.zeros_like(operand_NH) if needs_hidden else None
             grad_weight = torch.empty_like(weight) if needs_weight else None
             for columns in _slices(weight.shape[0]):
                 grad_tile = grad_NV[:, columns]
                 if grad_hidden is not None:
-                    grad_hidden.addmm_(grad_tile, weight[columns].to(of_weight).to(grad_NV.dtype))
+                    grad_hidden.addmm_(grad_tile, weight[columns].to(weight_dtype).to(grad_NV.dtype))
                 if grad_weight is not None:
                     grad_weight[columns] = (grad_tile.t() @ operand_NH).to(weight.dtype)
             grad_bias = grad_NV.sum(0).to(bias.dtype) if needs_bias else None

@@ -71,7 +71,9 @@ class RunningStatistics:
         (self.target_logit,) = full(torch.nan)
         if partial:  # the target may be in the rows of another rank
             self.target_logit.masked_fill_((targets >= 0) & (targets < vocabulary), 0.0)
-        self.sum_shifted_exp, self.sum_sq_exp, self.sum_logits = (zeros.pop() if asked else None for asked in sums)
+        self.sum_shifted_exp, self.sum_sq_exp, self.sum_logits = (
+            zeros.pop() if is_needed else None for is_needed in sums
+        )
         self.max_before_target = full(-torch.inf)[0] if "is_top1" in outputs else None
 
     def _take_target_(self, rows: slice, start: int, logits: Tensor, scratch: Tensor) -> None:
@@ -95,15 +97,16 @@ class RunningStatistics:
         Writes exp(z - shift), 0 for the target, to `exponentials`, and overwrites `logits`.
         """
         self._take_target_(rows, start, logits, exponentials)
-        largest, old = logits.amax(-1), self.shift[rows]
-        shift = torch.where(largest > old + FAR, largest, old)
-        rescale = torch.exp(old - shift)
+        largest = logits.amax(-1)
+        old_shift = self.shift[rows]
+        shift = torch.where(largest > old_shift + FAR, largest, old_shift)
+        rescale = torch.exp(old_shift - shift)
         shifted = logits.sub_(shift[:, None])
         torch.exp(shifted, out=exponentials)
         if self.sum_shifted_exp is not None:
             # sum (z - shift) exp(z - shift): a new shift changes every earlier term
-            moved = self.sum_shifted_exp[rows] + (old - shift) * self.sum_exp[rows]
-            self.sum_shifted_exp[rows] = moved * rescale + shifted.mul_(exponentials).sum(-1)
+            earlier_sum = self.sum_shifted_exp[rows] + (old_shift - shift) * self.sum_exp[rows]
+            self.sum_shifted_exp[rows] = earlier_sum * rescale + shifted.mul_(exponentials).sum(-1)
         if self.sum_sq_exp is not None:
             squares = torch.mul(exponentials, exponentials, out=shifted)
             self.sum_sq_exp[rows] = self.sum_sq_exp[rows] * rescale.square() + squares.sum(-1)
@@ -114,36 +117,38 @@ class RunningStatistics:
 
     def combine_(self, group: dist.ProcessGroup | None = None) -> Tensor:
         """Move the shift to the max, sum over the ranks of `group`, and return the factor (N,) for this rank's sums."""
-        others = group is not None and self.max.numel() > 0
-        if others:
+        has_ranks = group is not None and self.max.numel() > 0
+        if has_ranks:
             maxima = torch.stack([x for x in (self.max, self.max_before_target) if x is not None])
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-            self.max, self.max_before_target = maxima[0], None if len(maxima) == 1 else maxima[1]
-        moved = self.shift - self.max
-        rescale = torch.exp(moved)
+            self.max = maxima[0]
+            self.max_before_target = None if len(maxima) == 1 else maxima[1]
+        shift_change = self.shift - self.max
+        rescale = torch.exp(shift_change)
         if self.sum_shifted_exp is not None:
-            self.sum_shifted_exp = (self.sum_shifted_exp + moved * self.sum_exp) * rescale
+            self.sum_shifted_exp = (self.sum_shifted_exp + shift_change * self.sum_exp) * rescale
         if self.sum_sq_exp is not None:
             self.sum_sq_exp = self.sum_sq_exp * rescale.square()
         self.sum_exp = self.sum_exp * rescale
         self.shift = self.max
-        if others:
+        if has_ranks:
             self.sum_over_(group)
         return rescale
 
     def sum_over_(self, group: dist.ProcessGroup | None) -> None:
         """Replace this rank's sums by the sums over all ranks. The maxima must be the same on all ranks."""
         names = ("sum_exp", "target_logit", "sum_shifted_exp", "sum_sq_exp", "sum_logits")
-        held = {name: x for name in names if (x := getattr(self, name)) is not None}
-        sums = torch.stack(list(held.values()))
+        rank_sums = {name: x for name in names if (x := getattr(self, name)) is not None}
+        sums = torch.stack(list(rank_sums.values()))
         dist.all_reduce(sums, group=group)
-        vars(self).update(zip(held, sums, strict=True))
+        vars(self).update(zip(rank_sums, sums, strict=True))
 
     def finish_(self, outputs: tuple[str, ...], group: dist.ProcessGroup | None = None) -> Finished:
         """Combine the ranks of `group`, and return what follows. All tiles must have been added."""
         rescale = self.combine_(group)
         odds = log_odds(self.target_logit, self.shift, self.sum_exp)
-        log_p, entropy = F.logsigmoid(odds), None
+        log_p = F.logsigmoid(odds)
+        entropy = None
         if self.sum_shifted_exp is not None:
             log_q = F.logsigmoid(-odds)
             among_others = self.sum_exp.log() - self.sum_shifted_exp / self.sum_exp
@@ -160,8 +165,8 @@ class RunningStatistics:
         if entropy is not None:
             results["entropy"] = entropy
         if self.sum_sq_exp is not None:
-            others = 2 * F.logsigmoid(-log_odds) + self.sum_sq_exp.log() - 2 * self.sum_exp.log()
-            results["log_sum_sq_probs"] = torch.logaddexp(2 * log_p, others)
+            nontarget = 2 * F.logsigmoid(-log_odds) + self.sum_sq_exp.log() - 2 * self.sum_exp.log()
+            results["log_sum_sq_probs"] = torch.logaddexp(2 * log_p, nontarget)
         if self.sum_logits is not None:
             mean = self.sum_logits / self.vocabulary
             if "mean_logits" in outputs:

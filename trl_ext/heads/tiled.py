@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .adapters import Operands, ReplacedRows
 from .gradients import Coefficients
-from .kept import KeptClasses
 from .kernels.work import Tile, TileWork, as_tile, row_stride, work_of
 from .logits import LinearLogProbs, LogitTransform, without_gradient
 from .parallel import Block, LocalShards, Part, Rows, VocabularyShard
@@ -28,6 +27,7 @@ from .products import (
     refuse_second_derivative,
     statistics_dtype,
 )
+from .sampling_mask import SamplingMask
 from .statistics import Finished, RunningStatistics
 
 # Elements of one fp32 tile. On the CPU two such buffers of 4 MiB exist at a time, three with a softcap
@@ -98,7 +98,7 @@ class Head:
     kernels: str | None = None  # one of `KERNELS`; None chooses from the device
     up_dtype: torch.dtype = torch.float32  # the dtype to which the second factor of a low-rank term is rounded
     replaced: ReplacedRows | None = None
-    kept: KeptClasses | None = None
+    sampling_mask: SamplingMask | None = None
     readable: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @cached_property
@@ -109,8 +109,10 @@ class Head:
     def work(self, device: torch.device) -> TileWork:
         """Return the kernels that run between the matrix products of a tile."""
         # In Triton, the product of an absent class must give any logit, which a softcap bounds
-        bounded = self.kept is not None and (self.transform.softcap is not None or self.transform.slope == 0)
-        return work_of("torch" if bounded else self.kernels, device, self.accumulate, self.transform)
+        is_bounded = self.sampling_mask is not None and (
+            self.transform.softcap is not None or self.transform.slope == 0
+        )
+        return work_of("torch" if is_bounded else self.kernels, device, self.accumulate, self.transform)
 
     def rows(self, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Rows:
         """Return the rows of the weight that this rank folds."""
@@ -123,7 +125,8 @@ class Head:
     def tiles(self, x: Operands, rows: Rows) -> Iterator[Tile]:
         """Yield every tile. The outer loop is over classes, so each slice of the weight is cast once."""
         N = x.hidden.shape[0]
-        device, weights = x.hidden.device, rows.vocabulary * x.hidden.shape[1]
+        device = x.hidden.device
+        weights = rows.vocabulary * x.hidden.shape[1]
         n = rows_per_tile(N, device, self.chunk_size, weights)
         v = columns_per_tile(n, rows.vocabulary, device, self.columns, weights)
         buffer = x.hidden.new_empty(n * row_stride(v), dtype=self.accumulate)
@@ -139,14 +142,15 @@ class Head:
                 bias_v = None if block.bias is None else block.bias[columns]
                 for first in range(0, N, n):
                     tokens = slice(first, min(first + n, N))
-                    shape = tokens.stop - tokens.start, columns.stop - columns.start
-                    product = as_tile(buffer, *shape)
+                    product = as_tile(buffer, tokens.stop - tokens.start, columns.stop - columns.start)
                     hidden_nH = x.hidden[tokens].to(self.dtype)
                     project_into(product, hidden_nH, weight_vH)
                     down_nR = None if x.down is None else x.down[tokens]
                     if down_nR is not None and up_vR is not None:
                         matmul_into(product, down_nR, up_vR.t(), accumulate=True)
-                    absent = None if self.kept is None else self.kept.absent(tokens, classes)
+                    absent = None
+                    if self.sampling_mask is not None:
+                        absent = self.sampling_mask.absent(tokens, classes)
                     yield Tile(tokens, classes, product, bias_v, hidden_nH, weight_vH, down_nR, up_vR, absent)
 
     def add_targets_(
@@ -158,45 +162,45 @@ class Head:
         """
         n = rows_per_tile(sums_NH.shape[0], sums_NH.device, self.chunk_size)
         for first in range(0, sums_NH.shape[0], n):
-            some = slice(first, first + n)
-            target_nH = rows.of_targets(some)
+            tokens = slice(first, first + n)
+            target_nH = rows.of_targets(tokens)
             if self.replaced is not None and replacing is not None:
-                target_nH = self.replaced.of_targets(target_nH, targets_N[some], replacing)
-            sums_NH[some].addcmul_(target_nH.to(self.dtype).to(sums_NH.dtype), coefficient_N[some, None])
+                target_nH = self.replaced.of_targets(target_nH, targets_N[tokens], replacing)
+            sums_NH[tokens].addcmul_(target_nH.to(self.dtype).to(sums_NH.dtype), coefficient_N[tokens, None])
 
 
 def _scan(
-    head: Head, x: Operands, rows: Rows, targets: Tensor, others_NH: Tensor | None
+    head: Head, x: Operands, rows: Rows, targets: Tensor, nontarget_NH: Tensor | None
 ) -> tuple[RunningStatistics, Finished]:
     """Fold every tile, and finish.
 
-    Fill `others_NH`, if given, with sum_{v != t} exp(z_v - shift) dz_v/dx_v W_v in fp32, in units before `rescale`.
+    Fill `nontarget_NH`, if given, with sum_{v != t} exp(z_v - shift) dz_v/dx_v W_v in fp32, in units before `rescale`.
     """
-    partial = head.shard.exchange.group is not None
-    statistics = RunningStatistics(targets, rows.vocabulary, head.outputs, head.accumulate, partial=partial)
+    is_partial = head.shard.is_partial
+    statistics = RunningStatistics(targets, rows.vocabulary, head.outputs, head.accumulate, partial=is_partial)
     work = head.work(x.hidden.device)
-    operand = None if others_NH is None else coefficients_dtype(head.dtype, x.hidden.device)
+    operand = None if nontarget_NH is None else coefficients_dtype(head.dtype, x.hidden.device)
     first_class = None
     for tile in head.tiles(x, rows):
         first_class = tile.classes.start if first_class is None else first_class
-        later = tile.classes.start != first_class
-        sums_nH = None if others_NH is None else others_NH[tile.tokens]
-        coefficients = work.fold(statistics, tile, operand, sums_nH if later else None)
+        is_later = tile.classes.start != first_class
+        sums_nH = None if nontarget_NH is None else nontarget_NH[tile.tokens]
+        coefficients = work.fold(statistics, tile, operand, sums_nH if is_later else None)
         if sums_nH is not None and coefficients is not None:
-            matmul_into(sums_nH, coefficients, tile.weight, accumulate=later)
-    if others_NH is not None and first_class is None:
-        others_NH.zero_()  # this rank has no row of the weight
-    elif others_NH is not None and head.transform.slope != 1:
-        others_NH.mul_(head.transform.slope)
+            matmul_into(sums_nH, coefficients, tile.weight, accumulate=is_later)
+    if nontarget_NH is not None and first_class is None:
+        nontarget_NH.zero_()  # this rank has no row of the weight
+    elif nontarget_NH is not None and head.transform.slope != 1:
+        nontarget_NH.mul_(head.transform.slope)
     return statistics, work.finish(statistics, head.outputs, head.shard.exchange.group)
 
 
-def _gathered(x: Operands, part: Part) -> Operands:
+def _gather_operands(x: Operands, part: Part) -> Operands:
     """Return the operands of the tokens that are scored together. Only a head on one rank has a low-rank term."""
-    return x._replace(hidden=part.gathered(x.hidden), down=None if x.down is None else part.gathered(x.down))
+    return x._replace(hidden=part.gather(x.hidden), down=None if x.down is None else part.gather(x.down))
 
 
-def _scored(
+def _score(
     head: Head, x: Operands, targets: Tensor, *, form_gradient: bool = False
 ) -> tuple[LinearLogProbs, list[Tensor]]:
     """Return the results and the tensors that the backward needs.
@@ -204,26 +208,28 @@ def _scored(
     With `form_gradient` that is the gradient of the hidden states, (N, H). Otherwise it is the maximum, the sum of
     exponentials and the target's logit, (N,) each.
     """
-    scored, saved = [], []
+    results: list[list[Any]] = []  # of each part
+    saved: list[list[Tensor]] = []
     with head.readable(), exact_arithmetic(x.hidden.device):
         for part in head.shard.exchange.parts(len(x.hidden), x.hidden.device):
-            together, targets_M = _gathered(x, part), part.gathered(targets)
+            part_x = _gather_operands(x, part)
+            targets_M = part.gather(targets)
             rows = head.rows(x.weight, x.bias, targets_M)
             gradient_MH = None
             if form_gradient:
-                gradient_MH = x.hidden.new_empty(together.hidden.shape, dtype=head.accumulate)
-            statistics, finished = _scan(head, together, rows, targets_M, gradient_MH)
+                gradient_MH = x.hidden.new_empty(part_x.hidden.shape, dtype=head.accumulate)
+            statistics, finished = _scan(head, part_x, rows, targets_M, gradient_MH)
             if gradient_MH is not None:
                 others_share = torch.sigmoid(-finished.log_odds)
                 gradient_MH.mul_((-others_share / statistics.sum_exp * finished.rescale)[:, None])
                 slope = head.transform.derivative(statistics.target_logit)
                 head.add_targets_(gradient_MH, others_share * slope, rows, targets_M, x.rows)
-                saved.append([part.summed(gradient_MH)])
+                saved.append([part.sum_over_ranks(gradient_MH)])
             else:
-                saved.append(part.own(statistics.shift, statistics.sum_exp, statistics.target_logit))
-            scored.append(part.own(*finished.results))
-    results = (None if x[0] is None else _concatenated(x) for x in zip(*scored, strict=True))
-    return LinearLogProbs(*results), [_concatenated(x) for x in zip(*saved, strict=True)]
+                saved.append(part.select_local(statistics.shift, statistics.sum_exp, statistics.target_logit))
+            results.append(part.select_local(*finished.results))
+    fields = (None if x[0] is None else _concatenated(x) for x in zip(*results, strict=True))
+    return LinearLogProbs(*fields), [_concatenated(x) for x in zip(*saved, strict=True)]
 
 
 def _concatenated(tensors: Sequence[Tensor]) -> Tensor:
@@ -240,7 +246,7 @@ class TiledLogProbsRecompute(torch.autograd.Function):
     def forward(ctx: Any, head: Head, targets: Tensor, entropy_grad: bool, *operands: Tensor | None) -> LinearLogProbs:
         x = Operands(*operands)  # type: ignore[arg-type]
         ctx.set_materialize_grads(False)
-        results, saved = _scored(head, x, targets)
+        results, saved = _score(head, x, targets)
         ctx.save_for_backward(*x, targets, *saved, results.entropy if entropy_grad else None)
         ctx.head = head
         ctx.mark_non_differentiable(*without_gradient(results, entropy_grad=entropy_grad))
@@ -252,16 +258,17 @@ class TiledLogProbsRecompute(torch.autograd.Function):
         head: Head = ctx.head
         upstream = LinearLogProbs(*gradients)
         # With other ranks, continue: they may have a gradient and wait for this rank
-        if all(x is None for x in upstream) and not head.shard.spread:
+        if all(x is None for x in upstream) and not head.shard.communicates:
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors  # read only once: offloading and checkpointing allow no second read
-        x, (targets, *statistics) = Operands(*saved[:6]), saved[6:]
+        x = Operands(*saved[:6])
+        targets, *statistics = saved[6:]
         with head.readable(), exact_arithmetic(x.hidden.device):
             parts = []
             for part in head.shard.exchange.parts(len(x.hidden), x.hidden.device):
-                targets_M = part.gathered(targets)
+                targets_M = part.gather(targets)
                 rows = head.rows(x.weight, x.bias, targets_M)
-                numbers = _gathered_numbers(part, head, statistics, upstream)
+                numbers = _gather_numbers(part, head, statistics, upstream)
                 parts.append((part, rows, targets_M, Coefficients(*numbers, head.transform, rows.vocabulary)))
             # With one unit for all parts, a sum over tokens overflows only where the gradient does, and is never NaN
             units = [coefficients.unit() for *_, coefficients in parts]
@@ -269,29 +276,32 @@ class TiledLogProbsRecompute(torch.autograd.Function):
             grads = _Gradients(ctx.needs_input_grad[3:], head, x, unit, several=len(parts) > 1)
             for part, rows, targets_M, coefficients in parts:
                 coefficients.use_unit(unit)
-                grads.add_(part, _gathered(x, part), rows, targets_M, coefficients)
+                grads.add_(part, _gather_operands(x, part), rows, targets_M, coefficients)
         return None, None, None, *grads.of_operands()
 
 
-def _gathered_numbers(
+def _gather_numbers(
     part: Part, head: Head, saved: list[Any], upstream: LinearLogProbs
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, LinearLogProbs]:
     """Return maximum, sum of exponentials, target logit, entropy and upstream of the tokens scored together."""
     maximum, sum_exp, target_logit, entropy = saved
-    if not head.shard.partial:
+    if not head.shard.is_partial:
         return maximum, sum_exp, target_logit, entropy, upstream
     # Every rank sends the same number of tensors: zeros for a missing gradient
     zeros = torch.zeros_like(maximum)
-    asked = {"log_probs": "log_probs" in head.outputs, "entropy": entropy is not None}
-    asked["mean_log_probs"] = "mean_log_probs" in head.outputs
-    given = {name: getattr(upstream, name) for name, needed in asked.items() if needed}
-    numbers = [*saved, *(zeros if x is None else x for x in given.values())]
-    received = iter(part.gathered(torch.stack([x for x in numbers if x is not None], 1)).unbind(1))
-    together: list[Any] = [None if x is None else next(received) for x in numbers]
-    maximum, sum_exp, target_logit, entropy, *of_upstream = together
+    has_gradient = {
+        "log_probs": "log_probs" in head.outputs,
+        "entropy": entropy is not None,
+        "mean_log_probs": "mean_log_probs" in head.outputs,
+    }
+    upstreams = {name: getattr(upstream, name) for name, is_sent in has_gradient.items() if is_sent}
+    rank_numbers = [*saved, *(zeros if x is None else x for x in upstreams.values())]
+    received = iter(part.gather(torch.stack([x for x in rank_numbers if x is not None], 1)).unbind(1))
+    numbers: list[Any] = [None if x is None else next(received) for x in rank_numbers]
+    maximum, sum_exp, target_logit, entropy, *upstream_numbers = numbers
     # The sum of a padded row is 0. It gets no gradient, but the logarithm of the sum must be finite
     sum_exp = sum_exp.masked_fill(sum_exp == 0, 1.0)
-    upstream = LinearLogProbs(**dict(zip(given, of_upstream, strict=True)))
+    upstream = LinearLogProbs(**dict(zip(upstreams, upstream_numbers, strict=True)))
     return maximum, sum_exp, target_logit, entropy, upstream
 
 
@@ -300,7 +310,10 @@ class _Gradients:
 
     def __init__(self, needed: tuple[bool, ...], head: Head, x: Operands, unit: Tensor, *, several: bool) -> None:
         self.needs = Operands(*needed)  # type: ignore[arg-type]
-        self.head, self.x, self.unit, self.several = head, x, unit, several
+        self.head = head
+        self.x = x
+        self.unit = unit
+        self.has_several_parts = several
         self.operand_dtype = coefficients_dtype(head.dtype, x.hidden.device)
         self.hidden: list[Tensor] = []
         self.down: list[Tensor] = []
@@ -314,13 +327,15 @@ class _Gradients:
 
     def add_(self, part: Part, x: Operands, rows: Rows, targets_M: Tensor, coefficients: Coefficients) -> None:
         """Add the tiles of the tokens of `part` on all ranks. `x` holds their operands."""
-        head, sums, operand = self.head, self.unit.dtype, self.operand_dtype
+        head = self.head
+        sums = self.unit.dtype
+        operand = self.operand_dtype
         grad_hidden = x.hidden.new_zeros(x.hidden.shape, dtype=sums) if self.needs.hidden else None
         grad_down = torch.zeros_like(x.down) if self.needs.down and x.down is not None else None
-        of_classes = any(total is not None for total in (self.bias, self.up, self.rows))
+        sums_classes = any(total is not None for total in (self.bias, self.up, self.rows))
         dtypes = {
             "nontarget_grad": sums if grad_down is not None else operand if grad_hidden is not None else None,
-            "grad_logits": sums if of_classes else operand if self.weight is not None else None,
+            "grad_logits": sums if sums_classes else operand if self.weight is not None else None,
         }
         work = head.work(x.hidden.device)
         for tile in head.tiles(x, rows):
@@ -330,55 +345,56 @@ class _Gradients:
             if grad_down is not None and nontarget_grad is not None and tile.up is not None:
                 matmul_into(grad_down[tile.tokens], nontarget_grad, tile.up, accumulate=True)
             if grad_logits is not None:
-                self._add_of_classes_(tile, grad_logits, last=tile.tokens.stop == len(x.hidden))
+                self._add_to_classes_(tile, grad_logits, last=tile.tokens.stop == len(x.hidden))
         if grad_hidden is not None:
             grad_hidden.mul_(coefficients.row_factor[:, None])
             head.add_targets_(grad_hidden, coefficients.target, rows, targets_M, x.rows)
-            self.hidden.append(part.summed(grad_hidden.mul_(coefficients.size[:, None])))
+            self.hidden.append(part.sum_over_ranks(grad_hidden.mul_(coefficients.size[:, None])))
         if grad_down is not None and x.up is not None:
             grad_down.mul_(coefficients.row_factor[:, None])
             # Clamped for the same reason as in `LocalShards.of_targets`
-            of_targets = x.up[targets_M.clamp(0, len(x.up) - 1)].to(head.up_dtype).to(grad_down.dtype)
-            grad_down.addcmul_(of_targets, coefficients.target[:, None])
+            target_up = x.up[targets_M.clamp(0, len(x.up) - 1)].to(head.up_dtype).to(grad_down.dtype)
+            grad_down.addcmul_(target_up, coefficients.target[:, None])
             self.down.append(grad_down.mul_(coefficients.size[:, None]))
 
-    def _add_of_classes_(self, tile: Tile, grad_logits: Tensor, *, last: bool) -> None:
+    def _add_to_classes_(self, tile: Tile, grad_logits: Tensor, *, last: bool) -> None:
         """Add a tile to the gradients of its classes. `last`: it is their last tile. May overwrite `grad_logits`."""
-        first, replaced = self.head.shard.first, self.head.replaced
+        first = self.head.shard.first
+        replaced = self.head.replaced
         columns = slice(tile.classes.start - first, tile.classes.stop - first)
         if self.bias is not None:
             self.bias[columns].add_(grad_logits.sum(0))
         if self.up is not None and tile.down is not None:
             self.up[columns] += grad_logits.t() @ tile.down
-        some = slice(0, 0) if replaced is None else replaced.within(tile.classes)
-        if replaced is not None and some.start < some.stop:
-            places = replaced.ids[some] - tile.classes.start
+        inside = slice(0, 0) if replaced is None else replaced.within(tile.classes)
+        if replaced is not None and inside.start < inside.stop:
+            places = replaced.ids[inside] - tile.classes.start
             if self.rows is not None:
-                self.rows[some] += grad_logits[:, places].t() @ tile.hidden.to(self.rows.dtype)
+                self.rows[inside] += grad_logits[:, places].t() @ tile.hidden.to(self.rows.dtype)
             grad_logits.index_fill_(1, places, 0.0)  # the product does not read these rows of the weight
         if self.weight is not None:
             if tile.tokens.start == 0:
-                self.of_tile = tile.weight.new_empty(tile.weight.shape, dtype=self.unit.dtype)
+                self.tile_grad = tile.weight.new_empty(tile.weight.shape, dtype=self.unit.dtype)
             matmul_into(
-                self.of_tile, grad_logits.to(self.operand_dtype).t(), tile.hidden, accumulate=tile.tokens.start > 0
+                self.tile_grad, grad_logits.to(self.operand_dtype).t(), tile.hidden, accumulate=tile.tokens.start > 0
             )
-            if last and self.several:
-                self.weight[columns] += self.of_tile
+            if last and self.has_several_parts:
+                self.weight[columns] += self.tile_grad
             elif last:
-                torch.mul(self.of_tile, self.unit, out=self.weight[columns])
+                torch.mul(self.tile_grad, self.unit, out=self.weight[columns])
 
     def of_operands(self) -> Operands:
         """Return the gradients in the operands' dtypes; None where none is needed."""
         hidden, down = (_concatenated(x) if x else None for x in (self.hidden, self.down))
-        for total in (self.bias, self.up, self.rows, self.weight if self.several else None):
+        for total in (self.bias, self.up, self.rows, self.weight if self.has_several_parts else None):
             if total is not None:
                 total.mul_(self.unit)
         sums = (hidden, self.weight, self.bias, down, self.up, self.rows)
-        found = (
+        gradients = (
             None if total is None or tensor is None else total.to(tensor.dtype)
             for total, tensor in zip(sums, self.x, strict=True)
         )
-        return Operands(*found)  # type: ignore[arg-type]
+        return Operands(*gradients)  # type: ignore[arg-type]
 
 
 class TiledLogProbsFrozen(torch.autograd.Function):
@@ -392,7 +408,7 @@ class TiledLogProbsFrozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, head: Head, targets: Tensor, x: Operands, hidden: Tensor) -> LinearLogProbs:
         ctx.set_materialize_grads(False)
-        results, gradient = _scored(head, x._replace(hidden=hidden), targets, form_gradient=True)
+        results, gradient = _score(head, x._replace(hidden=hidden), targets, form_gradient=True)
         ctx.save_for_backward(*gradient)
         ctx.hidden_dtype = hidden.dtype
         ctx.mark_non_differentiable(*(x for x in results[1:] if x is not None))
@@ -420,7 +436,7 @@ def tiled_log_probs(head: Head, x: Operands, targets: Tensor, *, entropy_require
     needed = [tensor is not None and tensor.requires_grad for tensor in x]
     if not (torch.is_grad_enabled() and differentiable and any(needed)):
         with torch.no_grad():
-            return _scored(head, x, targets)[0]
+            return _score(head, x, targets)[0]
     if any(needed[1:]) or entropy_grad or mean_grad:
         return LinearLogProbs(*TiledLogProbsRecompute.apply(head, targets, entropy_grad, *x))
     return LinearLogProbs(*TiledLogProbsFrozen.apply(head, targets, x, x.hidden))

@@ -28,7 +28,7 @@ from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
 from ..packing.packing import Packing
 from ..packing.randomness import randomness_of
-from ..packing.support import backbone_of, positions_by_length, rebases
+from ..packing.support import backbone_of, can_rebase, positions_by_length
 from ..scoring.head import OpaqueHead, logit_transform, resolve_head
 from ..scoring.weight_layout import weight_layout_of
 from .engines import Zero, one_rank_of, under_fsdp2
@@ -258,7 +258,7 @@ def _layout(step: Step, model: Any, fake: FakeTensorMode, shares: bool) -> Layou
             *(ids_BS, lengths_B, np.zeros(len(rows), np.int64)),
             scored_BS=scored_BS,
             share=shares,
-            rebase=rebases(model),
+            rebase=can_rebase(model),
             implementation=model.config.get_text_config()._attn_implementation,
         )
     for name, value in vars(layout).items():

@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,23 +63,24 @@ class _IndexSelectFP32Grad(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
 
-        def summed(*gradients: Tensor) -> tuple[Tensor, ...]:
-            (count, *shape), dtype = (len(gradients), *gradients[0].shape), gradients[0].dtype
-            stacked = gradients[0].new_empty(count, *shape, dtype=torch.float32)
-            total = stacked.new_zeros(count, ctx.rows, *shape[1:])
-            return total.index_add_(1, index, torch.stack(gradients, out=stacked)).to(dtype).unbind()
+        def sum_repeated(*gradients: Tensor) -> tuple[Tensor, ...]:
+            first = gradients[0]
+            stacked = first.new_empty(len(gradients), *first.shape, dtype=torch.float32)
+            total = stacked.new_zeros(len(gradients), ctx.rows, *first.shape[1:])
+            return total.index_add_(1, index, torch.stack(gradients, out=stacked)).to(first.dtype).unbind()
 
         # In one sum, except those of keys and values with different head sizes
-        equal = len({x.shape for x in gradients}) == 1
-        return None, *(summed(*gradients) if equal else (summed(x)[0] for x in gradients))
+        if len({x.shape for x in gradients}) == 1:
+            return None, *sum_repeated(*gradients)
+        return None, *(sum_repeated(x)[0] for x in gradients)
 
 
 def index_select_fp32_grad(x: Tensor, index: Tensor) -> Tensor:
     """Return `x[index]`, whose gradient sums repeated indices in fp32 or float64."""
-    return _selected(index, x)[0]
+    return _select(index, x)[0]
 
 
-def _selected(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _select(index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """`index_select_fp32_grad` of several tensors of the same length, dtype and device."""
     if tensors[0].dtype not in _HALF:
         return tuple(x.index_select(0, index) for x in tensors)
@@ -102,14 +103,18 @@ def run_packed(model: Any, layout: Layout, inputs: dict[str, Any]) -> Any:
     Raises:
         `LayoutNotReadError`: the model's attention does not use the layout.
     """
-    before = layout.reads[0]
-    row = layout.input_ids, layout.position_ids
-    input_ids, position_ids = row if layout.shard is None else (layout.shard.columns(x) for x in row)
+    reads_before = layout.reads[0]
+    input_ids = layout.input_ids
+    position_ids = layout.position_ids
+    if layout.shard is not None:
+        input_ids = layout.shard.columns(input_ids)
+        position_ids = layout.shard.columns(position_ids)
     # transformers does not change a mask of four dimensions. A layer that reads it instead of the layout gets NaN, and
     # the check of the first batch detects that.
     packed = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": layout.no_mask, _KEYWORD: layout}
-    outputs = backbone_of(model)(**{**inputs, **packed})
-    if layout.reads[0] == before:
+    model_inputs = inputs | packed
+    outputs = backbone_of(model)(**model_inputs)
+    if layout.reads[0] == reads_before:
         raise LayoutNotReadError(_NOT_PASSED)
     return outputs
 
@@ -174,18 +179,20 @@ def packed_attention(
         query_THD, key_KHD, value_KHD = (shard.to_heads(x) for x in (query_THD, key_KHD, value_KHD))
         if "s_aux" in options:
             options["s_aux"] = shard.heads(options["s_aux"])
-    output = _attended(module, query_THD, key_KHD, value_KHD, layout, options)
-    return output if shard is None else shard.to_tokens(output.squeeze(0)).unsqueeze(0), None
+    output = _attend(module, query_THD, key_KHD, value_KHD, layout, options)
+    if shard is not None:
+        output = shard.to_tokens(output.squeeze(0)).unsqueeze(0)
+    return output, None
 
 
-def _attended(
+def _attend(
     module: nn.Module, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, layout: Layout, options: dict[str, Any]
 ) -> Tensor:
     """Return `(1, T, heads, head_size)`, computed by the fastest kernel that supports all `options`."""
     flash = "flash" in layout.implementation
     if not flash and not _varlen_supports(query_THD, value_THD, options):
         return _by_batches(module, query_THD, key_THD, value_THD, layout, options)
-    key_KHD, value_KHD = _selected(layout.keys_K, key_THD, value_THD) if layout.shared else (key_THD, value_THD)
+    key_KHD, value_KHD = _select(layout.keys_K, key_THD, value_THD) if layout.shared else (key_THD, value_THD)
     if flash:
         return _flash(module, query_THD, key_KHD, value_KHD, layout, options)
     query_THD, key_KHD, value_KHD = (x.to(_attention_dtype(query_THD)) for x in (query_THD, key_KHD, value_KHD))
@@ -211,39 +218,53 @@ def _by_batches(
     eager = layout.implementation == "eager" or (special and layout.implementation != "sdpa")
     attend = _eager_attention(module) if eager else AttentionInterface()["sdpa"]
     dtype = query_THD.dtype if eager else _attention_dtype(query_THD)
-    name = query_THD.shape[1], window, dtype, eager, query_THD.device
-    if name not in layout.calls:
-        layout.calls[name] = _calls(layout, *name)
-    shapes, masks, queries, keys, place_T = layout.calls[name]
-    query_THD = query_THD if queries is None else query_THD.index_select(0, queries)
-    key_KHD, value_KHD = (key_THD, value_THD) if keys is None else _selected(keys, key_THD, value_THD)
-    of_calls = _split(query_THD, shapes, 1), *(_split(x, shapes, 2) for x in (key_KHD, value_KHD))
+    settings = (query_THD.shape[1], window, dtype, eager, query_THD.device)
+    if settings not in layout.calls:
+        layout.calls[settings] = _plan_calls(layout, *settings)
+    calls: _Calls = layout.calls[settings]
+    query_THD = query_THD if calls.queries is None else query_THD.index_select(0, calls.queries)
+    key_KHD, value_KHD = (key_THD, value_THD) if calls.keys is None else _select(calls.keys, key_THD, value_THD)
+    call_queries = _split(query_THD, calls.shapes, 1)
+    call_keys = _split(key_KHD, calls.shapes, 2)
+    call_values = _split(value_KHD, calls.shapes, 2)
     outputs = []
-    for mask, *qkv in zip(masks, *of_calls, strict=True):
+    for mask, *qkv in zip(calls.masks, call_queries, call_keys, call_values, strict=True):
         output, _ = attend(module, *(x.transpose(1, 2) for x in qkv), mask, **options)
         outputs.append(output.flatten(0, 1))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return (output if place_T is None else output.index_select(0, place_T)).unsqueeze(0)
+    return (output if calls.place_T is None else output.index_select(0, calls.place_T)).unsqueeze(0)
 
 
-def _calls(
+class _Calls(NamedTuple):
+    """The attention of a packed row in several calls. Indices are those of `Layout.in_batches`, or None: in order."""
+
+    shapes: list[Segment]
+    masks: list[Tensor | None]
+    queries: Tensor | None
+    keys: Tensor | None
+    place_T: Tensor | None
+
+
+def _plan_calls(
     layout: Layout, heads: int, window: int, dtype: torch.dtype, eager: bool, device: torch.device
-) -> tuple[Any, ...]:
-    """Return shapes and masks of the calls, and the indices of `Layout.in_batches`, or None for the tokens in order.
+) -> _Calls:
+    """Return shapes, masks and indices of the calls.
 
     A mask is added to the scores, so that each query sees the keys of its row, at most `window`. All layers share it:
     sdpa would convert a bool mask in each layer, and keep the copy for the backward.
     """
     groups = _groups(layout.segments, heads, window, eager, device)
-    found = [_shape(layout.segments, group, window) for group in groups]
-    shapes = [shape for shape, _, _ in found]
-    indices: tuple[Any, ...] = None, layout.keys_K if layout.shared else None, None
-    copies: list[Any] = groups
+    calls = [_shape(layout.segments, group, window) for group in groups]
+    shapes = [shape for shape, _, _ in calls]
+    queries: Tensor | None = None
+    keys: Tensor | None = layout.keys_K if layout.shared else None
+    place_T: Tensor | None = None
+    call_indices: list[Any] = groups  # of queries and keys; read only where rows of different lengths share a call
     if len(groups) < len(layout.segments):
-        indices = layout.in_batches(groups)
-        copies = [*zip(*(_split(indices[i], shapes, i + 1) for i in (0, 1)), strict=True)]
+        queries, keys, place_T = layout.in_batches(groups)
+        call_indices = list(zip(_split(queries, shapes, 1), _split(keys, shapes, 2), strict=True))
     masks: list[Tensor | None] = []
-    for (shape, padded, causal), of_call in zip(found, copies, strict=True):
+    for (shape, padded, causal), indices in zip(calls, call_indices, strict=True):
         if not eager and causal:
             masks.append(None)
             continue
@@ -252,17 +273,18 @@ def _calls(
         mask = ((distance >= 0) & (distance < window)).view(1, 1, shape.queries, shape.keys)
         if padded:
             # An index before an equal one is padding. Padded queries see it, because a softmax needs a key
-            query_RQ, key_RK = (F.pad(x[:, 1:] == x[:, :-1], (0, 1)) for x in of_call)
+            query_RQ, key_RK = (F.pad(x[:, 1:] == x[:, :-1], (0, 1)) for x in indices)
             mask = mask & (query_RQ[:, None, :, None] | ~key_RK[:, None, None])
         unseen = torch.finfo(dtype).min if eager else -torch.inf
-        added = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, unseen)
-        masks.append(added.expand(shape.rows, 1, -1, -1))
-    return shapes, masks, *indices
+        additive_mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, unseen)
+        masks.append(additive_mask.expand(shape.rows, 1, -1, -1))
+    return _Calls(shapes, masks, queries, keys, place_T)
 
 
 def _groups(segments: list[Segment], heads: int, window: int, eager: bool, device: torch.device) -> list[list[int]]:
     """Return numbers of segments for each call. The longest first, each joins a call or begins one, as costs less."""
-    if (pairs_of_call := _PAIRS_OF_A_CALL.get(device.type)) is None:
+    pairs_of_call = _PAIRS_OF_A_CALL.get(device.type)
+    if pairs_of_call is None:
         return [[number] for number in range(len(segments))]
 
     def cost(call: list[int]) -> float:
@@ -296,17 +318,18 @@ def _split(x: Tensor, shapes: list[Segment], axis: int) -> list[Tensor]:
 def _eager_attention(module: nn.Module) -> Any:
     """Return the eager attention of the model's family, from the Python module of its class."""
     files = (sys.modules[base.__module__] for base in type(module).__mro__)
-    found = [file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")]
-    if not found:
+    forwards = [file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")]
+    if not forwards:
         raise LayoutNotReadError("its eager attention is not in the Python module of its class")
-    return found[0]
+    return forwards[0]
 
 
 def _varlen_supports(query_THD: Tensor, value_THD: Tensor, options: dict[str, Any]) -> bool:
     """Whether torch's varlen attention can run. On a GPU, a warning says why not."""
     if not query_THD.is_cuda:
         return False
-    dtype, size = _attention_dtype(query_THD), max(query_THD.shape[-1], value_THD.shape[-1])
+    dtype = _attention_dtype(query_THD)
+    size = max(query_THD.shape[-1], value_THD.shape[-1])
     reasons = {
         "has a softcap": "softcap" in options,
         "has sinks": "s_aux" in options,
@@ -350,6 +373,7 @@ def _varlen(
     # The kernel needs equal head sizes, but MLA has two
     widest = math.ceil(max(query_THD.shape[-1], size) / _HEAD_MULTIPLE) * _HEAD_MULTIPLE
     qkv = (query_THD, key_KHD, value_KHD)
+    grouped_queries = {"enable_gqa": key_KHD.shape[1] != query_THD.shape[1]} if _TAKES_ENABLE_GQA else {}
     output: Any = attend(
         *(x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in qkv),
         layout.query_starts,
@@ -358,7 +382,7 @@ def _varlen(
         layout.longest_key,
         scale=scaling,
         window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
-        **({"enable_gqa": key_KHD.shape[1] != query_THD.shape[1]} if _TAKES_ENABLE_GQA else {}),
+        **grouped_queries,
     )
     return output[..., :size].unsqueeze(0)  # type: ignore[no-any-return]
 

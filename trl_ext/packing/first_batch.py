@@ -17,11 +17,14 @@ from .attention import LayoutNotReadError, run_packed
 from .layout import Layout
 from .support import backbone_of, has_experts, longest_equal
 
-_ROWS, _COLUMNS = 3, 1024
+_ROWS = 3
+_COLUMNS = 1024
 _PREPENDED = 3
-# Tolerances relative to a hidden state's norm, in fp32 and in lower precision. The last number is the share of tokens
-# that may exceed them in lower precision, or if rounding can change a router's choice of experts
-_OFF, _OFF_COARSE, _MAY_BE_OFF = 1e-3, 0.2, 0.1
+# Tolerances relative to a hidden state's norm, in fp32 and in lower precision
+_TOLERANCE = 1e-3
+_COARSE_TOLERANCE = 0.2
+# The share of tokens that may exceed them in lower precision, or if rounding can change a router's choice of experts
+_OUTLIERS = 0.1
 
 
 def packing_differences(
@@ -42,26 +45,34 @@ def packing_differences(
     ids_BS, lengths_B = _rows_to_check(model, *rows)
     first_B = np.full_like(lengths_B, _PREPENDED)
     attention = model.config.get_text_config()._attn_implementation
-    found: dict[bool, str | None] = {}
+    differences: dict[bool, str | None] = {}
     with evaluating(model):
         places_BS = np.arange(ids_BS.shape[1]) - first_B[:, None]
         real_BS = (places_BS >= 0) & (places_BS < lengths_B[:, None])
         ids, mask = (torch.from_numpy(x).to(device) for x in (ids_BS, real_BS.astype(ids_BS.dtype)))
         padded_BSH = backbone_of(model)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         # As in training, only the padded batch has a row's last token, which no earlier token may see
-        packed = ids_BS, (lengths_B - 1).clip(min=1), first_B
+        packed_lengths_B = (lengths_B - 1).clip(min=1)
         for share in shares:
-            layout = Layout(*packed, share=share, rebase=share and rebase, implementation=attention, device=device)
+            layout = Layout(
+                ids_BS,
+                packed_lengths_B,
+                first_B,
+                share=share,
+                rebase=share and rebase,
+                implementation=attention,
+                device=device,
+            )
             try:
                 hidden_TH = run_packed(model, layout, {"use_cache": False}).last_hidden_state[0]
             except LayoutNotReadError as error:
-                found[share] = str(error)
+                differences[share] = str(error)
                 continue
             # A model that is split over devices may begin and end on different devices
             packed_BS = (layout.at_BS >= 0).to(padded_BSH.device)
             hidden_NH = hidden_TH[layout.real_places().to(hidden_TH.device)]
-            found[share] = _difference_reason(model, hidden_NH, padded_BSH[packed_BS])
-    return found
+            differences[share] = _difference_reason(model, hidden_NH, padded_BSH[packed_BS])
+    return differences
 
 
 def _rows_to_check(
@@ -98,14 +109,14 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def _difference_reason(model: Any, hidden_NH: Tensor, padded_NH: Tensor) -> str | None:
-    off_N = (hidden_NH - padded_NH).float().norm(dim=1) / padded_NH.float().norm(dim=1).clamp(min=1e-30)
+    difference_N = (hidden_NH - padded_NH).float().norm(dim=1) / padded_NH.float().norm(dim=1).clamp(min=1e-30)
     coarse = is_coarse(model, padded_NH)
-    too_far = ~(off_N <= (_OFF_COARSE if coarse else _OFF))
-    may_be_off = _MAY_BE_OFF if coarse or has_experts(model) else 0.0
+    is_outlier_N = ~(difference_N <= (_COARSE_TOLERANCE if coarse else _TOLERANCE))
+    allowed_share = _OUTLIERS if coarse or has_experts(model) else 0.0
     # If the padded results are NaN too, packing is not the cause
-    if not padded_NH.isfinite().all() or too_far.float().mean() <= may_be_off:
+    if not padded_NH.isfinite().all() or is_outlier_N.float().mean() <= allowed_share:
         return None
-    return f"on the first batch, hidden states differ from the padded ones by {off_N.max():.2g} of their norm"
+    return f"on the first batch, hidden states differ from the padded ones by {difference_N.max():.2g} of their norm"
 
 
 def is_coarse(model: Any, hidden_NH: Tensor) -> bool:

@@ -13,19 +13,65 @@ from torch import nn
 
 # Packages whose hooks and replaced `forward` methods do the same in each call
 _KNOWN = {
-    *("torch", "transformers", "peft", "accelerate", "deepspeed", "trl", "trl_ext", "bitsandbytes", "torchao"),
-    *("flash_attn", "kernels", "liger_kernel", "fla", "optimum", "gptqmodel", "hqq", "wandb", "builtins", "functools"),
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "deepspeed",
+    "trl",
+    "trl_ext",
+    "bitsandbytes",
+    "torchao",
+    "flash_attn",
+    "kernels",
+    "liger_kernel",
+    "fla",
+    "optimum",
+    "gptqmodel",
+    "hqq",
+    "wandb",
+    "builtins",
+    "functools",
 }
 _RETURN_NONE = {"append", "appendleft", "extend", "print", "debug", "info", "warning"}
 _GIVE_NUMBERS = {"item", "numel", "tolist", "len", "int", "float", "bool", "round", "str", "repr", "id"}
 _CHANGE_NOTHING = {
-    *(*_RETURN_NONE, *_GIVE_NUMBERS, "isinstance", "hasattr", "getattr", "type", "tuple", "list", "dict", "set"),
-    *("zip", "enumerate", "iter", "next", "abs", "sum", "min", "max", "any", "all", "sorted"),
+    *_RETURN_NONE,
+    *_GIVE_NUMBERS,
+    "isinstance",
+    "hasattr",
+    "getattr",
+    "type",
+    "tuple",
+    "list",
+    "dict",
+    "set",
+    "zip",
+    "enumerate",
+    "iter",
+    "next",
+    "abs",
+    "sum",
+    "min",
+    "max",
+    "any",
+    "all",
+    "sorted",
 }
 _CHANGE_A_CONTAINER = {
-    *("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort", "update"),
+    "append",
+    "clear",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "reverse",
+    "setdefault",
+    "sort",
+    "update",
 }
-_DONE_TO_TRAIN_ADAPTERS = {"requires_grad_", "retain_grad"}
+_CALLED_TO_TRAIN_ADAPTERS = {"requires_grad_", "retain_grad"}
 _FUNCTIONS = ast.FunctionDef | ast.Lambda
 
 
@@ -33,19 +79,19 @@ def is_known(module: str | None) -> bool:
     return (module or "").split(".")[0] in _KNOWN
 
 
-def functions_of_users(value: Any, of_class: Set[FunctionType] = frozenset()) -> Iterator[FunctionType]:
+def functions_of_users(value: Any, class_forwards: Set[FunctionType] = frozenset()) -> Iterator[FunctionType]:
     """Yield the functions of users that a call of `value` can run, also those under wrappers of known packages.
 
     Args:
-        of_class (`set[FunctionType]`): the forward of the module's class, which wrappers of known packages call.
+        class_forwards (`set[FunctionType]`): the forward of the module's class, which wrappers of known packages call.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [value]
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, nn.Module | type):
+        if id(value) in visited or isinstance(value, nn.Module | type):
             continue  # the modules of the model are looked at themselves
-        seen.add(id(value))
+        visited.add(id(value))
         waiting.append(getattr(value, "__dict__", {}).get("__wrapped__"))
         if isinstance(value, partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
@@ -55,7 +101,7 @@ def functions_of_users(value: Any, of_class: Set[FunctionType] = frozenset()) ->
             method = type(value).__call__
             waiting += [method] if isinstance(method, FunctionType) else []
         elif _is_of_user(value):
-            if value not in of_class:
+            if value not in class_forwards:
                 yield value
         else:
             for cell in value.__closure__ or ():
@@ -69,7 +115,7 @@ def _is_of_user(function: FunctionType) -> bool:
     return not from_hub and not is_known(function.__globals__.get("__name__"))
 
 
-def described(function: FunctionType) -> str:
+def describe_function(function: FunctionType) -> str:
     return f"`{function.__name__}` in {Path(function.__code__.co_filename).name}"
 
 
@@ -151,8 +197,9 @@ class _Source:
         return isinstance(part, ast.Call) and self._call_may_change(part)
 
     def _call_may_change(self, call: ast.Call) -> bool:
-        function, name = call.func, _name_of(call)
-        if name in _DONE_TO_TRAIN_ADAPTERS:
+        function = call.func
+        name = _name_of(call)
+        if name in _CALLED_TO_TRAIN_ADAPTERS:
             return False
         if name.endswith("_") or name in ("setattr", "delattr", "exec", "eval"):  # in place, or `__setitem__`
             return True
@@ -201,8 +248,8 @@ def _name_of(call: ast.Call) -> str:
 def _without_default(arguments: ast.arguments) -> list[str]:
     by_position = [*arguments.posonlyargs, *arguments.args]
     by_name = [x for x, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
-    others = [x for x in (arguments.vararg, arguments.kwarg) if x is not None]
-    return [x.arg for x in (*by_position[: len(by_position) - len(arguments.defaults)], *by_name, *others)]
+    variadic = [x for x in (arguments.vararg, arguments.kwarg) if x is not None]
+    return [x.arg for x in (*by_position[: len(by_position) - len(arguments.defaults)], *by_name, *variadic)]
 
 
 def _is_none(value: ast.expr) -> bool:

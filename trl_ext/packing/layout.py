@@ -3,7 +3,7 @@
 The packed tokens are the nodes of a trie over the rows: a prefix that several rows share is stored once.
 In sorted order, a row shares its longest common prefix with the previous row, so comparing neighbours finds the trie.
 
-Dimensions: B rows, S columns, T packed tokens, K keys (of each row with tokens of its own, all tokens that it sees).
+Dimensions: B rows, S columns, T packed tokens, K keys (of each row that adds tokens, all tokens that it sees).
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Segment(NamedTuple):
-    """Successive rows, each of which sees `keys` tokens. The last `queries` of these are the row's own."""
+    """Successive rows, each of which sees `keys` tokens. Only the last `queries` of these are packed for this row."""
 
     rows: int
     queries: int
@@ -88,34 +88,44 @@ class Layout:
         self._rows = [(i, int(first_B[i]), int(common_B[i]), len(rows[i])) for i in order]
         self._shape = ids_BS.shape
         lengths = [(keys - common, keys) for _, _, common, keys in self._rows if keys > common]
-        self.segments = [Segment(len(list(same)), *of_row) for of_row, same in itertools.groupby(lengths)]
+        self.segments = [
+            Segment(len(list(equal_rows)), queries, keys) for (queries, keys), equal_rows in itertools.groupby(lengths)
+        ]
         self.shared = any(queries != keys for queries, keys in lengths)
         self.longest_query, self.longest_key = (max(x) for x in zip(*lengths, strict=True))
         self.tokens, keys = (sum(x) for x in zip(*lengths, strict=True))
         scored_BS = np.zeros(ids_BS.shape, bool) if scored_BS is None else scored_BS
         ends_B = np.count_nonzero(scored_BS, axis=1).cumsum()
-        sizes = [self.tokens, self.tokens, keys, *4 * [ends_B[-1]], len(lengths) + 1, 1]
-        whole, at = _staging(sum(sizes), torch.device(device)), np.cumsum(sizes)[:-1]
-        ids_T, position_T, keys_K, row_N, column_N, at_N, same_N, starts, nan = np.split(whole.numpy(), at)
+        N = ends_B[-1]
+        # All arrays are slices of one, which is copied to the device at once
+        sizes = [self.tokens, self.tokens, keys, N, N, N, N, len(lengths) + 1, 1]
+        staging = _staging(sum(sizes), torch.device(device))
+        arrays = np.split(staging.numpy(), np.cumsum(sizes)[:-1])
+        ids_T, position_T, keys_K, row_N, column_N, at_N, same_N, starts, nan = arrays
         nan.view(np.float32)[:] = np.nan
-        t = k = 0
+        t = 0
+        k = 0
         for (i, first, common, length), path in zip(self._rows, self._paths(), strict=True):
-            own = slice(t, t + length - common)
-            ids_T[own], position_T[own] = rows[i][common:], np.arange(start_B[i] + common, start_B[i] + length)
+            added = slice(t, t + length - common)  # the row's tokens that it does not share with the previous row
+            ids_T[added] = rows[i][common:]
+            position_T[added] = np.arange(start_B[i] + common, start_B[i] + length)
             if length > common:
                 keys_K[k : k + length] = path
                 k += length
             columns = np.flatnonzero(scored_BS[i])
-            of_row = slice(ends_B[i] - len(columns), ends_B[i])
-            row_N[of_row], column_N[of_row], at_N[of_row] = i, columns, path[columns - first]
-            t = own.stop
+            scored = slice(ends_B[i] - len(columns), ends_B[i])
+            row_N[scored] = i
+            column_N[scored] = columns
+            at_N[scored] = path[columns - first]
+            t = added.stop
         same_T = np.empty(self.tokens, np.int64)
         same_T[at_N] = np.arange(len(at_N))
         same_N[:] = same_T[at_N]
         starts = starts.view(np.int32).reshape(2, -1)
-        starts[:, 0], starts[:, 1:] = 0, np.cumsum(lengths, axis=0).T
+        starts[:, 0] = 0
+        starts[:, 1:] = np.cumsum(lengths, axis=0).T
         self._device = torch.device(device)
-        parts = whole.to(device, non_blocking=True).split([int(size) for size in sizes])
+        parts = staging.to(device, non_blocking=True).split([int(size) for size in sizes])
         self.input_ids, self.position_ids = (x.unsqueeze(0) for x in parts[:2])
         self.keys_K, self.row_N, self.column_N, self.at_N, self.same_N = parts[2:7]
         self.query_starts, self.key_starts = parts[7].view(torch.int32).view(2, -1)
@@ -128,7 +138,10 @@ class Layout:
     def for_pass(self, implementation: str) -> "Layout":
         """Return the layout for another pass over the same batch, with the attention `implementation`."""
         layout = copy.copy(self)
-        layout.implementation, layout.reads, layout.calls, layout._copies = implementation, [0], {}, {}
+        layout.implementation = implementation
+        layout.reads = [0]
+        layout.calls = {}
+        layout._copies = {}
         return layout
 
     def in_batches(self, groups: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,14 +162,15 @@ class Layout:
         place_T = np.empty(self.tokens, np.int64)
         place_T[queries] = np.arange(len(queries))  # the last of equal indices: a token is after its copies
         sizes = [len(queries), len(keys), self.tokens]
-        whole = _staging(sum(sizes), self._device)
-        np.concatenate([queries, keys, place_T], out=whole.numpy())
-        queries, keys, places = whole.to(self._device, non_blocking=True).split(sizes)
+        staging = _staging(sum(sizes), self._device)
+        np.concatenate([queries, keys, place_T], out=staging.numpy())
+        queries, keys, places = staging.to(self._device, non_blocking=True).split(sizes)
         return queries, self.keys_K.index_select(0, keys), places
 
     def _paths(self) -> Iterator[NDArray[np.int64]]:
         """Yield the index in the packed row of each token of each row, in the order of the packed row."""
-        path_S, tokens = np.empty(self._shape[1], np.int64), 0
+        path_S = np.empty(self._shape[1], np.int64)
+        tokens = 0
         for _, _, common, length in self._rows:
             path_S[common:length] = np.arange(tokens, tokens + length - common)
             tokens += length - common
@@ -182,12 +196,13 @@ class Layout:
         if device == self._device:
             return self
         if device not in self._copies:
-            other = copy.copy(self)
-            other._device, other._copies = device, {}
+            layout = copy.copy(self)
+            layout._device = device
+            layout._copies = {}
             for name, value in vars(self).items():
                 if isinstance(value, Tensor):
-                    setattr(other, name, value.to(device))
-            self._copies[device] = other
+                    setattr(layout, name, value.to(device))
+            self._copies[device] = layout
         return self._copies[device]
 
 

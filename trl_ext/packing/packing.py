@@ -16,7 +16,7 @@ from torch import Tensor
 from .attention import accept_layouts
 from .first_batch import packing_differences
 from .layout import Layout
-from .support import longest_equal, padded_reason, rebases
+from .support import can_rebase, longest_equal, padded_reason
 
 logger = logging.getLogger("trl_ext")
 
@@ -35,7 +35,7 @@ class Packing:
         unshared_reason (`str`, *optional*): why rows do not share leading tokens; None if they do.
         checked (`bool`): whether a first batch was compared with the padded forward.
         agreed (`bool`): whether the ranks have exchanged the results of this check.
-        left_out (`int`): tokens of padded batches that packing has removed so far.
+        skipped_tokens (`int`): tokens of padded batches that packing has removed so far.
     """
 
     def __init__(self, model: Any, *, padding_free: bool, share_prompts: bool) -> None:
@@ -43,10 +43,10 @@ class Packing:
         self.unshared_reason = None if share_prompts else "`share_prompts=False`"
         self.checked = False
         self.agreed = False
-        self.left_out = 0
+        self.skipped_tokens = 0
         self._warned: set[str] = set()
         if self.padded_reason is None:
-            self._rebase = share_prompts and rebases(model)
+            self._rebases = share_prompts and can_rebase(model)
             self._longest = longest_equal(model)
             accept_layouts(model)
 
@@ -74,7 +74,8 @@ class Packing:
         if reason is not None:
             self._warn_once(f"A batch is not packed: {reason}.")
             return None
-        ids_BS, mask_BS = inputs["input_ids"], inputs.get("attention_mask")
+        ids_BS = inputs["input_ids"]
+        mask_BS = inputs.get("attention_mask")
         if not self.checked:
             self.checked = True
             self._check(model, HostBatch.of(ids_BS, mask_BS, labels_BS), ids_BS.device)
@@ -85,33 +86,35 @@ class Packing:
             by_length = "the model's rotary embeddings depend on the length of the batch"
             self._warn_once(f"A batch is not packed: from {self._longest} tokens on, {by_length}.")
             return None
-        share = share and self.unshared_reason is None
-        options = share, share and self._rebase, not inputs.get("output_router_logits")  # its loss reads all tokens
+        shares = share and self.unshared_reason is None
+        rebases = shares and self._rebases
+        drops_ends = not inputs.get("output_router_logits")  # the router loss reads also tokens that predict no label
 
-        def make() -> Layout | str:
+        def make_layout() -> Layout | str:
             batch = HostBatch.of(ids_BS, mask_BS, labels_BS)
-            lengths_B = batch.scored_lengths_B if options[2] else batch.lengths_B
-            return batch.padded_reason or _layout(batch, lengths_B, *options[:2], ids_BS.device)
+            lengths_B = batch.scored_lengths_B if drops_ends else batch.lengths_B
+            return batch.padded_reason or _layout(batch, lengths_B, shares, rebases, ids_BS.device)
 
         # DPO's reference and policy get the same tensors, so they share the result
-        found = _LAST[options].of(ids_BS, mask_BS, labels_BS, make=make)
-        if isinstance(found, str):
-            self._warn_once(f"A batch is not packed: {found}.")
+        options = (shares, rebases, drops_ends)
+        layout = _LAST_RESULTS[options].of(ids_BS, mask_BS, labels_BS, make=make_layout)
+        if isinstance(layout, str):
+            self._warn_once(f"A batch is not packed: {layout}.")
             return None
-        self.left_out += ids_BS.numel() - found.tokens
-        return found.for_pass(model.config.get_text_config()._attn_implementation)
+        self.skipped_tokens += ids_BS.numel() - layout.tokens
+        return layout.for_pass(model.config.get_text_config()._attn_implementation)
 
     def _check(self, model: Any, batch: "HostBatch", device: torch.device) -> None:
         """Run a few rows of the first batch packed and padded, and turn off what changes their hidden states."""
         shares = (True, False) if self.unshared_reason is None else (False,)
-        rows = batch.ids_BS, batch.first_B, batch.lengths_B
-        off = packing_differences(model, rows, device, shares, rebase=self._rebase)
-        if off[False] is not None:
-            self.padded_reason = off[False]
-            self._warn_once(f"Batches of {type(model).__name__} stay padded: {off[False]}.")
-        elif off.get(True) is not None:
-            self.unshared_reason = off[True]
-            self._warn_once(f"Prompts of {type(model).__name__} are not shared: {off[True]}.")
+        rows = (batch.ids_BS, batch.first_B, batch.lengths_B)
+        differences = packing_differences(model, rows, device, shares, rebase=self._rebases)
+        if differences[False] is not None:
+            self.padded_reason = differences[False]
+            self._warn_once(f"Batches of {type(model).__name__} stay padded: {self.padded_reason}.")
+        elif differences.get(True) is not None:
+            self.unshared_reason = differences[True]
+            self._warn_once(f"Prompts of {type(model).__name__} are not shared: {self.unshared_reason}.")
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -124,11 +127,11 @@ def _inputs_padded_reason(model: Any, positional: tuple[Any, ...], inputs: dict[
     ids_BS = inputs.get("input_ids")
     if positional or ids_BS is None:
         return "its token ids are not given as `input_ids`"
-    known = {"input_ids", "attention_mask", *_NOT_BY_ROW}
-    others = [name for name, x in inputs.items() if x is not None and name not in known]
-    others += [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
-    if others:
-        return f"it has the additional input `{others[0]}`"
+    supported_inputs = {"input_ids", "attention_mask", *_NOT_BY_ROW}
+    additional = [name for name, x in inputs.items() if x is not None and name not in supported_inputs]
+    additional += [name for name in ("output_attentions", "output_hidden_states") if inputs.get(name)]
+    if additional:
+        return f"it has the additional input `{additional[0]}`"
     mask = inputs.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         return "its attention mask does not have two dimensions"
@@ -149,10 +152,10 @@ class HostBatch:
     @classmethod
     def of(cls, ids_BS: Tensor, mask_BS: Tensor | None, labels_BS: Tensor) -> "HostBatch":
         """Copy a batch to the host, which waits for the device once."""
-        given = [x for x in (ids_BS, mask_BS, labels_BS.to(ids_BS.device)) if x is not None]
+        tensors = [x for x in (ids_BS, mask_BS, labels_BS.to(ids_BS.device)) if x is not None]
         if ids_BS.device.type != "cpu":
-            given = list(torch.stack([x.to(ids_BS.dtype) for x in given]).cpu())
-        ids, *masks, labels = (x.numpy() for x in given)
+            tensors = list(torch.stack([x.to(ids_BS.dtype) for x in tensors]).cpu())
+        ids, *masks, labels = (x.numpy() for x in tensors)
         scored_BS = np.zeros(ids.shape, bool)
         np.not_equal(labels[:, 1:], -100, out=scored_BS[:, :-1])
         return cls(ids, masks[0] != 0 if masks else np.ones(ids.shape, bool), scored_BS)
@@ -186,7 +189,13 @@ def _layout(batch: HostBatch, lengths_B: NDArray[Any], share: bool, rebase: bool
         lengths_B = lengths_B.copy()
         lengths_B[0] = 1
     return Layout(
-        *(batch.ids_BS, lengths_B, batch.first_B), scored_BS=batch.scored_BS, share=share, rebase=rebase, device=device
+        batch.ids_BS,
+        lengths_B,
+        batch.first_B,
+        scored_BS=batch.scored_BS,
+        share=share,
+        rebase=rebase,
+        device=device,
     )
 
 
@@ -195,24 +204,31 @@ class LastResult:
 
     def __init__(self) -> None:
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
-        self._mode, self._result = False, None  # autograd cannot use a result of inference mode
+        self._inference_mode = False  # autograd cannot use a result of inference mode
+        self._result: Any = None
 
-    def of(self, *tensors: Tensor | None, make: Callable[[], Any]) -> Any:
-        mode = torch.is_inference_mode_enabled()
-        given = [x for x in tensors if x is not None]
-        if any(x.is_inference() for x in given):  # torch does not count writes to them
+    def of(self, *arguments: Tensor | None, make: Callable[[], Any]) -> Any:
+        """Return the result of `make`, which reads these tensors."""
+        tensors = [x for x in arguments if x is not None]
+        if any(x.is_inference() for x in tensors):  # torch does not count writes to them
             return make()
-        now = [(x, x._version) for x in given]
-        if (mode, len(now)) != (self._mode, len(self._tensors)) or any(
-            known() is not x or version != at for (x, version), (known, at) in zip(now, self._tensors, strict=True)
-        ):
-            self._mode, self._result = mode, make()
-            self._tensors = [(weakref.ref(x), version) for x, version in now]
+        inference_mode = torch.is_inference_mode_enabled()
+        if inference_mode != self._inference_mode or not self._are_unchanged(tensors):
+            self._inference_mode = inference_mode
+            self._result = make()
+            self._tensors = [(weakref.ref(x), x._version) for x in tensors]
         return self._result
+
+    def _are_unchanged(self, tensors: list[Tensor]) -> bool:
+        """Whether these are the tensors of the last result, and nothing wrote to them since."""
+        return len(tensors) == len(self._tensors) and all(
+            reference() is x and version == x._version
+            for x, (reference, version) in zip(tensors, self._tensors, strict=True)
+        )
 
 
 # Keyed by the options of a layout
-_LAST: defaultdict[tuple[bool, ...], LastResult] = defaultdict(LastResult)
+_LAST_RESULTS: defaultdict[tuple[bool, ...], LastResult] = defaultdict(LastResult)
 
 
 def _ends(marked_BS: Mask) -> NDArray[Any]:

@@ -15,21 +15,62 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .hooks import described, functions_of_users, is_known, only_observes
+from .hooks import describe_function, functions_of_users, is_known, only_observes
 
 _RATES = ("drop", "jitter")
 # Rates of draws that are one for a row or a batch, not one for each token or each forward
 _RATES_OF_ROWS = ("drop_path", "path_drop", "stochastic_depth")
 _DROPOUT = {
-    *("dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout"),
-    *("dropout1d", "dropout2d", "dropout3d"),
+    "dropout",
+    "dropout_",
+    "alpha_dropout",
+    "feature_dropout",
+    "feature_alpha_dropout",
+    "native_dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
 }
 _DRAWS = {
-    *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "normal_"),
-    *("uniform", "uniform_", "bernoulli", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
-    *("random_", "multinomial", "poisson", "binomial", "gumbel_softmax", "rrelu", "rrelu_", "sample", "rsample"),
-    *("random", "randrange", "gauss", "choice", "choices", "shuffle", "standard_normal", "default_rng"),
-    *("RandomState", "Generator", "urandom", "token_bytes", "integers"),
+    "rand",
+    "randn",
+    "randint",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "randperm",
+    "normal",
+    "normal_",
+    "uniform",
+    "uniform_",
+    "bernoulli",
+    "bernoulli_",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+    "random_",
+    "multinomial",
+    "poisson",
+    "binomial",
+    "gumbel_softmax",
+    "rrelu",
+    "rrelu_",
+    "sample",
+    "rsample",
+    "random",
+    "randrange",
+    "gauss",
+    "choice",
+    "choices",
+    "shuffle",
+    "standard_normal",
+    "default_rng",
+    "RandomState",
+    "Generator",
+    "urandom",
+    "token_bytes",
+    "integers",
 }
 _MAY_CHANGE = "may change from call to call"
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -62,13 +103,13 @@ def randomness_of(model: nn.Module, neftune_noise_alpha: float | None = None) ->
     """
     if neftune_noise_alpha is not None:
         return NEFTUNE
-    found = None
+    first_source = None
     for name, module in model.named_modules():
         source = randomness_of_module(name, module)
         if source is not None and not source.of_tokens:
             return source
-        found = found or source
-    return found
+        first_source = first_source or source
+    return first_source
 
 
 DROPOUT = Randomness("dropout is active", of_tokens=True)
@@ -80,49 +121,53 @@ def randomness_of_module(name: str, module: nn.Module) -> Randomness | None:
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     if any(getattr(hook, "__name__", "") == "neftune_post_forward_hook" for hook in hooks):
         return NEFTUNE
-    return _changed_by_user(name, module, hooks) or _drawn_by_layer(name, module)
+    return _randomness_of_users(name, module, hooks) or _randomness_of_layer(name, module)
 
 
-def _changed_by_user(name: str, module: nn.Module, hooks: tuple[Any, ...]) -> Randomness | None:
+def _randomness_of_users(name: str, module: nn.Module, hooks: tuple[Any, ...]) -> Randomness | None:
     """Return why a user's hook or `forward` may change from call to call: all may, but for hooks that only observe.
 
     A function can read anything: a counter, the clock, noise that was drawn before, whether gradients are recorded.
     """
     part: Any = type(module)
-    of_class = _forwards_of(part)
-    of_all_modules = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
-    for hook in (*hooks, *(hook for registered in of_all_modules for hook in registered.values())):
-        for function in functions_of_users(hook, of_class):
+    class_forwards = _forwards_of(part)
+    global_hooks = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
+    for hook in (*hooks, *(hook for registered in global_hooks for hook in registered.values())):
+        for function in functions_of_users(hook, class_forwards):
             if not only_observes(function):
-                return _of_user(f"a forward hook of {_described(name, module)}, {described(function)}, {_MAY_CHANGE}")
-    for function in functions_of_users(vars(module).get("forward", part.forward), of_class):
-        return _of_user(f"the replaced `forward` of {_described(name, module)}, {described(function)}, {_MAY_CHANGE}")
+                return _of_user(
+                    f"a forward hook of {_describe_module(name, module)}, {describe_function(function)}, {_MAY_CHANGE}"
+                )
+    for function in functions_of_users(vars(module).get("forward", part.forward), class_forwards):
+        return _of_user(
+            f"the replaced `forward` of {_describe_module(name, module)}, {describe_function(function)}, {_MAY_CHANGE}"
+        )
     return None
 
 
 @cache
 def _forwards_of(part: type) -> frozenset[FunctionType]:
     """Return what users' classes define as their forward. In a class of a known package, it is a replaced one."""
-    of_users = (x for x in part.__mro__ if not is_known(x.__module__))
-    return frozenset(function for x in of_users for function in functions_of_users(vars(x).get("forward")))
+    user_classes = (x for x in part.__mro__ if not is_known(x.__module__))
+    return frozenset(function for x in user_classes for function in functions_of_users(vars(x).get("forward")))
 
 
-def _drawn_by_layer(name: str, module: nn.Module) -> Randomness | None:
+def _randomness_of_layer(name: str, module: nn.Module) -> Randomness | None:
     """Return what `module` draws, without its hooks and children."""
     part: Any = type(module)
     kind = _kind_of(part)
     if kind.may_have_rates or _names_rate(" ".join(vars(module))):
         if _has_rate_of_rows(module):
-            return Randomness(f"{_described(name, module)} drops the paths of whole rows", of_tokens=False)
+            return Randomness(f"{_describe_module(name, module)} drops the paths of whole rows", of_tokens=False)
         if _has_rate(module):
-            reason = f"{_described(name, module)} draws random numbers"
+            reason = f"{_describe_module(name, module)} draws random numbers"
             return DROPOUT if kind.draws_for_tokens else Randomness(reason, of_tokens=False)
-    if kind.drawn and _class_draws(module, kind.drawn):
-        return _of_user(f"{_described(name, module)} draws random numbers")
+    if kind.draws and _class_draws(module, kind.draws):
+        return _of_user(f"{_describe_module(name, module)} draws random numbers")
     return None
 
 
-def _described(name: str, module: nn.Module) -> str:
+def _describe_module(name: str, module: nn.Module) -> str:
     kind = type(module).__name__
     return f"`{name}` ({kind})" if name else f"`{kind}`"
 
@@ -137,17 +182,17 @@ class _Kind:
 
     may_have_rates: bool  # apart from those that an attribute's name says
     draws_for_tokens: bool
-    drawn: frozenset[str]  # names of draws in the code of its forward
+    draws: frozenset[str]  # names of draws in the code of its forward
 
 
 @cache
 def _kind_of(part: type) -> _Kind:
-    of_channels = nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout
-    has_own_rates = issubclass(part, nn.modules.dropout._DropoutNd | nn.RReLU) or "Dropout" in part.__name__
+    channel_dropouts = nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.FeatureAlphaDropout
+    is_dropout = issubclass(part, nn.modules.dropout._DropoutNd | nn.RReLU) or "Dropout" in part.__name__
     return _Kind(
-        may_have_rates=has_own_rates or _samples_vectors(part) or bool(_rate_names(part)),
-        draws_for_tokens=is_known(part.__module__) and not issubclass(part, of_channels),
-        drawn=_drawn_in_class(part),
+        may_have_rates=is_dropout or _samples_vectors(part) or bool(_rate_names(part)),
+        draws_for_tokens=is_known(part.__module__) and not issubclass(part, channel_dropouts),
+        draws=_draws_of_class(part),
     )
 
 
@@ -180,11 +225,11 @@ def _has_rate_of_rows(module: nn.Module) -> bool:
 
 def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield name and value of the rates of `module`, also those that its forward reads from the config."""
-    own = vars(module)
-    for name, value in own.items():
+    attributes = vars(module)
+    for name, value in attributes.items():
         if _names_rate(name):
             yield from ((name, x) for x in (value.values() if isinstance(value, dict) else (value,)))
-    config = own.get("config")
+    config = attributes.get("config")
     if config is not None:
         part: Any = type(module)
         yield from ((name, getattr(config, name, None)) for name in _rate_names(part))
@@ -197,57 +242,57 @@ def _is_rate(value: Any) -> bool:
 @cache
 def _rate_names(part: type) -> tuple[str, ...]:
     """Return the names of rates that the class's forward reads from a `config`."""
-    found = set()
+    names = set()
     for function in _functions_of_forward(part):
         for read, then in pairwise(get_instructions(function.__code__)):
             name = then.argval
             if read.argval == "config" and isinstance(name, str) and _names_rate(name):
-                found.add(name)
-    return tuple(sorted(found))
+                names.add(name)
+    return tuple(sorted(names))
 
 
-def _class_draws(module: nn.Module, drawn: frozenset[str]) -> bool:
-    """Whether the class's forward, which has the names `drawn`, draws in a way that no rate says."""
+def _class_draws(module: nn.Module, draws: frozenset[str]) -> bool:
+    """Whether the class's forward, which has the names `draws`, draws in a way that no rate says."""
     has_rates = any(True for _ in _rates(module))
-    if drawn - _DROPOUT:
+    if draws - _DROPOUT:
         return not (has_rates and is_known(type(module).__module__))
     # `self.dropout(...)` calls a child, which is looked at itself
-    return not has_rates and any(not hasattr(module, name) for name in drawn)
+    return not has_rates and any(not hasattr(module, name) for name in draws)
 
 
-def _drawn_in_class(part: type) -> frozenset[str]:
+def _draws_of_class(part: type) -> frozenset[str]:
     """Return the names of draws in the class's forward and, for a user's class, in what it calls."""
     if part.__module__.split(".")[0] in ("torch", "peft"):  # their layers that draw have rates
         return frozenset()
-    drawn: set[str] = set()
+    draws: set[str] = set()
     for function in _functions_of_forward(part):
         names = _names(function.__code__)
         if is_known(function.__module__):
-            drawn |= names & _DRAWS
+            draws |= names & _DRAWS
         else:
             values = _read_by(function)
             names |= {str(getattr(value, "__name__", "")) for value in values}
-            drawn |= names & (_DRAWS | _DROPOUT)
-            drawn |= {"Generator" for value in values if isinstance(value, _GENERATORS)}
-    return frozenset(drawn)
+            draws |= names & (_DRAWS | _DROPOUT)
+            draws |= {"Generator" for value in values if isinstance(value, _GENERATORS)}
+    return frozenset(draws)
 
 
 @cache
 def _functions_of_forward(part: type) -> tuple[FunctionType, ...]:
     """Return the class's forward, the methods that it calls, directly or not, and the functions of users."""
-    found: dict[FunctionType, None] = {}
+    functions: dict[FunctionType, None] = {}
     waiting = [_plain_function(getattr(part, name, None)) for name in ("forward", "__call__")]
     while waiting:
         function = waiting.pop()
-        if function is None or function in found or function.__module__.startswith("torch.nn.modules.module"):
+        if function is None or function in functions or function.__module__.startswith("torch.nn.modules.module"):
             continue
-        found[function] = None
+        functions[function] = None
         names = _names(function.__code__)
         waiting += [_plain_function(getattr(part, name, None)) for name in names if not name.startswith("__")]
         if not is_known(function.__module__):
             read = (x for x in _read_by(function) if isinstance(x, FunctionType))
             waiting += [_plain_function(x) for x in read if not is_known(x.__module__)]
-    return tuple(found)
+    return tuple(functions)
 
 
 def _read_by(function: FunctionType) -> list[Any]:

@@ -44,7 +44,7 @@ def padded_reason(model: Any) -> str | None:
     return None
 
 
-def rebases(model: Any) -> bool:
+def can_rebase(model: Any) -> bool:
     """Whether attention depends only on the distance between tokens, so that a row may begin at any position."""
     config = model.config.get_text_config()
     by_position = "attn_temperature_tuning", "llama_4_scaling_beta"  # they scale queries by position

@@ -72,7 +72,7 @@ class ScoredTokens:
             chunk = slice(start, start + len(labels))
             start = chunk.stop
             if sampling_mask:
-                model_inputs["kept"] = tuple(values_RX[chunk] for values_RX in sampling_mask)
+                model_inputs["sampling_mask"] = tuple(values_RX[chunk] for values_RX in sampling_mask)
             # Labels cover the positions of prompt and completion; no token of a prompt is scored
             unscored_rC = unscored_RC[chunk]
             unscored_rS = pad(unscored_rC, (labels.size(1) - unscored_rC.size(1), 0), value=True)

@@ -1,4 +1,4 @@
-"""Checks of the LM head and its adapters on the first batch, and of the token ids in each batch."""
+"""Checks of the LM head and its adapters on the first batch: against their definition, and against PEFT's layers."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,10 @@ from ..heads.products import statistics_dtype
 from .head import OpaqueHead, resolve_head
 from .weight_layout import WHOLE_HERE, WeightLayout
 
-_SELF_TEST_TOKENS, _HIDDEN, _CLASSES = 64, 128, 1000
+# Sizes of the self-test
+_SELF_TEST_TOKENS = 64
+_HIDDEN = 128
+_CLASSES = 1000
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 # Number of tokens to compare
@@ -34,7 +37,8 @@ _VALUES = 1e-3
 _GRADIENT = 2e-2
 # Tolerance of a gradient, relative to its size at p = 0: if every 1 - p is below this, 1 - p has no correct digits in
 # float64 either. With a softcap, the slope 1 - tanh^2 has an absolute error of 1e-7 in fp32, however small it is
-_NEGLIGIBLE, _NEGLIGIBLE_CAPPED = 1e-10, 1e-5
+_NEGLIGIBLE = 1e-10
+_NEGLIGIBLE_CAPPED = 1e-5
 # Tolerance of an adapter, relative to a norm. PEFT's module rounds its logits and gradients to its compute dtype
 _ADAPTER = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
@@ -48,7 +52,7 @@ def self_test(device: torch.device) -> tuple[str, ...]:
     Raises:
         `RuntimeError`: the two differ in a case. Errors of the device are not caught.
     """
-    described = []
+    descriptions = []
     generator = torch.Generator("cpu").manual_seed(0)
     hidden_NH = torch.randn(_SELF_TEST_TOKENS, _HIDDEN, generator=generator)
     weight_VH = torch.randn(_CLASSES, _HIDDEN, generator=generator) / 4
@@ -61,8 +65,10 @@ def self_test(device: torch.device) -> tuple[str, ...]:
             with warnings.catch_warnings():  # fp32 is slow on a GPU; here that is asked for
                 warnings.filterwarnings("ignore", "The LM head multiplies fp32")
                 check_head(hidden_NH.to(device, dtype), rows, targets_N, transform, _OUTPUTS, False)
-            described.append(f"{str(dtype).removeprefix('torch.')} with a {'trained' if trained else 'frozen'} weight")
-    return tuple(described)
+            descriptions.append(
+                f"{str(dtype).removeprefix('torch.')} with a {'trained' if trained else 'frozen'} weight"
+            )
+    return tuple(descriptions)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -92,17 +98,17 @@ def check_head(
     comparison = _Comparison(rows, transform, outputs, entropy_requires_grad)
     if not comparison.sample(hidden_NH, targets_N):
         return False
-    with _own_graph():
-        found = comparison.tiled(kernels)
-        expected, largest_logit = comparison.dense()
+    with _new_graph():
+        tiled = comparison.score_tiled(kernels)
+        dense, largest_logit = comparison.score_dense()
     sizes = comparison.gradient_sizes()
-    for name, value in expected.items():
+    for name, value in dense.items():
         if not value.numel():
             continue
-        difference = (found[name].double() - value.double()).abs()
+        difference = (tiled[name].double() - value.double()).abs()
         if name in sizes:
             # fp16 cannot represent smaller gradients
-            finest = torch.finfo(found[name].dtype)
+            finest = torch.finfo(tiled[name].dtype)
             lost = finest.smallest_normal * finest.eps * sqrt(value.numel())
             negligible = _NEGLIGIBLE if transform.softcap is None else _NEGLIGIBLE_CAPPED
             off = difference.norm() / (_GRADIENT * value.double().norm() + negligible * sizes[name] + lost)
@@ -120,7 +126,7 @@ def check_head(
 
 
 @contextmanager
-def _own_graph() -> Iterator[None]:
+def _new_graph() -> Iterator[None]:
     """Record gradients without the caller's hooks on saved tensors, such as those of activation offloading."""
     with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, lambda x: x):
         yield
@@ -132,44 +138,54 @@ class _Comparison:
     def __init__(
         self, rows: WeightLayout, transform: LogitTransform, outputs: tuple[str, ...], entropy_requires_grad: bool
     ) -> None:
-        self.rows, self.transform, self.outputs = rows, transform, outputs
+        self.rows = rows
+        self.transform = transform
+        self.outputs = outputs
         self.entropy_requires_grad = entropy_requires_grad
 
     def sample(self, hidden_NH: Tensor, targets_N: Tensor) -> bool:
         """Choose the tokens, and return whether any rank has one."""
-        N, sharded = len(targets_N), self.rows.sharded
+        N = len(targets_N)
+        sharded = self.rows.sharded
         self.exchange = Exchange()
-        n = tokens = min(N, _TOKENS)
+        n = min(N, _TOKENS)
+        total = n
         if sharded is not None and sharded.engine == "tensor parallel":
             self.exchange = Exchange(sharded.group)
         elif sharded is not None:
-            every = tokens_of_ranks(N, sharded.group, hidden_NH.device)
-            share = max(1, _TOKENS // len(every))
-            counts = tuple(min(count, share) if rank < _TOKENS else 0 for rank, count in enumerate(every))
+            rank_tokens = tokens_of_ranks(N, sharded.group, hidden_NH.device)
+            share = max(1, _TOKENS // len(rank_tokens))
+            counts = tuple(min(count, share) if rank < _TOKENS else 0 for rank, count in enumerate(rank_tokens))
             self.exchange = Exchange(sharded.group, counts)
-            n, tokens = counts[sharded.group.rank()], sum(counts)
-        if not tokens:
+            n = counts[sharded.group.rank()]
+            total = sum(counts)
+        if not total:
             return False
-        some = torch.linspace(0, N - 1, n, device=targets_N.device).long()
-        self.hidden_nH, self.targets_n = hidden_NH[some].detach(), targets_N[some]
+        token_n = torch.linspace(0, N - 1, n, device=targets_N.device).long()
+        self.hidden_nH = hidden_NH[token_n].detach()
+        self.targets_n = targets_N[token_n]
         (self.part,) = self.exchange.parts(n, hidden_NH.device)
-        real_M = self.part.gathered(torch.ones(n, device=hidden_NH.device))
+        real_M = self.part.gather(torch.ones(n, device=hidden_NH.device))
         upstream_M = torch.linspace(1, 2, len(real_M), device=real_M.device)
         # The incoming gradients of log-probs, entropy and mean log-probs
         self.upstreams_M = upstream_M * real_M, upstream_M.flip(0) * real_M, -upstream_M * real_M
         # Rows of this rank's weight whose gradients are compared: those of the targets and a few others
-        local = self.part.gathered(self.targets_n) - (0 if sharded is None else sharded.blocks[0][0])
+        target_rows = self.part.gather(self.targets_n) - (0 if sharded is None else sharded.blocks[0][0])
         count = len(self.rows.weight)
-        others = torch.linspace(0, max(count - 1, 0), min(32, count), device=local.device).long()
-        self.seen_rows = torch.cat([local[(local >= 0) & (local < count)], others])
+        spread_rows = torch.linspace(0, max(count - 1, 0), min(32, count), device=target_rows.device).long()
+        is_local = (target_rows >= 0) & (target_rows < count)
+        self.compared_rows = torch.cat([target_rows[is_local], spread_rows])
         return True
 
-    def tiled(self, kernels: str | None) -> dict[str, Tensor]:
+    def score_tiled(self, kernels: str | None) -> dict[str, Tensor]:
         """Return values and gradients of the tiled head."""
         hidden, rows, trained = self._leaves(self.hidden_nH)
         shard = rows.shard or VocabularyShard()
-        scored = run_head(
-            *("tiled", hidden, rows.weight, self.targets_n),
+        scores = run_head(
+            "tiled",
+            hidden,
+            rows.weight,
+            self.targets_n,
             bias=rows.bias,
             transform=self.transform,
             outputs=self.outputs,
@@ -177,38 +193,41 @@ class _Comparison:
             chunk_size=-(-len(self.upstreams_M[0]) // 3),
             tile_columns=max(1, -(-len(rows.weight) // 3)),
             kernels=kernels,
-            shard=replace(shard, exchange=self.exchange) if shard.partial else shard,
+            shard=replace(shard, exchange=self.exchange) if shard.is_partial else shard,
             **rows.adapter.operands(hidden, rows.weight),
         )
-        loss = self._loss(scored, self.part.own(*self.upstreams_M))
-        return self._compared(scored, _gradients(loss, trained))
+        loss = self._loss(scores, self.part.select_local(*self.upstreams_M))
+        return self._compared(scores, _gradients(loss, trained))
 
-    def dense(self) -> tuple[dict[str, Tensor], Tensor]:
+    def score_dense(self) -> tuple[dict[str, Tensor], Tensor]:
         """Return values and gradients in float64 from the logits of the whole vocabulary, and the largest logit."""
-        part, sharded = self.part, self.rows.sharded
-        hidden, rows, trained = self._leaves(part.gathered(self.hidden_nH))
+        part = self.part
+        sharded = self.rows.sharded
+        hidden, rows, trained = self._leaves(part.gather(self.hidden_nH))
         blocks = [rows.weight]
         if sharded is not None and len(sharded.blocks) > 1:
             blocks = [block[1] for block in sharded.blocks]
         logits_Mv = torch.cat([_logits(hidden, rows, self.transform, torch.float64, x) for x in blocks], 1)
-        logits_MV, first = logits_Mv.detach(), 0
+        logits_MV = logits_Mv.detach()
+        first = 0
         if sharded is not None:
-            counts = [sum(count for _, count in of_rank) for of_rank in sharded.ranges]
-            logits_MV, first = _columns_of_all(logits_MV, counts, sharded.group), sharded.blocks[0][0]
+            counts = [sum(count for _, count in ranges) for ranges in sharded.ranges]
+            logits_MV = _gather_columns(logits_MV, counts, sharded.group)
+            first = sharded.blocks[0][0]
         logits_MV.requires_grad_()
-        targets_M, entropy_grad = part.gathered(self.targets_n), self.entropy_requires_grad
-        scored = log_probs_of(logits_MV, targets_M, self.outputs, entropy_requires_grad=entropy_grad)
-        grad_MV = _gradients(self._loss(scored, self.upstreams_M), {"logits": logits_MV})["logits"]
+        targets_M = part.gather(self.targets_n)
+        scores = log_probs_of(logits_MV, targets_M, self.outputs, entropy_requires_grad=self.entropy_requires_grad)
+        grad_MV = _gradients(self._loss(scores, self.upstreams_M), {"logits": logits_MV})["logits"]
         gradients = _gradients(logits_Mv, trained, grad_MV[:, first : first + logits_Mv.shape[1]])
-        gradients["hidden states"] = part.summed(gradients["hidden states"].double())
-        return self._compared(LinearLogProbs(*part.own(*scored)), gradients), logits_MV.detach().abs().max()
+        gradients["hidden states"] = part.sum_over_ranks(gradients["hidden states"].double())
+        return self._compared(LinearLogProbs(*part.select_local(*scores)), gradients), logits_MV.detach().abs().max()
 
     def gradient_sizes(self) -> dict[str, Tensor]:
         """Return an upper bound of each gradient's size at p = 0."""
         slope = abs(self.transform.logit_scale) / self.transform.temperature
         hidden_size = self.hidden_nH.double().norm() * slope
         sizes = {
-            "hidden states": self.rows.weight.detach()[self.seen_rows].double().norm() * slope,
+            "hidden states": self.rows.weight.detach()[self.compared_rows].double().norm() * slope,
             "weight": hidden_size,
             "bias": torch.tensor(slope * sqrt(_TOKENS)),
         }
@@ -219,22 +238,23 @@ class _Comparison:
 
     def _leaves(self, hidden: Tensor) -> tuple[Tensor, WeightLayout, dict[str, Tensor]]:
         """Return hidden states and weights as leaves of a new graph, and by name those that require a gradient."""
-        rows, hidden = self.rows, hidden.detach().requires_grad_()
+        rows = self.rows
+        hidden = hidden.detach().requires_grad_()
         weight = rows.weight.detach().requires_grad_(rows.trained[0])
         bias = None if rows.bias is None else rows.bias.detach().requires_grad_(rows.trained[1])
         rows = rows._replace(weight=weight, bias=bias, adapter=rows.adapter.detached())
-        named = {"hidden states": hidden, "weight": weight, "bias": bias} | rows.adapter.tensors()
-        return hidden, rows, {name: x for name, x in named.items() if x is not None and x.requires_grad}
+        leaves = {"hidden states": hidden, "weight": weight, "bias": bias} | rows.adapter.tensors()
+        return hidden, rows, {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
 
-    def _loss(self, scored: LinearLogProbs, upstreams: Iterable[Any]) -> Tensor:
-        entropy = scored.entropy if self.entropy_requires_grad else None
-        differentiable = zip((scored.log_probs, entropy, scored.mean_log_probs), upstreams, strict=True)
+    def _loss(self, scores: LinearLogProbs, upstreams: Iterable[Any]) -> Tensor:
+        entropy = scores.entropy if self.entropy_requires_grad else None
+        differentiable = zip((scores.log_probs, entropy, scores.mean_log_probs), upstreams, strict=True)
         return torch.stack([(x * upstream).sum() for x, upstream in differentiable if x is not None]).sum()
 
-    def _compared(self, scored: LinearLogProbs, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _compared(self, scores: LinearLogProbs, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what to compare. `is_top1` is excluded, because rounding decides between equal logits."""
-        values = {name: x.detach() for name, x in scored._asdict().items() if x is not None and name != "is_top1"}
-        rows = self.seen_rows
+        values = {name: x.detach() for name, x in scores._asdict().items() if x is not None and name != "is_top1"}
+        rows = self.compared_rows
         return values | {
             f"gradient of the {name}": x[rows] if name in ("weight", "bias") else x for name, x in gradients.items()
         }
@@ -244,26 +264,32 @@ def _logits(
     hidden: Tensor, rows: WeightLayout, transform: LogitTransform, accumulate: torch.dtype, weight: Tensor
 ) -> Tensor:
     """Return the logits by definition, from the head's operands, for the layout's rows `weight`."""
-    dtype, term = operand_dtype(hidden, weight), rows.adapter.low_rank(hidden, weight, accumulate)
+    dtype = operand_dtype(hidden, weight)
+    term = rows.adapter.low_rank(hidden, weight, accumulate)
     return dense_logits(
         Operands.of(hidden, weight, rows.bias, term, rows.adapter.rows),
-        *(transform, dtype, accumulate),
+        transform,
+        dtype,
+        accumulate,
         up_dtype=term.dtype if term else dtype,
         replaced=rows.adapter.replaced(),
     )
 
 
-def _gradients(of: Tensor, inputs: dict[str, Tensor], upstream: Tensor | None = None, **options: Any) -> dict[str, Any]:
-    return dict(zip(inputs, torch.autograd.grad(of, list(inputs.values()), upstream, **options), strict=True))
+def _gradients(
+    output: Tensor, inputs: dict[str, Tensor], upstream: Tensor | None = None, **options: Any
+) -> dict[str, Any]:
+    gradients = torch.autograd.grad(output, list(inputs.values()), upstream, **options)
+    return dict(zip(inputs, gradients, strict=True))
 
 
-def _columns_of_all(logits_Mv: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
+def _gather_columns(logits_Mv: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
     """Return `(M, V)`, the columns of all ranks side by side. `counts` has the number of columns of each rank."""
-    own = logits_Mv.new_zeros(len(logits_Mv), max(counts))
-    own[:, : logits_Mv.shape[1]] = logits_Mv
-    every = own.new_empty(len(counts) * own.shape[0], own.shape[1])
-    all_gather(every, own, group=group)
-    return torch.cat([x[:, :count] for x, count in zip(every.chunk(len(counts)), counts, strict=True)], 1)
+    padded = logits_Mv.new_zeros(len(logits_Mv), max(counts))
+    padded[:, : logits_Mv.shape[1]] = logits_Mv
+    gathered = padded.new_empty(len(counts) * padded.shape[0], padded.shape[1])
+    all_gather(gathered, padded, group=group)
+    return torch.cat([x[:, :count] for x, count in zip(gathered.chunk(len(counts)), counts, strict=True)], 1)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -280,7 +306,7 @@ def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> N
         return
     if any(isinstance(x, DTensor) for x in module.parameters()):
         return
-    some = torch.linspace(0, len(hidden_NH) - 1, min(len(hidden_NH), _TOKENS), device=hidden_NH.device).long()
+    token_n = torch.linspace(0, len(hidden_NH) - 1, min(len(hidden_NH), _TOKENS), device=hidden_NH.device).long()
     trained = {name: x for name, x in module.named_parameters() if x.requires_grad}
 
     def with_gradients(product: Tensor, hidden: Tensor) -> dict[str, Tensor | None]:
@@ -288,21 +314,22 @@ def check_adapter(hidden_NH: Tensor, module: nn.Module, rows: WeightLayout) -> N
         inputs = {"gradient of the hidden states": hidden, **trained}
         return {"product": product.detach()} | _gradients(product, inputs, upstream.view_as(product), allow_unused=True)
 
-    with _own_graph():
+    with _new_graph():
         head = resolve_head(module)  # resolved again, because the pass's tensors belong to its graph
         if isinstance(head, OpaqueHead) or head.module is None:
             return
-        own, other = (hidden_NH[some].detach().requires_grad_() for _ in range(2))
-        expected = with_gradients(module(own), own)
-        dtype = operand_dtype(other, rows.weight)
+        hidden_nH = hidden_NH[token_n].detach().requires_grad_()
+        of_module = with_gradients(module(hidden_nH), hidden_nH)
+        hidden_nH = hidden_NH[token_n].detach().requires_grad_()
+        dtype = operand_dtype(hidden_nH, rows.weight)
         layout = rows._replace(adapter=head.adapter)
-        found = with_gradients(_logits(other, layout, LogitTransform(), statistics_dtype(dtype), rows.weight), other)
-    allowed = max(_ADAPTER[dtype], *(_ADAPTER.get(x.dtype, 0.0) for x in expected.values() if x is not None))
-    for name, want in expected.items():
-        got = found[name]
-        size = _norm(want)
-        difference = _norm(want if got is None else got if want is None else got.double() - want.double())
-        if size < inf and not difference <= allowed * size + 1e-6:
+        product = _logits(hidden_nH, layout, LogitTransform(), statistics_dtype(dtype), rows.weight)
+        of_definition = with_gradients(product, hidden_nH)
+    tolerance = max(_ADAPTER[dtype], *(_ADAPTER.get(x.dtype, 0.0) for x in of_module.values() if x is not None))
+    for name, value in of_module.items():
+        size = _norm(value)
+        difference = _difference(value, of_definition[name])
+        if size < inf and not difference <= tolerance * size + 1e-6:
             raise RuntimeError(
                 f"The adapter on the LM head was misread ({rows.reason}): its {name} differs by {difference:.3g} from "
                 f"that of PEFT's module, whose norm is {size:.3g}. Training would be wrong. Leave `lm_head` out of the "
@@ -314,61 +341,8 @@ def _norm(x: Tensor | None) -> float:
     return 0.0 if x is None else float(x.double().norm())
 
 
-def check_decoder(model: Any, argument: str) -> None:
-    """Raise `ValueError` if `model`, the trainer's `argument`, is no decoder-only language model."""
-    # TRL crashes in the first step, or trains: then the encoder of BART sees the tokens that the decoder predicts
-    if model.config.is_encoder_decoder:
-        lacks = "has an encoder"
-    elif model.get_output_embeddings() is None:
-        lacks = "has no output embedding"
-    else:
-        return
-    raise ValueError(
-        f"`{argument}` is a {type(model).__name__}, which {lacks}. Pass a decoder-only language model, which "
-        "`AutoModelForCausalLM` or `AutoModelForImageTextToText` loads."
-    )
-
-
-def missing_rows(model: Any, tokens: int) -> int | None:
-    """Return the number of rows of the token embedding if the tokenizer has more `tokens`, else None: all are valid."""
-    rows: int | None = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    return rows if rows is not None and rows < tokens else None
-
-
-def check_token_ids(largest: Iterable[int | None], rows: int, tokens: int, name: str = "model") -> None:
-    """Raise `ValueError` if an id is not below `rows`, the number of the model's tokens; the tokenizer has `tokens`."""
-    for token in largest:
-        if token is not None and token >= rows:
-            hint = "Pass a reference with the policy's vocabulary, or leave `ref_model` out."
-            if name == "model":
-                hint = "Pass the model's own tokenizer, or call `model.resize_token_embeddings(len(tokenizer))` first."
-            raise ValueError(
-                f"`processing_class` has {tokens} tokens, but `{name}` has only {rows}, and the data contain the token "
-                f"id {token}. {hint}"
-            )
-
-
-def watch_token_ids(model: Any, tokens: int, name: str = "model") -> None:
-    """Check the token ids of each batch, if the tokenizer has more tokens than the model.
-
-    On a GPU, an invalid id triggers a device-side assertion, after which nothing runs. Only ids that occur in a batch
-    are an error: a tokenizer may have other invalid ones, such as a padding token that no forward reads.
-    """
-    rows = missing_rows(model, tokens)
-    if rows is None:
-        return
-
-    def check(module: Any, inputs: tuple[Tensor, ...]) -> None:
-        if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].numel():
-            check_token_ids([int(inputs[0].max())], rows, tokens, name)
-
-    model.get_input_embeddings().register_forward_pre_hook(check)
-
-
-def has_position_table(model: Any, positions: int) -> bool:
-    """Whether the model looks up positions in a table of `positions` rows, like GPT-2, and supports no more."""
-    tokens = model.get_input_embeddings()
-    return any(
-        isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - positions <= 2
-        for module in model.modules()  # OPT's table has two extra rows
-    )
+def _difference(x: Tensor | None, y: Tensor | None) -> float:
+    """Return the norm of the difference; None is a gradient of 0."""
+    if x is None or y is None:
+        return _norm(y if x is None else x)
+    return _norm(y.double() - x.double())

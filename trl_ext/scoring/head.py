@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..distributed.shards import is_zero3, parameter_of, whole_tensor
 from ..heads.adapters import Factors, LowRank, ReplacedRows, low_rank_term
-from ..heads.dense import log_probs_from_logits, log_probs_of, over_kept
-from ..heads.kept import KeptClasses
+from ..heads.dense import log_probs_from_logits, log_probs_of, masked_logits
 from ..heads.linear_log_probs import operand_dtype
 from ..heads.logits import LinearLogProbs, LogitTransform
 from ..heads.products import statistics_dtype
+from ..heads.sampling_mask import SamplingMask
 
 # Config fields that multiply the head's product, in Cohere, Muse and Falcon-H1
 _MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -64,12 +64,12 @@ class HeadAdapter:
         return {"low_rank": self.low_rank(hidden, weight), "replaced": self.replaced(), "rows": self.rows}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the adapter, by its name in error messages."""
-        named = {"rows of single tokens": self.rows}
+        """Return all tensors of the adapter, by their names in error messages."""
+        tensors = {"rows of single tokens": self.rows}
         for number, factors in enumerate(self.factors):
             for name, x in zip(("first factor", "second factor", "bias"), factors[:3], strict=True):
-                named[f"{name} of adapter {number}"] = x
-        return {name: x for name, x in named.items() if x is not None}
+                tensors[f"{name} of adapter {number}"] = x
+        return {name: x for name, x in tensors.items() if x is not None}
 
     def detached(self) -> "HeadAdapter":
         """Return a copy whose tensors are leaves of a new graph."""
@@ -95,8 +95,8 @@ class OpaqueHead(NamedTuple):
 
     run: Callable[[Tensor], Tensor]  # hidden states `(N, H)` to the product or the logits, `(N, V)`
     reason: str
-    described: str = "the head's own forward runs on tiles of tokens"
-    at_once: bool = False  # whether it runs once, on all tokens
+    description: str = "the head's own forward runs on tiles of tokens"
+    runs_once: bool = False  # whether it runs once, on all tokens
 
 
 def resolve_head(lm_head: nn.Module) -> LinearHead | OpaqueHead:
@@ -144,7 +144,7 @@ def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
         kind = _kind(module)
         below: nn.Module | str | None = None  # the next layer, or why only the forward can compute this one
         if kind is ModulesToSaveWrapper:
-            below = _saved(module)
+            below = _module_to_run(module)
         elif kind is TrainableTokensWrapper:
             below = module.token_adapter
         elif kind in (TrainableTokensLayer, LoraLinear) and (
@@ -154,9 +154,9 @@ def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
             if module.disable_adapters and module.merged:
                 below = "its adapter is merged and disabled, and only its forward unmerges it"
         elif kind is TrainableTokensLayer:
-            below = _token_rows(module, rows)
+            below = _collect_rows(module, rows)
         elif kind is LoraLinear:
-            below = _low_rank(module, factors)
+            below = _collect_factors(module, factors)
         elif isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             below = f"its adapter is a `{kind.__module__.removeprefix('peft.tuners.')}.{kind.__name__}`"
         elif kind.forward is not nn.Linear.forward or not parameter_of(module, "weight").is_floating_point():
@@ -170,8 +170,8 @@ def _unwrapped(lm_head: nn.Module) -> LinearHead | OpaqueHead:
         return LinearHead(module)
     classes = tuple(sorted(rows))
     rows_KH = torch.stack([rows[token] for token in classes]) if rows else None
-    named = ["LoRA's low-rank term"] * bool(factors) + ["the rows of single tokens"] * bool(rows)
-    return LinearHead(module, HeadAdapter(tuple(factors), classes, rows_KH), " and ".join(named), lm_head)
+    changes = ["LoRA's low-rank term"] * bool(factors) + ["the rows of single tokens"] * bool(rows)
+    return LinearHead(module, HeadAdapter(tuple(factors), classes, rows_KH), " and ".join(changes), lm_head)
 
 
 def _kind(module: nn.Module) -> type[Any]:
@@ -179,13 +179,14 @@ def _kind(module: nn.Module) -> type[Any]:
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
-def _saved(module: Any) -> nn.Module:
+def _module_to_run(module: Any) -> nn.Module:
+    """Return what a module of `modules_to_save` runs: its copy, or the original where no adapter of it is active."""
     active = module.active_adapters
-    own = not module.disable_adapters and active and all(name in module._adapters for name in active)
-    return module.modules_to_save[active[0]] if own else module.original_module  # type: ignore[no-any-return]
+    is_saved = not module.disable_adapters and active and all(name in module._adapters for name in active)
+    return module.modules_to_save[active[0]] if is_saved else module.original_module  # type: ignore[no-any-return]
 
 
-def _token_rows(module: Any, rows: dict[int, Tensor]) -> nn.Module | str:
+def _collect_rows(module: Any, rows: dict[int, Tensor]) -> nn.Module | str:
     """Collect the rows of the active adapters. Return the layer below, or why only its forward can compute them."""
     base: nn.Module = module.get_base_layer()
     if parameter_of(base, "bias") is not None:
@@ -198,7 +199,7 @@ def _token_rows(module: Any, rows: dict[int, Tensor]) -> nn.Module | str:
     return base
 
 
-def _low_rank(module: Any, factors: list[Factors]) -> nn.Module | str:
+def _collect_factors(module: Any, factors: list[Factors]) -> nn.Module | str:
     """Collect the factors of the active adapters. Return the layer below, or why only its forward can compute it."""
     for name in module.active_adapters:
         if name not in module.lora_A:
@@ -214,7 +215,8 @@ def _low_rank(module: Any, factors: list[Factors]) -> nn.Module | str:
         active = type(dropout) is not nn.Dropout or (module.training and dropout.p)
         if active and not isinstance(dropout, nn.Identity):
             return "its LoRA has dropout"
-        first, second = module.lora_A[name], module.lora_B[name]
+        first = module.lora_A[name]
+        second = module.lora_B[name]
         if _kind(first) is not nn.Linear or _kind(second) is not nn.Linear:
             return "its LoRA factors are not linear layers"
         factors.append(Factors(_whole(first.weight), _whole(second.weight), _whole(second.bias), module.scaling[name]))
@@ -237,31 +239,33 @@ def score_by_module(
     head: str,  # "dense" computes all tokens at once, by the definition
     entropy_requires_grad: bool,
     chunk_size: int | None,
-    kept: KeptClasses | None = None,
+    sampling_mask: SamplingMask | None = None,
 ) -> LinearLogProbs:
     """Return per-token results from what `lm_head` returns, with its precision and dropout.
 
     The backward recomputes each tile's product with the same random numbers. At least one tile runs, so every parameter
     gets a gradient even without tokens.
     """
-    kept = None if kept is None else kept.with_targets(targets_N)
+    if sampling_mask is not None:
+        sampling_mask = sampling_mask.with_targets(targets_N)
     if head == "dense":
         product = lm_head(hidden_NH)
         logits_NV = transform(product.to(torch.float64 if product.dtype == torch.float64 else torch.float32))
-        logits_NV = over_kept(logits_NV, kept)
+        logits_NV = masked_logits(logits_NV, sampling_mask)
         return log_probs_of(logits_NV, targets_N, outputs, entropy_requires_grad=entropy_requires_grad)
 
-    def scored(hidden_nH: Tensor, targets_n: Tensor, first: int) -> Any:
+    def score_tile(hidden_nH: Tensor, targets_n: Tensor, first: int) -> Any:
         product = lm_head(hidden_nH)
         absent = None
-        if kept is not None:
-            absent = kept.absent(slice(first, first + len(product)), slice(0, product.shape[1]))
-        options: dict[str, Any] = {"entropy_requires_grad": entropy_requires_grad, "absent": absent}
-        return log_probs_from_logits(product, targets_n, transform, outputs, **options)
+        if sampling_mask is not None:
+            absent = sampling_mask.absent(slice(first, first + len(product)), slice(0, product.shape[1]))
+        return log_probs_from_logits(
+            product, targets_n, transform, outputs, entropy_requires_grad=entropy_requires_grad, absent=absent
+        )
 
     fitting = _ELEMENTS["cpu" if hidden_NH.device.type == "cpu" else "cuda"] // vocabulary
     n = max(1, min(fitting, chunk_size or fitting))
-    run = partial(checkpoint, scored, use_reentrant=False) if torch.is_grad_enabled() else scored
+    run = partial(checkpoint, score_tile, use_reentrant=False) if torch.is_grad_enabled() else score_tile
     starts = range(0, max(1, len(hidden_NH)), n)
-    found = [run(hidden_NH[first : first + n], targets_N[first : first + n], first) for first in starts]
-    return LinearLogProbs(*(None if x[0] is None else torch.cat(x) for x in zip(*found, strict=True)))
+    tiles = [run(hidden_NH[first : first + n], targets_N[first : first + n], first) for first in starts]
+    return LinearLogProbs(*(None if x[0] is None else torch.cat(x) for x in zip(*tiles, strict=True)))

@@ -16,14 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from ..packing.first_batch import evaluating, is_coarse
 from ..packing.support import backbone_of
-from .model_logits import OwnForward, accepted
+from .model_logits import ModelForward, accepted
 
 logger = logging.getLogger("trl_ext")
 
-_TOKENS, _CLASSES = 8, 32
+_TOKENS = 8
+_CLASSES = 32
 # Tolerances of the root mean square of the differences, relative to that of logits and log-probs. In bf16 a logit is
 # rounded to 1e-3 of its size, up to four times; in fp32, products of 4096 numbers are exact to 5e-6
-_OFF, _OFF_COARSE = 1e-4, 2e-2
+_TOLERANCE = 1e-4
+_COARSE_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class ModelSample:
 
     @classmethod
     def of(
-        cls, model: Any, forward: OwnForward, vocabulary: int, device: torch.device, *, has_mask: bool
+        cls, model: Any, forward: ModelForward, vocabulary: int, device: torch.device, *, has_mask: bool
     ) -> "ModelSample | None":
         """Run the backbone, then the whole forward, without gradients and dropout. None if the forward does not run."""
         ids_1N = torch.tensor([_token_ids(model.config, vocabulary)], device=device)
@@ -67,7 +69,7 @@ class ModelSample:
 
     @property
     def tolerance(self) -> float:
-        return _OFF_COARSE if self.is_coarse else _OFF
+        return _COARSE_TOLERANCE if self.is_coarse else _TOLERANCE
 
     def repeats(self, other: "ModelSample") -> bool:
         """Whether both runs gave the same logits."""
@@ -77,8 +79,8 @@ class ModelSample:
 
 def _token_ids(config: Any, vocabulary: int) -> list[int]:
     """Return ids of different tokens, none of which stands for an image or a sound."""
-    named = vars(config).items()
-    placeholders = {x for name, x in named if name.endswith(("token_id", "token_index")) and isinstance(x, int)}
+    fields = vars(config).items()
+    placeholders = {x for name, x in fields if name.endswith(("token_id", "token_index")) and isinstance(x, int)}
     spread = [vocabulary * number // 64 for number in range(64)]
     usual = [token for token in spread if token not in placeholders] or spread
     return [usual[len(usual) * number // _TOKENS] for number in range(_TOKENS)]

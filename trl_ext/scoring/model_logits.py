@@ -21,11 +21,13 @@ from ..packing.first_batch import evaluating
 from ..packing.support import backbone_of
 
 # The largest |product| of the probe, which saturates any softcap, and the smallest, at which a softcap bends nothing
-_LARGEST, _SMALLEST = 1e4, 1e-3
+_LARGEST = 1e4
+_SMALLEST = 1e-3
 # Relative tolerances of the probe: in fp32, and if the model rounds its logits
-_EXACT, _ROUNDED = 1e-5, 1e-2
+_EXACT = 1e-5
+_ROUNDED = 1e-2
 
-OwnForward = Callable[..., Any]  # takes the model and the arguments of its forward
+ModelForward = Callable[..., Any]  # takes the model and the arguments of its forward
 
 
 class ForwardNotReadError(RuntimeError):
@@ -72,11 +74,11 @@ def _stand_in(model: nn.Module, module: nn.Module, run: Callable[..., Any]) -> I
     """Replace `module`, wherever `model` has it, in the `with` block. Yields a list with one entry for each call."""
     calls: list[int] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def count_and_run(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         return run(*args, **kwargs)
 
-    stand_in = _StandIn(module, counted)
+    stand_in = _StandIn(module, count_and_run)
     places = [(x._modules, name) for x in model.modules() for name, child in x._modules.items() if child is module]
     for children, name in places:
         children[name] = stand_in
@@ -87,7 +89,7 @@ def _stand_in(model: nn.Module, module: nn.Module, run: Callable[..., Any]) -> I
             children[name] = module
 
 
-def _run(model: Any, forward: OwnForward, hidden_BSH: Tensor, router_logits: Any = None, **inputs: Any) -> Any:
+def _run(model: Any, forward: ModelForward, hidden_BSH: Tensor, router_logits: Any = None, **inputs: Any) -> Any:
     """Return the outputs of the model's forward on these hidden states."""
     outputs = _Outputs((hidden_BSH,))
     outputs.router_logits = router_logits
@@ -107,7 +109,7 @@ def accepted(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in inputs.items() if name in parameters}
 
 
-def logits_of(model: Any, forward: OwnForward, hidden_NH: Tensor) -> Tensor:
+def logits_of(model: Any, forward: ModelForward, hidden_NH: Tensor) -> Tensor:
     """Return the logits `(N, V)` that the model's forward computes from hidden states; differentiable.
 
     Raises:
@@ -120,7 +122,7 @@ def logits_of(model: Any, forward: OwnForward, hidden_NH: Tensor) -> Tensor:
 
 
 def router_loss_of(
-    model: Any, forward: OwnForward, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None
+    model: Any, forward: ModelForward, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None
 ) -> Tensor | None:
     """Return the load-balancing loss that the model's forward computes from the logits of its routers.
 
@@ -133,13 +135,13 @@ def router_loss_of(
         return getattr(_run(model, forward, hidden_111, **inputs), "aux_loss", None)
 
 
-def read_transform(model: Any, forward: OwnForward, expected: LogitTransform) -> LogitTransform | None:
+def read_transform(model: Any, forward: ModelForward, config_transform: LogitTransform) -> LogitTransform | None:
     """Return the scale and softcap that the model's forward applies to the product of its output embedding.
 
     The embedding is not run, so its weight may be sharded, or on the device "meta".
 
     Args:
-        expected: what the config says. It is returned if the forward agrees, because its numbers are not rounded.
+        config_transform: of the config. It is returned if the forward agrees, because its numbers are not rounded.
 
     Returns:
         `LogitTransform`, *optional*: None if the forward does more, such as a layer before the embedding.
@@ -153,57 +155,63 @@ def read_transform(model: Any, forward: OwnForward, expected: LogitTransform) ->
     # In fp32 a scale is read without rounding. A layer before the embedding needs the dtype of its weights
     for dtype in dict.fromkeys((torch.float32, weight.dtype)):
         try:
-            return _read_transform(model, forward, expected, lm_head, weight.device, dtype)
+            return _read_transform(model, forward, config_transform, lm_head, weight.device, dtype)
         except Exception as error:  # of the model's code, which may read what a stand-in does not have
             failure = error
     raise ForwardNotReadError(str(failure)) from failure
 
 
 def _read_transform(
-    model: Any, forward: OwnForward, expected: LogitTransform, lm_head: Any, device: torch.device, dtype: torch.dtype
+    model: Any,
+    forward: ModelForward,
+    config_transform: LogitTransform,
+    lm_head: Any,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> LogitTransform | None:
     device = torch.device("cpu") if device.type == "meta" else device
-    V, H = lm_head.out_features, getattr(model.config.get_text_config(), "hidden_size", lm_head.in_features)
+    V = lm_head.out_features
+    H = getattr(model.config.get_text_config(), "hidden_size", lm_head.in_features)
     # Powers of two, which no dtype rounds
     hidden_1NH = (2.0 ** (torch.arange(2 * H, device=device, dtype=dtype) % 9 - 4)).view(1, 2, H)
     # Each class of both tokens has another product, of either sign and any size
     sizes_V = torch.logspace(log10(_SMALLEST), log10(_LARGEST), V, device=device)
     signed_V = sizes_V * (1 - 2 * (torch.arange(V, device=device) % 2))
     product_1NV = torch.stack([signed_V, signed_V.flip(0)]).unsqueeze(0)
-    seen: list[Tensor] = []
+    head_inputs: list[Tensor] = []
 
     def head(hidden: Tensor) -> Tensor:
-        seen.append(hidden)
+        head_inputs.append(hidden)
         return product_1NV.clone()  # the model may write to it
 
     with evaluating(model), _stand_in(model, lm_head, head):
         logits = _run(model, forward, hidden_1NH).logits
-    if len(seen) != 1:
+    if len(head_inputs) != 1:
         raise ForwardNotReadError("The forward does not call its output embedding once.")
-    if seen[0].shape != hidden_1NH.shape or logits.shape != product_1NV.shape:
+    if head_inputs[0].shape != hidden_1NH.shape or logits.shape != product_1NV.shape:
         return None
-    ratio = (seen[0].double() / hidden_1NH.double()).flatten()
+    ratio = (head_inputs[0].double() / hidden_1NH.double()).flatten()
     scale = float(ratio[0])
     if not _is_close(ratio, torch.full_like(ratio, scale), _EXACT) or scale == 0:
         return None
     if abs(scale - 1) > _EXACT and parameter_of(lm_head, "bias") is not None:
         return None  # the forward scales what the embedding multiplies, but not its bias
-    return _fit(product_1NV.double() / scale, logits, expected)
+    return _fit(product_1NV.double() / scale, logits, config_transform)
 
 
-def _fit(product: Tensor, logits: Tensor, expected: LogitTransform) -> LogitTransform | None:
+def _fit(product: Tensor, logits: Tensor, config_transform: LogitTransform) -> LogitTransform | None:
     """Return the transform that gives `logits`, or None."""
     tolerance = _ROUNDED if logits.dtype in (torch.bfloat16, torch.float16) else _EXACT
     logits = logits.double()
     scale = float(logits.flatten()[product.abs().argmin()] / product.flatten()[product.abs().argmin()])
     scale = 1.0 if abs(scale - 1) < tolerance else scale
     for transform in (
-        replace(expected, temperature=1.0),
+        replace(config_transform, temperature=1.0),
         LogitTransform(logit_scale=scale),
         LogitTransform(logit_scale=scale, softcap=float(logits.abs().max())),
     ):
         if _is_close(transform(product), logits, tolerance):
-            return replace(transform, temperature=expected.temperature)
+            return replace(transform, temperature=config_transform.temperature)
     return None
 
 

@@ -3,31 +3,23 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..distributed.sequence_parallel import unsplit_reason
 from ..heads.kernels.work import check_kernels, triton_unavailable_reason
 from ..packing.packing import Packing
-from .forward import ScoringForward, ScoringOptions, attach_scoring_forward
+from .forward import ForwardTokens, ScoringForward, ScoringOptions, attach_scoring_forward
 from .weight_layout import WHOLE_HERE
 
 _HOW = {"tiled": "log-probs in tiles, without storing all logits", "dense": "log-probs from all logits at once"}
-
-
-class ForwardTokens(NamedTuple):
-    """Token counts of forwards: of this rank, or sums over all."""
-
-    packed_away: int  # padding and repeated prompts that packing removed
-    with_gradient: int  # tokens in forwards with a gradient
-    without_gradient: int
-    head: int  # tokens that the head scored
 
 
 class Scorer:
     """The `forwards` of a trainer: the policy's, then the reference model's if there is one."""
 
     def __init__(self, options: Any, *, smoothed: bool = False) -> None:
-        self.options, self.smoothed = options, smoothed
+        self.options = options
+        self.smoothed = smoothed  # whether the loss smooths labels over the vocabulary
         self.forwards: list[ScoringForward] = []
 
     @property
@@ -99,11 +91,11 @@ class Scorer:
             scoring.sequence_group = group
 
     @contextmanager
-    def policy_scored(self, here: bool = True) -> Iterator[None]:
-        """Check, if `here`, that our forward scores the policy in the `with` block. Then the ranks agree on packing."""
-        self.policy.used = False
+    def policy_scored(self, is_required: bool = True) -> Iterator[None]:
+        """Check, if required, that our forward scores the policy in the `with` block. Then ranks agree on packing."""
+        self.policy.was_called = False
         yield
-        if here and not self.policy.used:
+        if is_required and not self.policy.was_called:
             raise RuntimeError(
                 "The exact LM head did not score the policy, because something replaced `model.forward` after the "
                 "trainer was built: another trainer with the same model object, or a library that patches models. "
@@ -113,38 +105,38 @@ class Scorer:
             if packing.checked and not packing.agreed:
                 from accelerate.utils import gather_object
 
-                every = gather_object([(packing.padded_reason, packing.unshared_reason)])
-                packing.agree(*(list(reasons) for reasons in zip(*every, strict=True)))
+                rank_reasons = gather_object([(packing.padded_reason, packing.unshared_reason)])
+                padded_reasons, unshared_reasons = zip(*rank_reasons, strict=True)
+                packing.agree(list(padded_reasons), list(unshared_reasons))
 
     @contextmanager
     def padded(self) -> Iterator[None]:
         """Keep batches padded in the `with` block. None of them counts as the first batch, which packing checks."""
-        held = [(packing, packing.padded_reason) for packing in self.packings]
-        for packing, _ in held:
+        reasons = [(packing, packing.padded_reason) for packing in self.packings]
+        for packing, _ in reasons:
             packing.padded_reason = "this pass needs padded batches"
         try:
             yield
         finally:
-            for packing, reason in held:
+            for packing, reason in reasons:
                 packing.padded_reason = reason
 
     def take_counts(self) -> ForwardTokens:
-        """Return this rank's token counts since the last call."""
-        counts = [[x.packing.left_out, *x.token_counts] for x in self.forwards]
-        for x in self.forwards:
-            x.packing.left_out, x.token_counts = 0, [0, 0, 0]
-        return ForwardTokens(*(sum(count) for count in zip(*counts, strict=True)))
+        """Return the token counts of all forwards since the last call."""
+        counts = [forward.take_counts() for forward in self.forwards]
+        return ForwardTokens(*map(sum, zip(*counts, strict=True)))
 
     def describe(self, device: Any, alone: bool) -> str:
         """Return the text of the plan's row `head`."""
         rows = self.policy.head_rows or (WHOLE_HERE if alone else "each pass chooses how ranks share the weight's rows")
-        kernels, asked = "", self.options.head_kernels
-        if self.options.head != "dense" and (device.type != "cpu" or asked == "triton"):
-            reason = "`head_kernels` is 'torch'" if asked == "torch" else triton_unavailable_reason(device)
+        kernels = ""
+        option = self.options.head_kernels
+        if self.options.head != "dense" and (device.type != "cpu" or option == "triton"):
+            reason = "`head_kernels` is 'torch'" if option == "torch" else triton_unavailable_reason(device)
             kernels = ", with Triton kernels" if reason is None else f", without Triton kernels ({reason})"
-        because = dict.fromkeys(x.difference_from_trl for x in self.forwards if x.difference_from_trl)
-        differ = "log-probs differ from TRL's, which are not those of the model's logits"
-        differences = [f"{differ}: {reason}" for reason in because]
+        reasons = dict.fromkeys(x.difference_from_trl for x in self.forwards if x.difference_from_trl)
+        difference = "log-probs differ from TRL's, which are not those of the model's logits"
+        differences = [f"{difference}: {reason}" for reason in reasons]
         return f"{'; '.join([_HOW[self.options.head] + kernels, rows, *differences])}."
 
     @property

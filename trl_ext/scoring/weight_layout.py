@@ -38,7 +38,7 @@ def weight_layout_of(
     outputs: tuple[str, ...],
     whole: bool,
     entropy_grad: bool,
-    limited: bool = False,
+    has_sampling_mask: bool = False,
     counts: tuple[int, ...] | None = None,
 ) -> WeightLayout:
     """Return the layout for one pass over the hidden states `(N, H)` of this rank.
@@ -49,7 +49,7 @@ def weight_layout_of(
         outputs (`tuple[str, ...]`): the fields that the head computes.
         whole (`bool`): whether the head needs the whole weight.
         entropy_grad (`bool`): whether the entropy has a gradient, which needs one more read of the weight.
-        limited (`bool`): whether tokens keep only some classes; then the ranks do not exchange tokens.
+        has_sampling_mask (`bool`): whether tokens have a sampling mask; then the ranks do not exchange tokens.
         counts (`tuple[int, ...]`, *optional*): tokens of each rank. `None`: the ranks exchange them.
     """
     if head.module is not None:
@@ -60,9 +60,15 @@ def weight_layout_of(
         return _local(sharded, None, "each rank scores with its rows of the weight (tensor parallel)")
     if sharded is not None and sharded.blocks[0][1].device == hidden_NH.device:
         counts = counts or tokens_of_ranks(len(hidden_NH), sharded.group, hidden_NH.device)
-        options: dict[str, Any] = {"gradient": torch.is_grad_enabled(), "entropy_grad": entropy_grad}
-        tokens, weight = bytes_moved(sharded, counts, hidden_NH, outputs=outputs, **options)
-        if tokens <= weight and not limited:
+        tokens, weight = bytes_moved(
+            sharded,
+            counts,
+            hidden_NH,
+            outputs=outputs,
+            gradient=torch.is_grad_enabled(),
+            entropy_grad=entropy_grad,
+        )
+        if tokens <= weight and not has_sampling_mask:
             reason = (
                 f"each rank scores the tokens of all ranks with its rows of the weight ({sharded.engine}), because a "
                 f"pass exchanges {_mib(tokens)} for the tokens and {_mib(weight)} for the weight"
@@ -70,7 +76,7 @@ def weight_layout_of(
             return _local(sharded, counts, reason)
         if not sharded.trained and sharded.blocks[0][2] is None:
             cost = f"a pass exchanges {_mib(weight)} for the weight and {_mib(tokens)} for the tokens"
-            why = "each token keeps only some classes" if limited else cost
+            why = "each token keeps only some classes" if has_sampling_mask else cost
             reason = f"the ranks broadcast their rows of the weight in slices ({sharded.engine}), because {why}"
             return _in_turn(sharded, reason)
     return _whole(head.linear)
@@ -91,22 +97,25 @@ def bytes_moved(
     to sum, and the gradients of the hidden states in fp32. Weights: the other ranks' rows, and their gradient if the
     weight is trained.
     """
-    ranks, width, item = len(counts), hidden_NH.shape[1], hidden_NH.element_size()
-    accumulated, target = max(4, item), 8
+    ranks = len(counts)
+    width = hidden_NH.shape[1]
+    item = hidden_NH.element_size()
+    accumulated = max(4, item)
+    target = 8
     mean_grad = "mean_log_probs" in outputs
-    # Whether the backward reads hidden states or weight again
-    again = gradient and (sharded.trained or entropy_grad or mean_grad)
+    # The backward reads hidden states or weight once more
+    reads_again = gradient and (sharded.trained or entropy_grad or mean_grad)
     # A max, two sums, and one number for each output besides the log-probs. An all-reduce sends each number twice
     statistics = 3 + len({*outputs} - {"log_probs"})
-    of_token = width * item + target + 2 * statistics * accumulated
+    token_bytes = width * item + target + 2 * statistics * accumulated
     if gradient:
-        of_token += width * accumulated
-    if again:
-        of_token += width * item + target + (4 + 2 * entropy_grad + mean_grad) * accumulated
+        token_bytes += width * accumulated
+    if reads_again:
+        token_bytes += width * item + target + (4 + 2 * entropy_grad + mean_grad) * accumulated
     # A gathered weight that is trained is kept for the backward
-    passes = 1 + (gradient if sharded.trained else again)
+    passes = 1 + (gradient if sharded.trained else reads_again)
     weight = sharded.vocabulary * width * sharded.blocks[0][1].element_size()
-    return (ranks - 1) * max(counts) * of_token, weight * passes * (ranks - 1) // ranks
+    return (ranks - 1) * max(counts) * token_bytes, weight * passes * (ranks - 1) // ranks
 
 
 def _local(sharded: ShardedWeight, counts: tuple[int, ...] | None, reason: str) -> WeightLayout:
@@ -115,7 +124,8 @@ def _local(sharded: ShardedWeight, counts: tuple[int, ...] | None, reason: str) 
     if counts is not None:
         # The engine averages gradients over its ranks, but this is the gradient of the sum of their losses
         mean = 1 / sharded.group.size()
-        weight, bias = scale_grad(weight, mean), None if bias is None else scale_grad(bias, mean)
+        weight = scale_grad(weight, mean)
+        bias = None if bias is None else scale_grad(bias, mean)
     blocks = tuple(Block(*block) for block in sharded.blocks)
     # A trained weight is one block, which autograd records
     rows_for = None if len(blocks) == 1 else lambda targets: LocalShards(blocks, targets, sharded.vocabulary)
@@ -135,7 +145,8 @@ def _in_turn(sharded: ShardedWeight, reason: str) -> WeightLayout:
 
 
 def _whole(linear: nn.Module) -> WeightLayout:
-    weight, bias = cast(Any, linear.weight), cast(Any, linear.bias)
+    weight = cast(Any, linear.weight)
+    bias = cast(Any, linear.bias)
     trained = (weight.requires_grad, bias is not None and bias.requires_grad)
     reason = "DeepSpeed gathers the whole weight" if is_zero3(weight) else WHOLE_HERE
     if isinstance(weight, DTensor):

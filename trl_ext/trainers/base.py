@@ -44,8 +44,9 @@ from ..planning.plan import (
 )
 from ..reference.adapters import AdapterChoice
 from ..reference.weights import base_of
-from ..scoring.checks import watch_token_ids
-from ..scoring.scorer import ForwardTokens, Scorer
+from ..scoring.forward import ForwardTokens
+from ..scoring.model_inputs import watch_token_ids
+from ..scoring.scorer import Scorer
 from ..scoring.weight_layout import WHOLE_HERE
 from .best_metric import check_best_metric, check_given_metrics, has_no_value
 from .callbacks import Lifecycle, MovesReference
@@ -448,7 +449,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Run TRL's training step. In the first one, find out whether a subclass's `compute_loss` calls ours."""
         if self._first_step_ran:
             return step(*positional, **keywords)
-        self._loss_reached = self._scorer.policy.used = False
+        self._loss_reached = self._scorer.policy.was_called = False
         try:
             loss = step(*positional, **keywords)
         except KeyError as error:
@@ -462,7 +463,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._first_step_ran = True
         if not self._loss_reached:
             self._bypasses_loss = True
-            if not self._scorer.policy.used:
+            if not self._scorer.policy.was_called:
                 self._scored_elsewhere = f"{self._own_loss()} scores the policy without `fused_lm_head=True`."
             self._loss_bypassed()
         return loss
@@ -495,7 +496,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         entropy = nullcontext() if reads_entropy else self._scorer.without_entropy_gradient()
         with self._scorer.policy_scored(by is None), entropy:
             yield
-        if by is not None and not self._scorer.policy.used and self._scored_elsewhere is None:
+        if by is not None and not self._scorer.policy.was_called and self._scored_elsewhere is None:
             self._scored_elsewhere = f"{by} scores the policy without `fused_lm_head=True`."
             if self.accelerator.is_main_process:
                 logger.warning(f"The plan has changed:\n{self.explain()}")
@@ -504,7 +505,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Add what the micro-batch processed to the logs: `counts` of all ranks, by default the scorer's."""
         tokens = ForwardTokens(*(counts or self._ranks.sum_counts(list(self._scorer.take_counts()))))
         mode = "train" if self.model.training else "eval"
-        self.skip_counts.add(mode, tokens=tokens.packed_away)
+        self.skip_counts.add(mode, tokens=tokens.skipped)
         self.token_counts.add(
             mode, with_gradient=tokens.with_gradient, without_gradient=tokens.without_gradient, head=tokens.head
         )

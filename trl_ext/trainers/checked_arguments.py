@@ -41,7 +41,7 @@ from ..losses.loss_types import (
 from ..losses.preference import PREFERENCE_LOSSES
 from ..planning.grpo import check_options
 from ..reference.weights import uncompiled
-from ..scoring.checks import has_position_table
+from ..scoring.model_inputs import has_position_table
 from .checked_data import check_dataset
 
 logger = logging.getLogger("trl_ext")

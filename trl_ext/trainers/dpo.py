@@ -22,7 +22,7 @@ from ..losses.preference import READ_REWARDS
 from ..losses.reward_columns import REWARD_COLUMNS, RewardCollator, check_reward, check_reward_columns
 from ..planning.non_finite import labelled, not_finite_rows, prompt_of
 from ..reference.sequences import CheckedCollator, have_columns
-from ..scoring.checks import check_token_ids, missing_rows
+from ..scoring.model_inputs import check_token_ids, missing_rows
 from .base import ExactTrainer
 from .checked_arguments import check_dpo_arguments
 from .checked_data import check_rows_are_left, checked_rows, pair_columns

@@ -18,7 +18,7 @@ from ..planning.batch_keys import SAMPLING_MASK_KEYS, TOKEN_KEYS, has_old_policy
 from ..planning.dynamic_sampling import FurtherPrompts, dead_groups, with_live_groups
 from ..planning.micro_batches import StepRows
 from ..planning.rows import loss_mask
-from ..sampler.kept import SamplingMask, log_probs_to_ask, warn_of_missing
+from ..sampler.sampling_mask import SamplingMaskRecorder, log_probs_to_ask, warn_of_missing
 from .generation_checkpoints import GenerationCheckpoints
 from .grpo_passes import GRPOPasses
 from .row_balance import RowBalance
@@ -87,7 +87,7 @@ class GRPOGeneration:
         trainer = self.trainer
         if not trainer.plan.keeps_sampling_mask:
             return self._draw_alike(inputs)
-        mask = SamplingMask()
+        mask = SamplingMaskRecorder()
         top_k = int(sampling_values(trainer.args)["top_k"])
         log_probs = log_probs_to_ask(top_k, self._most_log_probs) if trainer.use_vllm else None
         with internals.sampling_recorded(trainer, mask, log_probs):

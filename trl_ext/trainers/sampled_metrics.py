@@ -111,7 +111,7 @@ class SampledMetrics:
     def record_subclass_loss(self) -> None:
         """Record a micro-batch whose loss a subclass computes, with passes of its own."""
         tokens = self.scorer.take_counts()
-        skipped_tokens = self.skipped_tokens + tokens.packed_away
+        skipped_tokens = self.skipped_tokens + tokens.skipped
         self.skipped_tokens = 0
         self.trainer._count_tokens(self.ranks.sum_counts([skipped_tokens, *tokens[1:]]))
 
@@ -121,7 +121,7 @@ class SampledMetrics:
         host_counts = {
             "rows": len(scored.tokens_BC),
             "skipped_rows": scored.skipped_rows,
-            "skipped_tokens": self.skipped_tokens + tokens.packed_away,
+            "skipped_tokens": self.skipped_tokens + tokens.skipped,
             "with_gradient": tokens.with_gradient,
             "without_gradient": tokens.without_gradient,
             "head": tokens.head,

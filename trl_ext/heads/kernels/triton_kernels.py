@@ -77,18 +77,18 @@ def fold(
     if (local >= 0) & (local < width):
         tl.store(target_logit_ptr + row, tl.sum(tl.where(is_target, z, 0.0), 0))
 
-    others = tl.where(is_target, absent, tl.where(inside, z, -float("inf")))
-    largest = tl.max(others, 0)
+    nontarget = tl.where(is_target, absent, tl.where(inside, z, -float("inf")))
+    largest = tl.max(nontarget, 0)
     tl.store(max_ptr + row, tl.maximum(tl.load(max_ptr + row), largest))
-    old = tl.load(shift_ptr + row)
-    shift = tl.where(largest > old + FAR, largest, old)
-    moved = old - shift
-    rescale = tl.exp(moved)
-    shifted = others - shift
+    old_shift = tl.load(shift_ptr + row)
+    shift = tl.where(largest > old_shift + FAR, largest, old_shift)
+    shift_change = old_shift - shift
+    rescale = tl.exp(shift_change)
+    shifted = nontarget - shift
     exponentials = tl.exp(shifted)
     sum_exp = tl.load(sum_exp_ptr + row)
     if sum_shifted_exp_ptr is not None:
-        earlier = tl.load(sum_shifted_exp_ptr + row) + moved * sum_exp
+        earlier = tl.load(sum_shifted_exp_ptr + row) + shift_change * sum_exp
         weighed = tl.sum(tl.where(inside, shifted, 0.0) * exponentials, 0)
         tl.store(sum_shifted_exp_ptr + row, earlier * rescale + weighed)
     if sum_sq_exp_ptr is not None:
@@ -192,10 +192,10 @@ def gradient(
         nontarget_grad = nontarget_grad * tl.load(scale_ptr + row) + tl.load(uniform_grad_ptr + row)
     nontarget_grad *= softcap_derivative
     if nontarget_grad_ptr is not None:
-        others = tl.where(is_target, 0.0, nontarget_grad).to(nontarget_grad_ptr.dtype.element_ty)
-        tl.store(nontarget_grad_ptr + row * stride + columns, others, mask=columns < stride)
+        off_target = tl.where(is_target, 0.0, nontarget_grad).to(nontarget_grad_ptr.dtype.element_ty)
+        tl.store(nontarget_grad_ptr + row * stride + columns, off_target, mask=columns < stride)
     if grad_logits_ptr is not None:
-        others = nontarget_grad * tl.load(scaled_row_factor_ptr + row)
-        grad_logits = tl.where(is_target, tl.load(scaled_target_ptr + row), others)
+        off_target = nontarget_grad * tl.load(scaled_row_factor_ptr + row)
+        grad_logits = tl.where(is_target, tl.load(scaled_target_ptr + row), off_target)
         grad_logits = grad_logits.to(grad_logits_ptr.dtype.element_ty)
         tl.store(grad_logits_ptr + row * stride + columns, grad_logits, mask=columns < stride)

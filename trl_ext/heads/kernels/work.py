@@ -133,8 +133,8 @@ TileWork = Union[TorchWork, "TritonWork"]
 
 def work_of(kernels: str | None, device: torch.device, statistics: torch.dtype, transform: LogitTransform) -> TileWork:
     """Return the operations by the given kernels; None chooses from the device. Float64 always runs in torch."""
-    chosen = kernels or ("torch" if device.type == "cpu" or triton_unavailable_reason(device) else "triton")
-    if chosen == "torch" or statistics == torch.float64:
+    name = kernels or ("torch" if device.type == "cpu" or triton_unavailable_reason(device) else "triton")
+    if name == "torch" or statistics == torch.float64:
         return TorchWork(transform)
     from .triton_work import TritonWork
 
@@ -183,20 +183,23 @@ def _difference(device: torch.device) -> float:
 
     transform = LogitTransform(0.7, 1.3, 30.0)
     pairs = zip(*(_numbers(work(transform), transform, device) for work in (TorchWork, TritonWork)), strict=True)
-    off_by = [float((ours - right).abs().max()) / (float(right.abs().max()) or 1.0) for right, ours in pairs]
+    off_by = [float((x - exact).abs().max()) / (float(exact.abs().max()) or 1.0) for exact, x in pairs]
     return math.inf if any(map(math.isnan, off_by)) else max(off_by)
 
 
 def _numbers(work: TileWork, transform: LogitTransform, device: torch.device) -> list[Tensor]:
     """Return coefficients, sums, results and a gradient of two tiles; the second tile moves the shift."""
     generator = torch.Generator("cpu").manual_seed(0)
-    tokens, width, units = 8, 300, 48
+    tokens = 8
+    width = 300
+    units = 48
 
     def normal(size: int) -> Tensor:
         # The caller may have set another default device and dtype
         return torch.randn(tokens, size, generator=generator, device="cpu", dtype=torch.float32).to(device)
 
-    sums_nH, given = normal(units), normal(2)
+    sums_nH = normal(units)
+    upstream_n2 = normal(2)
     targets = torch.arange(tokens, device=device) * (2 * width // tokens)
     first, second = (
         Tile(slice(0, tokens), slice(i * width, (i + 1) * width), product, None, sums_nH, sums_nH, None, None)
@@ -204,14 +207,23 @@ def _numbers(work: TileWork, transform: LogitTransform, device: torch.device) ->
     )
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     statistics = RunningStatistics(targets, 2 * width, outputs, torch.float32)
-    again = second._replace(product=second.product.clone())
+    second_copy = second._replace(product=second.product.clone())
     work.fold(statistics, first, None, None)
-    written = work.fold(statistics, second, torch.float32, sums_nH)
-    found = [None if written is None else written.clone(), sums_nH.clone()]
+    fold_coefficients = work.fold(statistics, second, torch.float32, sums_nH)
+    numbers = [None if fold_coefficients is None else fold_coefficients.clone(), sums_nH.clone()]
     rescale, log_odds, results = work.finish(statistics, outputs)
-    numbers = (statistics.shift, statistics.sum_exp, statistics.target_logit, results.entropy)
-    coefficients = Coefficients(*numbers, LinearLogProbs(given[:, 0], given[:, 1]), transform, 2 * width)
+    coefficients = Coefficients(
+        statistics.shift,
+        statistics.sum_exp,
+        statistics.target_logit,
+        results.entropy,
+        LinearLogProbs(upstream_n2[:, 0], upstream_n2[:, 1]),
+        transform,
+        2 * width,
+    )
     coefficients.use_unit(coefficients.unit())
-    dtypes = {"nontarget_grad": torch.float32, "grad_logits": torch.float32}
-    found += [rescale, log_odds, *results, *work.gradient(coefficients, again, targets, **dtypes)]
-    return [x.double().cpu() for x in found if x is not None]
+    gradients = work.gradient(
+        coefficients, second_copy, targets, nontarget_grad=torch.float32, grad_logits=torch.float32
+    )
+    numbers += [rescale, log_odds, *results, *gradients]
+    return [x.double().cpu() for x in numbers if x is not None]

@@ -14,10 +14,10 @@ from sharded_head_cases import over_kept_on
 from trl_ext.heads import tiled
 from trl_ext.heads.adapters import Factors, ReplacedRows, low_rank_term
 from trl_ext.heads.dense import log_probs_from_logits
-from trl_ext.heads.kept import KeptClasses
 from trl_ext.heads.kernels.work import work_of
 from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LogitTransform
+from trl_ext.heads.sampling_mask import SamplingMask
 
 # Triton's interpreter runs NumPy, which warns where a device does not
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -71,7 +71,7 @@ def sets_of(kinds, targets, vocabulary, generator):
     pairs.append((-1, 0))  # padding
     order = torch.randperm(len(pairs), generator=generator).tolist()
     tokens, classes = torch.tensor([pairs[i] for i in order]).unbind(1)
-    return KeptClasses(tokens, classes, torch.tensor([kind != "every" for kind in kinds], dtype=torch.bool)), kept
+    return SamplingMask(tokens, classes, torch.tensor([kind != "every" for kind in kinds], dtype=torch.bool)), kept
 
 
 def with_tiles(problem, kernels, monkeypatch):
@@ -120,7 +120,7 @@ def scored(problem, leaves, targets, kept):
         low_rank=low_rank_term(hidden, factors, dtype, accumulate) if factors else None,
         replaced=ReplacedRows.of(problem["replaced"], hidden.device) if problem["replaced"] else None,
         rows=leaves["rows"],
-        kept=kept,
+        sampling_mask=kept,
     )
 
 
@@ -223,8 +223,8 @@ def test_pairs_of_rows_reach_their_tokens():
     ids = torch.tensor([[4, 5, 6, 0, 0], [7, 8, 9, 3, 2]])
     counts = torch.tensor([[1, 0, 2], [0, 4, 1]])
     token = torch.tensor([[1, -1, 0], [3, 2, -1]])  # not in order, and two tokens are not scored
-    kept = KeptClasses.of_rows(ids, counts, token, 4)
-    assert kept.limited.tolist() == [True, True, True, False]
+    kept = SamplingMask.of_rows(ids, counts, token, 4)
+    assert kept.has_pair.tolist() == [True, True, True, False]
     absent = kept.absent(slice(0, 4), slice(0, 10))
     found = [set((~row).nonzero()[:, 0].tolist()) for row in absent]
     assert found == [{5, 6}, {4}, {7, 8, 9, 3}, set(range(10))]
@@ -247,7 +247,7 @@ def test_the_host_never_waits_for_the_kept_classes(kernels):
     script = f"""
 import pretended_gpu, torch
 pretended_gpu.start()
-from trl_ext.heads.kept import KeptClasses
+from trl_ext.heads.sampling_mask import SamplingMask
 from trl_ext.heads.linear_log_probs import run_head
 from trl_ext.heads.logits import LogitTransform
 with pretended_gpu.DeviceMode():
@@ -256,9 +256,9 @@ with pretended_gpu.DeviceMode():
     hidden, weight = (torch.randn(n, 8).cuda().requires_grad_() for n in (4, 30))
     targets = torch.arange(4).cuda()
     with pretended_gpu.RECORD.counting(True):
-        kept = KeptClasses.of_rows(ids, counts, index, 4)
+        kept = SamplingMask.of_rows(ids, counts, index, 4)
         scored = run_head("tiled", hidden, weight, targets, bias=None, transform=LogitTransform(), kernels="{kernels}",
-                          outputs=("log_probs", "entropy"), kept=kept, tile_columns=16)
+                          outputs=("log_probs", "entropy"), sampling_mask=kept, tile_columns=16)
         scored.log_probs.sum().backward()
     print(len(pretended_gpu.RECORD.waits))
 """
