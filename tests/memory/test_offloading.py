@@ -14,7 +14,7 @@ import trl_ext
 from device_memory import allocated_by
 from resumable_runs import build, weights
 from tiny import Workshop, lora_config
-from trl_ext.host.activations import ActivationsOnHost, HostCopy, KeptOnHost
+from trl_ext.host.activations import ActivationsOnHost, HostCopy, HostTensors
 from trl_ext.scoring.forward import ScoringOptions, attach_scoring_forward
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def test_large_activations_are_copied_and_weights_are_not() -> None:
 
 
 def test_a_tensor_that_is_saved_twice_is_copied_once() -> None:
-    kept = KeptOnHost(torch.nn.Linear(2, 2), CPU)
+    kept = HostTensors(torch.nn.Linear(2, 2), CPU)
     x = torch.randn(32, 64)
     first = kept.pack(x)
     assert isinstance(first, HostCopy)
@@ -72,7 +72,7 @@ def test_tensors_that_lora_layers_save_several_times_are_copied_once(workshop: W
     base = AutoModelForCausalLM.from_pretrained(workshop.model("untied"), dtype=torch.bfloat16)
     attach_scoring_forward(base, ScoringOptions())
     model = get_peft_model(base, lora_config(target_modules="all-linear"))
-    kept, saved = KeptOnHost(model, CPU), []
+    kept, saved = HostTensors(model, CPU), []
 
     def pack(tensor: torch.Tensor) -> Any:
         packed = kept.pack(tensor)

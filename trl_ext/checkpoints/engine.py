@@ -42,19 +42,19 @@ def deepspeed_format(stage: int, processes: int) -> str:
 
 def why_not_loaded(folder: Path, runs: str, engine: str) -> str | None:
     """Return why `engine` cannot resume from `folder`, or `None` if it can. `runs`: the format that it writes."""
-    written = format_of(folder)
+    saved_format = format_of(folder)
     names = [path.name for path in folder.iterdir()]
     has_weights = any(map(_WHOLE_WEIGHTS.fullmatch, names))
-    if written == runs or (not runs and has_weights and written.startswith("DeepSpeed")):
+    if saved_format == runs or (not runs and has_weights and saved_format.startswith("DeepSpeed")):
         return None
-    if written and runs and (written.startswith(runs) or runs.startswith(written)):
+    if saved_format and runs and (saved_format.startswith(runs) or runs.startswith(saved_format)):
         return None  # DeepSpeed without ZeRO: its files tell neither the stage nor the number of processes
-    if not written and runs.startswith("FSDP") and "optimizer.pt" not in names and "adapter_config.json" in names:
+    if not saved_format and runs.startswith("FSDP") and "optimizer.pt" not in names and "adapter_config.json" in names:
         return None  # an adapter without an optimizer, which transformers also loads under FSDP
-    tool = "its `zero_to_fp32.py`" if written.startswith("DeepSpeed") else "`accelerate merge-weights`"
+    tool = "its `zero_to_fp32.py`" if saved_format.startswith("DeepSpeed") else "`accelerate merge-weights`"
     anew = "start a new run from its weights." if has_weights else f"merge its weights with {tool} for a new run."
     return (
-        f"{folder} was written under {written or 'an engine other than FSDP and DeepSpeed'}, and {runs or engine} "
+        f"{folder} was written under {saved_format or 'an engine other than FSDP and DeepSpeed'}, and {runs or engine} "
         f"cannot resume from it. Launch with the engine that wrote it, or {anew}"
     )
 
@@ -80,7 +80,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, folder: Path, rank: int) ->
         return None
     params: list[Any] = [param for group in optimizer.param_groups for param in group["params"]]
     for i, name in state.pop("split"):
-        param, local = params[i], state["state"][i][name].to(params[i].device)
+        param = params[i]
+        local = state["state"][i][name].to(param.device)
         state["state"][i][name] = DTensor.from_local(
             local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
@@ -121,7 +122,8 @@ def names_differ(model: Any, folder: Path) -> bool:
 
     Transformers saves each expert separately but holds all of them in one tensor, and resumes by the model's names.
     """
-    index, weights = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    weights = folder / "model.safetensors"
     names: set[str] = set()
     if index.exists():
         names.update(json.loads(index.read_text())["weight_map"])

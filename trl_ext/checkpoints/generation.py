@@ -54,8 +54,8 @@ def write_generation(folder: Path, rank: int, saved: SavedGeneration) -> None:
         for name, x in entries.items()
         if isinstance(x, Tensor)
     }
-    others = [{name: x for name, x in entries.items() if not isinstance(x, Tensor)} for entries in slices]
-    state = {**vars(saved), "slices": None if saved.slices is None else others}
+    json_entries = [{name: x for name, x in entries.items() if not isinstance(x, Tensor)} for entries in slices]
+    state = {**vars(saved), "slices": None if saved.slices is None else json_entries}
     path = _file(folder, rank)
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"format": _FORMAT, "state": json.dumps(state)})

@@ -33,19 +33,20 @@ class ActivationsOnHost:
     """
 
     def __init__(self, model: Callable[[], nn.Module], device: torch.device) -> None:
-        self._model, self._device = model, device
+        self._model = model
+        self._device = device
         self._entered: list[saved_tensors_hooks] = []
 
     def __enter__(self) -> None:
-        kept = KeptOnHost(self._model(), self._device)
-        self._entered.append(saved_tensors_hooks(kept.pack, kept.unpack))
+        tensors = HostTensors(self._model(), self._device)
+        self._entered.append(saved_tensors_hooks(tensors.pack, tensors.unpack))
         self._entered[-1].__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
 
 
-class KeptOnHost:
+class HostTensors:
     """The tensors that one block has moved to the host."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -57,7 +58,7 @@ class KeptOnHost:
         sharded = any(isinstance(param.data, DTensor) for param in model.parameters())
         sharded = sharded or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         self._in_flight = 0 if sharded else _IN_FLIGHT
-        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[HostCopy]]] = {}
+        self._packed: dict[Any, tuple[StorageWeakRef, weakref.ref[HostCopy]]] = {}
         self._order: list[weakref.ref[HostCopy]] = []  # in the order of packing; the backward needs them in reverse
         self._leaving: deque[tuple[Any, Tensor]] = deque()  # (event that ends the copy, tensor)
 
@@ -70,24 +71,26 @@ class KeptOnHost:
         reference = StorageWeakRef(tensor.untyped_storage())
         if stays or 0 in tensor.stride() or reference in self._weights:
             return tensor
-        view = tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
-        name = reference.cdata, tensor._version, *view
-        storage_then, known = self._known.get(name, (reference, None))
-        packed = None if known is None or storage_then.expired() else known()
+        view = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        key = (reference.cdata, tensor._version, *view)
+        packed_storage, packed_reference = self._packed.get(key, (reference, None))
+        packed = None if packed_reference is None or packed_storage.expired() else packed_reference()
         if packed is not None:
             return packed
-        memory = torch.empty_strided(*view[1:3], dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+        is_pinned = tensor.device.type != "cpu"
+        memory = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=is_pinned)
         packed = HostCopy(memory, tensor.device, len(self._order))
-        here = tensor.device == self._device
-        with _on(self._copies if here else None):
-            memory.copy_(tensor, non_blocking=here and self._copies is not None)
-        if here:
+        is_on_device = tensor.device == self._device
+        with _on(self._copies if is_on_device else None):
+            memory.copy_(tensor, non_blocking=is_on_device and self._copies is not None)
+        if is_on_device:
             # Hold the tensor until the compute stream waits for the copy: nothing may overwrite it before
             self._leaving.append((event(self._copies), tensor))
             if len(self._leaving) > self._in_flight:
                 wait(self._compute, self._leaving.popleft()[0])
-        self._known[name] = reference, weakref.ref(packed)
-        self._order.append(self._known[name][1])
+        packed_reference = weakref.ref(packed)
+        self._packed[key] = (reference, packed_reference)
+        self._order.append(packed_reference)
         return packed
 
     def unpack(self, packed: "Tensor | HostCopy") -> Tensor:
@@ -97,35 +100,36 @@ class KeptOnHost:
             return packed.empty().copy_(packed.memory, non_blocking=True)
         while self._leaving:
             wait(self._compute, self._leaving.popleft()[0])
-        for known in reversed(self._order[max(0, packed.place - _IN_FLIGHT) : packed.place + 1]):
-            earlier = known()
+        for packed_reference in reversed(self._order[max(0, packed.place - _IN_FLIGHT) : packed.place + 1]):
+            earlier = packed_reference()
             if earlier is not None and earlier.back is None and earlier.device == self._device:
                 earlier.back = earlier.empty()
                 with _on(self._copies):
                     earlier.back.copy_(earlier.memory, non_blocking=True)
                 if self._copies is not None:
                     earlier.back.record_stream(self._copies)  # because it may be freed unused
-                earlier.came = event(self._copies)
-        back, packed.back = packed.back, None
+                earlier.copied = event(self._copies)
+        back = packed.back
+        packed.back = None
         assert back is not None
-        wait(self._compute, packed.came)
+        wait(self._compute, packed.copied)
         return back
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """A saved tensor in host memory. `back`: its copy on the device, while needed. `came`: the event at its end."""
+    """A saved tensor in host memory. `back`: its copy on the device, while needed. `copied`: the event at its end."""
 
     memory: Tensor
     device: torch.device
     place: int  # in the order of packing
     back: Tensor | None = None
-    came: Any = None
+    copied: Any = None
 
     def empty(self) -> Tensor:
         """Return an empty tensor on the device, with the original strides, on which the choice of kernels depends."""
-        shape = self.memory.size(), self.memory.stride()
-        return torch.empty_strided(*shape, dtype=self.memory.dtype, device=self.device)
+        memory = self.memory
+        return torch.empty_strided(memory.size(), memory.stride(), dtype=memory.dtype, device=self.device)
 
 
 # Streams; `None` for a device without

@@ -53,7 +53,8 @@ class HostedReference:
         self._rest = _Group((param for param in model.parameters() if id(param) not in inside), pinned)
         self._layers = [_Group((param for param in x.parameters() if id(param) in inside), pinned) for x in layers]
         self._places: list[_Place] = []
-        self.rest_bytes, self.layer_bytes = self._rest.size, max(layer.size for layer in self._layers)
+        self.rest_bytes = self._rest.size
+        self.layer_bytes = max(layer.size for layer in self._layers)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
@@ -100,13 +101,15 @@ class HostedReference:
 
     def _fetch(self, index: int) -> None:
         """Start copying layer `index` to its place. The copy waits until the layer there has computed."""
-        place, group = self._places[index % 2], self._layers[index]
+        place = self._places[index % 2]
+        group = self._layers[index]
         if place.layer == index:
             return
         wait(self._copies, place.computed)
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             place.memory[: group.size].copy_(group.host, non_blocking=True)
-        place.layer, place.copied = index, event(self._copies)
+        place.layer = index
+        place.copied = event(self._copies)
 
     def _bring(self, index: int) -> None:
         if not self._places:
@@ -119,9 +122,11 @@ class HostedReference:
             self._fetch(index + 1)
 
     def _drop(self, index: int) -> None:
-        place, group = self._places[index % 2], self._layers[index]
+        place = self._places[index % 2]
+        group = self._layers[index]
         group.point_at(group.host)
-        place.layer, place.computed = None, event(self._compute)
+        place.layer = None
+        place.computed = event(self._compute)
 
 
 class _Group:
@@ -153,7 +158,8 @@ class _Group:
             logger.warning(
                 "CUDA cannot lock %d MiB of host memory (cudaHostRegister: error %d), so torch pins the reference "
                 "model, which takes up to twice as much host memory.",
-                *(pages >> 20, int(error)),
+                pages >> 20,
+                int(error),
             )
             return torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
         weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, part.data_ptr()).atexit = False

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..heads.linear_log_probs import run_head
 from ..heads.tiled import columns_per_tile, rows_per_tile
-from ..host.activations import KeptOnHost
+from ..host.activations import HostTensors
 from ..host.reference import HostedReference
 from ..packing.attention import index_select_fp32_grad, run_packed
 from ..packing.layout import Layout
@@ -230,7 +230,7 @@ def _micro_batch(step: Step, model: Any, fake: FakeTensorMode, records: Allocati
 
 def _on_host(model: Any, records: AllocationRecords) -> saved_tensors_hooks:
     """Return the context of `activation_offloading`, whose copies are in host memory."""
-    kept = KeptOnHost(model, _CPU)
+    kept = HostTensors(model, _CPU)
 
     def pack(tensor: Tensor) -> Any:
         with records.on_host():

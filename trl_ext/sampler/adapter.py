@@ -10,17 +10,24 @@ from safetensors.torch import save_file
 
 # The fields of a `LoraConfig` that may have any value: vLLM computes them, or only PEFT needs them
 _ANY_VALUE = {
-    *("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("lora_dropout", "init_lora_weights", "fan_in_fan_out", "runtime_config"),
-    *(
-        "task_type",
-        "peft_type",
-        "peft_version",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "lora_dropout",
+    "init_lora_weights",
+    "fan_in_fan_out",
+    "runtime_config",
+    "task_type",
+    "peft_type",
+    "peft_version",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
 }
 _KEEP_THE_BASE = (True, False, "gaussian", "orthogonal")
 

@@ -17,7 +17,9 @@ _FACTOR_OF_EQUAL_WEIGHTS = 4.0
 _SUSPECT = 1.25  # then the weights in vLLM are compared
 _FIRST = 4
 _LEAST = 1e-5  # rounding of fp32 in a deep model
-_MOST_OF_FP32, _MOST = 1e-3, 0.3  # before there is a median: 1,000 (fp32) and 20 (bf16) times what was measured
+# Before there is a median: 1,000 (fp32) and 20 (bf16) times what was measured
+_MOST_OF_FP32 = 1e-3
+_MOST = 0.3
 
 
 class Trainer(Protocol):
@@ -61,13 +63,15 @@ class SamplerCheck:
             return
         is_policy = sampled_at == self.trainer.state.global_step  # otherwise the weights have changed since
         if not self._first:
-            most, is_suspect = self._most_of_rounding(generation), True
+            most = self._most_of_rounding(generation)
+            is_suspect = True
         else:
             most = max(_LEAST, _FACTOR * median(self._first))
             is_suspect = difference > max(_LEAST, _SUSPECT * median(self._first), _SUSPECT * self._cleared)
-        stale = self._stale(generation) if is_policy and is_suspect else None
+        stale = self._stale_weights(generation) if is_policy and is_suspect else None
         if not self._first and difference <= most:
-            self._never_equal, stale = {*(stale or ())}, None
+            self._never_equal = set(stale or ())
+            stale = None
         elif stale == []:
             self._cleared = max(self._cleared, difference)
             most *= _FACTOR_OF_EQUAL_WEIGHTS / _FACTOR
@@ -81,12 +85,12 @@ class SamplerCheck:
         if self.trainer.accelerator.is_main_process:
             logger.warning(message)
 
-    def _stale(self, generation: Any) -> list[str] | None:
+    def _stale_weights(self, generation: Any) -> list[str] | None:
         """Return the parameters that vLLM holds with other values than the policy, on any rank; `None` if unknown."""
-        found = generation.stale_weights()
-        if found is None:
+        names = generation.stale_weights()
+        if names is None:
             return None
-        return [name for name in dict.fromkeys(gather_object(found)) if name not in self._never_equal]
+        return [name for name in dict.fromkeys(gather_object(names)) if name not in self._never_equal]
 
     def _most_of_rounding(self, generation: Any) -> float:
         """Return the largest difference that rounding can explain, before there is another to compare with."""
@@ -97,16 +101,16 @@ class SamplerCheck:
     def _message(self, stale: list[str] | None, difference: float, sampled_at: int) -> str:
         usual = f"At first it was {median(self._first):.1e}. " if self._first else ""
         if stale is None:
-            known = "The weights that vLLM holds cannot be read here."
+            finding = "The weights that vLLM holds cannot be read here."
         elif stale:
-            known = f"vLLM has other weights than the policy: {', '.join(stale[:5])}"
-            known += f" and {len(stale) - 5} more." if len(stale) > 5 else "."
+            finding = f"vLLM has other weights than the policy: {', '.join(stale[:5])}"
+            finding += f" and {len(stale) - 5} more." if len(stale) > 5 else "."
         else:
-            known = (
+            finding = (
                 "The weights that can be compared are the policy's, so look at vLLM's prefix cache and its sampling "
                 "options."
             )
         return (
             f"Completions are not samples of the policy: since step {sampled_at}, vLLM's log-probs differ from the "
-            f"policy's by {difference:.1e} per token. {usual}{known} (`sampler_check`)"
+            f"policy's by {difference:.1e} per token. {usual}{finding} (`sampler_check`)"
         )

@@ -24,7 +24,10 @@ logger = logging.getLogger("trl_ext")
 FILE_BYTES = 2**30
 _MEMORY = Path("/dev/shm")
 _NOT_REPEATED = (
-    *("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
     "v1/load_lora_adapter",
 )
 _NEEDS = {"v1/load_lora_adapter": "`VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` in its environment"}
@@ -95,9 +98,9 @@ class FileClient(VLLMClient):
         elif isinstance(device, int) or torch.device(device).type == "cuda":
             super().init_communicator(device)
         else:
-            found = "no weight-transfer backend" if backend is None else f"the weight-transfer backend {backend!r}"
+            transfer = "no weight-transfer backend" if backend is None else f"the weight-transfer backend {backend!r}"
             raise ValueError(
-                f"The vLLM server at {self.base_url} has {found}, which cannot receive weights from the device "
+                f"The vLLM server at {self.base_url} has {transfer}, which cannot receive weights from the device "
                 f"'{device}'. Start it with {_SERVE}."
             )
 
@@ -111,10 +114,10 @@ class FileClient(VLLMClient):
         return answer.json()["vllm_config"]
 
     def _init_files(self) -> None:
-        seen = self.folder / "trainer"
-        seen.touch()
+        file = self.folder / "trainer"
+        file.touch()
         try:
-            self._ask("init_weight_transfer_engine", {"init_info": {"path": str(seen)}})
+            self._ask("init_weight_transfer_engine", {"init_info": {"path": str(file)}})
         except RuntimeError as error:
             raise ValueError(
                 f"The vLLM server at {self.base_url} does not see the trainer's folder {self.folder}. Run both on one "
@@ -142,11 +145,11 @@ class FileClient(VLLMClient):
     ) -> None:
         self.bytes_sent = 0
         if self.by_files:
-            self._send_files(self._counted(named_params))
+            self._send_files(self._count_bytes(named_params))
         else:
-            super().update_named_params(metadata, self._counted(named_params))
+            super().update_named_params(metadata, self._count_bytes(named_params))
 
-    def _counted(self, named_params: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _count_bytes(self, named_params: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, param in named_params:
             self.bytes_sent += param.numel() * param.element_size()
             yield name, param
@@ -157,14 +160,16 @@ class FileClient(VLLMClient):
         Each sync gives it another name. vLLM keeps keys and values of prompts by an adapter's name, and reads the files
         of an adapter that it loaded "in place" at every forward pass.
         """
-        before, name = self._adapter, f"{self.folder.name}-{next(self._numbers)}"
+        old_name = self._adapter
+        name = f"{self.folder.name}-{next(self._numbers)}"
         assert self.policy is not None
         self.bytes_sent = adapter_files(self.policy, self.folder / name)
         self._ask("v1/load_lora_adapter", {"lora_name": name, "lora_path": str(self.folder / name)})
-        self.model = self._adapter = name
-        if before is not None:
-            self._ask("v1/unload_lora_adapter", {"lora_name": before})
-            shutil.rmtree(self.folder / before)
+        self.model = name
+        self._adapter = name
+        if old_name is not None:
+            self._ask("v1/unload_lora_adapter", {"lora_name": old_name})
+            shutil.rmtree(self.folder / old_name)
 
     def _send_files(self, named_params: Iterator[tuple[str, Tensor]]) -> None:
         if not self._updating_weights:
@@ -192,24 +197,27 @@ class FileClient(VLLMClient):
         answer = self.session.post(f"{self.base_url}/{route}", json=body)
         if answer.status_code == 200:
             return
-        said, is_vllms = answer.text, False
+        message = answer.text
+        is_from_vllm = False
         with suppress(ValueError, LookupError, TypeError):
-            said, is_vllms = json.loads(said)["error"]["message"], True
-        if answer.status_code == 404 and not is_vllms and route in _NEEDS:
+            message = json.loads(message)["error"]["message"]
+            is_from_vllm = True
+        if answer.status_code == 404 and not is_from_vllm and route in _NEEDS:
             raise RuntimeError(f"The vLLM server at {self.base_url} has no `/{route}`. Start it with {_NEEDS[route]}.")
-        raise RuntimeError(f"The vLLM server at {self.base_url} refused `/{route}`: {said}")
+        raise RuntimeError(f"The vLLM server at {self.base_url} refused `/{route}`: {message}")
 
 
 def _of_size(most: int, named_params: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """Yield copies in host memory, together as many as fit into `most` bytes, but at least one."""
-    held: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     size = 0
     for name, param in named_params:
         added = param.numel() * param.element_size()
-        if held and size + added > most:
-            yield held
-            held, size = {}, 0
-        held[name] = on_host(param)
+        if tensors and size + added > most:
+            yield tensors
+            tensors = {}
+            size = 0
+        tensors[name] = on_host(param)
         size += added
-    if held:
-        yield held
+    if tensors:
+        yield tensors

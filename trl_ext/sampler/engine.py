@@ -54,7 +54,7 @@ class EngineGeneration(VLLMGeneration):
             super()._init_vllm()
         if self.mode == "colocate" and self.engine_args.get("enable_lora"):
             reason = self.merged_reason(self.llm.llm_engine.vllm_config.lora_config.max_lora_rank)
-            if reason is None and (other := self._other_base()):
+            if reason is None and (other := self._differing_base()):
                 reason = f"the base model on disk, which vLLM reads, is not the policy's (`{other[0]}`)"
             if reason is None:
                 self._adapters = tempfile.TemporaryDirectory(prefix="trl_ext-")
@@ -85,14 +85,14 @@ class EngineGeneration(VLLMGeneration):
             return {}
         from vllm.engine.arg_utils import EngineArgs
 
-        known = {x.name for x in fields(EngineArgs)}
-        unknown = [name for name in self.engine_args if name not in known]
+        fields_of_engine = {x.name for x in fields(EngineArgs)}
+        unknown = [name for name in self.engine_args if name not in fields_of_engine]
         if unknown:
             raise ValueError(
                 f"`vllm_engine_args` names {', '.join(map(repr, unknown))}, which vLLM's `EngineArgs` does not have. "
                 "Correct the name, or leave it out."
             )
-        return {"LLM": lambda **trls: llm(**{**trls, **self.engine_args})}
+        return {"LLM": lambda **trl_args: llm(**(trl_args | self.engine_args))}
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -121,13 +121,14 @@ class EngineGeneration(VLLMGeneration):
         """Give vLLM the adapter under a new name, because it keeps keys and values of prompts by an adapter's name."""
         from vllm.lora.request import LoRARequest
 
-        before, number = self._request, 1 if self._request is None else self._request.lora_int_id + 1
+        old_request = self._request
+        number = 1 if old_request is None else old_request.lora_int_id + 1
         self.bytes_sent = adapter_files(self.model, folder / str(number))
         self._request = LoRARequest(f"policy-{number}", number, str(folder / str(number)))
         self.llm.llm_engine.add_lora(self._request)
-        if before is not None:
-            self.llm.llm_engine.remove_lora(before.lora_int_id)
-            shutil.rmtree(before.lora_path)
+        if old_request is not None:
+            self.llm.llm_engine.remove_lora(old_request.lora_int_id)
+            shutil.rmtree(old_request.lora_path)
 
     def generate(self, *positional: Any, **keywords: Any) -> Any:
         generate = {"generate": partial(self.llm.generate, lora_request=self._request)} if self._request else {}
@@ -154,14 +155,15 @@ class EngineGeneration(VLLMGeneration):
             return None
         if self._is_sharded() or self._layers()[1]:
             return None
-        engine, sent = _Held(self.runner.get_model()), self.bytes_sent
-        found = [name for name, param in self._iter_named_params() if engine.differs(name, param)]
-        self.bytes_sent = sent
-        return found
+        engine = _EngineWeights(self.runner.get_model())
+        bytes_sent = self.bytes_sent
+        names = [name for name, param in self._iter_named_params() if engine.differs(name, param)]
+        self.bytes_sent = bytes_sent  # reading the parameters is no sync
+        return names
 
-    def _other_base(self) -> list[str]:
+    def _differing_base(self) -> list[str]:
         """Return the base model's parameters that vLLM, which reads them from disk, holds with other values."""
-        engine = _Held(self.runner.get_model())
+        engine = _EngineWeights(self.runner.get_model())
         with replaced(self.model, merge_adapter=_nothing, unmerge_adapter=_nothing):
             return [name for name, param in super()._iter_named_params() if engine.differs(name, param)]
 
@@ -171,18 +173,20 @@ class EngineGeneration(VLLMGeneration):
         TRL merges it into the weights and subtracts it afterwards, which leaves a rounding error in them at every sync.
         Here only sharded and quantized weights, experts' parameters and LN tuning are merged so.
         """
-        layers, others = self._layers()
+        copied_layers, other_layers = self._layers()
         merges = {}
-        if layers:
-            merges["merge_adapter"] = lambda: [x.merge() for x in others]
-            merges["unmerge_adapter"] = lambda: [x.unmerge() for x in others]
-        of, merged = "", {}
+        if copied_layers:
+            merges["merge_adapter"] = lambda: [x.merge() for x in other_layers]
+            merges["unmerge_adapter"] = lambda: [x.unmerge() for x in other_layers]
+        merged_layer = ""
+        merged: dict[str, Tensor] = {}
         with replaced(self.model, **merges):
             for name, param in super()._iter_named_params():
                 module, _, kind = name.rpartition(".")
-                if module in layers and module != of:
-                    of, merged = module, _merged(layers[module])
-                sent = merged[kind] if module in layers else param
+                if module in copied_layers and module != merged_layer:
+                    merged_layer = module
+                    merged = _merged(copied_layers[module])
+                sent = merged[kind] if module in copied_layers else param
                 self.bytes_sent += sent.numel() * sent.element_size()
                 yield name, sent
 
@@ -194,16 +198,16 @@ class EngineGeneration(VLLMGeneration):
         if self._dist.is_fsdp:
             return {}, [*layers.values()]
         copied = {name: x for name, x in layers.items() if _merges_into_copies(x)}
-        others = [x for name, x in layers.items() if name not in copied]
-        return {name.removeprefix("base_model.model."): x for name, x in copied.items()}, others
+        other_layers = [x for name, x in layers.items() if name not in copied]
+        return {name.removeprefix("base_model.model."): x for name, x in copied.items()}, other_layers
 
 
 def _merges_into_copies(layer: Any) -> bool:
     base = layer.get_base_layer()
-    own = dict(base.named_parameters(recurse=False))
+    params = dict(base.named_parameters(recurse=False))
     # LN tuning merges by exchanging modules
     is_plain = base is getattr(layer, "base_layer", None) and not isinstance(layer, LNTuningLayer)
-    return is_plain and "weight" in own and all(x.is_floating_point() for x in own.values())
+    return is_plain and "weight" in params and all(x.is_floating_point() for x in params.values())
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -226,12 +230,12 @@ def _merged(layer: Any) -> dict[str, Tensor]:
     return merged
 
 
-class _Held:
+class _EngineWeights:
     """What an engine holds, by the names of the checkpoint."""
 
     def __init__(self, model: Any) -> None:
         self.modules = dict(model.named_modules())
-        self.some = next(model.parameters())  # for the engine's device and dtype
+        self.example = next(model.parameters())  # for the engine's device and dtype
         # Name of a matrix -> the module that holds it with others, and which one it is
         self.packed = {
             f"{owner}{part}": (f"{owner}{name}", parts.index(part))
@@ -245,30 +249,31 @@ class _Held:
         """Return whether the engine holds other values than `param`; False where it cannot be compared."""
         path, _, kind = name.rpartition(".")
         holder, place = self.packed.get(path, (path, 0))
-        module, ours = self.modules.get(holder), param.detach()
+        module = self.modules.get(holder)
+        policy_param = param.detach()
         module = getattr(module, "base_layer", module)  # below vLLM's LoRA
-        held = getattr(module, kind, None)
-        if module is None or held is None or kind not in ("weight", "bias"):
+        engine_param = getattr(module, kind, None)
+        if module is None or engine_param is None or kind not in ("weight", "bias"):
             return False
-        if ours.dim() == 1:
-            part = self._part(module, held, place)
-            return part.shape == ours.shape and not torch.equal(part.cpu(), ours.to(part).cpu())
-        if ours.dim() != 2 or not ours.is_floating_point() or not hasattr(module, "quant_method"):
+        if policy_param.dim() == 1:
+            part = self._part(module, engine_param, place)
+            return part.shape == policy_param.shape and not torch.equal(part.cpu(), policy_param.to(part).cpu())
+        if policy_param.dim() != 2 or not policy_param.is_floating_point() or not hasattr(module, "quant_method"):
             return False
-        columns = torch.linspace(0, ours.shape[1] - 1, _COLUMNS).long().unique()
-        units_NI = torch.nn.functional.one_hot(columns, ours.shape[1]).to(self.some)
+        columns = torch.linspace(0, policy_param.shape[1] - 1, _COLUMNS).long().unique()
+        units_NI = torch.nn.functional.one_hot(columns, policy_param.shape[1]).to(self.example)
         try:
-            theirs_NO = module.quant_method.apply(module, units_NI, None)
+            products_NO = module.quant_method.apply(module, units_NI, None)
         except (RuntimeError, TypeError, NotImplementedError):  # a layer that computes something else
             return False
-        part_ON = self._part(module, theirs_NO.t(), place)[: len(ours)]  # an embedding has rows of padding
-        if len(part_ON) < len(ours):
+        part_ON = self._part(module, products_NO.t(), place)[: len(policy_param)]  # an embedding has rows of padding
+        if len(part_ON) < len(policy_param):
             return False
-        ours_ON = ours[:, columns.to(ours.device)].to(self.some)
-        exact = self.some.dtype != torch.float32 or not self.some.is_cuda  # a GPU may round fp32 operands to TF32
-        return not torch.allclose(part_ON, ours_ON, rtol=0.0 if exact else 2**-10, atol=0.0)
+        policy_ON = policy_param[:, columns.to(policy_param.device)].to(self.example)
+        exact = self.example.dtype != torch.float32 or not self.example.is_cuda  # a GPU may round fp32 operands to TF32
+        return not torch.allclose(part_ON, policy_ON, rtol=0.0 if exact else 2**-10, atol=0.0)
 
-    def _part(self, module: Any, of_all: Tensor, place: int) -> Tensor:
+    def _part(self, module: Any, packed: Tensor, place: int) -> Tensor:
         """Return the rows of one of the layers that a module holds together; none if they are not found."""
-        sizes = getattr(module, "output_sizes", [len(of_all)])
-        return of_all.split(sizes)[place] if sum(sizes) == len(of_all) and place < len(sizes) else of_all[:0]
+        sizes = getattr(module, "output_sizes", [len(packed)])
+        return packed.split(sizes)[place] if sum(sizes) == len(packed) and place < len(sizes) else packed[:0]
