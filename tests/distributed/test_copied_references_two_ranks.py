@@ -59,7 +59,7 @@ def train(rank: Rank | None, row: str, checkpoints: Path, folder: Path, rows: in
         trainer.train(resume_from_checkpoint=checkpoint)
         if rank is not None:
             rank.check(trainer)
-        assert trainer._reference_weights.own.copies
+        assert trainer._reference_weights.policy_reference.copies
         logs = trainer.state.log_history
         found[name] = {
             "weights": trained(trainer.model),

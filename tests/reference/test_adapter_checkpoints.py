@@ -54,7 +54,7 @@ def logits(model, workshop):
 
 
 def copied(trainer):
-    return {name: copy.clone() for name, copy in trainer._reference_weights.own.copies.items()}
+    return {name: copy.clone() for name, copy in trainer._reference_weights.policy_reference.copies.items()}
 
 
 def trained(trainer):
@@ -67,8 +67,8 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(row, kind, workshop, tmp_p
     through = made(row, kind, workshop, tmp_path, save_strategy="steps", save_steps=2)
     through.train()
     resumed = made(row, kind, workshop, tmp_path, max_steps=4)
-    if resumed._reference_weights.own.moves:  # whatever the values are now
-        for copy in resumed._reference_weights.own.copies.values():
+    if resumed._reference_weights.policy_reference.moves:  # whatever the values are now
+        for copy in resumed._reference_weights.policy_reference.copies.values():
             copy.add_(1.0)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert resumed.state.global_step == 4
@@ -142,6 +142,6 @@ def test_a_checkpoint_with_the_reference_of_another_model_is_an_error(workshop, 
     other = build(
         "dpo", trl_ext, workshop, tmp_path, None, peft_config=lora_config(bias="lora_only"), sync_ref_model=True, **SYNC
     )
-    other._reference_weights.own.copies["base_model.model.lm_head.weight"] = torch.zeros(1)
+    other._reference_weights.policy_reference.copies["base_model.model.lm_head.weight"] = torch.zeros(1)
     with pytest.raises(ValueError, match=r"only one of the two has `base_model.model.lm_head.weight`"):
         other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))

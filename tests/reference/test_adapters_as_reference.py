@@ -466,7 +466,7 @@ def test_an_adapter_may_have_the_name_of_a_module(workshop, tmp_path):
     assert trained(policy, policy_adapter_name=name)[1] == own
     policy.get_base_model().model.layers[0].input_layernorm.weight.requires_grad_(True)
     trainer, _ = trained(policy, sync_ref_model=True, policy_adapter_name=name, ref_adapter_name="anchor")
-    assert len(trainer._reference_weights.own.copies) == len(own) + 1
+    assert len(trainer._reference_weights.policy_reference.copies) == len(own) + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

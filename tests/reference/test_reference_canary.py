@@ -205,14 +205,14 @@ def test_only_the_newest_folders_are_checked(tmp_path):
 
 def test_only_the_first_rank_looks_for_folders(tmp_path):
     Reference(tmp_path).run(rows(3, 4))
-    assert Reference(tmp_path, is_main=False).stored()._variants.known() == []
+    assert Reference(tmp_path, is_main=False).stored()._variants.stored_canaries() == []
 
 
 def test_a_batch_that_is_not_wanted_or_cannot_be_stored_checks_nothing(tmp_path):
     Reference(tmp_path).run(rows(3, 4))
     reference = Reference(tmp_path)
     stored = reference.stored()
-    stored(rows(3, 4), reference, wanted=False)
+    stored(rows(3, 4), reference, is_needed=False)
     assert reference.passes == []
     stored({**rows(3, 4), "pixel_values": torch.zeros(2)}, reference)
     assert reference.passes == [(2, 4)]

@@ -93,10 +93,10 @@ def test_a_rank_that_does_not_write_frees_entries_that_another_has_written(tmp_p
         store.add(entries(*range(10)))
     other.flush()
     assert segment_files(tmp_path) == []
-    assert len(other._held) == 10
+    assert len(other._in_memory) == 10
     writer.flush()
     other.flush()
-    assert len(writer._held) == len(other._held) == 0
+    assert len(writer._in_memory) == len(other._in_memory) == 0
     assert all(holds(other, i) for i in range(10))
 
 

@@ -123,7 +123,7 @@ def hash_of_shards(rank: Rank):
         for name, param in list(module.named_parameters(recurse=False)):
             place = [Shard(0) if i % 2 else Replicate()]
             setattr(module, name, torch.nn.Parameter(distribute_tensor(param.data, mesh, place)))
-    return whole, ReferenceWeights(model).hash(None, here=rank.index == 0)
+    return whole, ReferenceWeights(model).hash(None, is_hashed=rank.index == 0)
 
 
 def of_one_process(rank: Rank, **config):

@@ -68,7 +68,7 @@ def test_rows_with_other_model_inputs_are_scored_each_time_and_not_stored(name):
         answer = reference(data, reference_pass)
         torch.testing.assert_close(answer.log_probs, score(data))
         assert (answer.passes, answer.tokens) == (1, 6)
-    assert reference.store._held == {}
+    assert reference.store._in_memory == {}
     assert not reference.holds(data)
 
 
@@ -144,6 +144,6 @@ def test_a_row_without_values_is_an_error():
 
 def test_rows_that_are_not_wanted_are_not_looked_up_or_scored():
     count = Counted()
-    answer = stored()(batch([([5, 6, 7], 1), ([8, 9], 1)]), count, wanted=False)
+    answer = stored()(batch([([5, 6, 7], 1), ([8, 9], 1)]), count, is_needed=False)
     assert not count.shapes
     assert not answer.log_probs.any()

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-_SHARDED_PARAMETERS, _TENSOR_PARALLEL = "sharding of parameters", "tensor parallelism"
+_SHARDED_PARAMETERS = "sharding of parameters"
+_TENSOR_PARALLEL = "tensor parallelism"
 
 # Where MPI launchers and torchrun put the number of processes
 _COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -166,22 +167,23 @@ class DetectedEngine:
         if self.name == "one process":
             return f"one process ({self.device})"
         count = "one process" if self.processes == 1 else f"{self.processes} processes"
-        return f"{self.name}, {count} ({self.backend or self.device}): {', '.join(self._held())}"
+        return f"{self.name}, {count} ({self.backend or self.device}): {', '.join(self._parts_of_process())}"
 
-    def _held(self) -> Iterator[str]:
+    def _parts_of_process(self) -> Iterator[str]:
+        """Yield how the model and its sequences are spread over the processes."""
         if self.tensor_parallel > 1:
             yield f"layers split over {self.tensor_parallel}"
         yield from (f"each sequence split over {self.sizes[axis]}" for axis in ("cp", "sp") if axis in self.sizes)
-        others = self.processes // self.tensor_parallel
+        copies = self.processes // self.tensor_parallel
         if self.zero_stage is not None:
             sharded = _SHARDED[self.zero_stage]
-            yield f"{sharded} sharded over {others}" if sharded else _WHOLE_MODEL
+            yield f"{sharded} sharded over {copies}" if sharded else _WHOLE_MODEL
         elif self.sharded_at_loading:
             yield f"parameters sharded over {self.model_axes.get('fsdp', 1)} when they were loaded"
         elif self.fsdp_version is not None:
-            over = self.sizes.get("dp_shard", 1) * self.sizes.get("cp", 1) if self.sizes else others
+            over = self.sizes.get("dp_shard", 1) * self.sizes.get("cp", 1) if self.sizes else copies
             yield f"parameters sharded over {over}"
-        elif others > 1:
+        elif copies > 1:
             yield _WHOLE_MODEL
 
 
@@ -270,7 +272,8 @@ def _missing_engine(requested: EngineRequest, running: DetectedEngine) -> str | 
     """Describe the error if a requested engine does not run."""
     for engine, by in requested.engines:
         if not running.provides(engine):
-            name, remedy = engine[0].upper() + engine[1:], _remedy(engine, by, requested, running)
+            name = engine[0].upper() + engine[1:]
+            remedy = _remedy(engine, by, requested, running)
             return f"{name} was requested (by {by}), but the engine is {running}. {remedy}"
     return None
 
@@ -292,8 +295,11 @@ def _remedy(engine: str, by: str, requested: EngineRequest, running: DetectedEng
     if other is not None:
         return f"That engine was requested by {other}. Request only one engine, in one place."
     if requested.cpu:
-        on_cpu = " (DeepSpeed runs on the CPU with `DS_ACCELERATOR=cpu` and `ddp_backend='gloo'`)"
-        name, on_cpu = ("FSDP", "") if engine.startswith("FSDP") else ("DeepSpeed", on_cpu)
+        name = "FSDP"
+        on_cpu = ""
+        if not engine.startswith("FSDP"):
+            name = "DeepSpeed"
+            on_cpu = " (DeepSpeed runs on the CPU with `DS_ACCELERATOR=cpu` and `ddp_backend='gloo'`)"
         return (
             f"accelerate does not use {name} when `ACCELERATE_USE_CPU` or `use_cpu` is set. Unset it{on_cpu}, or "
             f"launch with `{_CONFIGS}/ddp.yaml` to train with DDP on the CPU."

@@ -16,7 +16,8 @@ def wrapped_in_training(trainer: Any) -> Iterator[None]:
     Transformers prepares the model for evaluation alone: accelerate marks it as prepared, and does not wrap it in DDP.
     With the mark, it would not be wrapped in training either, and gradients would not be averaged.
     """
-    model, accelerator = trainer.model, trainer.accelerator
+    model = trainer.model
+    accelerator = trainer.accelerator
     is_prepared = trainer.is_in_train or getattr(model, "_is_accelerate_prepared", False)
     if is_prepared or not accelerator.distributed_type.value.startswith("MULTI_"):
         yield

@@ -57,24 +57,25 @@ class Rows:
             lengths_NE (`Tensor`): `lengths_BE` of all ranks, on the CPU.
             ranks (`Ranks`): which exchange, in one collective.
         """
-        count, me = ranks.accelerator.num_processes, ranks.accelerator.process_index
+        count = ranks.accelerator.num_processes
+        rank = ranks.accelerator.process_index
         rows = len(order_N) // count
-        to_N, from_N = torch.arange(len(order_N)) // rows, order_N // rows
-        sent_S = (from_N == me).nonzero().squeeze(1)  # places, by receiver
-        came_B = order_N[to_N == me]
-        by_sender_B = torch.argsort(from_N[to_N == me], stable=True)
-        came_B = came_B[by_sender_B]
-        values = self._without_padding(order_N[sent_S] - me * rows)
+        to_N = torch.arange(len(order_N)) // rows
+        from_N = order_N // rows
+        sent_S = (from_N == rank).nonzero().squeeze(1)  # places, by receiver
+        by_sender_B = torch.argsort(from_N[to_N == rank], stable=True)
+        received_B = order_N[to_N == rank][by_sender_B]
+        values = self._without_padding(order_N[sent_S] - rank * rows)
         sent = _cut(values, self._bytes(lengths_NE[order_N[sent_S]], to_N[sent_S], count))
-        sizes = self._bytes(lengths_NE[came_B], came_B // rows, count)
+        sizes = self._bytes(lengths_NE[received_B], received_B // rows, count)
         received = ranks.exchange([torch.cat(parts) for parts in sent], sizes.sum(dim=1).tolist())
-        pieces = [x.split(of_entries) for x, of_entries in zip(received, sizes.tolist(), strict=True)]
-        values = [torch.cat(of_entry) for of_entry in zip(*pieces, strict=True)]
-        return self._padded(values, lengths_NE[came_B], by_sender_B.argsort())
+        pieces = [x.split(entry_bytes) for x, entry_bytes in zip(received, sizes.tolist(), strict=True)]
+        values = [torch.cat(entry_pieces) for entry_pieces in zip(*pieces, strict=True)]
+        return self._padded(values, lengths_NE[received_B], by_sender_B.argsort())
 
     def _bytes(self, lengths_SE: Tensor, rank_S: Tensor, count: int) -> Tensor:
         """Return the bytes of S rows that belong to each of `count` ranks: `(count, E)`."""
-        widths = torch.tensor([_on_the_wire(name, x.dtype).itemsize for name, x in self.entries.items()])
+        widths = torch.tensor([_dtype_sent(name, x.dtype).itemsize for name, x in self.entries.items()])
         return torch.zeros(count, len(widths), dtype=torch.int64).index_add(0, rank_S, lengths_SE * widths)
 
     def _without_padding(self, rows_S: Tensor) -> list[Tensor]:
@@ -82,10 +83,10 @@ class Rows:
         values = []
         for (name, x), lengths_B in zip(self.entries.items(), self.lengths_BE.unbind(1), strict=True):
             rows = rows_S.to(x.device)
-            picked = x[rows]
+            values_S = x[rows]
             if x.ndim > 1:
-                picked = picked[_real(lengths_B[rows], x.size(1), self.columns[name].left)]
-            values.append(picked.to(_on_the_wire(name, x.dtype)).contiguous().view(torch.uint8))
+                values_S = values_S[_is_real(lengths_B[rows], x.size(1), self.columns[name].left)]
+            values.append(values_S.to(_dtype_sent(name, x.dtype)).contiguous().view(torch.uint8))
         return values
 
     def _padded(self, values: list[Tensor], lengths_BE: Tensor, order_B: Tensor) -> dict[str, Tensor]:
@@ -97,24 +98,25 @@ class Rows:
                 widths[column.width or name] = max(width, widths.get(column.width or name, 0))
         padded = {}
         for (name, x), flat, lengths_B in zip(self.entries.items(), values, lengths_BE.unbind(1), strict=True):
-            flat, order = flat.view(_on_the_wire(name, x.dtype)).to(x.dtype), order_B.to(x.device)
+            flat = flat.view(_dtype_sent(name, x.dtype)).to(x.dtype)
+            order = order_B.to(x.device)
             column = self.columns.get(name)
             if column is None:
                 padded[name] = flat[order]
                 continue
             width = widths[column.width or name]
-            of_rows = x.new_full((len(order), width), column.fill)
-            of_rows[_real(lengths_B.to(x.device), width, column.left)] = flat
-            padded[name] = of_rows[order]
+            rows = x.new_full((len(order), width), column.fill)
+            rows[_is_real(lengths_B.to(x.device), width, column.left)] = flat
+            padded[name] = rows[order]
         return padded
 
 
-def _real(lengths_B: Tensor, width: int, left: bool) -> Tensor:
+def _is_real(lengths_B: Tensor, width: int, left: bool) -> Tensor:
     places_W = torch.arange(width, device=lengths_B.device)
     return (places_W.flip(0) if left else places_W) < lengths_B.unsqueeze(1)
 
 
-def _on_the_wire(name: str, dtype: torch.dtype) -> torch.dtype:
+def _dtype_sent(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return how values are sent: 4 bytes for a token id, 1 for an element of a mask."""
     if dtype.is_floating_point:
         return dtype
@@ -123,7 +125,9 @@ def _on_the_wire(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def _cut(values: list[Tensor], bytes_RE: Tensor) -> list[tuple[Tensor, ...]]:
     """Return each rank's part of each entry's values."""
-    return list(zip(*(x.split(of_entry.tolist()) for x, of_entry in zip(values, bytes_RE.T, strict=True)), strict=True))
+    return list(
+        zip(*(x.split(rank_bytes.tolist()) for x, rank_bytes in zip(values, bytes_RE.T, strict=True)), strict=True)
+    )
 
 
 def equally_wide(tensors: list[Tensor], column: Column) -> list[Tensor]:

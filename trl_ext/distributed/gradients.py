@@ -40,22 +40,22 @@ def sum_gradients_once(model: nn.Module, group: dist.ProcessGroup) -> None:
         params = [param for param in module.parameters(recurse=False) if param.requires_grad]
         if params and not any(isinstance(param, DTensor) for param in params) and _remove_transformers_sum(module):
             for param in params:
-                param.register_hook(partial(_summed, group=group))
+                param.register_hook(partial(_sum_over_ranks, group=group))
 
 
 def _remove_transformers_sum(module: nn.Module) -> bool:
     """Remove transformers' sum of gradients from `module`. Returns whether there was one."""
-    found = False
+    has_sum = False
     hooks: dict[Any, Any] = module._backward_hooks
-    for own, keys in ((hooks, [*hooks]), (vars(module), ["forward"])):
+    for functions, keys in ((hooks, [*hooks]), (vars(module), ["forward"])):
         for key in keys:
-            if getattr(own.get(key), "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
-                del own[key]
-                found = True
-    return found
+            if getattr(functions.get(key), "__qualname__", "").startswith("ReplicatedWithGradAllReduce."):
+                del functions[key]
+                has_sum = True
+    return has_sum
 
 
-def _summed(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _sum_over_ranks(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = grad.clone()
     dist.all_reduce(total, group=group)
     return total

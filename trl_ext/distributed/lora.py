@@ -99,36 +99,36 @@ def make_adapter(make: Callable[..., Any], model: Any, config: Any, *more: Any, 
         try:
             return make(model, config, *more, **keywords)
         except ValueError as error:
-            wanted = getattr(config, "target_modules", None)
-            if "not found in the base model" not in str(error) or not wanted:
+            targets = getattr(config, "target_modules", None)
+            if "not found in the base model" not in str(error) or not targets:
                 raise
-            shown = ", ".join(map(repr, [wanted] if isinstance(wanted, str) else sorted(wanted)))
+            names = ", ".join(map(repr, [targets] if isinstance(targets, str) else sorted(targets)))
             raise ValueError(
-                f"Unknown `target_modules` {shown}. Choose from: {', '.join(map(repr, linear))}. These are the linear "
+                f"Unknown `target_modules` {names}. Choose from: {', '.join(map(repr, linear))}. These are the linear "
                 "layers of the model; 'all-linear' is all of them but the LM head."
             ) from error
     check_adapter(config, ranks)
     ranks.share_random_state(next(model.parameters()).device)
     with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU
-        made = make(model, config, *more, **keywords)
-    for _, layer in _lora_layers(made):
+        adapted = make(model, config, *more, **keywords)
+    for _, layer in _lora_layers(adapted):
         for name in layer.r:
-            _draw_whole(layer, name, made.peft_config[name].init_lora_weights)
-    for param in made.parameters():
+            _draw_whole(layer, name, adapted.peft_config[name].init_lora_weights)
+    for param in adapted.parameters():
         if param.requires_grad and not isinstance(param, DTensor):
             ranks.share_(param.data)
-    return made
+    return adapted
 
 
 def _warn_of_unknown_modules(model: nn.Module, config: Any) -> None:
     """Warn of names in lists of modules that no module has: PEFT skips them if another name fits."""
     names = [name for name, _ in model.named_modules()]
     for option in ("target_modules", "modules_to_save"):
-        given = getattr(config, option, None)
-        if not isinstance(given, list | tuple | set):
+        targets = getattr(config, option, None)
+        if not isinstance(targets, list | tuple | set):
             continue
-        unknown = [x for x in sorted(given) if not any(name == x or name.endswith(f".{x}") for name in names)]
-        if unknown and (len(unknown) < len(given) or option == "modules_to_save"):
+        unknown = [x for x in sorted(targets) if not any(name == x or name.endswith(f".{x}") for name in names)]
+        if unknown and (len(unknown) < len(targets) or option == "modules_to_save"):
             logger.warning(
                 f"`{option}` of `peft_config` has {', '.join(map(repr, unknown))}, but the model has no module of this "
                 "name, so it has no effect."
@@ -147,8 +147,8 @@ def _linear_layers(model: nn.Module) -> list[str]:
 
 def _draw_whole(layer: Any, name: str, init: bool | str) -> None:
     """Draw the whole factors of an adapter in PEFT's order, and keep this rank's part of each one."""
-    held = [getattr(layer, kind) for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")]
-    factors = [(by_name, by_name[name]) for by_name in held if name in by_name]
+    kinds = [getattr(layer, kind) for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")]
+    factors = [(by_name, by_name[name]) for by_name in kinds if name in by_name]
     for by_name, factor in factors:
         if isinstance(factor, nn.Parameter):
             by_name[name] = nn.Parameter(torch.randn(factor.shape))
@@ -158,8 +158,9 @@ def _draw_whole(layer: Any, name: str, init: bool | str) -> None:
     layer.reset_lora_parameters(name, init)
     weight = layer.get_base_layer().weight
     for by_name, factor in factors:
-        drawn, by_name[name] = by_name[name], factor
-        for param, whole in zip(_params(factor), _params(drawn), strict=True):
+        whole_factor = by_name[name]
+        by_name[name] = factor
+        for param, whole in zip(_params(factor), _params(whole_factor), strict=True):
             value = whole.detach().to(param.device)
             if weight.is_floating_point():  # PEFT rounds to the base layer's dtype
                 value = value.to(weight.dtype)

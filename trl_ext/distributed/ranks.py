@@ -54,10 +54,10 @@ class Ranks:
         return 1 if self.sequence is None else self.sequence.size
 
     @property
-    def every(self) -> Any:
-        """The accelerator that counts every rank as a process."""
-        held = self.accelerator
-        return held.of_every_rank if isinstance(held, DataParallelAccelerator) else held
+    def world(self) -> Any:
+        """The accelerator that counts each rank as a process."""
+        accelerator = self.accelerator
+        return accelerator.of_all_ranks if isinstance(accelerator, DataParallelAccelerator) else accelerator
 
     @property
     def device(self) -> torch.device:
@@ -91,19 +91,19 @@ class Ranks:
     def sum_counts(self, counts: list[int]) -> list[int]:
         return [sum(x) for x in zip(*self.gather_counts(counts), strict=True)]
 
-    def any(self, here: bool) -> bool:
-        return any(x[0] for x in self.gather_counts([int(here)]))
+    def any(self, on_this_rank: bool) -> bool:
+        return any(x[0] for x in self.gather_counts([int(on_this_rank)]))
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] if self.accelerator.num_processes == 1 else gather_object([value])
 
     def differing(self, value: Any) -> list[Any] | None:
-        """Return the `value` of every rank, also of those of a group, if they differ; `None` if all are equal."""
-        every = self.every
-        if every.num_processes == 1:
+        """Return the `value` of each rank, also of those of a group, if they differ; `None` if all are equal."""
+        world = self.world
+        if world.num_processes == 1:
             return None
-        digest = torch.tensor([zlib.crc32(repr(value).encode())], device=every.device)
-        is_same = len(set(every.gather(digest).tolist())) == 1
+        digest = torch.tensor([zlib.crc32(repr(value).encode())], device=world.device)
+        is_same = len(set(world.gather(digest).tolist())) == 1
         return None if is_same else gather_object([value])
 
     def exchange(self, sent: list[Tensor], sizes: list[int]) -> list[Tensor]:
@@ -111,20 +111,23 @@ class Ranks:
 
         The ranks of a group have the same batch, and each exchanges with those in its own place of the other groups.
         """
-        me, count = self.accelerator.process_index, self.accelerator.num_processes
-        every = dist.get_world_size()
-        members = every // count
-        give, take = [0] * every, [0] * every
-        for i in range(count):
-            if i != me:
-                place = i * members + dist.get_rank() % members
-                give[place], take[place] = len(sent[i]), sizes[i]
-        received = torch.empty(sum(take), dtype=torch.uint8, device=self.device)
-        others = torch.cat([x for i, x in enumerate(sent) if i != me]).to(self.device)
-        dist.all_to_all_single(received, others, take, give)
-        received = received.to(sent[me].device)
-        pieces = list(received.split([0 if i == me else size for i, size in enumerate(sizes)]))
-        pieces[me] = sent[me]
+        process = self.accelerator.process_index
+        processes = self.accelerator.num_processes
+        world_size = dist.get_world_size()
+        members = world_size // processes  # of a group
+        sizes_sent = [0] * world_size
+        sizes_received = [0] * world_size
+        for i in range(processes):
+            if i != process:
+                rank = i * members + dist.get_rank() % members
+                sizes_sent[rank] = len(sent[i])
+                sizes_received[rank] = sizes[i]
+        received = torch.empty(sum(sizes_received), dtype=torch.uint8, device=self.device)
+        to_send = torch.cat([x for i, x in enumerate(sent) if i != process]).to(self.device)
+        dist.all_to_all_single(received, to_send, sizes_received, sizes_sent)
+        received = received.to(sent[process].device)
+        pieces = list(received.split([0 if i == process else size for i, size in enumerate(sizes)]))
+        pieces[process] = sent[process]
         return pieces
 
     def of_main(self, value: Any) -> Any:
@@ -138,19 +141,21 @@ class Ranks:
         accelerator = self.accelerator
         if accelerator.num_processes == 1:
             return bool(accelerator.is_main_process)
-        sign = folder / self.of_main(lambda: f"{uuid.uuid4().hex}.seen")
+        mark = folder / self.of_main(lambda: f"{uuid.uuid4().hex}.seen")
         if accelerator.is_main_process:
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
-                sign.touch()
+                mark.touch()
         accelerator.wait_for_everyone()
-        seen = os.path.exists(sign)  # False after any error. `Path.exists` raises some, while the other ranks wait
+        sees_folder = os.path.exists(
+            mark
+        )  # False after any error. `Path.exists` raises some, while the other ranks wait
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             with suppress(OSError):  # it was never made on a read-only file system, which refuses to delete, too
-                sign.unlink()
+                mark.unlink()
             return True
-        return bool(accelerator.is_local_main_process and not seen)
+        return bool(accelerator.is_local_main_process and not sees_folder)
 
     def reduce(self, x: Tensor) -> Tensor:
         return self.accelerator.reduce(x, reduction="sum")

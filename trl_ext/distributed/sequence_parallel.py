@@ -34,7 +34,7 @@ class SequenceGroup:
         # ZeRO-1 and ZeRO-2 reduce correctly (stage_1_and_2.py:1508 and :1688)
         sums = not config.cp_enabled and _zero_stage(accelerator) in (1, 2)
         self.gradient_factor = 1.0 if sums else float(self.size)
-        self.made: dist.ProcessGroup | None = None  # for "sp", once DeepSpeed has created it
+        self.deepspeed_group: dist.ProcessGroup | None = None  # for "sp", once DeepSpeed has created it
         self.device: torch.device = accelerator.device
         self._accelerator = accelerator
 
@@ -49,20 +49,21 @@ class SequenceGroup:
         """The process group; `None` until DeepSpeed has created it with its engine."""
         if self.kind == "cp":
             return self._accelerator.torch_device_mesh["cp"].get_group()  # type: ignore[no-any-return]
-        return self.made
+        return self.deepspeed_group
 
     @property
     def ranks(self) -> TensorParallel:
         """The group as a tensor-parallel one: outside the forward pass, its ranks all do the same."""
-        index, processes = self._accelerator.process_index, self._accelerator.num_processes
+        index = self._accelerator.process_index
+        processes = self._accelerator.num_processes
         return TensorParallel(self.processes, self.rank, self.size, index // self.size, processes // self.size)
 
     def alike(self, *tensors: Tensor | None) -> bool:
         """Return whether all ranks of the group hold the same values. Every rank must call it."""
-        mine = torch.stack([signature(x).to(self.device) for x in tensors if x is not None])
-        every = mine.new_empty((self.size, *mine.shape))
-        dist.all_gather(list(every.unbind()), mine, group=self.processes)
-        return bool((every == mine).all())
+        hashes = torch.stack([signature(x).to(self.device) for x in tensors if x is not None])
+        rank_hashes = hashes.new_empty((self.size, *hashes.shape))
+        dist.all_gather(list(rank_hashes.unbind()), hashes, group=self.processes)
+        return bool((rank_hashes == hashes).all())
 
     def shard(self, tokens: int) -> "Shard":
         processes = self.processes
@@ -114,11 +115,11 @@ class Shard(NamedTuple):
 
         All ranks compute the same from the result, so the backward takes this rank's gradient from its own graph.
         """
-        of_rank = owner_N == torch.arange(self.size, device=owner_N.device).unsqueeze(1)
-        widest = int(of_rank.sum(dim=1).max())
-        every = self._gathered(F.pad(x, (0, 0) * (x.dim() - 1) + (0, widest - x.shape[0])))
-        place_N = (of_rank.cumsum(dim=1) - 1).gather(0, owner_N.unsqueeze(0)).squeeze(0)
-        return every[owner_N, place_N]
+        is_owned_nN = owner_N == torch.arange(self.size, device=owner_N.device).unsqueeze(1)
+        widest = int(is_owned_nN.sum(dim=1).max())
+        rank_values = self._gathered(F.pad(x, (0, 0) * (x.dim() - 1) + (0, widest - x.shape[0])))
+        place_N = (is_owned_nN.cumsum(dim=1) - 1).gather(0, owner_N.unsqueeze(0)).squeeze(0)
+        return rank_values[owner_N, place_N]
 
     def _exchanged(self, x: Tensor) -> Tensor:
         return _Exchanged.apply(x, self.processes)  # type: ignore[no-untyped-call, no-any-return]
@@ -152,9 +153,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int, size: int, processes: Any) -> Tensor:
         ctx.rank = rank
-        every = x.new_empty((size, *x.shape))
-        dist.all_gather(list(every.unbind()), x.contiguous(), group=processes)
-        return every
+        stacked = x.new_empty((size, *x.shape))
+        dist.all_gather(list(stacked.unbind()), x.contiguous(), group=processes)
+        return stacked
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
@@ -169,8 +170,8 @@ def keep_batches_whole(accelerator: Any, group: SequenceGroup) -> None:
         return
     # Otherwise one process would read a streaming dataset and distribute its rows over all ranks
     accelerator.dataloader_config.dispatch_batches = False
-    counted = DataParallelAccelerator(accelerator, group.ranks)
-    accelerator.prepare_data_loader = partial(Accelerator.prepare_data_loader, counted)
+    data_parallel = DataParallelAccelerator(accelerator, group.ranks)
+    accelerator.prepare_data_loader = partial(Accelerator.prepare_data_loader, data_parallel)
     _renew_process_groups(accelerator, group)
     name = accelerator.parallelism_config.sp_handler.sp_attn_implementation
     attention = ALL_ATTENTION_FUNCTIONS.get(name)
@@ -186,7 +187,8 @@ def keep_batches_whole(accelerator: Any, group: SequenceGroup) -> None:
         # times the group's size (stage_1_and_2.py:2682, :2690)
         optimizer = engine.optimizer
         if getattr(optimizer, "model_parallel_group", None) is not None:
-            optimizer.model_parallel_group, optimizer.model_parallel_rank = None, 0
+            optimizer.model_parallel_group = None
+            optimizer.model_parallel_rank = 0
         return loader
 
     accelerator.deepspeed_ulysses_dl_adapter = loader_as_it_is
@@ -201,10 +203,11 @@ def _renew_process_groups(accelerator: Any, group: SequenceGroup) -> None:
             return prepare(*args)
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
-        made = prepare(*args)
-        group.made = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
-        return made
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = None
+        parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+        results = prepare(*args)
+        group.deepspeed_group = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
+        return results
 
     accelerator._prepare_deepspeed = prepared
 

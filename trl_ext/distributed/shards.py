@@ -34,13 +34,16 @@ class ShardedWeight:
 
 def parameter_of(module: nn.Module, name: str) -> Any:
     """Return `module.name` without ZeRO-3's hook, which gathers a parameter when the attribute is read."""
-    own = module._parameters
-    return dict.__getitem__(own, name) if dict.__contains__(own, name) else getattr(module, name, None)
+    parameters = module._parameters
+    if dict.__contains__(parameters, name):
+        return dict.__getitem__(parameters, name)
+    return getattr(module, name, None)
 
 
 def sharded_weight(lm_head: nn.Module) -> ShardedWeight | None:
     """Return how the rows of a head's weight are spread; `None` if this rank has all of them, or must gather them."""
-    weight, bias = parameter_of(lm_head, "weight"), parameter_of(lm_head, "bias")
+    weight = parameter_of(lm_head, "weight")
+    bias = parameter_of(lm_head, "bias")
     if isinstance(weight, DTensor):
         return _of_dtensor(weight, bias)
     return _of_zero3(weight, bias) if is_zero3(weight) else None
@@ -51,8 +54,8 @@ def whole_tensor(x: DTensor) -> Tensor:
     names = x.device_mesh.mesh_dim_names or ("",) * x.device_mesh.ndim
     # The ranks of a tensor-parallel group have the same tokens, so each has the whole gradient
     placements = [Replicate() if name == "tp" else Partial() for name in names]
-    own_tokens = prod(size for name, size in zip(names, x.device_mesh.shape, strict=True) if name != "tp")
-    return scale_grad(x.full_tensor(grad_placements=placements), 1 / own_tokens)
+    batches = prod(size for name, size in zip(names, x.device_mesh.shape, strict=True) if name != "tp")
+    return scale_grad(x.full_tensor(grad_placements=placements), 1 / batches)
 
 
 def is_zero3(parameter: Any) -> bool:
@@ -71,8 +74,10 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
         local = _rows_of_tensor_parallel(weight, axis)
         local_bias = None if bias is None else _rows_of_tensor_parallel(bias, axis)
     elif weight.device_mesh.ndim == 1 and weight.placements[0] == Shard(0):
-        axis, engine = 0, "FSDP2"
-        local, local_bias = weight.to_local(), None if bias is None else bias.to_local()
+        axis = 0
+        engine = "FSDP2"
+        local = weight.to_local()
+        local_bias = None if bias is None else bias.to_local()
     else:
         return None
     # A DTensor gives each rank ceil(V / R) rows; the last ranks get fewer or none
@@ -88,32 +93,34 @@ def _of_dtensor(weight: DTensor, bias: Any) -> ShardedWeight | None:
 
 def _rows_of_tensor_parallel(x: DTensor, axis: int) -> Tensor:
     """Gather this rank's rows of `x` over the other mesh dimensions. The gradient is the mean over those."""
-    others = [size for number, size in enumerate(x.device_mesh.shape) if number != axis]
-    if not others:
+    other_sizes = [size for number, size in enumerate(x.device_mesh.shape) if number != axis]
+    if not other_sizes:
         return x.to_local()
-    here: list[Any] = [Shard(0) if number == axis else Replicate() for number in range(x.device_mesh.ndim)]
+    placements: list[Any] = [Shard(0) if number == axis else Replicate() for number in range(x.device_mesh.ndim)]
     gradient = [Shard(0) if number == axis else Partial() for number in range(x.device_mesh.ndim)]
-    local = x.redistribute(placements=here).to_local(grad_placements=gradient)
-    return scale_grad(local, 1 / prod(others))
+    local = x.redistribute(placements=placements).to_local(grad_placements=gradient)
+    return scale_grad(local, 1 / prod(other_sizes))
 
 
 def _of_zero3(weight: Any, bias: Any) -> ShardedWeight | None:
     """Return the shards of a weight that ZeRO-3 cuts into flat parts. A split row belongs to the rank of its start."""
     part = weight.ds_tensor
-    released = weight.ds_status.name == "NOT_AVAILABLE" and part.status.name == "AVAILABLE"
-    released = released and part.device == weight.device  # not offloaded
+    is_released = weight.ds_status.name == "NOT_AVAILABLE" and part.status.name == "AVAILABLE"
+    is_released = is_released and part.device == weight.device  # not offloaded
     # A trained weight must be gathered: DeepSpeed's gradient hooks are on the whole parameter
-    if weight.requires_grad or bias is not None or not released or hasattr(part, "ds_quant_scale"):
+    if weight.requires_grad or bias is not None or not is_released or hasattr(part, "ds_quant_scale"):
         return None
     rows, width = weight.ds_shape
-    group, size = weight.ds_process_group, part.numel()
-    ranks, rank = group.size(), group.rank()
+    group = weight.ds_process_group
+    ranks = group.size()
+    rank = group.rank()
+    size = part.numel()
     if size < width or size * ranks < rows * width:
         return None
     ranges = rows_of_parts(rows, width, size, ranks)
     flat = part.detach().view(-1)
     heads = None
-    if any(len(of_rank) > 1 for of_rank in ranges):
+    if any(len(rank_ranges) > 1 for rank_ranges in ranges):
         heads = flat.new_empty(ranks * width)
         all_gather(heads, flat[:width].contiguous(), group=group)
         heads = heads.view(-1, width)
@@ -128,9 +135,13 @@ def rows_of_parts(rows: int, width: int, size: int, ranks: int) -> list[list[tup
     """
     ranges = []
     for start in range(0, ranks * size, size):
-        first, whole = min(-(-start // width), rows), min((start + size) // width, rows)
+        first = min(-(-start // width), rows)
+        whole = min((start + size) // width, rows)
         after = min(-(-(start + size) // width), rows)
-        ranges.append([(first, whole - first), *([(whole, 1)] if after > whole else [])])
+        blocks = [(first, whole - first)]
+        if after > whole:
+            blocks.append((whole, 1))
+        ranges.append(blocks)
     return ranges
 
 
@@ -141,7 +152,8 @@ def blocks_of_part(
 
     `heads` `(R, width)` has the first `width` elements of each part. It is needed only if a part splits a row.
     """
-    size, blocks = len(flat), []
+    size = len(flat)
+    blocks = []
     for first, count in ranges:
         start = first * width - rank * size
         stop = start + count * width

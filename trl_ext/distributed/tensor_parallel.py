@@ -33,7 +33,7 @@ class TensorParallel:
         Raises:
             `ValueError`: the mesh has no dimension "tp", or the group's ranks are not consecutive, as Accelerate needs.
         """
-        mesh = next((found for param in model.parameters() if (found := tensor_parallel_mesh(param)) is not None), None)
+        mesh = next((x for x in map(tensor_parallel_mesh, model.parameters()) if x is not None), None)
         if mesh is None and (getattr(model, "_tp_size", None) or 1) > 1:  # set by transformers
             raise ValueError(
                 'The model was loaded with tensor parallelism, but its device mesh has no dimension named "tp": older '
@@ -66,8 +66,9 @@ class TensorParallel:
     def share_random_state(self, device: torch.device) -> None:
         """Give all ranks of the group the first rank's random state: Python's, numpy's and torch's. One broadcast."""
         accelerated = torch.get_device_module(device) if device.type != "cpu" else None
-        mine = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-        python, numpy, cpu, on_device = self.shared((*mine, accelerated and accelerated.get_rng_state()), device)
+        device_state = accelerated and accelerated.get_rng_state()
+        state = (random.getstate(), np.random.get_state(), torch.get_rng_state(), device_state)
+        python, numpy, cpu, on_device = self.shared(state, device)
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
@@ -76,10 +77,10 @@ class TensorParallel:
 
     def check_same(self, ids: Tensor) -> None:
         """Raise `ValueError` on every rank if their token ids differ. One all-gather of four integers."""
-        mine = signature(ids)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=self.group)
-        if any(not torch.equal(other, mine) for other in found):
+        ids_hash = signature(ids)
+        rank_hashes = [torch.empty_like(ids_hash) for _ in range(self.size)]
+        dist.all_gather(rank_hashes, ids_hash, group=self.group)
+        if any(not torch.equal(rank_hash, ids_hash) for rank_hash in rank_hashes):
             raise ValueError(
                 f"The {self.size} ranks of a tensor-parallel group hold one model together, but were given different "
                 "batches. Give all of them the same data in the same order: do not split the dataset by rank, and do "
@@ -121,7 +122,7 @@ class DataParallelAccelerator:
         setattr(self._accelerator, name, value)
 
     @property
-    def of_every_rank(self) -> Any:
+    def of_all_ranks(self) -> Any:
         return self._accelerator
 
     @property

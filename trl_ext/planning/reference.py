@@ -7,7 +7,7 @@ from .plan import Decision, Plan
 
 Source = Literal["store", "pass", "nothing"]
 
-# What the reference is. For a PEFT policy, `OwnReference.describe` says it
+# What the reference is. For a PEFT policy, `PolicyReference.describe` says it
 REFERENCES = {
     "model": "the model given as `ref_model`",
     "copy": "a copy of the policy before training",

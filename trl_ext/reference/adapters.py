@@ -38,7 +38,8 @@ class AdapterChoice:
     """
 
     def __init__(self, policy: Any, fresh: Any, options: Any, ref_model: Any, args: Any) -> None:
-        self.fresh, self._ref_name = fresh, getattr(options, "ref_adapter_name", None)
+        self.fresh = fresh
+        self._ref_name = getattr(options, "ref_adapter_name", None)
         loaded = isinstance(policy, PeftModel)
         moves = getattr(args, "sync_ref_model", False)
         if (loaded or fresh is not None) and ref_model is not None and moves:
@@ -77,26 +78,26 @@ class AdapterChoice:
         if not self.trl_may_copy and not names and not moves and "default" in policy.peft_config:
             self.trl_may_copy = _trl_copies_whole(policy)
 
-    def reference(self, policy: Any, moves: bool) -> "OwnReference":
+    def reference(self, policy: Any, moves: bool) -> "PolicyReference":
         """Return the reference for `policy`, which TRL has built. `moves`: whether training updates the reference."""
         if moves:
-            own = OwnReference(policy, "initial", moves=True)
+            reference = PolicyReference(policy, "initial", moves=True)
             if self.fresh is not None:
-                own.begin_as_base(self.fresh)
+                reference.begin_as_base(self.fresh)
             elif self._ref_name is not None:
-                own.begin_as(self._ref_name)
-            return own
+                reference.begin_as(self._ref_name)
+            return reference
         if self._ref_name is not None:
-            return OwnReference(policy, "named", self._ref_name)
+            return PolicyReference(policy, "named", self._ref_name)
         if not self.trl_may_copy or _begins_with_base_weights(self.fresh):
-            return OwnReference(policy, "initial")
-        own = OwnReference(policy, "trl")
+            return PolicyReference(policy, "initial")
+        reference = PolicyReference(policy, "trl")
         if self.fresh is None:
             _set_trained(policy, "ref", False)
-        return own
+        return reference
 
 
-class OwnReference:
+class PolicyReference:
     """A reference that the policy model computes, with other adapters or other values of its parameters.
 
     Training changes some parameters that the reference reads. During a reference pass, *copies* of their values before
@@ -118,7 +119,8 @@ class OwnReference:
     def __init__(self, policy: PeftModel, source: Source, adapter: str | None = None, moves: bool = False) -> None:
         self.policy: Any = policy
         self.moves = moves
-        self._source, self._named = source, adapter
+        self._source = source
+        self._adapter = adapter
         self.copies: dict[str, Tensor] = {}
         self.copy_trained()
 
@@ -128,19 +130,19 @@ class OwnReference:
         if self._source == "initial":
             return tuple(_active_adapters(self.policy))
         if self._source == "named":
-            return (str(self._named),)
+            return (str(self._adapter),)
         return ("ref",) if "ref" in self.policy.peft_config else ()
 
     def describe(self) -> str:
         """Return a description of the reference, for the plan."""
         names = " and ".join(f'"{name}"' for name in self.adapters)
         if self._source == "initial":
-            own = f"the adapters {names}" if len(self.adapters) > 1 else f"the adapter {names}"
-            return f"a copy of {own}" if self.moves else f"a copy of {own} as before training"
+            adapters = f"the adapters {names}" if len(self.adapters) > 1 else f"the adapter {names}"
+            return f"a copy of {adapters}" if self.moves else f"a copy of {adapters} as before training"
         description = f"the frozen adapter {names}" if names else "the base model, with the adapter off"
         if self.copies:
-            first, *others = self.copies
-            more = f" and {len(others)} more" if others else ""
+            first = next(iter(self.copies))
+            more = f" and {len(self.copies) - 1} more" if len(self.copies) > 1 else ""
             description += f", with a copy of the parameters trained outside of the adapter (`{first}`{more})"
         return description
 
@@ -175,20 +177,22 @@ class OwnReference:
 
     def begin_as(self, adapter: str) -> None:
         """Set the copies of the policy's adapter to the values of another adapter with the same configuration."""
-        own = str(self.policy.active_adapter)
-        settings, others = (adapter_settings(self.policy.peft_config[name].to_dict()) for name in (own, adapter))
+        policy_adapter = str(self.policy.active_adapter)
+        policy_settings, reference_settings = (
+            adapter_settings(self.policy.peft_config[name].to_dict()) for name in (policy_adapter, adapter)
+        )
         params = dict(self.policy.named_parameters())
-        ids = {id(param) for param in _parameters_of(self.policy, own)}
+        ids = {id(param) for param in _parameters_of(self.policy, policy_adapter)}
         names = [name for name in self.copies if id(params[name]) in ids]
-        found = {name: params.get(_renamed(name, own, adapter)) for name in names}
-        unlike = [name for name, param in found.items() if param is None or param.shape != self.copies[name].shape]
-        if settings != others or unlike:
+        sources = {name: params.get(_renamed(name, policy_adapter, adapter)) for name in names}
+        unlike = [name for name, param in sources.items() if param is None or param.shape != self.copies[name].shape]
+        if policy_settings != reference_settings or unlike:
             raise ValueError(
-                f'`sync_ref_model=True` needs equal configurations of the adapters "{own}" and "{adapter}" '
+                f'`sync_ref_model=True` needs equal configurations of the adapters "{policy_adapter}" and "{adapter}" '
                 f"(`ref_adapter_name`), but they differ{f' (`{unlike[0]}`)' if unlike else ''}. Use equal "
                 "configurations, or remove `ref_adapter_name`: then the reference starts as the policy's adapter."
             )
-        for name, param in found.items():
+        for name, param in sources.items():
             self.copies[name].copy_(param.detach())  # type: ignore[union-attr]
 
     def copied(self) -> set[int]:
@@ -199,16 +203,17 @@ class OwnReference:
         """Return each copied parameter of the policy with its copy, which is sharded like the parameter."""
         if self.copies:
             reshard(self.policy)  # what is written to a parameter that FSDP2 has gathered is lost later
-        found = []
+        pairs = []
         for name, copy in self.copies.items():
             param = self.policy.get_parameter(name)
             if isinstance(param, DTensor) and not isinstance(copy, DTensor):
                 # If only the first rank loaded the weights, the copies of other ranks are on the meta device
                 whole = torch.empty_like(copy, device=param.device) if copy.is_meta else copy.to(param.device)
                 copy = distribute_tensor(whole, param.device_mesh, param.placements)
-            self.copies[name] = copy = copy.to(param.device)
-            found.append((param, copy))
-        return found
+            copy = copy.to(param.device)
+            self.copies[name] = copy
+            pairs.append((param, copy))
+        return pairs
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -236,12 +241,12 @@ class OwnReference:
     def copies_in_place(self) -> Iterator[None]:
         """Give the policy's parameters the values of the copies in the `with` block."""
         pairs = self.pairs()
-        held = [(param, param.detach().clone()) for param, _ in pairs]
+        policy_values = [(param, param.detach().clone()) for param, _ in pairs]
         try:
             self._put(pairs)
             yield
         finally:
-            self._put(held)
+            self._put(policy_values)
 
     def _put(self, values: list[tuple[Tensor, Tensor]]) -> None:
         for param, value in values:
@@ -258,10 +263,10 @@ class OwnReference:
             )
 
 
-def save_weights(named: Iterable[tuple[str, Tensor]], folder: Path, writes: bool) -> None:
+def save_weights(named_tensors: Iterable[tuple[str, Tensor]], folder: Path, writes: bool) -> None:
     """Write a reference's unsharded tensors to `folder`, if this process `writes`. Every rank must call it."""
     tensors = {}
-    for name, tensor in named:
+    for name, tensor in named_tensors:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if writes:
             tensors[name] = whole.detach().to("cpu", copy=True).contiguous()
@@ -313,22 +318,23 @@ def trained_beside(policy: Any) -> list[str]:
 
 def _restore_trained(trained: list[tuple[Any, bool]]) -> None:
     """Restore `requires_grad`, which PEFT sets on every parameter of an adapter that it turns on or off."""
-    for param, was in trained:
-        if param.requires_grad != was:
-            param.requires_grad_(was)
+    for param, requires_grad in trained:
+        if param.requires_grad != requires_grad:
+            param.requires_grad_(requires_grad)
 
 
 @contextmanager
 def _adapter_on(policy: Any, name: str) -> Iterator[None]:
     """Turn on only the adapter `name` in the `with` block."""
-    before, every = policy.active_adapter, _active_adapters(policy)
+    active_adapter = policy.active_adapter
+    active_adapters = _active_adapters(policy)
     try:
         policy.set_adapter(name)
         yield
     finally:
-        policy.set_adapter(before)
-        if every != [before]:
-            policy.base_model.set_adapter(every)
+        policy.set_adapter(active_adapter)
+        if active_adapters != [active_adapter]:
+            policy.base_model.set_adapter(active_adapters)
 
 
 def _active_adapters(policy: Any) -> list[str]:
@@ -338,11 +344,11 @@ def _active_adapters(policy: Any) -> list[str]:
     return list(policy.base_model.active_adapters)
 
 
-def _renamed(name: str, own: str, other: str) -> str:
-    """Return the name of a tensor of the adapter `own` with `own` replaced by `other`."""
+def _renamed(name: str, adapter: str, new_adapter: str) -> str:
+    """Return the name of a tensor of `adapter` with the name of `new_adapter` in its place."""
     segments = name.split(".")
-    place = len(segments) - 1 - segments[::-1].index(own)
-    return ".".join([*segments[:place], other, *segments[place + 1 :]])
+    place = len(segments) - 1 - segments[::-1].index(adapter)
+    return ".".join([*segments[:place], new_adapter, *segments[place + 1 :]])
 
 
 def _trl_copies_whole(policy: Any) -> bool:
@@ -352,10 +358,10 @@ def _trl_copies_whole(policy: Any) -> bool:
     ".default". PEFT supports only one adapter with a bias. Creating an adapter that starts from weights of the
     base changes the policy.
     """
-    of_default = [name for name, _ in policy.named_parameters() if "default" in name.split(".")]
+    default_names = [name for name, _ in policy.named_parameters() if "default" in name.split(".")]
     config = policy.peft_config["default"]
     plain = getattr(config, "bias", "none") == "none" and not _begins_with_base_weights(config)
-    return plain and all(".default." in name for name in of_default)
+    return plain and all(".default." in name for name in default_names)
 
 
 def _begins_with_base_weights(config: Any) -> bool:

@@ -17,7 +17,8 @@ from .sequences import NEEDED, Sequences
 from .weights import ReferenceWeights
 
 FILE = "canary"
-_ROWS, _TOKENS = 4, 512
+_ROWS = 4
+_TOKENS = 512
 # Dtype and number of dimensions of each array, as safetensors names them
 _ARRAYS = {**dict.fromkeys(NEEDED, ("I64", 2)), "values": ("F32", 2)}
 
@@ -30,7 +31,8 @@ class Tolerance(NamedTuple):
 
 
 # For fp32, and for lower precision, where log-probs depend visibly on the shape of the batch
-EXACT, COARSE = Tolerance(1e-3, 0.0), Tolerance(0.1, 0.1)
+EXACT = Tolerance(1e-3, 0.0)
+COARSE = Tolerance(0.1, 0.1)
 
 
 def tolerance_of(weights: ReferenceWeights, accelerator: Any) -> Tolerance:
@@ -59,12 +61,12 @@ class Canary:
         """Choose the 4 longest rows of at most 512 tokens, else the shortest row; `None` without finite `entries`."""
         rows = [row for row, values in entries.items() if len(values) and np.isfinite(values).all()]
         rows.sort(key=lambda row: sequences.lengths[row])
-        chosen = [row for row in rows if sequences.lengths[row] <= _TOKENS][-_ROWS:] or rows[:1]
-        if not chosen:
+        canary_rows = [row for row in rows if sequences.lengths[row] <= _TOKENS][-_ROWS:] or rows[:1]
+        if not canary_rows:
             return None
-        batch = {name: tensor.cpu().numpy().astype(np.int64) for name, tensor in sequences.subset(chosen).items()}
+        batch = {name: tensor.cpu().numpy().astype(np.int64) for name, tensor in sequences.subset(canary_rows).items()}
         values = np.zeros_like(batch["input_ids"][:, 1:], np.float32)
-        for i, row in enumerate(chosen):
+        for i, row in enumerate(canary_rows):
             values[i, batch["completion_mask"][i, 1:] != 0] = entries[row]
         return cls(identity, {**batch, "values": values})
 

@@ -57,31 +57,31 @@ def _source_hash(part: type) -> str:
 
 
 def states_of(
-    config: Any, modules: dict[str, nn.Module], others: dict[str, nn.Module], own: dict[int, str]
+    config: Any, modules: dict[str, nn.Module], wrappers: dict[str, nn.Module], model_names: dict[int, str]
 ) -> dict[str, Any]:
     """Return what a forward of `modules` reads, in addition to saved tensors and the model's `config`.
 
     This is the class of each module, its attributes, and foreign functions on it, with all that these read. Foreign
-    functions are attributes and hooks that another package defines, for example replaced methods. Of `others`, such as
-    PEFT's wrappers, only foreign functions count.
+    functions are attributes and hooks that another package defines, for example replaced methods. Of `wrappers`,
+    which are PEFT's, only foreign functions count.
 
     Args:
-        own (`dict[int, str]`): the names of the model's modules and tensors, by `id`.
+        model_names (`dict[int, str]`): the names of the model's modules and tensors, by `id`.
 
     Raises:
         `UnknownReachError`: a foreign function reads something that a later run cannot compare.
     """
-    reach = Reach(own)
+    reach = Reach(model_names)
     while True:
         # An attribute counts if foreign code names it, and code that is met later may name more
-        known = len(reach.names)
+        known_names = len(reach.names)
         states: dict[str, Any] = {name: _state_of(module, config, reach) for name, module in modules.items()}
-        for name, module in others.items():
+        for name, module in wrappers.items():
             if code := _attached_to(module, reach):
                 states[f"on {name}"] = code
-        if code := _in_libraries([*modules.values()], [*others.values()], config, reach):
+        if code := _in_libraries([*modules.values()], [*wrappers.values()], config, reach):
             states["in libraries"] = code
-        if len(reach.names) == known:
+        if len(reach.names) == known_names:
             return states
 
 
@@ -97,12 +97,12 @@ def _state_of(module: nn.Module, config: Any, reach: Reach) -> list[Any]:
             attributes[name] = reach.hash_of(value)
     if isinstance(module, nn.modules.dropout._DropoutNd):
         attributes.clear()  # log-probs are stored only if dropout is off
-    of_module = vars(module).get("config")
-    if isinstance(of_module, PreTrainedConfig) and not _is_part(of_module, config):
-        attributes["config"] = str(plain_config(of_module))
+    module_config = vars(module).get("config")
+    if isinstance(module_config, PreTrainedConfig) and not _is_part(module_config, config):
+        attributes["config"] = str(plain_config(module_config))
     kind = type(module)
-    own_class = [reach.hash_of(kind)] if any(is_foreign(x.__module__) for x in kind.__mro__) else []
-    return [f"{kind.__module__}.{kind.__qualname__}", attributes, _attached_to(module, reach), *own_class]
+    class_hash = [reach.hash_of(kind)] if any(is_foreign(x.__module__) for x in kind.__mro__) else []
+    return [f"{kind.__module__}.{kind.__qualname__}", attributes, _attached_to(module, reach), *class_hash]
 
 
 def _is_plain(value: Any) -> bool:
@@ -129,18 +129,18 @@ def _is_part(config: Any, whole: Any) -> bool:
 
 def _attached_to(module: nn.Module, reach: Reach) -> list[str]:
     """Return hashes of the foreign functions among the attributes and hooks of `module`."""
-    held = [value for name, value in vars(module).items() if name == "forward" or name not in _OF_ALL_MODULES]
+    values = [value for name, value in vars(module).items() if name == "forward" or name not in _OF_ALL_MODULES]
     hooks = [hook for kind in _HOOKS for hook in vars(module)[kind].values()]
     met: set[int] = set()
-    attributes = {reach.hash_of(found) for value in held for found in foreign_in(value, met)}
-    in_order = [reach.hash_of(found) for hook in hooks for found in foreign_in(hook, set())]
+    attributes = {reach.hash_of(function) for value in values for function in foreign_in(value, met)}
+    in_order = [reach.hash_of(function) for hook in hooks for function in foreign_in(hook, set())]
     return [*sorted(attributes), *in_order]
 
 
-def _in_libraries(modules: list[nn.Module], others: list[nn.Module], config: Any, reach: Reach) -> list[str]:
+def _in_libraries(modules: list[nn.Module], wrappers: list[nn.Module], config: Any, reach: Reach) -> list[str]:
     """Return what has been replaced in the libraries that a forward runs: functions, and numbers of classes."""
-    found: dict[str, str] = {}
-    kinds: set[Any] = {kind for module in (*modules, *others) for kind in type(module).__mro__}
+    replacements: dict[str, str] = {}
+    kinds: set[Any] = {kind for module in (*modules, *wrappers) for kind in type(module).__mro__}
     classes = {kind for kind in kinds if not is_foreign(kind.__module__) and kind is not object}
     files: set[Any] = {sys.modules[name] for name in {kind.__module__ for kind in classes}} | {torch.nn.functional}
     owners: list[Any] = [*classes, *files]
@@ -152,13 +152,13 @@ def _in_libraries(modules: list[nn.Module], others: list[nn.Module], config: Any
                 for function in foreign_in(inner, set()):
                     # Libraries also import functions of other packages, such as those of the Hub
                     if not version_of(getattr(function, "__module__", None) or "") or name in reach.names:
-                        found[f"{place}.{name}"] = reach.hash_of(function)
+                        replacements[f"{place}.{name}"] = reach.hash_of(function)
     for owner in {kind for module in modules for kind in type(module).__mro__} & classes:
         for name, value in vars(owner).items():
             if isinstance(value, bool | int | float) and not name.startswith("_"):
-                found[f"{owner.__module__}.{owner.__qualname__}.{name}"] = repr(value)
+                replacements[f"{owner.__module__}.{owner.__qualname__}.{name}"] = repr(value)
     attention = getattr(config, "_attn_implementation", None)
     for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         for function in foreign_in(table.get(attention), set()):
-            found[f"attention {type(table).__name__}"] = reach.hash_of(function)
-    return [f"{name} {code}" for name, code in sorted(found.items())]
+            replacements[f"attention {type(table).__name__}"] = reach.hash_of(function)
+    return [f"{name} {code}" for name, code in sorted(replacements.items())]

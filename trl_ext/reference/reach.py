@@ -57,23 +57,59 @@ ENGINES = {"accelerate", "deepspeed", "trl"}
 # Settings that say where the weights came from, or that do not affect a forward pass. All others may change logits
 _NOT_IN_LOGITS = {"_name_or_path", "transformers_version", "use_cache"}
 
-_MOST_OBJECTS, _MOST_DEPTH = 20_000, 100
+_MOST_OBJECTS = 20_000
+_MOST_DEPTH = 100
 
 # Builtins, and functions and attributes of libraries, with which code reads files, the environment, or computed names
 _BUILTINS_THAT_READ = {"open", "eval", "exec", "globals", "locals", "vars", "input", "__import__"}
 _READS = {
-    *("environ", "environb", "getenv", "import_module"),
-    *("read_text", "read_bytes", "fromfile", "loadtxt", "load", "load_file"),
+    "environ",
+    "environb",
+    "getenv",
+    "import_module",
+    "read_text",
+    "read_bytes",
+    "fromfile",
+    "loadtxt",
+    "load",
+    "load_file",
 }
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 _BY_REPR = (
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, GenericAlias, UnionType, range, slice),
-    *(date, datetime, time, timedelta, timezone, Decimal, Fraction, UUID, PurePath, re.Pattern, re.RegexFlag),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    np.dtype,
+    GenericAlias,
+    UnionType,
+    range,
+    slice,
+    date,
+    datetime,
+    time,
+    timedelta,
+    timezone,
+    Decimal,
+    Fraction,
+    UUID,
+    PurePath,
+    re.Pattern,
+    re.RegexFlag,
 )
 # Objects that do not change a value that code computes
 _WITHOUT_VALUE = (
-    *(logging.Logger, logging.LoggerAdapter, logging.Handler, logging.Filter, RemovableHandle, IOBase),
-    *(type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Condition, threading.Thread),
+    logging.Logger,
+    logging.LoggerAdapter,
+    logging.Handler,
+    logging.Filter,
+    RemovableHandle,
+    IOBase,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Event,
+    threading.Condition,
+    threading.Thread,
 )
 _BUILTIN = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 _DESCRIPTORS = (GetSetDescriptorType, MemberDescriptorType)
@@ -91,14 +127,15 @@ class Reach:
     """Hashes what foreign code reads. One object is used for all code of a model.
 
     Args:
-        own (`dict[int, str]`): the names of the model's modules and tensors, by `id`. The identity has their contents.
+        model_names (`dict[int, str]`):
+            The names of the model's modules and tensors, by `id`. The identity has their contents.
 
     Attributes:
         names (`set[str]`): each attribute that the code met so far may read.
     """
 
-    def __init__(self, own: dict[int, str]) -> None:
-        self.own = own
+    def __init__(self, model_names: dict[int, str]) -> None:
+        self.model_names = model_names
         self.names = {"forward", "__call__"}
         self._tensors: dict[int, tuple[Any, str]] = {}
         self._text: list[str] = []
@@ -110,7 +147,8 @@ class Reach:
 
         Raises `UnknownReachError` if another process could not compute the same.
         """
-        self._text, self._met = [], {}
+        self._text = []
+        self._met = {}
         self._reader = name_of(value)
         try:
             self._walk(value, 0)
@@ -124,8 +162,8 @@ class Reach:
     def _walk(self, value: Any, depth: int) -> None:
         if type(value) in _PLAIN or isinstance(value, _BY_REPR):
             return self._put(f"{type(value).__name__} {value!r}")
-        if id(value) in self.own:
-            return self._put(f"the model's {self.own[id(value)]}")
+        if id(value) in self.model_names:
+            return self._put(f"the model's {self.model_names[id(value)]}")
         if id(value) in self._met:
             return self._put(f"met as {self._met[id(value)][0]}")  # also a cycle
         self._met[id(value)] = len(self._met), value  # holds it, so that no other object gets its id
@@ -196,7 +234,8 @@ class Reach:
             )
         self._class(kind, depth + 1)
         attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        for name, item in sorted((attributes | getattr(value, "__dict__", {})).items(), key=lambda held: str(held[0])):
+        attributes |= getattr(value, "__dict__", {})
+        for name, item in sorted(attributes.items(), key=lambda attribute: str(attribute[0])):
             if not str(name).startswith("__"):
                 self._put(f".{name}")
                 self._walk(item, depth + 1)
@@ -239,14 +278,14 @@ class Reach:
             raise UnknownReachError(f"`{self._reader}` reads what `{function.__name__}` returns")
         if not is_foreign(module):  # its version says what it does; only functions that it wraps are unknown
             for part in parts:
-                for found in foreign_in(part, set()):
-                    self._walk(found, depth + 1)
+                for wrapped in foreign_in(part, set()):
+                    self._walk(wrapped, depth + 1)
             return
         self._put(code_hash(function.__code__))
         for part in parts:
             self._walk(part, depth + 1)
-        held = {name: value for name, value in vars(function).items() if not name.startswith("__")}
-        self._walk(held, depth + 1)
+        attributes = {name: value for name, value in vars(function).items() if not name.startswith("__")}
+        self._walk(attributes, depth + 1)
         if version_of(module):
             return  # of an installed package
         loads = _loads_of(function.__code__)
@@ -287,7 +326,7 @@ class Reach:
     def _class(self, kind: type, depth: int) -> None:
         module = kind.__module__
         self._put(f"class {version_of(module)} {module}.{kind.__qualname__}")
-        if not is_foreign(module) or version_of(module) or id(kind) in self.own:
+        if not is_foreign(module) or version_of(module) or id(kind) in self.model_names:
             return
         for base in kind.__bases__:
             self._walk(base, depth + 1)
@@ -340,15 +379,17 @@ def foreign_in(value: Any, met: set[int]) -> Iterator[Any]:
         return
     met.add(id(value))
     if isinstance(value, MethodType):
-        found = list(foreign_in(value.__func__, met))
-        yield from [value] if found == [value.__func__] else found  # a method is read with its object
+        functions = list(foreign_in(value.__func__, met))
+        yield from [value] if functions == [value.__func__] else functions  # a method is read with its object
     elif isinstance(value, partial):
-        found = [x for part in (value.func, *value.args, *value.keywords.values()) for x in foreign_in(part, met)]
+        functions = [x for part in (value.func, *value.args, *value.keywords.values()) for x in foreign_in(part, met)]
         module = getattr(value.func, "__module__", None) or ""
         package = "" if module.startswith("torch.utils") else module.split(".")[0]  # `checkpoint` is transformers' own
         # Libraries make partial functions of their own, which wrap a user's function or none
-        is_users = package not in {"transformers", "peft", "trl_ext", *ENGINES} and (found or package in _OF_OPERATIONS)
-        yield from [value] if is_users else found
+        is_users = package not in {"transformers", "peft", "trl_ext", *ENGINES} and (
+            functions or package in _OF_OPERATIONS
+        )
+        yield from [value] if is_users else functions
     elif isinstance(value, FunctionType):
         if is_foreign(value.__globals__.get("__name__", "")):
             yield value
@@ -370,14 +411,16 @@ def foreign_in(value: Any, met: set[int]) -> Iterator[Any]:
 
 def plain_config(config: Any) -> dict[str, Any]:
     """Return what a configuration says, and the implementation of attention, which `to_dict` leaves out."""
-    kept = without_origin(config.to_dict())
-    return {**kept, "attention": config._attn_implementation, "experts": vars(config).get("_experts_implementation")}
+    settings = without_origin(config.to_dict())
+    settings["attention"] = config._attn_implementation
+    settings["experts"] = vars(config).get("_experts_implementation")
+    return settings
 
 
 def without_origin(config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a configuration, and of nested ones, that can change a logit."""
-    kept = ((key, value) for key, value in config.items() if key not in _NOT_IN_LOGITS)
-    return {key: without_origin(value) if isinstance(value, dict) else value for key, value in kept}
+    settings = ((key, value) for key, value in config.items() if key not in _NOT_IN_LOGITS)
+    return {key: without_origin(value) if isinstance(value, dict) else value for key, value in settings}
 
 
 def name_of(value: Any) -> str:
@@ -397,14 +440,14 @@ def version_of(module: str) -> str:
     package = module.split(".")[0]
     if not package or not is_foreign(package):
         return ""
-    found = sys.modules.get(package)
-    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), "")
+    imported = sys.modules.get(package)
+    file = getattr(imported, "__file__", None) or next(iter(getattr(imported, "__path__", ())), "")
     if {"site-packages", "dist-packages"}.isdisjoint(Path(file or "").parts):
         return ""
     with suppress(PackageNotFoundError, IndexError):
         distribution = packages_distributions().get(package, [package])[0]
         return f"{package} {version(distribution)}"
-    return f"{package} {getattr(found, '__version__', '')}"
+    return f"{package} {getattr(imported, '__version__', '')}"
 
 
 def cells_of(function: FunctionType) -> Iterator[Any]:

@@ -20,7 +20,8 @@ logger = logging.getLogger("trl_ext")
 
 Entries = dict[bytes, NDArray[np.float32]]
 
-KEY_BYTES, CHECK_BYTES = 16, 8
+KEY_BYTES = 16
+CHECK_BYTES = 8
 _FORMAT = "trl_ext reference log-probs, version 2"
 _SUFFIX = ".safetensors"
 _UNFINISHED = ".unfinished"
@@ -49,7 +50,10 @@ class Segment:
     _open = 0
 
     def __init__(self, path: Path, keys: bytes, checks: bytes, bounds: NDArray[np.int64], offset: int) -> None:
-        self.path, self._offset, self._keys, self._checks = path, offset, keys, checks
+        self.path = path
+        self._offset = offset
+        self._keys = keys
+        self._checks = checks
         self._bounds: Any = memoryview(bounds.data)  # its elements are Python integers, which are faster than numpy's
         self._damaged = False
         self._file: int | None = None
@@ -161,8 +165,8 @@ def read_segment(path: Path, identity: str) -> Segment:
     return Segment(path, arrays["keys"].tobytes(), arrays["checks"].tobytes(), bounds, values["offset"])
 
 
-def read_file(path: Path, expected: dict[str, tuple[str, int]]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Return the metadata and the arrays of a safetensors file that have the `expected` dtypes and dimensions.
+def read_file(path: Path, arrays_to_read: dict[str, tuple[str, int]]) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Return the metadata and the arrays of a safetensors file that have the dtypes and dimensions of `arrays_to_read`.
 
     Raises `FileNotFoundError`, or `UnusableFileError` if it is no such file.
     """
@@ -172,7 +176,7 @@ def read_file(path: Path, expected: dict[str, tuple[str, int]]) -> tuple[dict[st
             raise UnusableFileError("it is not a regular file")
         arrays = {}
         with safe_open(path, framework="np") as file:
-            for name, (dtype, dimensions) in expected.items():
+            for name, (dtype, dimensions) in arrays_to_read.items():
                 part = file.get_slice(name)
                 if part.get_dtype() != dtype or len(part.get_shape()) != dimensions:
                     raise UnusableFileError(f"its array `{name}` is {part.get_dtype()} of shape {part.get_shape()}")

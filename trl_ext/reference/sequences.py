@@ -93,10 +93,10 @@ def have_columns(names: Any, where: str) -> bool:
     """Whether both columns are in `names`. Raises `ValueError` if only one is."""
     missing = {*COLUMNS} - {*names}
     if len(missing) == 1:
-        (there,) = {*COLUMNS} - missing
+        (present,) = {*COLUMNS} - missing
         raise ValueError(
-            f"{where} has the column `{there}` but not `{missing.pop()}`. Add the missing column, or remove "
-            f"`{there}`: then the trainer computes both."
+            f"{where} has the column `{present}` but not `{missing.pop()}`. Add the missing column, or remove "
+            f"`{present}`: then the trainer computes both."
         )
     return not missing
 

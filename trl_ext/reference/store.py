@@ -26,44 +26,45 @@ from .sequences import Sequences
 logger = logging.getLogger("trl_ext")
 
 # How many files of similar size are merged, and the most bytes of the result. An entry is written about log n times
-_MERGED, _LARGEST = 8, 128 * 2**20
+_MERGED = 8
+_LARGEST = 128 * 2**20
 
 
 class MemoryStore:
     """Entries in memory, which are lost when the process ends."""
 
     def __init__(self) -> None:
-        self._held: Entries = {}
+        self._in_memory: Entries = {}
 
     def get(self, key: bytes) -> NDArray[np.float32] | None:
         """Return the log-probs at the labelled positions of the sequence with this key, or None."""
-        return self._held.get(key)
+        return self._in_memory.get(key)
 
     def find(self, sequences: Sequences) -> dict[int, NDArray[np.float32]]:
         """Return the stored log-probs of a batch, by row; rows that are not stored are absent."""
-        found = {}
+        entries = {}
         for row, key in enumerate(sequences.keys or []):
             values = self.get(key)
             if values is None:
                 continue
             if len(values) == sequences.labels_in(row) and np.isfinite(values).all():
-                found[row] = values
+                entries[row] = values
             else:
                 self._forget(key)  # no run of ours has written this: `add` replaces it
-        return found
+        return entries
 
     def _forget(self, key: bytes) -> None:
-        self._held.pop(key, None)
+        self._in_memory.pop(key, None)
 
     def add(self, entries: Entries) -> None:
         """Store `entries`. A key that is already stored keeps its value."""
         for key, values in entries.items():
             if self.get(key) is None:
-                self._held[key] = values
+                self._in_memory[key] = values
 
     def take(self, other: "MemoryStore") -> None:
         """Store the entries that `other` has in memory."""
-        self.add(other._held)
+        self.add(other._in_memory)
 
     def flush(self) -> None:
         """Write new entries to disk, if the store is on disk."""
@@ -93,12 +94,16 @@ class DiskStore(MemoryStore):
         flush_seconds: float = 30.0,
     ) -> None:
         super().__init__()
-        self.folder, self._identity = folder, identity
-        self._writes = self._merges = writes
+        self.folder = folder
+        self._identity = identity
+        self._writes = writes
+        self._merges = writes
         self._warns = writes  # one of the ranks that share a file system is enough
-        self._flush_bytes, self._flush_seconds = flush_bytes, flush_seconds
-        self._bytes, self._flushed_at = 0, time.monotonic()
-        self._seen: set[str] = set()
+        self._flush_bytes = flush_bytes
+        self._flush_seconds = flush_seconds
+        self._new_bytes = 0
+        self._flushed_at = time.monotonic()
+        self._scanned: set[str] = set()
         # Entries are numbered across files: `_places` has the number of each key's, `_starts` of each file's first
         self._files: list[Segment | None] = []
         self._starts: list[int] = []
@@ -135,20 +140,21 @@ class DiskStore(MemoryStore):
 
     def add(self, entries: Entries) -> None:
         super().add(entries)
-        self._bytes += sum(values.nbytes for values in entries.values())
-        due = self._bytes >= self._flush_bytes or time.monotonic() - self._flushed_at >= self._flush_seconds
-        if self._held and due:
+        self._new_bytes += sum(values.nbytes for values in entries.values())
+        due = self._new_bytes >= self._flush_bytes or time.monotonic() - self._flushed_at >= self._flush_seconds
+        if self._in_memory and due:
             self.flush()
 
     def flush(self) -> None:
-        if self._held and self._writes:
+        if self._in_memory and self._writes:
             try:
-                write_segment(self.folder, self._identity, self._held)
+                write_segment(self.folder, self._identity, self._in_memory)
             except OSError as error:
                 self._stop_writing(error)
         self._scan_folder()
         self._merge()
-        self._bytes, self._flushed_at = 0, time.monotonic()
+        self._new_bytes = 0
+        self._flushed_at = time.monotonic()
 
     def _scan_folder(self) -> None:
         """Open new files, including those of other ranks and runs, and forget deleted ones."""
@@ -156,17 +162,17 @@ class DiskStore(MemoryStore):
             files = segment_files(self.folder)
         except OSError:
             return
-        there = {path.name for path in files}
-        merged = False  # whether another process merged a file after the folder was listed
+        listed = {path.name for path in files}
+        was_merged = False  # whether another process merged a file after the folder was listed
         unusable: list[tuple[Path, object]] = []
         for path in files:
-            if path.name in self._seen:
+            if path.name in self._scanned:
                 continue
-            self._seen.add(path.name)
+            self._scanned.add(path.name)
             try:
                 segment = read_segment(path, self._identity)
             except FileNotFoundError:
-                merged = True
+                was_merged = True
                 continue
             except UnusableFileError as error:
                 unusable.append((path, error))
@@ -179,10 +185,10 @@ class DiskStore(MemoryStore):
         if unusable and self._warns:
             warn_ignored(unusable)
         for number, opened in enumerate(self._files):
-            if opened is not None and opened.path.name not in there and not self._reads(number, opened):
+            if opened is not None and opened.path.name not in listed and not self._reads(number, opened):
                 self._files[number] = None
-        self._held = {key: values for key, values in self._held.items() if key not in self._places}
-        if merged:
+        self._in_memory = {key: values for key, values in self._in_memory.items() if key not in self._places}
+        if was_merged:
             self._scan_folder()
 
     def _reads(self, number: int, segment: Segment) -> bool:
@@ -196,8 +202,8 @@ class DiskStore(MemoryStore):
             try:
                 entries: Entries = {}
                 for segment in segments:
-                    found = ((key, segment.entry(i)) for i, key in enumerate(segment.keys))
-                    entries |= {key: values for key, values in found if values is not None}
+                    pairs = ((key, segment.entry(i)) for i, key in enumerate(segment.keys))
+                    entries |= {key: values for key, values in pairs if values is not None}
                 write_segment(self.folder, self._identity, entries)
                 for segment in segments:
                     segment.path.unlink(missing_ok=True)
@@ -210,7 +216,8 @@ class DiskStore(MemoryStore):
             self._scan_folder()
 
     def _stop_writing(self, error: OSError) -> None:
-        self._writes = self._merges = False
+        self._writes = False
+        self._merges = False
         if not self._warns:
             return
         logger.warning(
@@ -228,7 +235,7 @@ def _to_merge(segments: list[Segment]) -> list[Segment]:
         tiers.setdefault(int(math.log(segment.size, _MERGED)), []).append(segment)
     for _, tier in sorted(tiers.items()):
         sizes = accumulate(segment.size for segment in tier)
-        chosen = [segment for segment, size in zip(tier, sizes, strict=True) if size <= _LARGEST]
-        if len(chosen) >= _MERGED:
-            return chosen
+        similar = [segment for segment, size in zip(tier, sizes, strict=True) if size <= _LARGEST]
+        if len(similar) >= _MERGED:
+            return similar
     return []

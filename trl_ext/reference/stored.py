@@ -40,16 +40,16 @@ class Variants:
     is_main: bool  # the first rank, which decides for all
     tokens: int | None = None  # how many token ids the reference has, if that is known
 
-    def known(self) -> list[tuple[str, Canary]]:
+    def stored_canaries(self) -> list[tuple[str, Canary]]:
         """Return name and canary of each folder of the reference, on the first rank; an empty list on the others."""
         if not self.is_main:
             return []
-        written: list[tuple[float, Path]] = []
+        dated_folders: list[tuple[float, Path]] = []
         with suppress(OSError):  # the folder cannot be read
             for path in self.root.glob(f"{self.identity}-*/{FILE}"):
                 with suppress(OSError):  # deleted since
-                    written.append((path.stat().st_mtime, path.parent))
-        newest = [folder for _, folder in sorted(written, reverse=True)[:_MOST_FOLDERS]]
+                    dated_folders.append((path.stat().st_mtime, path.parent))
+        newest = [folder for _, folder in sorted(dated_folders, reverse=True)[:_MOST_FOLDERS]]
         canaries = ((folder.name, Canary.read(folder, self.identity, self.tokens)) for folder in newest)
         return [(name, canary) for name, canary in canaries if canary is not None]
 
@@ -57,7 +57,7 @@ class Variants:
 class BatchLogProbs(NamedTuple):
     """Reference log-probs of one batch, and their cost. Token counts cover all ranks and include padding."""
 
-    log_probs: Tensor  # fp32 `(R, S - 1)` for R rows; 0 without a label, and if not `wanted`
+    log_probs: Tensor  # fp32 `(R, S - 1)` for R rows; 0 without a label, and if not `is_needed`
     passes: int  # passes that ran, including canary checks; the same on every rank
     tokens: int  # tokens of these passes
     tokens_of_batch: int
@@ -73,7 +73,7 @@ class StoredReference:
         store (`MemoryStore`): the store; with `variants`, used only until a store on disk is open.
         identity (`str`): the identity of the reference, a part of each key.
         gather_counts (`Callable`), gather (`Callable`): gather a list of integers, or an object, from all ranks.
-        agreed (`Callable`):
+        agree (`Callable`):
             Returns on all ranks with the same batch the first one's object, because their passes need the same rows.
         variants (`Variants`, *optional*):
             The stores on disk. At the first batch, the first rank chooses the store whose canary the reference
@@ -88,25 +88,30 @@ class StoredReference:
         identity: str,
         gather_counts: Callable[[list[int]], list[list[int]]],
         gather: Callable[[Any], list[Any]],
-        agreed: Callable[[Any], Any] = lambda found: found,
+        agree: Callable[[Any], Any] = lambda value: value,
         variants: Variants | None = None,
     ) -> None:
-        self.store, self.identity = store, identity
-        self._gather_counts, self._gather, self._agreed = gather_counts, gather, agreed
-        self._variants, self._searched = variants, False
+        self.store = store
+        self.identity = identity
+        self._gather_counts = gather_counts
+        self._gather = gather
+        self._agree = agree
+        self._variants = variants
+        self._has_searched = False
 
-    def __call__(self, batch: dict[str, Any], reference_pass: ReferencePass, wanted: bool = True) -> BatchLogProbs:
+    def __call__(self, batch: dict[str, Any], reference_pass: ReferencePass, is_needed: bool = True) -> BatchLogProbs:
         """Return the reference log-probs of `batch`, see [`Sequences`]. Every rank calls it with its own batch.
 
-        `wanted`: whether this rank needs the log-probs. If not, it only takes part in passes for other ranks.
+        `is_needed`: whether this rank needs the log-probs. If not, it only takes part in passes for other ranks.
         """
         sequences = Sequences(batch, self.identity)
         rows, width = sequences.shape
-        checks = self._search(sequences, reference_pass, wanted)
-        found = self._agreed(self.store.find(sequences)) if wanted else {}
-        missing = [row for row in range(rows) if row not in found] if wanted else []
-        chosen = missing if missing or sequences.keys is None else [int(sequences.lengths.argmin())]
-        part = batch if sequences.keys is None or len(chosen) == rows else sequences.subset(chosen)
+        checks = self._search(sequences, reference_pass, is_needed)
+        stored = self._agree(self.store.find(sequences)) if is_needed else {}
+        missing = [row for row in range(rows) if row not in stored] if is_needed else []
+        # A rank that lacks no row takes part with its shortest one, because other ranks may wait for its forward
+        rows_to_run = missing if missing or sequences.keys is None else [int(sequences.lengths.argmin())]
+        part = batch if sequences.keys is None or len(rows_to_run) == rows else sequences.subset(rows_to_run)
         sizes = [batch["input_ids"].numel(), part["input_ids"].numel(), sum(checks)]
         counts = self._gather_counts([len(missing), *sizes])
         tokens_of_batch, tokens, tokens_of_checks = (sum(count[i] for count in counts) for i in (1, 2, 3))
@@ -114,21 +119,21 @@ class StoredReference:
         fresh: dict[int, Any] = {}
         runs = any(count[0] for count in counts)
         if runs:
-            scored = reference_pass(part)
+            part_log_probs = reference_pass(part)
             if sequences.keys is None:
-                log_probs = scored.float()
+                log_probs = part_log_probs.float()
             else:
-                fresh = sequences.values_of(missing, scored)
+                fresh = sequences.values_of(missing, part_log_probs)
             self._add(sequences, fresh)
-        if wanted and sequences.keys is not None:
-            log_probs = sequences.filled(found | fresh, log_probs.device)
+        if is_needed and sequences.keys is not None:
+            log_probs = sequences.filled(stored | fresh, log_probs.device)
         tokens = tokens_of_checks + (tokens if runs else 0)
         return BatchLogProbs(log_probs, runs + len(checks), tokens, tokens_of_batch)
 
     def holds(self, batch: dict[str, Any]) -> bool:
         """Whether the store has every row of `batch`."""
         sequences = Sequences(batch, self.identity)
-        return len(self._agreed(self.store.find(sequences))) == sequences.shape[0]
+        return len(self._agree(self.store.find(sequences))) == sequences.shape[0]
 
     def difference(
         self, reference_pass: ReferencePass, device: torch.device, canary: Canary | None = None
@@ -141,19 +146,21 @@ class StoredReference:
             log_probs = reference_pass(canary.batch(device))
         return self._of_first(canary.difference(log_probs, self._variants.tolerance))
 
-    def _search(self, sequences: Sequences, reference_pass: ReferencePass, wanted: bool) -> list[int]:
+    def _search(self, sequences: Sequences, reference_pass: ReferencePass, is_needed: bool) -> list[int]:
         """Open this reference's store on disk, if there is one. Return how many tokens each pass for this took."""
-        if self._variants is None or self._searched:
+        if self._variants is None or self._has_searched:
             return []
-        if not any(count[0] for count in self._gather_counts([int(wanted and sequences.keys is not None)])):
+        if not any(count[0] for count in self._gather_counts([int(is_needed and sequences.keys is not None)])):
             return []
-        self._searched = True
-        tokens, differences = [], []
-        for name, canary in self._of_first(self._variants.known()):
+        self._has_searched = True
+        tokens: list[int] = []
+        differences: list[str] = []
+        for name, canary in self._of_first(self._variants.stored_canaries()):
             tokens.append(canary.tokens)
             difference = self.difference(reference_pass, sequences.batch["input_ids"].device, canary)
             if difference is None:
-                self.canary, self.store = canary, self._variants.open(name, canary)
+                self.canary = canary
+                self.store = self._variants.open(name, canary)
                 return tokens
             differences.append(difference)
         if differences and self._variants.is_main:
@@ -173,23 +180,25 @@ class StoredReference:
         keys = sequences.keys or []
         for entries in self._gather({keys[row]: values for row, values in finite.items()}):
             self.store.add(entries)
-        if self._variants is None or not self._searched or self.canary is not None:
+        if self._variants is None or not self._has_searched or self.canary is not None:
             return
         canaries = self._gather(Canary.of(self._variants.identity, sequences, finite))
-        self.canary = self._agreed(next((canary for canary in canaries if canary is not None), None))
+        self.canary = self._agree(next((canary for canary in canaries if canary is not None), None))
         if self.canary is not None:
             name = f"{self._variants.identity}-{self.canary.digest[:16]}"
-            held, self.store = self.store, self._variants.open(name, self.canary)
-            self.store.take(held)
+            memory_store = self.store
+            self.store = self._variants.open(name, self.canary)
+            self.store.take(memory_store)
 
     def _of_first(self, value: Any) -> Any:
-        return self._agreed(self._gather(value)[0])
+        return self._agree(self._gather(value)[0])
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Restore the random state on exit, so that random draws in the `with` block do not change training."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         with torch.random.fork_rng():
             yield

@@ -87,7 +87,7 @@ class ReferenceWeights:
     @property
     def config(self) -> dict[str, Any]:
         """The settings of model and adapters that can change a logit."""
-        chosen = {
+        settings = {
             "attention": getattr(self.base.config, "_attn_implementation", None),
             "experts": getattr(self.base.config, "_experts_implementation", None),
             "kernels": getattr(self.base, "use_kernels", False),
@@ -96,18 +96,18 @@ class ReferenceWeights:
         layers: list[Any] = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
         on = self.adapters
         if self._states:
-            chosen["states"] = self._states
+            settings["states"] = self._states
         if self._is_compiled:
-            chosen["compiled"] = True
+            settings["compiled"] = True
         if layers and not self._is_adapted:
             on = tuple(self.model.peft_config)
-            chosen["layers"] = [(x.active_adapters, x.disable_adapters, x.merged_adapters) for x in layers]
+            settings["layers"] = [(x.active_adapters, x.disable_adapters, x.merged_adapters) for x in layers]
         # In order, because PEFT runs the first adapter's copy of a module in `modules_to_save`
-        chosen["adapters"] = [(name, adapter_settings(self.model.peft_config[name].to_dict())) for name in on]
+        settings["adapters"] = [(name, adapter_settings(self.model.peft_config[name].to_dict())) for name in on]
         # A layer's scaling may differ from the configuration's
         scalings = [x.scaling for x in layers if isinstance(getattr(x, "scaling", None), dict)]
-        chosen["scaling"] = [[scaling.get(name) for name in on] for scaling in scalings] if on else []
-        return {"model": without_origin(self.base.config.to_dict()), **chosen}
+        settings["scaling"] = [[scaling.get(name) for name in on] for scaling in scalings] if on else []
+        return {"model": without_origin(self.base.config.to_dict()), **settings}
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter of each tensor that training changes and the reference reads."""
@@ -115,8 +115,10 @@ class ReferenceWeights:
 
     def shares_with(self, policy: nn.Module, trained: bool = True) -> str | None:
         """Return the name of a tensor that shares memory with a parameter of `policy` (a trained one, if `trained`)."""
-        theirs = {place for p in policy.parameters() if p.requires_grad or not trained for place in _places(p)}
-        return next((name for name, p in self.base.named_parameters() if not theirs.isdisjoint(_places(p))), None)
+        policy_places = {place for p in policy.parameters() if p.requires_grad or not trained for place in _places(p)}
+        return next(
+            (name for name, p in self.base.named_parameters() if not policy_places.isdisjoint(_places(p))), None
+        )
 
     def uncacheable_reason(self) -> str | None:
         """Return why this reference cannot be identified, or None."""
@@ -140,8 +142,8 @@ class ReferenceWeights:
         """Return the `rope_type` if positions depend on the longest sequence of a batch, otherwise None."""
         config = self.base.config.get_text_config()
         for name in ("rope_parameters", "rope_scaling"):
-            given = vars(config).get(name) or {}
-            for part in (given, *given.values()):
+            parameters = vars(config).get(name) or {}
+            for part in (parameters, *parameters.values()):
                 kind = (part.get("rope_type") or part.get("type")) if isinstance(part, dict) else None
                 if kind is not None and (kind in ("longrope", "su") or "dynamic" in kind):
                     return str(kind)
@@ -150,40 +152,40 @@ class ReferenceWeights:
     def randomness(self, in_training: bool = True) -> str | None:
         """Return what makes two passes in training (not `in_training`: in the current mode) differ, or None."""
         for name, module in self.base.named_modules():
-            found = randomness_of_module(name, module) if self._reads(name) else None
-            if found is not None and (in_training or module.training or not found.in_training_only):
-                return f"{found.reason} (`{name}`)" if found.of_tokens else found.reason
+            randomness = randomness_of_module(name, module) if self._reads(name) else None
+            if randomness is not None and (in_training or module.training or not randomness.in_training_only):
+                return f"{randomness.reason} (`{name}`)" if randomness.of_tokens else randomness.reason
         return None
 
-    def hash(self, gathered: Gathered, here: bool = True) -> str:
+    def hash(self, gathered: Gathered, is_hashed: bool = True) -> str:
         """Return a hash of all saved tensors that does not depend on sharding or on adapters that are off.
 
         If tensors are sharded, every rank must call it. `gathered(parameter)` gathers a parameter that ZeRO-3
-        partitions. Without `here`, this rank only takes part in gathering.
+        partitions. Unless `is_hashed`, this rank only takes part in gathering.
         """
-        return _hash(list(self._tensors()), gathered, here)
+        return _hash(list(self._tensors()), gathered, is_hashed)
 
-    def in_memory(self, gathered: Gathered, here: bool = True) -> dict[str, str]:
+    def in_memory(self, gathered: Gathered, is_hashed: bool = True) -> dict[str, str]:
         """Return hashes of state that is in no checkpoint or configuration: buffers, and [`states_of`] the modules."""
-        buffers = _hash(list(self._tensors(saved=False)), gathered, here)
-        return {"buffers": buffers, "modules": identity_of(self._states_in_memory()) if here else ""}
+        buffers = _hash(list(self._tensors(saved=False)), gathered, is_hashed)
+        return {"buffers": buffers, "modules": identity_of(self._states_in_memory()) if is_hashed else ""}
 
     def _states_in_memory(self) -> dict[str, Any]:
-        own = {id(tensor): f"tensor {_without_wrappers(name)}" for name, tensor in self.base.named_parameters()}
-        own |= {id(tensor): f"tensor {_without_wrappers(name)}" for name, tensor in self.base.named_buffers()}
+        model_names = {id(tensor): f"tensor {_without_wrappers(name)}" for name, tensor in self.base.named_parameters()}
+        model_names |= {id(tensor): f"tensor {_without_wrappers(name)}" for name, tensor in self.base.named_buffers()}
         modules: dict[str, nn.Module] = {}
-        others: dict[str, nn.Module] = {}
+        wrappers: dict[str, nn.Module] = {}
         for name, module in self.base.named_modules():
-            own[id(module)] = f"module {_without_wrappers(name)}"
+            model_names[id(module)] = f"module {_without_wrappers(name)}"
             if not self._reads(name):
                 continue
             # PEFT's wrappers run in each pass too, and may have hooks
-            (others if name in self._wrappers else modules)[_without_wrappers(name)] = module
+            (wrappers if name in self._wrappers else modules)[_without_wrappers(name)] = module
         for name, module in self.model.named_modules():
-            if id(module) not in own:
-                own[id(module)] = f"wrapper {name}"
-                others[f"wrapper {name}"] = module
-        return states_of(self.base.config, modules, others, own)
+            if id(module) not in model_names:
+                model_names[id(module)] = f"wrapper {name}"
+                wrappers[f"wrapper {name}"] = module
+        return states_of(self.base.config, modules, wrappers, model_names)
 
     def _tensors(self, saved: bool = True) -> Iterator[tuple[str, Tensor]]:
         for prefix, part in [("", self.base), *(("prompt_encoder.", encoder) for encoder in self._encoders())]:
@@ -258,23 +260,23 @@ def _base_child(module: nn.Module) -> str | None:
     return next((name for name in ("token_adapter", "original_module") if name in module._modules), None)
 
 
-def _hash(named: list[tuple[str, Tensor]], gathered: Gathered, here: bool) -> str:
+def _hash(named_tensors: list[tuple[str, Tensor]], gathered: Gathered, is_hashed: bool) -> str:
     """Return a hash of tensors and their names that does not depend on their order."""
     with ThreadPoolExecutor(_WORKERS) as pool:
         digests: dict[int, str | Future[str]] = {}
-        for _, tensor in named:
+        for _, tensor in named_tensors:
             if id(tensor) in digests:  # tied
                 continue
             if isinstance(tensor, DTensor):
                 whole = tensor.full_tensor()
-                digests[id(tensor)] = digest_of_tensor(whole) if here else ""
+                digests[id(tensor)] = digest_of_tensor(whole) if is_hashed else ""
             elif hasattr(tensor, "ds_status"):
                 with gathered(tensor):
-                    digests[id(tensor)] = digest_of_tensor(tensor) if here else ""
-            elif here:
+                    digests[id(tensor)] = digest_of_tensor(tensor) if is_hashed else ""
+            elif is_hashed:
                 digests[id(tensor)] = pool.submit(digest_of_tensor, tensor)
-        found = {key: value if isinstance(value, str) else value.result() for key, value in digests.items()}
-    lines = sorted(f"{name} {found.get(id(tensor), '')}" for name, tensor in named)
+        hexdigests = {key: value if isinstance(value, str) else value.result() for key, value in digests.items()}
+    lines = sorted(f"{name} {hexdigests.get(id(tensor), '')}" for name, tensor in named_tensors)
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
@@ -286,8 +288,13 @@ def identity_facts(
     The first three arguments come from `ReferenceWeights`. `computed_with` has head, mixed precision, device, kernels.
     """
     versions = {**{name: version(name) for name in _VERSIONS}, "trl_ext": __version__}
-    of_weights = {"weights": weights_hash, "config": config, "in_memory": in_memory}
-    return {**of_weights, "computed_with": computed_with, "versions": versions}
+    return {
+        "weights": weights_hash,
+        "config": config,
+        "in_memory": in_memory,
+        "computed_with": computed_with,
+        "versions": versions,
+    }
 
 
 def identity_of(facts: dict[str, Any]) -> str:

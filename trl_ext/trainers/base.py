@@ -220,9 +220,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._non_finite.check_options()
         if hasattr(self, "_tp_size") and self._ranks.tensor_parallel is not None:
             self._tp_size = 1
-        own = self._reference_weights.own
-        if own is not None and own.moves:
-            self.add_callback(MovesReference(own))
+        reference = self._reference_weights.policy_reference
+        if reference is not None and reference.moves:
+            self.add_callback(MovesReference(reference))
         self.add_callback(Lifecycle(self))
         bars, of_user = self.callback_handler.callbacks, callbacks or ()
         bars[:] = [ThroughputProgress() if type(x) is ProgressCallback and x not in of_user else x for x in bars]
@@ -282,7 +282,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _agree(self) -> None:
         """Make the facts of the plan the same on all ranks, or raise `ValueError` on all. All ranks must call it."""
-        if self._ranks.every.num_processes == 1:
+        if self._ranks.world.num_processes == 1:
             return
         facts: dict[str, Any] = {}
         refused = None
@@ -571,7 +571,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _world_accelerator(self) -> Any:
         """Use the accelerator that counts every rank in the `with` block: it decides which rank writes a file."""
-        return replaced(self, accelerator=self._ranks.every)
+        return replaced(self, accelerator=self._ranks.world)
 
     def create_model_card(self, *positional: Any, **keywords: Any) -> None:
         """Write TRL's model card, with the tag `trl_ext`, our arguments and the plan."""

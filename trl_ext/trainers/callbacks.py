@@ -72,36 +72,39 @@ class Lifecycle(TrainerCallback):
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.trainer._flush_store()
 
-    on_predict = on_train_end = on_evaluate
+    on_predict = on_evaluate
+    on_train_end = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         logs = logs or {}
-        equal, reward = logs.get("frac_reward_zero_std"), logs.get("reward", 0.0)  # also absent: evaluation, DPO
+        equal_share = logs.get("frac_reward_zero_std")  # absent in evaluation and in DPO
+        reward = logs.get("reward", 0.0)
         has_none = reward is None or reward != reward  # NaN
-        if equal is not None and self._equal_steps is not None:
-            is_equal = equal == 1.0 or has_none
+        if equal_share is not None and self._equal_steps is not None:
+            is_equal = equal_share == 1.0 or has_none
             self._equal_steps = self._equal_steps + max(1, state.logging_steps) if is_equal else None
         if self._equal_steps is not None and self._equal_steps > 1 and state.is_world_process_zero:
             self._equal_steps = None
-            equal_or_none = (
-                "all completions of each prompt had equal rewards",
-                "different values for different completions",
-            )
-            what, wanted = ("no reward function returned a number", "numbers") if has_none else equal_or_none
+            problem = "all completions of each prompt had equal rewards"
+            remedy = "different values for different completions"
+            if has_none:
+                problem = "no reward function returned a number"
+                remedy = "numbers"
             logger.warning(
-                f"So far, {what}, so every advantage is zero and no reward trains the policy. Check that the reward "
-                f"functions return {wanted}."
+                f"So far, {problem}, so every advantage is zero and no reward trains the policy. Check that the "
+                f"reward functions return {remedy}."
             )
 
 
 class MovesReference(trl.SyncRefModelCallback):
     """TRL's callback for `sync_ref_model`, which here updates the reference's copies of the policy's tensors."""
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, reference: Any) -> None:
         # TRL's callback reads only the parameters of a model
-        copies = SimpleNamespace(parameters=lambda: [copy for _, copy in own.pairs()])
+        copies = SimpleNamespace(parameters=lambda: [copy for _, copy in reference.pairs()])
         super().__init__(ref_model=copies, accelerator=None)
-        self._policy = SimpleNamespace(parameters=lambda: [param for param, _ in own.pairs()])
+        self._policy = SimpleNamespace(parameters=lambda: [param for param, _ in reference.pairs()])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_end(args, state, control, **{**kwargs, "model": self._policy})
+        kwargs["model"] = self._policy
+        super().on_step_end(args, state, control, **kwargs)

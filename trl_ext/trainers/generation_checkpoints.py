@@ -84,7 +84,7 @@ class GenerationCheckpoints:
         lost_reason = self._lost_reason(saved, options)
         # Generation runs collectives, so all ranks continue with their completions, or all sample new ones
         is_lost = torch.tensor(int(lost_reason is not None), device=self.ranks.device)
-        losing_ranks = int(self.ranks.every.reduce(is_lost, "sum"))
+        losing_ranks = int(self.ranks.world.reduce(is_lost, "sum"))
         if saved is not None and not losing_ranks:
             self.buffer.continue_at(saved.micro_batch, saved.slices)
             return saved

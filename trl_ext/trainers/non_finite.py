@@ -85,20 +85,20 @@ class NonFiniteLoss:
         if self.action is None or not self.trainer.model.training:
             return
         loss = loss[0] if isinstance(loss, tuple) else loss
-        if not int(self.ranks.every.reduce((~loss.detach().isfinite()).float(), reduction="sum")):
+        if not int(self.ranks.world.reduce((~loss.detach().isfinite()).float(), reduction="sum")):
             return
         reports = " ".join(filter(None, gather_object([self._report(loss, rows_of, prompt_of)])))
         where = f"The loss is not finite in step {self.trainer.state.global_step + 1}. {reports}"
         if self.action == "stop":
             raise FloatingPointError(where)
-        if self.ranks.every.is_main_process:
+        if self.ranks.world.is_main_process:
             logger.warning("%s All ranks skip this optimizer step.", where)
         self._spoilt = True
 
     def _report(self, loss: Tensor, rows_of: Rows, prompt_of: Callable[[int], list[int]]) -> str | None:
         if loss.detach().isfinite():
             return None
-        rank, rows, named = f"Rank {self.ranks.every.process_index}", rows_of(), []
+        rank, rows, named = f"Rank {self.ranks.world.process_index}", rows_of(), []
         if not rows:
             return f"{rank}: log-probs and rewards are finite, but the loss is {loss.item()}."
         for row in list(rows)[:4]:

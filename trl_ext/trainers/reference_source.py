@@ -22,7 +22,7 @@ from ..packing.randomness import NEFTUNE, Randomness
 from ..planning.reference import REFERENCES, ReferencePlan
 from ..reference.canary import Canary, tolerance_of
 from ..reference.store import DiskStore, MemoryStore
-from ..reference.stored import StoredReference, Variants, random_state_kept
+from ..reference.stored import StoredReference, Variants, preserve_random_state
 from ..reference.weights import ReferenceWeights, identity_facts, identity_of, write_about
 from ..scoring.scorer import Scorer
 from .counts import SkipCounts
@@ -119,17 +119,17 @@ class ReferenceSource:
             )
 
     def _describe(self) -> None:
-        own = self.weights.own
+        own = self.weights.policy_reference
         self.kind = "model" if self.host.ref_model is not None else "initial" if own is None else own.describe()
         self._on, self._adapters = self.weights.adapters_on, self._policy_adapters()
 
     def refresh(self) -> None:
         """Find out what the reference is now: a user may have loaded or deleted an adapter "ref"."""
-        if self.weights.own is None:
+        if self.weights.policy_reference is None:
             return
         before = self._on
         self._describe()
-        if not before and not self._on and not self.weights.own.copies:
+        if not before and not self._on and not self.weights.policy_reference.copies:
             return
         if before != self._on and self.host.args.precompute_ref_log_probs:
             raise ValueError(
@@ -182,7 +182,9 @@ class ReferenceSource:
         """Return the identity of the reference, and keep the facts behind it in `self._facts`."""
         weights, accelerator, args = self._weights(), self.ranks.accelerator, self.host.args
         gathering = maybe_gather_lm_head_ctx, accelerator.is_main_process
-        with nullcontext() if self.weights.own is None else self.weights.own.copies_in_place():
+        with (
+            nullcontext() if self.weights.policy_reference is None else self.weights.policy_reference.copies_in_place()
+        ):
             digest = weights.hash(*gathering)
         facts = identity_facts(
             digest,
@@ -244,7 +246,10 @@ class ReferenceSource:
         if self.kind == "model" and self.host.ref_model is not None:
             varies = self._varies = self._varies_reason(self._weights())
         if self.kind != "model":
-            weights, copied = self._weights(), set() if self.weights.own is None else self.weights.own.copied()
+            weights, copied = (
+                self._weights(),
+                set() if self.weights.policy_reference is None else self.weights.policy_reference.copied(),
+            )
             trained = next((name for name, x in weights.trained_parameters() if id(x) not in copied), None)
             varies = self._varies_reason(weights)
         return {
@@ -267,7 +272,7 @@ class ReferenceSource:
 
     def _found(self, batch: dict[str, Any], *, wanted: bool = True, passes: int = 1) -> torch.Tensor:
         """Return the reference's log-probs of `batch`, and count what was skipped of TRL's `passes`."""
-        found = self.stored(batch, self._pass, wanted=wanted)
+        found = self.stored(batch, self._pass, is_needed=wanted)
         if not self.host.args.precompute_ref_log_probs:
             mode = "train" if self.host.model.training else "eval"
             tokens = found.tokens_of_batch - found.tokens
@@ -381,7 +386,7 @@ class ReferenceSource:
             return False
         evaluates, columns = self.host.args.eval_strategy != "no", self.with_columns
         needed = [x for name, x in self.datasets() if not columns[name] and (evaluates or name == "train_dataset")]
-        with random_state_kept():
+        with preserve_random_state():
             held = all(isinstance(dataset, Dataset) and self._holds(dataset) for dataset in needed)
         return all(count[0] for count in self.ranks.gather_counts([int(held)]))
 

@@ -12,7 +12,7 @@ from peft import PeftModel
 
 from ..distributed.ranks import Ranks
 from ..host.reference import HostedReference, check_supported
-from ..reference.adapters import AdapterChoice, OwnReference, load_weights, reshard, save_weights
+from ..reference.adapters import AdapterChoice, PolicyReference, load_weights, reshard, save_weights
 from ..reference.weights import ReferenceWeights, base_of
 
 logger = logging.getLogger("trl_ext")
@@ -31,36 +31,38 @@ class Trainer(Protocol):
 
 
 class ReferenceOfPolicy:
-    """The reference of one trainer. `own` is set if the reference is part of the policy."""
+    """The reference of one trainer. `policy_reference` is set if the reference is part of the policy."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks, device: str | None) -> None:
-        self.trainer, self.ranks, self._device = trainer, ranks, device
+        self.trainer = trainer
+        self.ranks = ranks
+        self._device = device
         self.adapters: AdapterChoice  # chosen after all arguments are checked
-        self.own: OwnReference | None = None
+        self.policy_reference: PolicyReference | None = None
 
     # Construction, before an engine shards the weights
 
     def take_policy(self, *, has_reference: bool) -> None:
-        """Set `own` if the reference is part of the policy."""
+        """Set `policy_reference` if the reference is part of the policy."""
         trainer = self.trainer
         if self._device is not None:
             self._check_host()
         if not isinstance(trainer.model, PeftModel) or trainer.ref_model is not None or not has_reference:
             return
         moves = bool(trainer.args.sync_ref_model)
-        self.own = self.adapters.reference(trainer.model, moves)
+        self.policy_reference = self.adapters.reference(trainer.model, moves)
         if moves:  # TRL accepts `sync_ref_model` only for a separate reference model
             trainer.args.sync_ref_model = False
-        self._check_copies(self.own)
+        self._check_copies(self.policy_reference)
 
     def take_late(self, beta: float) -> None:
-        """Set `own` if the trainer was built without a KL term and now has one: TRL then turns the adapter off."""
+        """Set `policy_reference` if the KL term is new since construction: TRL then turns the adapter off."""
         if not isinstance(self.trainer.model, PeftModel):
             raise ValueError(
                 f"`beta` was changed to {beta} after the trainer was built with `beta=0`, so there is no reference. "
                 "Build the trainer with a `beta` above 0, and change it then."
             )
-        self.own = OwnReference(self.trainer.model, "trl")
+        self.policy_reference = PolicyReference(self.trainer.model, "trl")
 
     def take_model(self, model: Any) -> None:
         """Check a reference model, and move it to the host if `reference_device` says so."""
@@ -85,18 +87,19 @@ class ReferenceOfPolicy:
 
     def restore(self, config: Any) -> None:
         """Restore `sync_ref_model`, which `take_policy` hides from TRL."""
-        if self.own is not None and self.own.moves:
+        if self.policy_reference is not None and self.policy_reference.moves:
             config.sync_ref_model = True
 
-    def _check_copies(self, own: OwnReference) -> None:
+    def _check_copies(self, reference: PolicyReference) -> None:
         engine = "ZeRO-3" if self._is_partitioned() else "FSDP1" if self._is_fsdp1() else None
-        if own.copies and engine is not None:
+        if reference.copies and engine is not None:
+            name = next(iter(reference.copies))
             raise ValueError(
-                f"The reference needs a copy of the trained weight `{next(iter(own.copies))}`, which {engine} would "
+                f"The reference needs a copy of the trained weight `{name}`, which {engine} would "
                 "partition. Use ZeRO-2 or FSDP2; or train a fresh adapter (`peft_config`) or one named "
                 '"default", without `bias` and with `sync_ref_model=False`.'
             )
-        if own.moves and self.ranks.tensor_parallel is not None:
+        if reference.moves and self.ranks.tensor_parallel is not None:
             raise ValueError(
                 "`sync_ref_model=True` with an adapter does not work under tensor parallelism, where each rank has "
                 "only a part of the reference. Set it to False, or use another engine."
@@ -106,22 +109,26 @@ class ReferenceOfPolicy:
 
     def copy_trained(self) -> None:
         """Before the first step, copy those weights of the reference that training will change."""
-        if self.own is not None:
-            self.own.copy_trained()
-            self._check_copies(self.own)
+        if self.policy_reference is not None:
+            self.policy_reference.copy_trained()
+            self._check_copies(self.policy_reference)
 
     def entered(self) -> AbstractContextManager[Any]:
         """Make the policy compute the reference's outputs in the `with` block."""
-        return nullcontext() if self.own is None else self.own.entered()
+        return nullcontext() if self.policy_reference is None else self.policy_reference.entered()
 
     @property
     def adapters_on(self) -> tuple[str, ...]:
         """The adapters that are active while the policy computes the reference's outputs."""
-        return () if self.own is None else self.own.adapters
+        return () if self.policy_reference is None else self.policy_reference.adapters
 
     @property
     def moves(self) -> bool:
-        return self._has_sync_callback() or bool(self.trainer.args.sync_ref_model) or bool(self.own and self.own.moves)
+        return (
+            self._has_sync_callback()
+            or bool(self.trainer.args.sync_ref_model)
+            or bool(self.policy_reference and self.policy_reference.moves)
+        )
 
     def _synced_model(self) -> Any:
         """Return the reference model if a callback updates it."""
@@ -140,20 +147,24 @@ class ReferenceOfPolicy:
 
     def save(self, folder: Path) -> None:
         """Write the reference into a checkpoint if training updates it or it has copied weights."""
-        own, synced, args = self.own, self._synced_model(), self.trainer.args
-        if own is not None and self.ranks.tensor_parallel is None:
-            save_weights(own.copies.items(), folder, writes=args.should_save)
+        reference = self.policy_reference
+        synced = self._synced_model()
+        args = self.trainer.args
+        if reference is not None and self.ranks.tensor_parallel is None:
+            save_weights(reference.copies.items(), folder, writes=args.should_save)
         if synced is not None and not args.save_only_model and not self._is_partitioned():
             save_weights(synced.named_parameters(), folder, writes=args.should_save)
 
     def resume(self, folder: Path | None, *, is_finished: bool) -> None:
         """Load the reference from a checkpoint. Without FSDP, all ranks take the first rank's copies, as DDP does."""
-        own, synced, trainer = self.own, self._synced_model(), self.trainer
-        if own is not None and self.ranks.tensor_parallel is None:
+        reference = self.policy_reference
+        synced = self._synced_model()
+        trainer = self.trainer
+        if reference is not None and self.ranks.tensor_parallel is None:
             if folder is not None:
-                own.load(folder)
+                reference.load(folder)
             if trainer.accelerator.num_processes > 1 and not trainer.is_fsdp_enabled:
-                for _, copy in own.pairs():
+                for _, copy in reference.pairs():
                     copy.copy_(broadcast(copy))
         if synced is not None and self._is_fsdp1():
             raise ValueError(
@@ -178,7 +189,8 @@ class ReferenceOfPolicy:
         return self.trainer.is_fsdp_enabled and not self.trainer.accelerator.is_fsdp2
 
     def _check_host(self) -> None:
-        trainer, option = self.trainer, "`reference_device='cpu'`"
+        trainer = self.trainer
+        option = "`reference_device='cpu'`"
         if trainer.ref_model is None:
             if isinstance(trainer.model, PeftModel) and trainer.args.beta != 0:
                 raise ValueError(
@@ -206,9 +218,9 @@ class ReferenceOfPolicy:
 
 def _check_synced(policy: Any, model: Any) -> None:
     """Raise `ValueError` if TRL's `sync_ref_model` cannot update `model`, which it does parameter by parameter."""
-    for theirs, ours in zip_longest(policy.named_parameters(), model.named_parameters()):
-        if theirs is None or ours is None or theirs[1].shape != ours[1].shape:
-            name = (ours or theirs)[0]
+    for of_policy, of_reference in zip_longest(policy.named_parameters(), model.named_parameters()):
+        if of_policy is None or of_reference is None or of_policy[1].shape != of_reference[1].shape:
+            name = (of_reference or of_policy)[0]
             raise ValueError(
                 "`sync_ref_model=True` needs a `ref_model` with the parameters of `model`, but they differ, first in "
                 f"`{name}`. Pass a model of the same kind, or set `sync_ref_model=False`."
