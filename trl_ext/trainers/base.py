@@ -63,7 +63,10 @@ logger = logging.getLogger("trl_ext")
 
 # What our `compute_loss` adds to a batch
 _ADDED_BY_LOSS = {
-    *("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps"),
+    "ref_chosen_logps",
+    "ref_rejected_logps",
+    "ref_logps",
+    "ref_KL_logps",
 }
 
 
@@ -108,10 +111,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _begin(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """Check the arguments and create the parts, before TRL's `__init__`. Returns the arguments by name."""
         name = type(self).__name__
-        given = bound_arguments(name, self._trl_trainer, self._config_class, self._added_fields, positional, keywords)
-        config = given.get("args")
-        check_given(name, given, config, self._config_class)
-        check_overrides(self, given.values())
+        arguments = bound_arguments(
+            name, self._trl_trainer, self._config_class, self._added_fields, positional, keywords
+        )
+        config = arguments.get("args")
+        check_given(name, arguments, config, self._config_class)
+        check_overrides(self, arguments.values())
         self._added = self._added_fields.of(config)
         self.skip_counts = SkipCounts()
         self.token_counts = TokenCounts()
@@ -125,31 +130,40 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._seen_in_policy: dict[Callable[[Any], Any], Any] = {}
         # A checkpoint must not exist without the log-probs that were scored before it
         self._checkpoints.parts += [self._reference_weights.save, lambda _: self._flush_store()]
-        return given
+        return arguments
 
     def _construct(self, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Run TRL's `__init__` between the checks of the arguments and those of the finished trainer."""
-        given = self._begin(positional, keywords)
-        others = self._check(given, given.get("args"))
-        with self._built(given, **others):
-            next_of(self).__init__(**given)
-        self._ready(given.get("callbacks"))
+        arguments = self._begin(positional, keywords)
+        replacements = self._check(arguments, arguments.get("args"))
+        with self._built(arguments, **replacements):
+            next_of(self).__init__(**arguments)
+        self._ready(arguments.get("callbacks"))
 
     def _check(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
         """Check what only this trainer takes, and create its parts. Returns names of TRL's module to replace."""
         return {}
 
     @contextmanager
-    def _built(self, given: dict[str, Any], **others: Any) -> Iterator[None]:
-        """Make TRL's `__init__` use our head and adapters in the `with` block. `others`: further names to replace."""
-        config = given.get("args")
+    def _built(self, arguments: dict[str, Any], **replacements: Any) -> Iterator[None]:
+        """Make TRL's `__init__` use our head and adapters in the `with` block, and these `replacements` by name."""
+        config = arguments.get("args")
         # Only after all arguments are checked, because this may activate another adapter
-        adapters = AdapterChoice(given["model"], given.get("peft_config"), self._added, given.get("ref_model"), config)
+        adapters = AdapterChoice(
+            arguments["model"], arguments.get("peft_config"), self._added, arguments.get("ref_model"), config
+        )
         self._reference_weights.adapters = adapters
         copies = adapters.trl_may_copy or not isinstance(self._added, AddedReferenceFields)
         try:
-            parts = self._attach_model, make_adapter, self._activations_on_host
-            with built_with(self._trl_trainer, config, *parts, copies=copies, **others):
+            with built_with(
+                self._trl_trainer,
+                config,
+                self._attach_model,
+                make_adapter,
+                self._activations_on_host,
+                copies=copies,
+                **replacements,
+            ):
                 yield
         finally:
             self._reference_weights.restore(config)
@@ -162,8 +176,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._checkpoints.hide_optimizer()
         joined = self._ranks.join(self.accelerator, self.model, splits_rows=self._splits_rows)
         if joined is not self.accelerator:
-            self.accelerator, by_objects = joined, self.args.eval_use_gather_object
-            self.gather_function = partial(joined.gather_for_metrics, use_gather_object=by_objects)
+            self.accelerator = joined
+            self.gather_function = partial(
+                joined.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+            )
         self.check_engine()
         self._on_accelerator()
 
@@ -224,8 +240,12 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if reference is not None and reference.moves:
             self.add_callback(MovesReference(reference))
         self.add_callback(Lifecycle(self))
-        bars, of_user = self.callback_handler.callbacks, callbacks or ()
-        bars[:] = [ThroughputProgress() if type(x) is ProgressCallback and x not in of_user else x for x in bars]
+        user_callbacks = callbacks or ()
+        all_callbacks = self.callback_handler.callbacks
+        all_callbacks[:] = [
+            ThroughputProgress() if type(x) is ProgressCallback and x not in user_callbacks else x
+            for x in all_callbacks
+        ]
         for argument, model in (("model", self.model), ("ref_model", self.ref_model)):
             if model is not None:
                 watch_token_ids(model, len(self._tokenizer), argument)
@@ -243,9 +263,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _randomness(self) -> Randomness | None:
         """Return why two passes of the same weights differ in training; `None` if they are equal. All plans ask it."""
-        found = NEFTUNE if self.neftune_noise_alpha is not None else self._look_at_policy(randomness_of)
-        is_of_tokens = found is None or found.of_tokens
-        return self._randomness_of_ranks or found if is_of_tokens else found
+        randomness = NEFTUNE if self.neftune_noise_alpha is not None else self._look_at_policy(randomness_of)
+        is_of_tokens = randomness is None or randomness.of_tokens
+        return self._randomness_of_ranks or randomness if is_of_tokens else randomness
 
     def _look_at_policy(self, look: Callable[[Any], Any]) -> Any:
         """Return what `look` finds in the policy. Within an optimizer step it looks only once, at all modules."""
@@ -256,7 +276,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         return self._seen_in_policy[look]
 
     def _packing_facts(self) -> PackingFacts:
-        packing, randomness = self._scorer.policy.packing, self._randomness()
+        packing = self._scorer.policy.packing
+        randomness = self._randomness()
         unsupported = packing.padded_reason
         if unsupported is None and randomness is not None and not randomness.of_tokens:
             unsupported = f"{randomness.reason}, which may depend on the shape of the batch"
@@ -285,22 +306,22 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         if self._ranks.world.num_processes == 1:
             return
         facts: dict[str, Any] = {}
-        refused = None
+        problem = None
         try:
             plan = self._make_plan()
             facts = compared(plan.facts) if hasattr(plan, "facts") else {}
         except ValueError as error:  # perhaps on this rank only, while the others wait below
-            refused = str(error)
-        of_ranks = self._ranks.differing((facts, self._randomness(), refused))
-        refused = next((x[2] for x in of_ranks or () if x[2] is not None), refused)
-        if refused is not None:
-            raise ValueError(refused)
-        if of_ranks is None:
+            problem = str(error)
+        rank_values = self._ranks.differing((facts, self._randomness(), problem))
+        problem = next((x[2] for x in rank_values or () if x[2] is not None), problem)
+        if problem is not None:
+            raise ValueError(problem)
+        if rank_values is None:
             return
-        draws = [x for _, x, _ in of_ranks if x is not None]
+        draws = [x for _, x, _ in rank_values if x is not None]
         # Draws that depend on the batch come first
         self._randomness_of_ranks = min(draws, key=lambda x: x.of_tokens, default=None)
-        self._facts_of_ranks = {**self._facts_of_ranks, **agreed([x for x, _, _ in of_ranks])}
+        self._facts_of_ranks = {**self._facts_of_ranks, **agreed([x for x, _, _ in rank_values])}
 
     @cached_property
     def plan(self) -> Any:
@@ -320,35 +341,47 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
         In an optimizer step, changes of the model are not seen, and all ranks must make the same change.
         """
-        before, plan = self.plan, self._make_plan()
+        old_plan = self.plan
+        plan = self._make_plan()
         self._scorer.set_entropy_gradient(self._entropy_has_gradient())
-        if changes_of(before, plan) is None and self._randomness() == self._known_randomness:
+        if changes_of(old_plan, plan) is None and self._randomness() == self._known_randomness:
             return
         self._plan_again()
-        if self.accelerator.is_main_process and actions_of(plan) != actions_of(before):
-            show(f"The plan has changed, because {changes_of(before, plan) or 'the model has'}.\n{self.explain()}")
+        if self.accelerator.is_main_process and actions_of(plan) != actions_of(old_plan):
+            show(f"The plan has changed, because {changes_of(old_plan, plan) or 'the model has'}.\n{self.explain()}")
 
     def explain(self, verbose: bool = False) -> Plan:
         """Return what runs and why. Printed, it shows what differs from TRL or matters to users; if `verbose`, all."""
-        plan, sources = vars(self).get("plan") or self._make_plan(), self._requested.sources
-        by = f" Requested by {' and '.join(sources)}." if sources else ""
+        plan = vars(self).get("plan") or self._make_plan()
+        sources = self._requested.sources
+        source = f" Requested by {' and '.join(sources)}." if sources else ""
         running = detect_engine(self.accelerator, self.model)
-        alone = running.name == "one process" and not sources
-        engine, packing = Decision("engine", "run", f"{running}.{by}", routine=alone), self._packing_plan().decision
+        is_alone = running.name == "one process" and not sources
+        engine = Decision("engine", "run", f"{running}.{source}", routine=is_alone)
+        packing = self._packing_plan().decision
         head = Decision("head", "run", *self._head())
         if self._scored_elsewhere is not None:
             packing, head = (Decision(name, "skip", self._scored_elsewhere) for name in ("packing", "head"))
-        of_plan = (self._balance.measured(x) for x in plan.decisions)
-        decisions, warnings = (engine, *of_plan, packing, head), (*plan.warnings, *self._checkpoints.warnings())
-        return dataclasses.replace(plan, decisions=decisions, warnings=warnings, verbose=verbose)
+        passes = (self._balance.measured(x) for x in plan.decisions)
+        return dataclasses.replace(
+            plan,
+            decisions=(engine, *passes, packing, head),
+            warnings=(*plan.warnings, *self._checkpoints.warnings()),
+            verbose=verbose,
+        )
 
     def _head(self) -> tuple[str, bool]:
         """Return a description of how the head runs, and whether that is the usual way."""
-        options, rows, device = self._scorer.options, self._scorer.policy.head_rows, self.accelerator.device
-        usual = options.head == "tiled" and options.head_kernels is None and rows in (None, WHOLE_HERE)
-        usual = usual and not self._scorer.differs_from_trl
-        usual = usual and (device.type == "cpu" or triton_unavailable_reason(device) is None)
-        return self._scorer.describe(device, self.accelerator.state.num_processes == 1), usual
+        options = self._scorer.options
+        device = self.accelerator.device
+        is_usual = (
+            options.head == "tiled"
+            and options.head_kernels is None
+            and self._scorer.policy.head_rows in (None, WHOLE_HERE)
+            and not self._scorer.differs_from_trl
+            and (device.type == "cpu" or triton_unavailable_reason(device) is None)
+        )
+        return self._scorer.describe(device, self.accelerator.state.num_processes == 1), is_usual
 
     @contextmanager
     def reference_pass(self) -> Iterator[None]:
@@ -365,7 +398,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
             `ValueError`: no parameter is trained, or there is no checkpoint that this engine can resume from.
         """
         check_training(self, detect_engine(self.accelerator, self.model))
-        self._facts_of_ranks, self._randomness_of_ranks = {}, None
+        self._facts_of_ranks = {}
+        self._randomness_of_ranks = None
         self._agree()
         self._before_training()
         if not any(param.requires_grad for param in self.model.parameters()):
@@ -417,10 +451,10 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         self._follow_changes()
         check_evaluation(self, detect_engine(self.accelerator, self.model))
         with wrapped_in_training(self):
-            found = super().evaluation_loop(*positional, **keywords)
+            output = super().evaluation_loop(*positional, **keywords)
         # `eval_NAME` if there are several sets
         self._evaluated = keywords.get("metric_key_prefix", positional[4] if len(positional) > 4 else "eval")
-        return found
+        return output
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Called with the metrics of each evaluation in training, before anything reads them."""
@@ -435,7 +469,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def training_step(self, *positional: Any, **keywords: Any) -> Any:
         if self._step_begins:
             self._seen_in_policy.clear()
-            self._step_begins, self._in_steps = False, True
+            self._step_begins = False
+            self._in_steps = True
             self._agree()
             self._follow_changes()
         with self._in_step():
@@ -449,43 +484,44 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Run TRL's training step. In the first one, find out whether a subclass's `compute_loss` calls ours."""
         if self._first_step_ran:
             return step(*positional, **keywords)
-        self._loss_reached = self._scorer.policy.was_called = False
+        self._loss_reached = False
+        self._scorer.policy.was_called = False
         try:
             loss = step(*positional, **keywords)
         except KeyError as error:
-            added = any(error.args == (name,) for name in _ADDED_BY_LOSS)
-            if self._loss_reached or not added or not self._replaces("loss"):
+            is_added_key = any(error.args == (name,) for name in _ADDED_BY_LOSS)
+            if self._loss_reached or not is_added_key or not self._replaces("loss"):
                 raise
             raise RuntimeError(
-                f"{self._own_loss()} reads {error} from the batch, to which `super().compute_loss(...)` adds it. Call "
+                f"{self._loss_name()} reads {error} from the batch, to which `super().compute_loss(...)` adds it. Call "
                 "that first, or train with TRL's trainer."
             ) from error
         self._first_step_ran = True
         if not self._loss_reached:
             self._bypasses_loss = True
             if not self._scorer.policy.was_called:
-                self._scored_elsewhere = f"{self._own_loss()} scores the policy without `fused_lm_head=True`."
+                self._scored_elsewhere = f"{self._loss_name()} scores the policy without `fused_lm_head=True`."
             self._loss_bypassed()
         return loss
 
-    def _own_loss(self) -> str:
+    def _loss_name(self) -> str:
         return f"`{type(self).__name__}.compute_loss`"
 
     def _bypassed_by(self) -> str | None:
         """Return the name of a subclass's `compute_loss` if it does not call ours, else `None`."""
-        return self._own_loss() if self._bypasses_loss else None
+        return self._loss_name() if self._bypasses_loss else None
 
     def _loss_bypassed(self) -> None:
         """Replace the plan, because a subclass's `compute_loss` did not call ours in the first training step."""
         if self._non_finite.action is not None:
             raise ValueError(
                 f"`on_non_finite_loss={self._non_finite.action!r}` needs `super().compute_loss(...)`, which "
-                f"{self._own_loss()} does not call. Call it, or leave `on_non_finite_loss` unset."
+                f"{self._loss_name()} does not call. Call it, or leave `on_non_finite_loss` unset."
             )
         self._plan_again()
         if self.accelerator.is_main_process:
             logger.warning(
-                f"{self._own_loss()} does not call `super().compute_loss(...)`, so this trainer's additions to TRL's "
+                f"{self._loss_name()} does not call `super().compute_loss(...)`, so this trainer's additions to TRL's "
                 f"loss do not run. The plan is now:\n{self.explain()}"
             )
 
@@ -515,15 +551,16 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
         If there are several evaluation sets, the metrics of each are also logged with its name.
         """
-        mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")
+        mode = "train" if self.model.training else "eval"
+        prefix = "" if self.model.training else "eval_"
         totals = self.skip_counts.take(mode) | self.token_counts.take(mode)
         logs.update({f"{prefix}{name}": value for name, value in totals.items()})
         if self._evaluated.startswith("eval_"):
             # TRL names its metrics alike for each of several sets, so that those of the last one replace the others
-            of_set = self._evaluated.removeprefix("eval_")
+            set_name = self._evaluated.removeprefix("eval_")
             logs.update({f"{self._evaluated}_{name}": value for name, value in totals.items()})
             metrics = self._metrics["eval"]
-            metrics.update({f"{of_set}_{name}": list(values) for name, values in metrics.items()})
+            metrics.update({f"{set_name}_{name}": list(values) for name, values in metrics.items()})
         self._evaluated = "eval"
         super().log(logs, start_time)
 
@@ -534,7 +571,7 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._world_accelerator(), self._checkpoints.written(folder):
+        with self._world_accelerator(), self._checkpoints.write(folder):
             super()._save_checkpoint(model, trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -577,8 +614,9 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         """Write TRL's model card, with the tag `trl_ext`, our arguments and the plan."""
         super().create_model_card(*positional, **keywords)
         if self.is_world_process_zero():
-            card, changed = Path(self.args.output_dir) / "README.md", self._added_fields.changed(self.args)
-            add_to_model_card(card, self.args, changed, self.explain().table(folders=False))
+            card = Path(self.args.output_dir) / "README.md"
+            changed_fields = self._added_fields.changed(self.args)
+            add_to_model_card(card, self.args, changed_fields, self.explain().table(folders=False))
 
     # 5. Sequence parallelism: our forward splits the tokens, so transformers must not split or count a batch again
 

@@ -59,17 +59,20 @@ class Checkpoints:
         self.trainer = trainer
         self.resumes_from: Path | None = None  # the checkpoint of the current `train`
         self.parts: list[Callable[[Path], None]] = []  # each function writes a part of the checkpoint, on every rank
-        self._keeps_optimizer = False
-        self._put_off: list[Callable[[], None]] | None = None  # pushes and deletions, until the checkpoint is complete
+        self._hides_optimizer = False
+        self._postponed: list[Callable[[], None]] | None = (
+            None  # pushes and deletions, until the checkpoint is complete
+        )
 
     # Construction: transformers refuses to save the optimizer of a split model, so this class saves it
 
     def hide_optimizer(self) -> None:
         if self._is_split() and not self.trainer.args.save_only_model:
-            self._keeps_optimizer = self.trainer.args.save_only_model = True
+            self._hides_optimizer = True
+            self.trainer.args.save_only_model = True
 
     def unhide_optimizer(self) -> None:
-        if self._keeps_optimizer:
+        if self._hides_optimizer:
             self.trainer.args.save_only_model = False
 
     def _is_split(self) -> bool:
@@ -87,14 +90,14 @@ class Checkpoints:
             self.resumes_from = None
             return None
 
-        def look() -> tuple[str | None, str | None]:
+        def find_on_main() -> tuple[str | None, str | None]:
             try:
-                path = _found(requested, Path(self.trainer.args.output_dir))
+                path = _checkpoint_to_resume(requested, Path(self.trainer.args.output_dir))
                 return path, self._why_not_loaded(Path(path)) if path is not None and Path(path).is_dir() else None
             except (OSError, ValueError) as error:
                 return None, str(error)
 
-        path, problem = self.trainer._ranks.of_main(look)
+        path, problem = self.trainer._ranks.of_main(find_on_main)
         if problem is not None:
             raise ValueError(problem)
         self.resumes_from = None if path is None else Path(path)
@@ -103,24 +106,26 @@ class Checkpoints:
     def _why_not_loaded(self, folder: Path) -> str | None:
         """Return why the current engine cannot resume from a checkpoint; `None` if it can."""
         self._check_run(folder)
-        accelerator, written_now = self.trainer.accelerator, ""
+        accelerator = self.trainer.accelerator
+        format_to_write = ""
         runs = detect_engine(accelerator, self.trainer.model)
         if runs.fsdp_version is not None:
-            written_now = fsdp_format(accelerator.state.fsdp_plugin.state_dict_type.name)
+            format_to_write = fsdp_format(accelerator.state.fsdp_plugin.state_dict_type.name)
         elif runs.zero_stage is not None:
             config = accelerator.state.deepspeed_plugin.deepspeed_config
             if config.get("checkpoint", {}).get("load_universal"):
                 return None  # DeepSpeed's format for any number of processes
-            written_now = deepspeed_format(runs.zero_stage, runs.processes)
-        return why_not_loaded(folder, written_now, runs.name)
+            format_to_write = deepspeed_format(runs.zero_stage, runs.processes)
+        return why_not_loaded(folder, format_to_write, runs.name)
 
     def _check_run(self, folder: Path) -> None:
         """Raise `ValueError` if another trainer wrote the checkpoint, or if only one of the runs trains an adapter."""
-        args, model = self.trainer.args, self.trainer.model
-        written_by = _config_class(folder / TRAINING_ARGS_NAME)
-        if written_by is not None and written_by not in [cls.__name__ for cls in type(args).__mro__]:
+        args = self.trainer.args
+        model = self.trainer.model
+        writer = _config_class(folder / TRAINING_ARGS_NAME)
+        if writer is not None and writer not in [cls.__name__ for cls in type(args).__mro__]:
             raise ValueError(
-                f"`resume_from_checkpoint`: {folder} is a checkpoint of another trainer (`{written_by}`). Pass it as "
+                f"`resume_from_checkpoint`: {folder} is a checkpoint of another trainer (`{writer}`). Pass it as "
                 "`model` to start from its weights."
             )
         trains_adapter = isinstance(model, PeftModel) or getattr(model, "_hf_peft_config_loaded", False)
@@ -159,16 +164,23 @@ class Checkpoints:
     # Writing
 
     @contextmanager
-    def written(self, folder: Path) -> Iterator[None]:
+    def write(self, folder: Path) -> Iterator[None]:
         """Mark the checkpoint that is written in the `with` block. Once it is complete, push it and delete old ones."""
-        args, accelerator = self.trainer.args, self.trainer.accelerator
+        args = self.trainer.args
+        accelerator = self.trainer.accelerator
         rotate = module_of(transformers.Trainer).rotate_checkpoints
-        steps: list[Callable[[], None]] = []
+        postponed: list[Callable[[], None]] = []
         if args.should_save:
             begin(folder)
         accelerator.wait_for_everyone()
-        put_off = {"rotate_checkpoints": lambda *a, **k: steps.append(partial(rotate, *a, **k))}
-        with names_replaced(transformers.Trainer, **put_off), replaced(self, _put_off=steps):
+
+        def postpone_rotation(*positional: Any, **keywords: Any) -> None:
+            postponed.append(partial(rotate, *positional, **keywords))
+
+        with (
+            names_replaced(transformers.Trainer, rotate_checkpoints=postpone_rotation),
+            replaced(self, _postponed=postponed),
+        ):
             yield
         for save in self.parts:
             save(folder)
@@ -177,14 +189,14 @@ class Checkpoints:
             finish(folder)
             for interrupted in half_written(folder.parent) if args.save_total_limit else ():
                 discard(interrupted)
-        for step in steps:
-            step()
+        for action in postponed:
+            action()
 
     def push(self, push: Callable[[], None]) -> None:
-        if self._put_off is None:
+        if self._postponed is None:
             push()
         else:
-            self._put_off.append(push)
+            self._postponed.append(push)
 
     def save_optimizer(self, folder: str) -> bool:
         """Write optimizer and scheduler of a split model. Returns `False` if transformers must write them."""
@@ -201,12 +213,13 @@ class Checkpoints:
         trainer = self.trainer
         if checkpoint is None or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False
-        folder, state = Path(checkpoint), None
-        is_there = all((folder / name).exists() for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
+        folder = Path(checkpoint)
+        state = None
+        is_stored = all((folder / name).exists() for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
         if self._is_split():
             state = read_optimizer(trainer.optimizer, folder, trainer.args.process_index)
-            is_there = all(gather_object([state is not None]))
-        if not is_there:
+            is_stored = all(gather_object([state is not None]))
+        if not is_stored:
             if trainer.accelerator.is_main_process and not self.is_finished:
                 logger.warning(
                     f"{folder} has no optimizer state that can be loaded here: it was written with "
@@ -222,13 +235,14 @@ class Checkpoints:
 
     def load_weights(self, folder: Path) -> bool:
         """Load weights of a split model, or under other names than its own. Returns `False` if transformers must."""
-        trainer, model = self.trainer, self.trainer.model
+        trainer = self.trainer
+        model = trainer.model
         if not isinstance(model, PreTrainedModel) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False
-        loads = self._is_split() or names_differ(model, folder)
-        if loads:
-            load_weights(model, folder)
-        return loads
+        if not self._is_split() and not names_differ(model, folder):
+            return False
+        load_weights(model, folder)
+        return True
 
     # Adapters
 
@@ -242,18 +256,18 @@ class Checkpoints:
     def load_default_adapter(self, checkpoint: str) -> None:
         """Load the adapter "default" if it is trained and others exist: transformers would load only those."""
         model = self.trainer.model
-        several = isinstance(model, PeftModel) and len(model.peft_config) > 1
-        if several and model.active_adapter == "default" and (Path(checkpoint) / PEFT_CONFIG_NAME).exists():
+        has_several = isinstance(model, PeftModel) and len(model.peft_config) > 1
+        if has_several and model.active_adapter == "default" and (Path(checkpoint) / PEFT_CONFIG_NAME).exists():
             model.load_adapter(checkpoint, "default", is_trainable=True)
 
     def warnings(self) -> list[str]:
         """Return a warning about trained weights that PEFT does not save, if there are any."""
-        beside = trained_beside(self.trainer.model) if isinstance(self.trainer.model, PeftModel) else []
-        if not beside:
+        names = trained_beside(self.trainer.model) if isinstance(self.trainer.model, PeftModel) else []
+        if not names:
             return []
-        more = f" and {len(beside) - 1} more" if beside[1:] else ""
+        more = f" and {len(names) - 1} more" if names[1:] else ""
         return [
-            f"`{beside[0]}`{more} is trained but belongs to no adapter. PEFT saves only adapters, so checkpoints and "
+            f"`{names[0]}`{more} is trained but belongs to no adapter. PEFT saves only adapters, so checkpoints and "
             "`save_model` would lose it. Add its module to `modules_to_save`, or freeze it."
         ]
 
@@ -269,20 +283,26 @@ def _config_class(saved: Path) -> str | None:
     return first[1].decode() if first else None
 
 
-def _found(requested: str | bool, run: Path) -> str | None:
+def _checkpoint_to_resume(requested: str | bool, run: Path) -> str | None:
     """Return the complete checkpoint to resume from; `None` to start from the beginning."""
-    complete, interrupted = complete_checkpoints(run), half_written(run)
-    text, path = str(requested), Path(str(requested))
-    means = requested if isinstance(requested, bool) else None if path.exists() else _SPELLED.get(text.lower())
-    if means is None:
+    complete = complete_checkpoints(run)
+    interrupted = half_written(run)
+    text = str(requested)
+    path = Path(text)
+    meaning: bool | str | None = None  # None for a path
+    if isinstance(requested, bool):
+        meaning = requested
+    elif not path.exists():
+        meaning = _SPELLED.get(text.lower())
+    if meaning is None:
         if path.is_dir() and not is_complete(path):
-            others = f" The last complete one in {run} is {complete[-1].name}." if complete else ""
+            hint = f" The last complete one in {run} is {complete[-1].name}." if complete else ""
             raise ValueError(
                 f"`resume_from_checkpoint={text!r}` is not a complete checkpoint: writing it was interrupted, or it is "
-                f"another kind of folder.{others} Pass True to use the last complete one in `output_dir`."
+                f"another kind of folder.{hint} Pass True to use the last complete one in `output_dir`."
             )
         return text
-    if means is False:
+    if meaning is False:
         return None
     if complete:
         last = complete[-1]
@@ -290,12 +310,12 @@ def _found(requested: str | bool, run: Path) -> str | None:
         if later:
             are = "was not completely written and is" if len(later) == 1 else "were not completely written and are"
             logger.warning(f"{', '.join(later)} {are} ignored. Training resumes from {last.name}.")
-        elif means == "auto":
+        elif meaning == "auto":
             show(f'`resume_from_checkpoint="auto"`: training resumes from {last}.')
         return str(last)
     names = f"; incomplete: {', '.join(path.name for path in interrupted)}" if interrupted else ""
     none = f"no complete checkpoint is in `output_dir` ({run}{names})"
-    if means == "auto":
+    if meaning == "auto":
         show(f'`resume_from_checkpoint="auto"`: {none}. Training starts from the beginning.')
         return None
     raise ValueError(
