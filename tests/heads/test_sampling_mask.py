@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import pretended_gpu
 from head_definition import defined, floats_apart
-from sharded_head_cases import over_kept_on
+from sharded_head_cases import over_mask_on
 from trl_ext.heads import tiled
 from trl_ext.heads.adapters import Factors, ReplacedRows, low_rank_term
 from trl_ext.heads.dense import log_probs_from_logits
@@ -236,7 +236,7 @@ def test_pairs_of_rows_reach_their_tokens():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize(("way", "trained"), [("local", True), ("local", False), ("in turn", False)])
 def test_rows_of_the_weight_on_several_ranks_give_the_definition_over_the_kept_classes(ranks, way, trained, softcap):
-    for errors in ranks.run(over_kept_on, 3, way, softcap, trained):
+    for errors in ranks.run(over_mask_on, 3, way, softcap, trained):
         assert max(errors) < 1e-11
 
 

@@ -244,7 +244,7 @@ def _cut(edge: tuple[int, int], blocks: int) -> list[tuple[int, int]]:
     return [edge] if blocks == 1 else [(first, count // 3), (first + count // 3, count - count // 3)]
 
 
-def over_kept_on(
+def over_mask_on(
     group: dist.ProcessGroup, way: str, softcap: float | None, trained: bool
 ) -> tuple[float, float, float]:
     """Score over kept classes on a rank. Returns the largest errors of log-probs and of gradients, against float64.
