@@ -55,7 +55,7 @@ class PartTraining:
 
     def loss_without_backward(self) -> Tensor:
         """Return the loss, 0, of a micro-batch whose rows run with a later one; its backward does nothing."""
-        self._until_step_ends.enter_context(internals.no_backward(self.ranks.every))
+        self._until_step_ends.enter_context(internals.no_backward(self.ranks.world))
         return torch.zeros((), device=self.ranks.device)
 
     def start_micro_batch(self) -> None:
