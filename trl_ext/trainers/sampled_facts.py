@@ -14,7 +14,7 @@ def circumstances_of(trainer: Any) -> dict[str, Any]:
         trainer (`GRPOTrainer` or `RLOOTrainer`): whose plan is made.
     """
     reference = trainer._reference_weights
-    if trainer.beta != 0.0 and trainer.ref_model is None and reference.own is None:
+    if trainer.beta != 0.0 and trainer.ref_model is None and reference.policy_reference is None:
         reference.take_late(trainer.beta)  # a user has added the KL term after construction
     randomness = trainer._randomness()
     return {
@@ -22,7 +22,7 @@ def circumstances_of(trainer: Any) -> dict[str, Any]:
         "beta": trainer.beta,
         "num_iterations": trainer.num_iterations,
         "epoch_is_known": hasattr(trainer.train_dataset, "__len__"),
-        "own_reference": None if reference.own is None else reference.own.describe(),
+        "own_reference": None if reference.policy_reference is None else reference.policy_reference.describe(),
         "has_router_loss": trainer.aux_loss_enabled,
         "trains_expert_modules": trainer._look_at_policy(trains_expert_modules),
         "positions_by_length": positions_by_length(trainer.model),
