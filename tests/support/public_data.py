@@ -156,6 +156,17 @@ SHAPES: dict[str, Shape] = {
         [{"history": q, "human_ref_A": a, "human_ref_B": b, "labels": 1} for q, a, b in TURNS],
         "DPO reads `prompt`, `chosen` and `rejected`",
     ),
+    "short implicit prompts beside a category": Shape(
+        "dpo",
+        [{"query": "math", "chosen": f"Compute {x} now: a", "rejected": f"Compute {x} now: b"} for x in range(6)],
+    ),
+    "short implicit prompts beside a document": Shape(
+        "dpo",
+        [
+            {"context": f"{q} {a}", "chosen": f"Part {x} of it: {a}", "rejected": f"Part {x} of it: {b}"}
+            for x, (q, a, b) in enumerate(TURNS)
+        ],
+    ),
     "trl-lib/kto-mix-14k": Shape(
         "kto",
         [

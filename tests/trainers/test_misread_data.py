@@ -156,6 +156,26 @@ DOUBTFUL: dict[str, tuple[str, Callable[[], Dataset], Callable[[], Any], str]] =
         "in row 0 and in 1 of the 2 rows that were read. Unless an answer should repeat it, it is trained twice. Leave "
         "only the answer in `chosen` and `rejected`.",
     ),
+    "pairs that begin with the headline that they continue": (
+        "dpo",
+        lambda: rows(
+            *[{"prompt": f"w1 w{x}", "chosen": f"w1 w{x}\n\nw5", "rejected": f"w1 w{x}\n\nw6"} for x in range(5)]
+        ),
+        tokenizer,
+        "`prompt` of `train_dataset` is also at the start of `chosen`, in row 0 and in 5 of the 5 rows",
+    ),
+    "completions that repeat the question before they answer": (
+        "sft",
+        lambda: rows(*[{"prompt": f"w1 w{x}", "completion": f"w1 w{x}\nAnswer: w5"} for x in range(5)]),
+        tokenizer,
+        "`prompt` of `train_dataset` is also at the start of `completion`, in row 0 and in 5 of the 5 rows",
+    ),
+    "a transcript that goes on": (
+        "sft",
+        lambda: rows(*[{"prompt": f"Bot: w1 w{x}", "completion": f"Bot: w1 w{x}. w5"} for x in range(5)]),
+        tokenizer,
+        "`prompt` of `train_dataset` is also at the start of `completion`, in row 0 and in 5 of the 5 rows",
+    ),
     "code that goes on with its prompt": (
         "dpo",
         lambda: rows(

@@ -11,27 +11,40 @@ logger = logging.getLogger("trl_ext")
 
 Rows = Mapping[int, dict[str, Any]]  # row number -> row
 
-# Other names that data sets give to the column of prompts. Single words in one of `_DOUBTFUL_NAMES` may be a category
-_DOUBTFUL_NAMES = ("input", "context", "inputs", "post", "history", "trajectory", "dialogue", "request")
+# Other names that data sets give to the column of prompts
 PROMPT_NAMES = (
     *("prompts", "question", "query", "instruction", "problem", "questions", "queries", "instructions", "problems"),
     *("prompt", "prompt_text", "user_input", "user_prompt", "user_message", "user_query", "conversation"),
-    *("conversations", *_DOUBTFUL_NAMES),
+    *(
+        "instruct",
+        "user",
+        "conversations",
+        "input",
+        "context",
+        "inputs",
+        "post",
+        "history",
+        "trajectory",
+        "dialogue",
+        "request",
+    ),
 )
 _ASKS = ("user", "human", "prompter")
 # Of the rows that are read: in fewer, a completion may begin with its prompt, or a prompt be missing, by chance
 _FEW = 0.1
+_MANY = 0.25  # of the prompts are questions, where they are instructions and no headlines
 _PROMPTS = 4  # different prompts that single completions must repeat to be an error
-# A completion without such marks may restate a question, and code may begin with the function that was asked for
+# A completion without two such marks may restate a question, an article may begin with its headline, and code with the
+# function that was asked for
 _DIALOGUE = re.compile(
     r"\b(human|user|assistant|question|answer|instruction|response|prompt|bot)\s*:|\[/?INST\]|<\||###", re.IGNORECASE
 )
-_CODE = re.compile(r"[{};=]|\b(def|class|import|func|fn|function|SELECT|INSERT|CREATE) |^\s*#(include|!/)")
 _COMPARED = 60  # characters of a prompt that are looked for; it may be cut, or go on elsewhere
 _ANSWER_WORDS = 5  # answers with the same first words have up to so many in common
 _THINKS = re.compile(r"\s*<(think|thinking|thought|reasoning|answer)>", re.IGNORECASE)  # begins an answer
 _FENCE = "```"  # of code
-_MARKS = "\n?<[|\u061f\uff1f"  # of a prompt, also Arabic and Chinese question marks
+_QUESTION_MARKS = ("?", "\u061f", "\uff1f")  # also Arabic and Chinese ones
+_MARKS = ("\n", "<", "[", "|", *_QUESTION_MARKS)  # of a prompt
 _COLONS = re.compile("[:\uff1a]")
 _UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]"
@@ -41,8 +54,8 @@ _UNSPACED = re.compile(
 def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> None:
     """Raise `ValueError` if prompts are also at the start of the completions, so that TRL trains them twice.
 
-    `columns` are those that TRL reads. Messages are compared, so one row is enough. Text may start with its prompt by
-    chance, so in text all rows must, and be no answers that restate a question or go on with code: else, only warn.
+    `columns` are those that TRL reads. Messages are compared, so one row is enough. Text may have to start with its
+    prompt, so in text all rows must, and be dialogues, or pairs that both repeat a question: else, only warn.
     """
     with_prompt = {place: row for place, row in rows.items() if row.get("prompt")}
     _check_repeated_messages(with_prompt, columns, name)
@@ -57,8 +70,10 @@ def check_repeated_prompts(rows: Rows, columns: tuple[str, ...], name: str) -> N
     prompts = {texts[place]["prompt"] for place in whole}
     pairs = len(completions) > 1
     is_prefix = all(_is_prefix(texts[x]["prompt"], [texts[x][column] for column in completions]) for x in whole)
-    are_dialogues = len(prompts) >= _PROMPTS and all(_DIALOGUE.search(texts[x][completions[0]]) for x in whole)
-    is_certain = not any(map(_CODE.search, prompts)) if pairs else are_dialogues
+    are_dialogues = all(_is_dialogue(texts[x][column], texts[x]["prompt"]) for x in whole for column in completions)
+    questions = sum(prompt.rstrip().endswith(_QUESTION_MARKS) for prompt in prompts)
+    are_questions = questions > 0 and questions >= _MANY * len(prompts)
+    is_certain = are_dialogues or are_questions if pairs else are_dialogues and len(prompts) >= _PROMPTS
     if is_certain and len(whole) == len(texts) and any(map(_is_long, prompts)):
         raise ValueError(
             f"`prompt` of `{name}` is also at the start of {_listed(completions)}, in row {whole[0]} and every other "
@@ -152,10 +167,15 @@ def check_missing_prompts(rows: Rows, name: str) -> None:
     starts = {str(start.shared) for start in asked.values()}
     # Prompts that differ do not begin with the same text, but answers may. In a chat, a user may always say the same
     all_same = len(starts) == 1 < len({start.other for start in asked.values()})
+    # Answers to many prompts hardly begin with the same two words in every pair, and with others in each
+    are_prompts = len(starts) == len(asked) >= _PROMPTS and all(
+        start.is_chat or len(start.shared.split()) > 1 for start in asked.values()
+    )
     dropped = [
         place
         for place, start in asked.items()
-        if (start.lacks_prompt or (all_same and not start.is_chat)) and not start.holds_other
+        if not start.holds_other
+        and (start.begins_answer or ((start.is_short or (all_same and not start.is_chat)) and not are_prompts))
     ]
     unrendered = [place for place, start in found.items() if start.is_chat and not start.shared]
     if dropped and (len(dropped) > len(asked) / 2 or unrendered):
@@ -214,12 +234,18 @@ class _Start:
         )
 
     @property
-    def lacks_prompt(self) -> bool:
-        """Whether the common start is none, or only the start of two answers: few words, thoughts, or open code."""
+    def begins_answer(self) -> bool:
+        """Whether the common start has no message of a user, or is that of two answers with thoughts or open code."""
         if self.is_chat:
             return not _without_system(self.shared)
-        if _THINKS.match(self.shared) or (self.shared.lstrip().startswith(_FENCE) and self.shared.count(_FENCE) == 1):
-            return True
+        opens_code = self.shared.lstrip().startswith(_FENCE) and self.shared.count(_FENCE) == 1
+        return opens_code or _THINKS.match(self.shared) is not None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the common start has few words and no mark of a prompt, so that two answers may share it."""
+        if self.is_chat:
+            return False
         # Such as "Human: ... Assistant:"
         marked = any(mark in self.shared for mark in _MARKS) or len(_COLONS.findall(self.shared)) > 1
         words = len(self.shared.split()) + len(_UNSPACED.findall(self.shared)) // 2
@@ -232,9 +258,9 @@ class _Start:
 
 
 def _is_prompt_name(name: str, text: str, is_shared: bool) -> bool:
-    """Return whether a column may hold the prompt `text`, where completions share a start, or not."""
-    is_doubtful = name.lower() in _DOUBTFUL_NAMES and is_shared and len(text.split()) < 2
-    return name.lower() in PROMPT_NAMES and bool(text) and not is_doubtful
+    """Return whether a column may hold the prompt `text`. One word beside a shared start may be a category."""
+    is_category = is_shared and len(text.split()) < 2
+    return name.lower() in PROMPT_NAMES and bool(text) and not is_category
 
 
 def _rank(name: str) -> int:
@@ -336,6 +362,13 @@ def _begins_with(text: Any, prompt: str) -> bool:
     start = text.lstrip().find(words)
     before = text.lstrip()[: max(start, 0)].rstrip(" ")
     return 0 < len(before) <= 300 and before[-1] in ":]>\n" and _is_long(prompt)
+
+
+def _is_dialogue(completion: str, prompt: str) -> bool:
+    """Return whether a completion that repeats its prompt has marks of two turns, the first before the prompt's end."""
+    marks = [mark.start() for mark in _DIALOGUE.finditer(completion)]
+    start = completion.find(prompt.strip())
+    return len(marks) > 1 and marks[0] < start + len(prompt.strip())
 
 
 def _is_long(text: str) -> bool:
