@@ -330,7 +330,7 @@ def test_any_micro_batch_is_cut_within_its_budget(
     filled = parts.at_least(len(parts) + more)
     assert len(filled) == len(parts) + more
     whole_BC = torch.randn(scored.tokens_BC.shape)
-    joined = filled.joined([whole_BC[part.rows_R] for part in filled])
+    joined = filled.join([whole_BC[part.rows_R] for part in filled])
     assert torch.equal(scored.scatter(joined), scored.scatter(whole_BC[scored.rows_R]))
 
 

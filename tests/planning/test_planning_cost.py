@@ -115,7 +115,7 @@ def test_parts_need_the_memory_of_one_at_a_time() -> None:
             assert all(mask() is None for mask in made)
             made.append(weakref.ref(part.tokens_BC))
             values.append(part.tokens_BC[part.rows_R].float())
-        joined_RC = parts.joined(values)
+        joined_RC = parts.join(values)
     assert len(parts) > 4
     assert torch.equal(joined_RC, scored.tokens_BC.float())
     # The copy for the host also holds ids and mask of the prompts

@@ -32,42 +32,42 @@ def checked_reward(reward: Any, warned_of: set[str]) -> Any:
         return reward
     name = getattr(reward, "__name__", type(reward).__name__)
 
-    def checked(rewards: Any, completions: list[Any]) -> list[Any]:
+    def check(rewards: Any, completions: list[Any]) -> list[Any]:
         try:
-            given = list(rewards)
-            nan_at = next((row for row, value in enumerate(given) if value is not None and math.isnan(value)), None)
-            fits = len(given) == len(completions)
+            values = list(rewards)
+            nan_row = next((row for row, value in enumerate(values) if value is not None and math.isnan(value)), None)
+            is_list_of_rewards = len(values) == len(completions)
         except TypeError:
-            fits = False
-        if not fits:
+            is_list_of_rewards = False
+        if not is_list_of_rewards:
             raise TypeError(
                 f"`reward_funcs`: `{name}` returned {rewards!r:.80} for {len(completions)} completions. Return a list "
                 "with a number for each completion, or None where the function does not apply."
             )
-        if nan_at is not None and name not in warned_of:
+        if nan_row is not None and name not in warned_of:
             warned_of.add(name)
             logger.warning(
-                f"`reward_funcs`: `{name}` returned nan for completion {nan_at}. NaN counts as None, as in TRL: the "
+                f"`reward_funcs`: `{name}` returned nan for completion {nan_row}. NaN counts as None, as in TRL: the "
                 "function does not apply there, and a completion to which none applies is not trained on. Return a "
                 "number, or None if you mean that."
             )
-        return given
+        return values
 
     @functools.wraps(reward)
-    async def awaited(*positional: Any, **keywords: Any) -> list[Any]:
-        return checked(await reward(*positional, **keywords), keywords["completions"])
+    async def await_and_check(*positional: Any, **keywords: Any) -> list[Any]:
+        return check(await reward(*positional, **keywords), keywords["completions"])
 
     @functools.wraps(reward)
-    def called(*positional: Any, **keywords: Any) -> list[Any]:
-        return checked(reward(*positional, **keywords), keywords["completions"])
+    def call_and_check(*positional: Any, **keywords: Any) -> list[Any]:
+        return check(reward(*positional, **keywords), keywords["completions"])
 
-    return awaited if is_async_callable(reward) else called
+    return await_and_check if is_async_callable(reward) else call_and_check
 
 
 def checked_rollout(rollout_func: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a `rollout_func`: an error unless it returns a completion for each prompt, none of them empty."""
 
-    def called(prompts: list[Any], *positional: Any) -> Any:
+    def call_and_check(prompts: list[Any], *positional: Any) -> Any:
         output = rollout_func(prompts, *positional)
         completions = output.get("completion_ids") if isinstance(output, Mapping) else None
         if completions is None:  # TRL names the missing keys
@@ -77,15 +77,15 @@ def checked_rollout(rollout_func: Callable[..., Any]) -> Callable[..., Any]:
                 f"`rollout_func` returned {len(completions)} completions for {len(prompts)} prompts. A prompt is "
                 "repeated for each of its completions: return one for each."
             )
-        empty = next((row for row, ids in enumerate(completions) if not len(ids)), None)
-        if empty is not None:
+        empty_row = next((row for row, ids in enumerate(completions) if not len(ids)), None)
+        if empty_row is not None:
             raise ValueError(
-                f"`rollout_func` returned an empty completion in row {empty}. Return at least one token, such as the "
-                "token that ends completions."
+                f"`rollout_func` returned an empty completion in row {empty_row}. Return at least one token, such as "
+                "the token that ends completions."
             )
         return output
 
-    return called
+    return call_and_check
 
 
 _MERGED = "merged_micro_batches"  # the key of a batch that says how many of TRL's micro-batches it holds
@@ -105,9 +105,9 @@ _IMAGE_KEYS = (
 
 def sequence_parallelism_hidden(config: Any) -> AbstractContextManager[None]:
     """Hide context or sequence parallelism, which TRL's `GRPOConfig` refuses, in the `with` block."""
-    asked = config.parallelism_config
-    hidden = asked is not None and (asked.cp_enabled or asked.sp_enabled)
-    return replaced(config, **({"parallelism_config": None} if hidden else {}))
+    parallelism = config.parallelism_config
+    is_refused = parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled)
+    return replaced(config, parallelism_config=None) if is_refused else nullcontext()
 
 
 def has_images(batch: dict[str, Any]) -> bool:
@@ -315,32 +315,34 @@ def sampling_recorded(trainer: SampledInternals, mask: Any, log_probs: int | Non
     Args:
         log_probs (`int`, *optional*): with vLLM, how many log-probs to ask for.
     """
-    one_turn = trainer._generate_single_turn
+    single_turn = trainer._generate_single_turn
 
-    def turn(*positional: Any, **keywords: Any) -> Any:
-        completion_ids, sampled = one_turn(*positional, **keywords)
+    def record_turn(*positional: Any, **keywords: Any) -> Any:
+        completion_ids, sampling_log_probs = single_turn(*positional, **keywords)
         mask.record_completions(completion_ids)
-        return completion_ids, sampled
+        return completion_ids, sampling_log_probs
 
-    owner: Any
+    sampler: Any
+    members: dict[str, Any]
     if trainer.use_vllm:
-        owner = trainer.vllm_generation
-        generate = owner.generate
-        changed = {
-            "generate": lambda *args, **options: mask.record_vllm(generate(*args, **options)),
-            "logprobs": log_probs,
-        }
+        sampler = trainer.vllm_generation
+        generate = sampler.generate
+
+        def generate_and_record(*positional: Any, **keywords: Any) -> Any:
+            return mask.record_vllm(generate(*positional, **keywords))
+
+        members = {"generate": generate_and_record, "logprobs": log_probs}
     else:
-        owner = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
-        processors = owner._get_logits_processor
+        sampler = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+        get_processors = sampler._get_logits_processor
+
+        def processors_and_record(*positional: Any, **keywords: Any) -> LogitsProcessorList:
+            return LogitsProcessorList([*get_processors(*positional, **keywords), mask.record])
+
         # `generate` puts the caller's processors before `top_k`, `top_p` and `min_p`
-        changed = {"_get_logits_processor": lambda *args, **options: _then(processors(*args, **options), mask.record)}
-    with replaced(owner, **changed), replaced(trainer, _generate_single_turn=turn):
+        members = {"_get_logits_processor": processors_and_record}
+    with replaced(sampler, **members), replaced(trainer, _generate_single_turn=record_turn):
         yield
-
-
-def _then(processors: LogitsProcessorList, last: Callable[..., Any]) -> LogitsProcessorList:
-    return LogitsProcessorList([*processors, last])
 
 
 def shared_scores(model: Any, share: Callable[[torch.Tensor], torch.Tensor]) -> AbstractContextManager[None]:
@@ -363,13 +365,14 @@ def shared_scores(model: Any, share: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 def most_log_probs(trainer: SampledInternals) -> int:
     """Return how many log-probs vLLM returns at most, at most the vocabulary. In server mode, every rank calls it."""
-    generation, vocabulary = trainer.vllm_generation, trainer.model.config.get_text_config().vocab_size
+    generation = trainer.vllm_generation
+    vocabulary = trainer.model.config.get_text_config().vocab_size
     if trainer.vllm_mode == "colocate":
         most = generation.llm.model_config.max_logprobs
     else:
         server = generation.vllm_client.get_server_info() if trainer.accelerator.is_main_process else None
-        answer = [server and server["model_config"]["max_logprobs"]]
-        most = broadcast_object_list(answer, from_process=0)[0]
+        of_main_process = [server and server["model_config"]["max_logprobs"]]
+        most = broadcast_object_list(of_main_process, from_process=0)[0]
     return vocabulary if most == -1 else min(most, vocabulary)
 
 

@@ -20,7 +20,7 @@ GRPO and RLOO:
 | `ref_per_token_logps` | (B, C) fp32 | `GRPOPasses.score_reference` | `LossInputs`, the loss |
 | `importance_sampling_ratio` | (B, C) or (B, 1) fp32 | TRL, `score_as_trl`, `LossInputs` | the loss |
 | `old_policy_sampler_ratio` | (B, C) or (B, 1) fp32, 1 if not scored | `Buffer.store` | `LossInputs` |
-| `kept_ids`, `kept_counts` | (B, K) and (B, C) int64 | `SamplingMask` | the head, in every pass |
+| `kept_ids`, `kept_counts` | (B, K) and (B, C) int64 | `SamplingMaskRecorder` | the head, in every pass |
 | `merged_micro_batches` | int | `Buffer.merge` | `merged_micro_batches` in `compat/sampled.py` |
 | `old_logps` | (B,) fp32 | TRL's generation, `RLOOLossInputs` | RLOO's loss |
 | `old_policy_sums` | (B,) fp32 | RLOO's `compute_loss` | RLOO's `compute_loss`, if the batch recurs |

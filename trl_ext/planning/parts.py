@@ -19,7 +19,7 @@ from .rows import ScoredTokens, padded_tokens
 class Parts:
     """A micro-batch's scored tokens in parts, one forward each. Iterating builds one part at a time."""
 
-    whole: ScoredTokens  # of the micro-batch
+    micro_batch: ScoredTokens
     rows: list[list[int]]  # the rows of each part, ascending; a part without rows runs one row, and scores nothing
 
     @classmethod
@@ -35,53 +35,57 @@ class Parts:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[ScoredTokens]:
-        rows_R, tokens_BC = self.whole.rows_R, self.whole.tokens_BC
+        rows_R = self.micro_batch.rows_R
+        tokens_BC = self.micro_batch.tokens_BC
         for rows in self.rows:
-            part_R = torch.tensor(rows, dtype=rows_R.dtype, device=rows_R.device)
-            kept_BC = torch.zeros_like(tokens_BC).index_copy(0, part_R, tokens_BC[part_R])
-            yield ScoredTokens(part_R if rows else rows_R[:1], kept_BC)
+            part_rows_r = torch.tensor(rows, dtype=rows_R.dtype, device=rows_R.device)
+            part_tokens_BC = torch.zeros_like(tokens_BC).index_copy(0, part_rows_r, tokens_BC[part_rows_r])
+            # A part without rows runs the first one, because every rank runs as many parts
+            yield ScoredTokens(part_rows_r if rows else rows_R[:1], part_tokens_BC)
 
     def at_least(self, count: int) -> "Parts":
         """Return at least `count` parts. If some must be added, they come first and have no rows."""
-        return Parts(self.whole, [[]] * (count - len(self)) + self.rows)
+        return Parts(self.micro_batch, [[]] * (count - len(self)) + self.rows)
 
     def skipped_tokens(self, batch: dict[str, Any]) -> int:
         """Return how many tokens of `batch`, with padding, no part runs, minus those that parts without rows run."""
-        rows = len(self.whole.tokens_BC)
+        rows = len(self.micro_batch.tokens_BC)
         return padded_tokens(batch) // rows * (rows - sum(len(part) or 1 for part in self.rows))
 
-    def joined(self, values: list[Tensor]) -> Tensor:
+    def join(self, values: list[Tensor]) -> Tensor:
         """Return the `(R, C)` tensor of the whole micro-batch, with its graph, from the tensors of the parts."""
-        scored = [value for value, rows in zip(values, self.rows, strict=True) if rows]
-        order_R = torch.tensor([row for rows in self.rows for row in rows], device=self.whole.rows_R.device)
-        return torch.cat(scored)[order_R.argsort()]
+        values_of_rows = [value for value, rows in zip(values, self.rows, strict=True) if rows]
+        order_R = torch.tensor([row for rows in self.rows for row in rows], device=self.micro_batch.rows_R.device)
+        return torch.cat(values_of_rows)[order_R.argsort()]
 
 
 def few_parts(tokens: RowTokens, rows: list[int], budget: int, *, at_least: int = 1) -> list[list[int]]:
     """Return `rows` in few parts of at most `budget` tokens, but in `at_least` parts if there are as many rows."""
-    pieces: list[list[int]] = []
-    for group in tokens.by_prompt(rows).values():
-        own_tokens = [(tokens.own_tokens_B[row], [row]) for row in group]
-        pieces += _best_fit(own_tokens, budget - tokens.prompt_tokens_B[group[0]])
-    parts = [sorted(part) for part in _best_fit([(tokens.of_group(piece), piece) for piece in pieces], budget)]
+    groups: list[list[int]] = []  # rows of one prompt that fit into one part
+    for prompt_rows in tokens.by_prompt(rows).values():
+        row_tokens = [(tokens.own_tokens_B[row], [row]) for row in prompt_rows]
+        groups += _best_fit(row_tokens, budget - tokens.prompt_tokens_B[prompt_rows[0]])
+    group_tokens = [(tokens.of_group(group), group) for group in groups]
+    parts = [sorted(part) for part in _best_fit(group_tokens, budget)]
     while len(parts) < min(at_least, len(rows)):
-        most = max(parts, key=len)
-        parts.remove(most)
-        parts += [most[: len(most) // 2], most[len(most) // 2 :]]
+        largest = max(parts, key=len)
+        parts.remove(largest)
+        half = len(largest) // 2
+        parts += [largest[:half], largest[half:]]
     return parts
 
 
 def _best_fit(items: list[tuple[int, list[int]]], budget: int) -> list[list[int]]:
     """Distribute `items` (tokens, rows) over few parts: the largest first, each where it leaves the least room."""
-    rooms: list[tuple[int, int]] = []
+    rooms: list[tuple[int, int]] = []  # what is left of the budget, and the part; ascending
     parts: list[list[int]] = []
     for tokens, rows in sorted(items, key=lambda item: -item[0]):
-        at = bisect_left(rooms, (tokens, 0))
-        if at == len(rooms):
+        place = bisect_left(rooms, (tokens, 0))
+        if place == len(rooms):
             room, part = budget, len(parts)
             parts.append([])
         else:
-            room, part = rooms.pop(at)
+            room, part = rooms.pop(place)
         parts[part] += rows
         insort(rooms, (room - tokens, part))
     return parts

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..compat import sampled as internals
-from ..compat.replaced import replaced
 from ..distributed.exchange import Column
 from ..distributed.ranks import Ranks
 from ..planning.batch_keys import SAMPLING_MASK_KEYS, TOKEN_KEYS, has_old_policy, with_old_policy_mask
@@ -80,8 +79,12 @@ class GRPOGeneration:
     @contextmanager
     def fills_buffer(self) -> Iterator[None]:
         """Rearrange the rows of a generation batch in the `with` block, in which TRL puts it into its buffer."""
-        with replaced(self, _fills_buffer=True), internals.shuffled_then(self.reorder):
-            yield
+        self._fills_buffer = True
+        try:
+            with internals.shuffled_then(self.reorder):
+                yield
+        finally:
+            self._fills_buffer = False
 
     def _draw(self, inputs: Any) -> dict[str, Any]:
         trainer = self.trainer

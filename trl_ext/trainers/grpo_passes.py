@@ -141,8 +141,8 @@ class GRPOPasses:
                 scores.append(self._score(model, batch, part))
         return PolicyScores(
             scored=scored,
-            log_probs_RC=parts.joined([part.log_probs_RC for part in scores]),
-            entropies_RC=parts.joined([part.entropies_RC for part in scores]),
+            log_probs_RC=parts.join([part.log_probs_RC for part in scores]),
+            entropies_RC=parts.join([part.entropies_RC for part in scores]),
         )
 
     def _train_part(
@@ -265,7 +265,7 @@ class GRPOPasses:
         budget = self._plan.facts.max_tokens_per_micro_batch
         if budget is not None and self.trainer.model.training:
             parts = self._parts(batch, scored, budget)
-            return parts.joined([self._forward(model, batch, part)[0] for part in parts])
+            return parts.join([self._forward(model, batch, part)[0] for part in parts])
         self.metrics.skipped_tokens += scored.skipped_tokens(batch)
         log_probs_RC: Tensor = self._forward(model, batch, scored)[0]
         return log_probs_RC
