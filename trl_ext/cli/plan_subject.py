@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 
-from ..losses.loss_types import dpo_loss_type, grpo_loss_type
+from ..losses.loss_types import dpo_loss_type, grpo_loss_type, unknown_loss_types
 from ..memory.step import Step, StepMemory, facts_of, memory_of_step
 from ..planning.cost import CostModel
 from ..planning.non_finite import steps_in_backward
@@ -126,6 +126,9 @@ class Subject:
     def kept_because(self) -> str | None:
         """Why the loss depends on the micro-batch, whose rows then stay as given; `None` if it does not."""
         training = self.training
+        unknown = unknown_loss_types(self.method, getattr(training, "loss_type", ()))
+        if unknown:
+            return f"the loss type `{unknown[0]}` is unknown to this release of trl_ext"
         if self.method == "kto":
             return "KTO may pair the rows of each micro-batch"
         if training.dataloader_drop_last:
@@ -151,6 +154,7 @@ class Subject:
     @cached_property
     def space(self) -> Space:
         training, free = self.training, self.kept_because is None
+        unknown = unknown_loss_types(self.method, getattr(training, "loss_type", ()))
         setting = Setting(
             self.engines[0],
             checkpointing=bool(training.gradient_checkpointing),
@@ -163,7 +167,8 @@ class Subject:
             batch=training.per_device_train_batch_size,
             accumulation=training.gradient_accumulation_steps,
             generation=training.steps_per_generation if self.method in _SAMPLES else None,
-            budget=getattr(training, "max_tokens_per_micro_batch", None),
+            # A loss that is unknown does not run in parts
+            budget=None if unknown else getattr(training, "max_tokens_per_micro_batch", None),
         )
         return Space(
             given=given,

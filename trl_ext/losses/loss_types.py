@@ -4,6 +4,7 @@ All decisions that depend on a loss type read these rows. A loss type without a 
 method, which assumes nothing.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,6 +135,13 @@ GRPO_LOSS_TYPES = {
 }
 METRICS_OF_ROWS = [row.metric_of_rows for row in GRPO_LOSS_TYPES.values() if row.metric_of_rows is not None]
 UNKNOWN_GRPO = GRPOLossType(is_known=False, of_whole_batch=_NOT_KNOWN)
+
+
+def unknown_loss_types(method: str, names: str | Iterable[str]) -> list[str]:
+    """Return which of the loss types of a `method` such as "dpo" have no row."""
+    row_of = {"sft": sft_loss_type, "dpo": dpo_loss_type, "kto": kto_loss_type, "grpo": grpo_loss_type}.get(method)
+    names = [names] if isinstance(names, str) else names
+    return [] if row_of is None else [name for name in names if not row_of(name).is_known]
 
 
 def sft_loss_type(name: str) -> SFTLossType:

@@ -36,6 +36,7 @@ class DPOPlan(ReferencePlan):
 
     facts: DPOFacts
     balances: bool = False  # pairs move between the ranks and micro-batches of an optimizer step
+    splits: bool = False  # a micro-batch runs in parts of at most `max_tokens_per_micro_batch`
     merges: bool = False  # the pairs of an optimizer step run together, in parts
 
 
@@ -56,7 +57,7 @@ def plan_dpo(facts: DPOFacts) -> DPOPlan:
         reference = Decision("reference", "reuse", f"{columns}{others}")
     elif columns:
         reference = replace(reference, reason=f"{columns}{others}")
-    policy, merges = _in_parts(facts, policy)
+    policy, splits, merges = _in_parts(facts, policy)
     balance = _balance(facts)
     return DPOPlan(
         decisions=(policy, reference, balance),
@@ -64,15 +65,20 @@ def plan_dpo(facts: DPOFacts) -> DPOPlan:
         source=source,
         durable=durable,
         balances=balance.action == "run",
+        splits=splits,
         merges=merges,
     )
 
 
-def _in_parts(facts: DPOFacts, policy: Decision) -> tuple[Decision, bool]:
-    """Return the decision on the policy's pass, and whether the micro-batches of an optimizer step run together."""
+def _in_parts(facts: DPOFacts, policy: Decision) -> tuple[Decision, bool, bool]:
+    """Return the decision on the policy's pass; whether micro-batches run in parts, and those of a step together."""
     budget, reason = facts.max_tokens_per_micro_batch, _micro_batch_reason(facts)
     if budget is None:
-        return policy, False
+        return policy, False, False
+    if not _overrides_loss(facts) and not all(dpo_loss_type(name).is_known for name in facts.loss_types):
+        # No error: the loss may be separable by pair, and then the user can do nothing about it
+        apart = f"`max_tokens_per_micro_batch={budget}` limits only the reference's pass: {reason}."
+        return replace(policy, reason=f"{policy.reason} {apart}", routine=False), False, False
     if steps_in_backward(facts.optimizer):
         reason = f"the optimizer `{facts.optimizer}` would step after the backward of each part"
     if reason is not None:
@@ -83,7 +89,7 @@ def _in_parts(facts: DPOFacts, policy: Decision) -> tuple[Decision, bool]:
     merges = facts.own_step is None
     which = "The micro-batches of an optimizer step run together," if merges else "Each micro-batch runs"
     parts = f"{which} in parts of at most {budget} tokens, or one pair (`max_tokens_per_micro_batch`)."
-    return Decision("policy", "run", parts), merges
+    return Decision("policy", "run", parts), True, merges
 
 
 def _balance(facts: DPOFacts) -> Decision:
@@ -109,8 +115,9 @@ def _balance(facts: DPOFacts) -> Decision:
 def _micro_batch_reason(facts: DPOFacts) -> str | None:
     """Return why the gradient depends on which pairs share a micro-batch, or why pairs cannot change micro-batches."""
     for name in facts.loss_types:
-        if dpo_loss_type(name).of_whole_batch is not None:
-            return f"the loss type '{name}' {dpo_loss_type(name).of_whole_batch}"
+        row = dpo_loss_type(name)
+        if row.of_whole_batch is not None and (row.is_known or not _overrides_loss(facts)):
+            return f"the loss type '{name}' {row.of_whole_batch}"
     if facts.has_router_loss:
         return "the router loss is computed for each micro-batch"
     if facts.positions_by_length:
@@ -119,9 +126,13 @@ def _micro_batch_reason(facts: DPOFacts) -> str | None:
         return f"{facts.noise_of_batch}, which may depend on the rows of a batch"
     if facts.has_images:
         return "a batch with images cannot be split by pair"
-    if facts.own_loss is not None or facts.overrides_loss:
+    if _overrides_loss(facts):
         return "this trainer overrides the loss, which may depend on the whole micro-batch"
     return None
+
+
+def _overrides_loss(facts: DPOFacts) -> bool:
+    return facts.own_loss is not None or facts.overrides_loss
 
 
 def _reference(facts: DPOFacts) -> tuple[Source, Decision, bool]:

@@ -65,6 +65,7 @@ class GRPOPlan(Plan):
     zeroes_equal_rewards: bool  # the advantages of groups whose rewards are all identical become 0
     of_sequences: bool  # the loss exponentiates one ratio per completion, instead of one per token
     bounds_ratio: bool  # the loss bounds the ratio itself, and reads it without a gradient
+    loss_runs_passes: bool  # the loss gets TRL's batch and runs its own passes, because nothing is known of it
     trl_scores_old_policy: bool  # stock TRL scores every generation batch
     scores_at_generation: bool  # every row is scored as in stock TRL, before rows are shuffled and split
     gives_trls_batches: bool  # every row is scored before the loss, as in stock TRL
@@ -112,6 +113,7 @@ def plan_grpo(facts: GRPOFacts) -> GRPOPlan:
         zeroes_equal_rewards=_zeroes_equal_rewards(facts),
         of_sequences=facts.of_sequences and not grpo_loss_type(facts.loss_type).reads_token_ratios,
         bounds_ratio=grpo_loss_type(facts.loss_type).bounds_ratio and not facts.has_own_loss,
+        loss_runs_passes=facts.has_own_loss or _has_unknown_loss(facts),
         trl_scores_old_policy=misaligned or facts.sampler_ratio is not None,
         scores_at_generation=facts.generation_reader is not None or _draws(facts),
         gives_trls_batches=_reader(facts) is not None or _draws(facts),
@@ -165,7 +167,15 @@ def check_options(facts: Any) -> None:
 
 
 def _reader(facts: GRPOFacts) -> str | None:
-    return reader_of(facts, facts.generation_reader)
+    reader = reader_of(facts, facts.generation_reader)
+    if reader is None and _has_unknown_loss(facts):
+        return f"has the loss `{facts.loss_type}`, which is unknown to this release of trl_ext"
+    return reader
+
+
+def _has_unknown_loss(facts: GRPOFacts) -> bool:
+    """Return whether TRL computes a loss that this release does not know. Nothing is assumed of it."""
+    return not facts.has_own_loss and not grpo_loss_type(facts.loss_type).is_known
 
 
 def _zeroes_equal_rewards(facts: GRPOFacts) -> bool:
@@ -176,6 +186,9 @@ def _all_rows_reason(facts: GRPOFacts) -> str | None:
     """Return why even fully masked rows can change the gradient; `None` if they cannot."""
     if facts.has_own_loss:
         return "this trainer overrides the loss, which may send a gradient through any of them"
+    if _has_unknown_loss(facts):
+        unknown = f"the loss `{facts.loss_type}` is unknown to this release of trl_ext"
+        return f"{unknown}, and may send a gradient through any of them"
     if facts.has_own_pass:
         return "this trainer overrides TRL's log-prob pass, which may depend on the whole batch"
     return model_row_reason(facts)
@@ -298,6 +311,8 @@ def _balance(facts: GRPOFacts) -> Decision:
 
 def _merge_reason(facts: GRPOFacts) -> str | None:
     """Return why each micro-batch runs apart; `None` if those of an optimizer step run together."""
+    if _has_unknown_loss(facts):
+        return f"the loss `{facts.loss_type}` {grpo_loss_type(facts.loss_type).of_whole_batch}"
     if facts.keep_groups_together is False:
         return "`keep_groups_together=False`"
     if facts.batch_reader is not None and not facts.keep_groups_together:
@@ -316,6 +331,10 @@ def _in_parts(facts: GRPOFacts, decision: Decision, merges: bool) -> Decision:
     if budget is None:
         return decision
     reason = _micro_batch_reason(facts)
+    if _has_unknown_loss(facts):
+        # No error: the loss may be separable by row, and then the user can do nothing about it
+        apart = f"`max_tokens_per_micro_batch={budget}` limits only passes without a gradient: {reason}."
+        return Decision(decision.name, "skip", apart if decision.routine else f"{decision.reason} {apart}")
     if reason is not None and not facts.has_images:
         reason += ", so splitting a micro-batch would change the gradient"
     if facts.draws_for_batch:

@@ -30,6 +30,7 @@ from ..distributed.lora import keep_differentiable, make_adapter
 from ..distributed.ranks import Ranks
 from ..heads.kernels.work import triton_unavailable_reason
 from ..host.activations import ActivationsOnHost
+from ..losses.loss_types import unknown_loss_types
 from ..packing.randomness import NEFTUNE, Randomness, randomness_of
 from ..planning.agreement import agreed, compared
 from ..planning.plan import (
@@ -50,7 +51,13 @@ from ..scoring.scorer import Scorer
 from ..scoring.weight_layout import WHOLE_HERE
 from .best_metric import check_best_metric, check_given_metrics, has_no_value
 from .callbacks import Lifecycle, MovesReference
-from .checked_arguments import adapter_padding_reason, bound_arguments, check_given, padding_reason
+from .checked_arguments import (
+    adapter_padding_reason,
+    bound_arguments,
+    check_given,
+    padding_reason,
+    warn_of_unknown_loss_types,
+)
 from .checked_overrides import check_overrides
 from .checkpointing import Checkpoints
 from .counts import SkipCounts, TokenCounts
@@ -219,11 +226,20 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
     def _entropy_has_gradient(self) -> bool:
         """Whether a loss may send a gradient through the entropy. TRL's entropy always has one, which costs a pass."""
         # If code of the user is on some ranks only, all have the same passes over a sharded head
-        return overrides(self, *STEP, *LOSS, PASS) is not None or bool(self._facts_of_ranks)
+        is_read = overrides(self, *STEP, *LOSS, PASS) is not None or bool(self._facts_of_ranks)
+        return is_read or bool(self._unknown_loss_types)
 
     def _loss_reads_entropy(self) -> bool:
         """Whether more than TRL's loss reads the entropy of the pass that our `compute_loss` runs."""
-        return overrides(self, *LOSS, PASS) is not None or bool(self._facts_of_ranks)
+        is_read = overrides(self, *LOSS, PASS) is not None or bool(self._facts_of_ranks)
+        return is_read or bool(self._unknown_loss_types)
+
+    @property
+    def _unknown_loss_types(self) -> list[str]:
+        """The loss types of TRL's that this release does not know, so that nothing is assumed of them."""
+        method = self._trl_trainer.__name__.removesuffix("Trainer").lower()
+        names = unknown_loss_types(method, getattr(self.args, "loss_type", ()))
+        return [] if names and self._replaces("loss") else names
 
     def _ready(self, callbacks: Any) -> None:
         """After TRL's `__init__`, run the remaining checks and add the callbacks."""
@@ -249,6 +265,8 @@ class ExactTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: 
         for argument, model in (("model", self.model), ("ref_model", self.ref_model)):
             if model is not None:
                 watch_token_ids(model, len(self._tokenizer), argument)
+        if self._unknown_loss_types and self.accelerator.is_main_process:
+            warn_of_unknown_loss_types(self._unknown_loss_types)
 
     # 2. The plan: which passes run, and why
 

@@ -91,7 +91,9 @@ def _metrics_of_trl(trainer: Any) -> list[str]:
 
 
 def _gives_other_metrics(trainer: Any) -> bool:
-    """Return whether the user's code may give metrics of any name."""
+    """Return whether the user's code, or a loss that is unknown, may give metrics of any name."""
+    if trainer._unknown_loss_types:
+        return True
     if trainer.compute_metrics is not None or next(methods_of_user(trainer), None) is not None:
         return True
     if (

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import transformers
 import trl
@@ -20,6 +20,7 @@ from peft import PeftMixedModel, PeftModel
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..compat import FOUND
 from ..compat.arguments import check_numbers, refuse_unknown
 from ..compat.choices import (
     ADVANTAGE_CHOICES,
@@ -27,6 +28,7 @@ from ..compat.choices import (
     GRPO_CHOICES,
     SFT_CHOICES,
     TRUNCATION_MODES,
+    compared_values,
 )
 from ..config import AddedGRPOFields
 from ..distributed.ranks import Ranks
@@ -60,7 +62,8 @@ def check_dpo_arguments(config: Any, *, own_loss: bool) -> None:
         check_offloading_device(config.device)
     if own_loss:
         return
-    _check_choices(config, {**DPO_CHOICES, "loss_type": (*DPO_LOSS_TYPES, *sorted(PREFERENCE_LOSSES))})
+    _check_choices(config, DPO_CHOICES)
+    _check_loss_types(config.loss_type, (*DPO_LOSS_TYPES, *sorted(PREFERENCE_LOSSES)), trl.DPOTrainer)
     _check_number(config, "beta", 0, hint="A negative one would prefer the rejected completion.")
     if config.ld_alpha is not None:
         _check_number(config, "ld_alpha", 0, 1)
@@ -104,7 +107,8 @@ def check_grpo_arguments(config: Any, *, own_loss: bool, own_advantages: bool, o
         _check_sampling(config)
     if own_loss:
         return
-    _check_choices(config, {**GRPO_CHOICES, "loss_type": GRPO_LOSS_TYPES})
+    _check_choices(config, GRPO_CHOICES)
+    _check_loss_types([config.loss_type], GRPO_LOSS_TYPES, trl.GRPOTrainer)
     _check_number(config, "beta", 0, hint="A negative one would drive the policy away from its reference.")
     _check_number(config, "epsilon", 0)
     if config.epsilon_high is not None:
@@ -119,7 +123,9 @@ def check_sft_arguments(config: Any, *, own_loss: bool) -> None:
     template = config.chat_template_path
     if template is not None and str(template).endswith((".jinja", ".jinja2")) and not os.path.isfile(template):
         raise ValueError(f"`chat_template_path` is {template!r}, but there is no such file. Correct the path.")
-    _check_choices(config, SFT_CHOICES if own_loss else {**SFT_CHOICES, "loss_type": SFT_LOSS_TYPES})
+    _check_choices(config, SFT_CHOICES)
+    if not own_loss:
+        _check_loss_types([config.loss_type], SFT_LOSS_TYPES, trl.SFTTrainer)
     if config.max_length is not None:
         _check_number(config, "max_length", 2, hint="The model predicts nothing from one token.")
     if config.activation_offloading:
@@ -133,14 +139,15 @@ def check_kto_arguments(config: Any, *, own_loss: bool) -> None:
         _check_number(config, "max_length", 2, hint="A prompt and a completion have at least one token each.")
     if config.activation_offloading:
         check_offloading_device(config.device)
-    if kto_loss_type(config.loss_type).has_kl_term and config.per_device_train_batch_size == 1:
+    loss = kto_loss_type(config.loss_type)
+    if loss.is_known and loss.has_kl_term and config.per_device_train_batch_size == 1:
         raise ValueError(
             "`per_device_train_batch_size` must be 2 or more, got 1: the KL term pairs each prompt with the completion "
             'of another row of the batch. Raise it, or use `loss_type="apo_zero_unpaired"`, which has no KL term.'
         )
     if own_loss:
         return
-    _check_choices(config, {"loss_type": KTO_LOSS_TYPES})
+    _check_loss_types([config.loss_type], KTO_LOSS_TYPES, trl.KTOTrainer)
     _check_number(config, "beta", 0, above=True, hint="At 0, the loss does not depend on the policy.")
     for name in ("desirable_weight", "undesirable_weight"):
         _check_number(config, name, 0)
@@ -275,10 +282,28 @@ def _check_reference_sync(config: Any) -> None:
 def _check_choices(config: Any, choices: Mapping[str, Collection[str]]) -> None:
     for name, allowed in choices.items():
         value = getattr(config, name)
-        several = name == "loss_type" and isinstance(config, trl.DPOConfig)
-        for one in value if several else [value]:
-            if one not in allowed:
-                raise ValueError(f"Unknown `{name}` {one!r}. Choose from: {', '.join(map(repr, allowed))}.")
+        if value not in allowed:
+            _refuse_value(name, value, allowed)
+
+
+def _check_loss_types(names: Collection[str], known: Collection[str], trl_trainer: type) -> None:
+    """Raise `ValueError` for a loss type that neither this release knows nor the source of TRL's trainer names."""
+    for name in names:
+        if name not in known and name not in compared_values(trl_trainer, "loss_type"):
+            _refuse_value("loss_type", name, [*known, *sorted(compared_values(trl_trainer, "loss_type") - {*known})])
+
+
+def _refuse_value(name: str, value: Any, allowed: Collection[str]) -> NoReturn:
+    raise ValueError(f"Unknown `{name}` {value!r}. Choose from: {', '.join(map(repr, allowed))}.")
+
+
+def warn_of_unknown_loss_types(names: Collection[str]) -> None:
+    """Warn that nothing is assumed of these loss types of TRL's. The plan says what follows."""
+    logger.warning(
+        f"`loss_type`: this release of trl_ext does not know {' and '.join(map(repr, names))} of TRL {FOUND['trl']}, "
+        "and assumes nothing of it. It trains as in TRL: no row moves to another micro-batch or is skipped, and no "
+        "micro-batch is split, not even with `max_tokens_per_micro_batch`. Check for a later trl_ext."
+    )
 
 
 def _check_number(

@@ -14,6 +14,7 @@ from ..distributed.ranks import Ranks
 from ..losses.preference import PREFERENCE_LOSSES, READ_REWARDS, LossOptions, pairs_of, rpo_margins, smoothing_term
 from ..losses.reward_columns import REWARD_COLUMNS
 from ..losses.weighted_metrics import Counts, counts_of, of_all_ranks, weighted
+from ..planning.dpo import DPOPlan
 from ..planning.non_finite import PairExponential, bounded_pairs
 from ..planning.parts import few_parts
 from ..planning.plan import PackingPlan
@@ -29,6 +30,9 @@ class Trainer(internals.DPOInternals, Protocol):
     label_smoothing: float
     f_divergence_type: str
     f_alpha_divergence_coef: float
+
+    @property
+    def plan(self) -> DPOPlan: ...
 
     def _packing_plan(self) -> PackingPlan: ...
 
@@ -58,12 +62,9 @@ class DPOLoss:
         """Compute the loss in place of TRL's `_compute_loss`. One gather combines the metrics of all ranks."""
         trainer, labels, self._order = self.trainer, self._labels_of(batch), None
         self._part_training.start_micro_batch()
-        if (
-            self.options.max_tokens_per_micro_batch is not None
-            and self._part_training.is_possible
-            and not return_outputs
-        ):
-            model = self._parts_trained(model, batch, labels, self.options.max_tokens_per_micro_batch)
+        budget = self.options.max_tokens_per_micro_batch
+        if budget is not None and trainer.plan.splits and self._part_training.is_possible and not return_outputs:
+            model = self._parts_trained(model, batch, labels, budget)
         elif overrides_below(trainer, "_compute_loss") is None:  # otherwise TRL's labels may be those of another batch
             model = internals.with_labels(model, labels)
         if trainer.accelerator.state.num_processes == 1:

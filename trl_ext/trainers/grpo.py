@@ -229,7 +229,7 @@ class GRPOTrainer(ExactTrainer, trl.GRPOTrainer):
             return self._part_training.loss_without_backward()
         self._ranks.check_same(batch["completion_ids"])
         self._part_training.start_micro_batch()
-        if self.plan.facts.has_own_loss:
+        if self.plan.loss_runs_passes:
             return self._subclass_loss(model, batch, return_outputs, num_items_in_batch)
         micro_batches = internals.merged_micro_batches(batch)
 

@@ -77,9 +77,10 @@ class GRPOPasses:
     def tokens_to_score(self, batch: Batch) -> ScoredTokens:
         """Return the rows and tokens that a pass over `batch` scores: the same for policy, old policy and reference."""
         plan = self._plan
-        is_overridden = plan.facts.has_own_loss or plan.facts.has_own_pass
-        if not self.trainer.model.training or internals.has_images(batch) or is_overridden:
-            return all_tokens(batch, of_tools=is_overridden)  # a subclass may read the tokens of tool calls
+        # A subclass, or a loss that is not known, may read the tokens of tool calls
+        all_are_read = plan.loss_runs_passes or plan.facts.has_own_pass
+        if not self.trainer.model.training or internals.has_images(batch) or all_are_read:
+            return all_tokens(batch, of_tools=all_are_read)
         # The passes of a micro-batch share the result, so the host waits for the device only once
         options = {"skip_masked": plan.skips_masked, "skip_zero_advantages": plan.skips_zero_advantages}
         tensors = [batch.get(key) for key in ("completion_mask", "tool_mask", "advantages", "prompt_mask")]
